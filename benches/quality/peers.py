@@ -41,8 +41,7 @@ from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
 from loopq.paper.models import Sizes
-from loopq.quantizers.gptq_cd import PATHS, Metric
-from loopq.quantizers.loop_metric import LEAST, SHARE
+from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.plan import Plan
@@ -291,9 +290,9 @@ def asked_of(
                 if tool == "loopq":
                     settings = OURS[variant]
                     # What no option says may change: a result is of the defaults that it was made with.
-                    unsaid = [vars(Metric()), SHARE, LEAST, PATHS]
+                    unsaid = GPTQCD().flat()
                     descends = settings.get("method", "gptq-cd") == "gptq-cd"
-                    key["settings"] = [settings, *unsaid] if descends else settings
+                    key["settings"] = [settings, unsaid] if descends else settings
                 found.append((tool, key))
     return found
 

@@ -21,7 +21,7 @@ from loopq.formats.native import NATIVE
 from loopq.inference import restore
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
-from loopq.models.load import LoadedModel, load_model
+from loopq.models.load import LoadedModel, load_model, to_device
 from loopq.run import together
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.export import quantized_format, refuse_early
@@ -421,7 +421,7 @@ def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> L
     if not is_checkpoint(Path(model)):
         return load_model(model, **loading)
     loaded = load(model, quantized=quantized, trust_remote_code=loading.get("trust_remote_code", False))
-    loaded.model.to(loading.get("device", "cpu"))
+    to_device(loaded.model, loading.get("device", "cpu"))
     return loaded
 
 

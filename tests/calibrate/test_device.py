@@ -9,9 +9,10 @@ import torch
 import loopq._native as native
 from loopq.calibrate import device
 from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.device import DeviceSums, true_float32
+from loopq.calibrate.device import DeviceSums, Sums
 from loopq.calibrate.select import select
 from loopq.errors import SolveError
+from tests.support.accelerator import DEVICE, accelerator
 
 DIM = 24
 
@@ -88,28 +89,41 @@ def test_rows_beyond_the_grid_are_refused(value, said):
         on_device(rows, per_step=True)
 
 
-def test_precision_setting_is_put_back():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        with true_float32():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+def collected(tiny, tokens):
+    selection = select(tiny.system, tokens)
+    steps = {p.name: [0, 1, 2] for p in selection.distinct_inputs}
+    sums = HessianSet(Collection(tiny.system, tokens, selection), steps)
+    sums.run_pass(list(steps))
+    return {input_group: acc.matrix() for input_group, acc in sums.accumulators.items()}
+
+
+def assert_near(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for input_group, hessian in expected.items():
+        np.testing.assert_allclose(found[input_group], hessian, atol=tolerance * np.abs(hessian).max())
+
+
+def test_a_collection_sums_where_the_model_is(tiny, tokens):
+    expected = collected(tiny, tokens)
+    with accelerator():
+        tiny.model.to(DEVICE)
+        assert_near(collected(tiny, tokens), expected, 1e-6)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], [DEVICE], ["cpu", DEVICE], []])
+def test_sums_add_up_what_lies_on_either_device(devices):
+    rows = torch.arange(6 * DIM, dtype=torch.float32).reshape(6, DIM)
+    sums = Sums(DIM, [0, 1], per_step=True, threads=1)
+    with accelerator():
+        for name in devices:
+            sums.add(1, rows.to(name))
+        found = sums.finish()
+    np.testing.assert_array_equal(found.matrix([1]), len(devices) * (rows.T @ rows).double().numpy())
+    assert [found.n_rows(t) for t in (0, 1)] == [0, 6 * len(devices)]
 
 
 @pytest.mark.gpu
 def test_collection_on_a_gpu_agrees_with_the_cpu(tiny, tokens):
-    def collected():
-        selection = select(tiny.system, tokens)
-        steps = {p.name: [0, 1, 2] for p in selection.distinct_inputs}
-        sums = HessianSet(Collection(tiny.system, tokens, selection), steps)
-        sums.run_pass(list(steps))
-        return {input_group: acc.matrix() for input_group, acc in sums.accumulators.items()}
-
-    on_cpu = collected()
+    expected = collected(tiny, tokens)
     tiny.model.cuda()
-    for input_group, hessian in collected().items():
-        scale = np.abs(on_cpu[input_group]).max()
-        np.testing.assert_allclose(hessian, on_cpu[input_group], atol=1e-4 * scale)
+    assert_near(collected(tiny, tokens), expected, 1e-4)

@@ -6,6 +6,7 @@ import numpy as np
 
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.run.config import QuantConfig
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import run_of
 
 
@@ -25,3 +26,13 @@ def test_equal_rows_uses_each_position_once(tiny, tokens):
     assert all(sorted(steps[i : i + 3]) == [0, 1, 2] for i in range(0, 30, 3))
     other = EqualRows(run_of(tiny, tokens, config, batch_size=5, seed=2).job)
     assert (steps != other.step_of(np.arange(30), 3)).any()
+
+
+def test_rows_are_summed_where_the_model_is(tiny, tokens):
+    run = run_of(tiny, tokens, QuantConfig.of(method="gptq", group_size=16), seed=1)
+    name = run.job.selection.distinct_inputs[0].name
+    expected = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -8,6 +8,7 @@ import pytest
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.pairs import collect_pairs
 from loopq.models.replace import replaced
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import job_of
 
 
@@ -30,7 +31,7 @@ def test_pairs_without_other_weights_are_the_plain_hessian(job):
 
 def test_hooks_are_gone_after_an_error_that_is_kept(tiny, job, monkeypatch):
     input_group = job.selection.distinct_inputs[0].name
-    monkeypatch.setattr("loopq.calibrate.pairs.np.concatenate", lambda *args, **kwargs: 1 // 0)
+    monkeypatch.setattr("loopq.calibrate.pairs.Sums.add", lambda *args, **kwargs: 1 // 0)
     with pytest.raises(ZeroDivisionError) as kept:
         collect_pairs(job, [input_group], {})
     assert kept.tb is not None
@@ -63,3 +64,14 @@ def test_pairs_hold_the_two_rollouts(tiny, job):
     both = paired.of([0, 1], [0.5, 1.0])
     halves = 0.5 * paired.of([0]).quantized + moments.quantized
     np.testing.assert_allclose(both.quantized, halves, rtol=1e-12)
+
+
+def test_pairs_are_summed_where_the_model_is(tiny, job):
+    first, last = job.selection.distinct_inputs[0].name, job.selection.distinct_inputs[-1].name
+    other = tiny.model.get_parameter(first).detach().numpy() * np.float32(1.1)
+    expected = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
+    for a, b in ((found.quantized, expected.quantized), (found.cross, expected.cross)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(expected.quantized).max())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import benches.gpu.__main__ as bench
+from benches.gpu import phases
+from benches.kernels import sections
 from tests.support.cuda.emulation import compiler
 
 pytestmark = pytest.mark.skipif(
@@ -19,31 +20,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benches" / "kernels" / "h200.py"
+SHELL = ROOT / "benches" / "gpu.sh"
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPT), run_name="not main")
-
-
-@pytest.fixture(scope="module")
-def record(script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every section, run dry into one record."""
-    path = tmp_path_factory.mktemp("record") / "kernels.json"
-    for section in script["SECTIONS"]:
-        assert script["main"]([section, str(path), "--dry-run", "--seconds", "60"]) == 0
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every section of the kernels, run dry into one record."""
+    path = tmp_path_factory.mktemp("record") / "gpu.json"
+    for section in sections.SECTIONS:
+        assert bench.main([section, str(path), "--dry-run", "--seconds", "60"]) == 0
     return path
 
 
 def test_every_section_runs_and_every_target_gets_its_row(
-    script: dict[str, Any], record: Path, capsys: pytest.CaptureFixture[str]
+    record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = json.loads(record.read_text())
-    assert set(data["sections"]) == set(script["SECTIONS"])
-    assert script["main"](["note", str(record), "--note", "memcheck", "clean"]) == 0
-    rows = script["rows"](json.loads(record.read_text()))
-    assert not [row for row in rows if row[2] == "open"]
+    assert set(data["sections"]) == set(sections.SECTIONS)
+    assert bench.main(["note", str(record), "--note", "memcheck", "clean"]) == 0
+    rows = bench.rows(json.loads(record.read_text()))
+    others = {"check", *phases.RUNS}
+    assert {row[0] for row in rows if row[2] == "open"} == others
     verdicts = {row[0]: row[2] for row in rows}
     # What does not depend on a clock or on Huginn's size holds in emulation too.
     exact = [v for k, v in verdicts.items() if "comparisons" in k or "edges" in k or "same bits" in k]
@@ -57,37 +54,35 @@ def test_every_section_runs_and_every_target_gets_its_row(
     assert sum(", 2.5x" in k for k in verdicts) == 18
     assert sum(", 4.0x" in k for k in verdicts) == 6
     capsys.readouterr()
-    script["main"](["rows", str(record)])
+    bench.main(["rows", str(record)])
     out = capsys.readouterr().out
     assert out.startswith("A DRY RUN")
     assert "| compute-sanitizer memcheck clean | clean | met |" in out
 
 
-def test_a_missing_section_leaves_its_rows_open(script: dict[str, Any], record: Path) -> None:
+def test_a_missing_section_leaves_its_rows_open(record: Path) -> None:
     data = json.loads(record.read_text())
     del data["sections"]["products"]
-    assert ("products", "not in the record", "open") in script["rows"](data)
+    assert ("products", "not in the record", "open") in bench.rows(data)
 
 
-def test_wrong_results_do_not_meet_their_target(script: dict[str, Any], record: Path) -> None:
+def test_wrong_results_do_not_meet_their_target(record: Path) -> None:
     data = json.loads(record.read_text())
     data["sections"]["exact"]["bulk"]["all_repeatable"] = False
     data["sections"]["rollout_exact"]["overlap_same_bits"] = False
-    verdicts = [
-        row[2] for row in script["rows"](data) if "bulk: float32" in row[0] or "overlapping" in row[0]
-    ]
+    verdicts = [row[2] for row in bench.rows(data) if "bulk: float32" in row[0] or "overlapping" in row[0]]
     assert verdicts == ["NOT MET", "NOT MET"]
 
 
-def test_another_machine_does_not_join_a_record(script: dict[str, Any], record: Path) -> None:
+def test_another_machine_does_not_join_a_record(record: Path) -> None:
     with pytest.raises(SystemExit, match="give another file"):
-        script["add_section"](record, {"device": "NVIDIA H100"}, "exact", {})
+        bench.add_section(record, {"device": "NVIDIA H100"}, "exact", {})
 
 
 def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
     """Two sections and a name that is none, the short way; the sanitizer is not asked for."""
     env = {**os.environ, "PYTHON": sys.executable, "TOTAL_SECONDS": "200"}
-    shell = str(ROOT / "benches" / "kernels" / "run_h200.sh")
+    shell = str(SHELL)
     done = subprocess.run(
         ["bash", shell, "--dry-run", str(tmp_path), "models", "no_such_section"],
         env=env, capture_output=True, text=True, check=False,
@@ -95,7 +90,7 @@ def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "no_such_section FAILED" in done.stdout
     assert "| exact | not in the record | open |" in done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.json", "kernels.log", "kernels.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json", "gpu.log", "gpu.md"]
     env["TOTAL_SECONDS"] = "5"
     done = subprocess.run(
         ["bash", shell, "--dry-run", str(tmp_path), "exact"],
@@ -108,23 +103,27 @@ def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
     assert "exact: left out" in done.stdout
 
 
-def test_the_shell_file_names_sections_that_exist(script: dict[str, Any]) -> None:
-    shell = (ROOT / "benches" / "kernels" / "run_h200.sh").read_text()
-    named = shell.split("sections=${*:-")[1].split("}")[0].split()
-    assert {*named, "small"} == {*script["SECTIONS"], "sanitizer"}
+def test_the_shell_file_names_sections_that_exist() -> None:
+    shell = SHELL.read_text()
+    named = shell.split("${*:-")[1].split("}")[0].split()
+    for group in ("phases", "kernels"):
+        named += shell.split(f'{group}="')[1].split('"')[0].split()
+    assert set(named) <= set(bench.SECTIONS)
 
 
-def test_the_script_needs_no_compiled_extension(tmp_path: Path) -> None:
-    """A GPU machine gets the sources and nothing built."""
-    code = f"""
-import runpy, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name == "loopq._native":
-            raise ImportError("not built here")
-sys.meta_path.insert(0, Blocked())
-script = runpy.run_path({str(SCRIPT)!r}, run_name="not main")
-sys.exit(script["main"](["small", {str(tmp_path / "r.json")!r}, "--dry-run"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_phases_are_timed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu.json"
+    assert bench.main(["smol", str(path), "--dry-run"]) == 0
+    stages = json.loads(path.read_text())["sections"]["smol"]["stages"]
+    assert {"collect", "metric", "solve", "evaluate"} <= set(stages)
+    assert all(stage["done"] == stage["of"] > 0 for stage in stages.values())
+    assert bench.main(["rows", str(path)]) == 0
+    assert "solve" in capsys.readouterr().out
+
+
+def test_a_run_whose_time_is_over_tells_what_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert bench.main(["smol", str(path), "--dry-run", "--seconds", "0"]) == 0
+    data = json.loads(path.read_text())["sections"]["smol"]
+    assert "stopped_after" in data
+    assert "kl" not in data

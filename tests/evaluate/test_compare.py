@@ -14,6 +14,7 @@ from loopq.evaluate import compare as module
 from loopq.evaluate.compare import Measurement, compare
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.looptoys import tokens as made_up
 
@@ -159,3 +160,15 @@ def test_tokens_are_scored_in_pieces_and_the_numbers_are_those_of_the_whole(load
         for a, b in zip(whole, found, strict=True):
             for what in ("kl", "agreement", "nll", "answered"):
                 np.testing.assert_allclose(getattr(a, what), getattr(b, what), rtol=1e-12)
+
+
+def test_a_comparison_runs_where_the_model_is(tiny, tokens):
+    name = tiny.system.shared_parameters(3)[0].name
+    weight = tiny.model.get_parameter(name).detach().numpy()
+    variants = {"other": {name: weight + 0.1 * np.sign(weight)}}
+    expected = compare(tiny.system, variants, tokens)[1]
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found = compare(tiny.system, variants, tokens)[1]
+    for field in ("kl", "agreement", "nll", "answered"):
+        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=1e-4)

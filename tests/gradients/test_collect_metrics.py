@@ -20,6 +20,7 @@ from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.exact_metric import exact_metrics
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import digest, run_of, tensors_of
@@ -273,3 +274,13 @@ def test_metrics_ahead_of_asymmetric_calibration_are_not_collected_again(
     loopq.quantize(loaded, few, out=tmp_path / "killed", **settings)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
     assert seen == []
+
+
+def test_a_metric_is_made_where_the_model_is(tiny, tokens):
+    few = tokens.take(0, 3)
+    run, sums = prepared(tiny, few)
+    expected, _ = collected(run, sums, few, 2)
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found, _ = collected(run, sums, few, 2)
+    assert_close(found, expected, 1e-6)

@@ -14,6 +14,8 @@ from loopq.errors import NonFiniteError, SystemContractError
 from loopq.gradients.sketch import Both, Outputs, Sketch, Taps, cycled, root
 from loopq.quantizers.loop_metric import ridged
 
+CPU = torch.device("cpu")
+
 
 class Awkward(nn.Module):
     """Two layers called three times, with changes in place before, between and after; the weights are parameters."""
@@ -117,11 +119,11 @@ def test_columns_of_a_root_say_alike_whatever_is_chosen():
     scales = 10.0 ** rng.uniform(-4, 4, 12)
     x = rng.normal(size=(30, 12)) * scales
     matrix = x.T @ x
-    whole = root(matrix, 0.01, [3], 12).astype(np.float64)
+    whole = root(matrix, 0.01, [3], 12, CPU).double().numpy()
     unscaled = whole * scales[:, None]
     inverse = np.linalg.inv(ridged(x.T @ x, 0.01)) * scales * scales[:, None]
     np.testing.assert_allclose(unscaled @ unscaled.T, inverse, rtol=1e-4, atol=1e-5 * inverse.max())
-    np.testing.assert_array_equal(whole[:, :5], root(matrix, 0.01, [3], 5))
+    np.testing.assert_array_equal(whole[:, :5], root(matrix, 0.01, [3], 5, CPU).double().numpy())
     total = np.zeros((12, 12))
     for number in range(12):
         chosen, scale = cycled(12, 12, 5, number)

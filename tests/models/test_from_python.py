@@ -8,6 +8,7 @@ import loopq
 from loopq.errors import ConfigError
 from loopq.models.from_python import load_python
 from loopq.systems.generic import Generic
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.python_models import MODULE
 
 
@@ -31,3 +32,8 @@ def test_from_python_at_half_and_at_twice_the_depth(spec):
         again = loopq.quantize(named, ids, n_steps=depth, group_size=16)
         assert again.layers["core.weight"].report["steps"] == list(range(depth))
     assert "ranks" in loopq.diagnose(named, ids, n_steps=2, only=["ranks"])["sections"]
+
+
+def test_a_model_of_a_file_goes_to_the_device_that_is_asked_for(spec):
+    with accelerator():
+        assert load_python(spec, device=DEVICE).system.device.type == DEVICE

@@ -8,8 +8,9 @@ import torch
 
 from loopq.api import weights_of
 from loopq.formats import native as store
-from loopq.models.replace import replaced
+from loopq.models.replace import placed, replaced
 from loopq.storage.weights import ModelWeights
+from tests.support.accelerator import DEVICE, accelerator
 
 
 def test_replaced_weights_come_back_also_after_an_error(loaded, checkpoint_folder):
@@ -40,3 +41,19 @@ def test_the_memory_of_the_weights_is_not_written_to(loaded, checkpoint_folder):
     assert not stored.raw(name).data.any()
     with pytest.raises(ValueError, match="read-only"):
         stored.raw(name).data[0] = 1
+
+
+def test_weights_that_are_placed_are_put_in_without_a_copy(tiny):
+    name = "transformer.adapter.weight"
+    given = {name: np.ones(tuple(tiny.model.get_parameter(name).shape), np.float32)}
+    assert placed(tiny.system, given) is given
+    with accelerator():
+        tiny.model.to(DEVICE)
+        before = tiny.model.get_parameter(name).detach().clone()
+        there = placed(tiny.system, given)
+        assert there[name].device.type == DEVICE
+        with replaced(tiny.system, there):
+            parameter = tiny.model.get_parameter(name)
+            assert parameter.data_ptr() == there[name].data_ptr()
+            assert bool((parameter == 1).all())
+        assert torch.equal(tiny.model.get_parameter(name), before)

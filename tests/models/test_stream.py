@@ -13,6 +13,7 @@ import loopq
 from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.storage.model_files import is_streamed
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.vendors import dory, inkling, tokens
 
 
@@ -51,3 +52,15 @@ def test_what_needs_all_weights_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = load_model(tmp_path).model(torch.from_numpy(tokens(1))).logits
         assert torch.equal(streamed.model(torch.from_numpy(tokens(1))).logits, expected)
+
+
+def test_layers_are_read_to_the_models_device(tmp_path: Path) -> None:
+    dory().save_pretrained(tmp_path)
+    ids = torch.from_numpy(tokens(1))
+    with torch.no_grad():
+        expected = load_model(tmp_path).model(ids).logits
+        with accelerator():
+            streamed = load_model(tmp_path, memory=1, device=DEVICE)
+            assert {p.device.type for p in streamed.model.parameters()} == {DEVICE}
+            for _ in range(2):
+                torch.testing.assert_close(streamed.model(ids.to(DEVICE)).logits.cpu(), expected)

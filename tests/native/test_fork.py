@@ -90,9 +90,46 @@ stop.set()
 worker.join()
 """
 
+#: Sums that another thread adds to when the child begins have no thread there that would end the addition.
+IN_USE = """
+sums = native.HessianAccumulator(256, [0], per_step=False, threads=1)
+rows = np.ones((1 << 16, 256), np.float32)
+stop = threading.Event()
+
+def work():
+    while not stop.is_set():
+        sums.update(0, rows)
+
+worker = threading.Thread(target=work)
+worker.start()
+
+def refused():
+    try:
+        sums.n_rows(0)
+    except Exception as error:
+        assert "not whole" in str(error), error
+
+while sums.n_rows(0) == 0:
+    pass
+for _ in range(20):
+    forked(refused)
+stop.set()
+worker.join()
+# Nobody uses them now: parent and child read the same.
+n = sums.n_rows(0)
+
+def read():
+    assert sums.n_rows(0) == n > 0
+
+forked(read)
+read()
+"""
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("then", [AFTER, MEANWHILE], ids=["after a call", "during a call"])
+@pytest.mark.parametrize(
+    "then", [AFTER, MEANWHILE, IN_USE], ids=["after a call", "during a call", "while sums are added to"]
+)
 def test_a_forked_child_makes_its_own_threads(then: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM + then],

@@ -18,7 +18,6 @@ from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.quantizers.config import LayerConfig
-from loopq.quantizers.gptq_cd import PATHS
 from loopq.storage.schema import checked
 from tests.support import core
 from tests.support.problems import correlated, solve
@@ -147,7 +146,7 @@ def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, m
     left = native.DampedFactor(a, np.zeros(96), order="conditional")
     assert losses["coupled"] < 0.9 * losses["apart"]
     # One path, and as many as gptq-cd keeps in this metric.
-    for beam, share in ((1, most), (PATHS["loop"], 0.8)):
+    for beam, share in ((1, most), (64, 0.8)):
         settings = core.cd_settings(
             symmetric=True, signed=True, beam=beam, sweeps=30, rounds=4, refit=True, **code
         )
@@ -219,7 +218,7 @@ def over_the_plain_grid(rows, beam):
 
 
 def test_streams_gain_from_sixteen_outputs_on_and_lose_with_eight():
-    assert over_the_plain_grid(16, PATHS["loop"]) < 0.8
+    assert over_the_plain_grid(16, 64) < 0.8
     assert over_the_plain_grid(8, 1) > 1.2
 
 

@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+from loopq.run import estimate as module
 from loopq.run.budget import Allocate
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration, estimate
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import run_of
 
 
@@ -55,3 +57,10 @@ def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "1.5 h")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_rates_are_those_of_the_models_device(tiny, tokens, monkeypatch):
+    monkeypatch.setattr(module, "core_rate", lambda *_: 1 / 0)
+    with accelerator():
+        tiny.model.to(DEVICE)
+        assert estimate(*run_of(tiny, tokens)).seconds > 0

@@ -8,6 +8,7 @@ as `system`.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.gradients.unroll import unroll
 from loopq.models.check import check_model
 from loopq.systems.base import LoopedSystem
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.systems import CASES, Case, as_loaded, open_system, prompts
 
 # Systems whose depth cannot be chosen.
@@ -84,6 +86,15 @@ class Conformance:
         assert len(verdicts) == 9
         assert verdicts["initial state"] == (True if system.state_is_random else None)
         assert verdicts["single steps"] == (True if case.steps else None)
+
+    def test_a_rollout_follows_the_models_device(self, case: Case) -> None:
+        system, batch = open_system(case), prompts(case)
+        expected = system.rollout(batch, system.n_steps)
+        with accelerator(), contextlib.suppress(NotImplementedError):
+            system.model.to(DEVICE)
+            found = system.rollout(batch, system.n_steps)
+            assert found.device.type == DEVICE
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
     def test_the_checks_pass_in_bfloat16(self, core: Case) -> None:
         system = open_system(core)

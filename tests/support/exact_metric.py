@@ -21,7 +21,7 @@ def gradients(system, tokens, names, n_steps, seed, n_draws):
                 own = [seed, batch.prompts[0], draw]
                 if system.output == "logits":
                     logp = out.log_softmax(-1)
-                    labels = torch.from_numpy(draw_labels(logp.detach().numpy(), own))
+                    labels = draw_labels(logp, own)
                     target = logp.gather(-1, labels[..., None]).sum()
                 else:
                     noise = np.random.default_rng(own).standard_normal(tuple(out.shape)).astype(np.float32)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.device import Sums
 from loopq.calibrate.dump import (
     MANIFEST,
     DumpFile,
@@ -327,9 +328,9 @@ class HessianSet:
         if parts.shared or snapshots.due():
             parts.save()
 
-    def _empty(self, input_group: str) -> native.HessianAccumulator:
-        """Return a new accumulator for an input group."""
-        return native.HessianAccumulator(
+    def _empty(self, input_group: str) -> Sums:
+        """Return new sums of an input group."""
+        return Sums(
             self._dims[input_group],
             self.steps[input_group],
             per_step=self.per_step,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
+from loopq.quantizers.twin.precision import true_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 _STRIP = 1 << 24
 #: Bits of the low limb (docs/formats/hessian.md).
 _LIMB_BITS = 62
-
-
-@contextlib.contextmanager
-def true_float32() -> Iterator[None]:
-    """Keep float32 products from being rounded to tf32 or bfloat16 first, and put the settings back."""
-    import torch  # lazy: loopq imports without torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class DeviceSums:
@@ -78,8 +65,8 @@ class DeviceSums:
                 for (i, j), (hi, lo) in zip(self._strips, self._limbs[key], strict=True):
                     _add(block[:, i:j].T @ block[:, i:], hi, lo)
 
-    def accumulator(self, steps: Sequence[int]) -> native.HessianAccumulator:
-        """Give the sums as a finished accumulator of these steps, on the host.
+    def accumulator(self, steps: Sequence[int], threads: int = 0) -> native.HessianAccumulator:
+        """Give the sums as a finished accumulator of these steps, on the host, where the core has so many threads.
 
         Raises
         ------
@@ -110,7 +97,8 @@ class DeviceSums:
                 "n_rows": [self._rows.get(step, 0) for step in steps],
                 "hi": limbs[0],
                 "lo": limbs[1],
-            }
+            },
+            threads=threads,
         )
 
 
@@ -128,6 +116,59 @@ def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
     lo += (rest * 2.0**60).round_().long()
     hi += whole.long() + (lo >> _LIMB_BITS)
     lo &= (1 << _LIMB_BITS) - 1
+
+
+class Sums:
+    """Sums of rows where they lie: by the core on the processor, by `DeviceSums` elsewhere.
+
+    Parameters
+    ----------
+    dim : int
+        Columns of a row.
+    steps : sequence of int
+        Steps that are summed.
+    per_step : bool
+        Keep each step apart.
+    threads : int
+        Threads of the core.
+    """
+
+    def __init__(self, dim: int, steps: Sequence[int], *, per_step: bool, threads: int) -> None:
+        self._dim, self._steps, self._per_step, self._threads = dim, steps, per_step, threads
+        self._near: native.HessianAccumulator | None = None
+        self._far: DeviceSums | None = None
+
+    def add(self, step: int, rows: Tensor) -> None:
+        """Add rows of a step, Tensor (n_rows, dim) of any floating type."""
+        if rows.device.type == "cpu":
+            self._near = self._near or self._empty()
+            self._near.update(step, to_native(rows))
+        else:
+            self._far = self._far or DeviceSums(self._dim, per_step=self._per_step)
+            self._far.add(step, rows)
+
+    def finish(self) -> native.HessianAccumulator:
+        """Give the sums, finished, on the host.
+
+        Raises
+        ------
+        SolveError
+            As of `DeviceSums.accumulator`.
+        """
+        far, self._far = self._far, None
+        if far is not None and self._near is None:
+            self._near = far.accumulator(self._steps, self._threads)
+            return self._near
+        self._near = self._near or self._empty()
+        self._near.finish()
+        if far is not None:
+            self._near.merge(far.accumulator(self._steps, self._threads))
+        return self._near
+
+    def _empty(self) -> native.HessianAccumulator:
+        return native.HessianAccumulator(
+            self._dim, self._steps, per_step=self._per_step, threads=self._threads
+        )
 
 
 def to_native(rows: Tensor) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts
-from loopq.calibrate.device import to_native
+from loopq.calibrate.device import Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,18 +33,15 @@ class EqualRows:
 
     def __init__(self, job: Collection) -> None:
         self.job = job
-        self._accumulators = {
-            p.name: native.HessianAccumulator(
-                p.in_features, range(p.invocations), per_step=True, threads=job.execution.threads
-            )
+        self._sums = {
+            p.name: Sums(p.in_features, range(p.invocations), per_step=True, threads=job.execution.threads)
             for p in job.selection.distinct_inputs
         }
         self._invocations = {p.name: p.invocations for p in job.selection.distinct_inputs}
         self._position: dict[tuple[str, int], int] = {}
         for _ in run_rollouts(job, self._take):
             pass
-        for acc in self._accumulators.values():
-            acc.finish()
+        self._accumulators = {name: found.finish() for name, found in self._sums.items()}
 
     def accumulator(
         self, input_group: str, steps: Sequence[int], *, per_step: bool = True
@@ -53,10 +50,12 @@ class EqualRows:
         return self._accumulators[input_group]
 
     def _take(self, input_group: str, step: int, rows: Tensor) -> None:
+        import torch  # lazy: loopq imports without torch
+
         first = self._position.get((input_group, step), 0)
         self._position[input_group, step] = first + rows.shape[0]
         mine = self.step_of(np.arange(first, first + rows.shape[0]), self._invocations[input_group]) == step
-        self._accumulators[input_group].update(step, np.ascontiguousarray(to_native(rows)[mine]))
+        self._sums[input_group].add(step, rows[torch.from_numpy(mine).to(rows.device)])
 
     def step_of(self, positions: np.ndarray, n_steps: int) -> np.ndarray:
         """Step at which each position is used, int64, same shape."""

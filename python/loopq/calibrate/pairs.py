@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts
-from loopq.calibrate.device import to_native
+from loopq.calibrate.device import Sums
 from loopq.errors import CalibrationError
-from loopq.models.replace import Weights, replaced
+from loopq.models.replace import Weights, placed, replaced
 from loopq.systems.base import SharedParameter
 from loopq.terminal.progress import Silent
 
@@ -142,9 +142,12 @@ def collect_pairs(
     The moments of (x, x^) hold X^T X, X^T X^ and X^^T X^ in one exact accumulator, so that the result is the
     same bits at any thread count, as all Hessians are.
     """
+    import torch  # lazy: loopq imports without torch
+
     parameters: Mapping[str, SharedParameter] = {p.name: p for p in job.selection.distinct_inputs}
+    weights = placed(job.system, weights)
     sums = {
-        name: native.HessianAccumulator(
+        name: Sums(
             2 * parameters[name].in_features,
             range(parameters[name].invocations),
             per_step=per_step,
@@ -152,20 +155,20 @@ def collect_pairs(
         )
         for name in input_groups
     }
-    first: dict[tuple[str, int], NDArray[np.float32]] = {}
+    first: dict[tuple[str, int], Tensor] = {}
 
     def keep(input_group: str, step: int, rows: Tensor) -> None:
-        first[input_group, step] = to_native(rows.float()).copy()
+        first[input_group, step] = rows.float().clone()
 
     def pair(input_group: str, step: int, rows: Tensor) -> None:
         reference = first.pop((input_group, step))
-        if reference.shape != tuple(rows.shape):
+        if reference.shape != rows.shape:
             raise CalibrationError(
                 f"layer {input_group}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
-                f"{reference.shape} in the full-precision one: the model's work depends on its values; "
+                f"{tuple(reference.shape)} in the full-precision one: the model's work depends on its values; "
                 "calibrate with inputs of the full-precision rollout alone"
             )
-        sums[input_group].update(step, np.concatenate([reference, to_native(rows.float())], axis=1))
+        sums[input_group].add(step, torch.cat([reference, rows.float()], dim=1))
 
     # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
     with (
@@ -178,6 +181,4 @@ def collect_pairs(
         # The last batch is done: asking once more ends the stage.
         for _ in other:
             raise CalibrationError("the two rollouts have different numbers of batches")
-    for acc in sums.values():
-        acc.finish()
-    return {name: PairedSums(acc, parameters[name].in_features) for name, acc in sums.items()}
+    return {name: PairedSums(both.finish(), parameters[name].in_features) for name, both in sums.items()}

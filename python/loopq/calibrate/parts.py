@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import loopq._native as native
-from loopq.calibrate.device import DeviceSums, to_native
+from loopq.calibrate.device import Sums
 from loopq.calibrate.dump import Rows, accumulator_from, accumulator_parts
 from loopq.errors import CalibrationError
 from loopq.storage.journal import Journal
@@ -38,7 +38,7 @@ class Pass:
     device : torch.device
         Where the model runs.
     empty : callable
-        Returns a new accumulator of an input.
+        Returns new sums of an input.
     fingerprint : callable
         Returns the identity of the work; asked only where something is saved, since it reads all weights.
     """
@@ -47,7 +47,7 @@ class Pass:
     per_step: bool
     batch_tokens: Sequence[int]
     device: torch.device
-    empty: Callable[[str], native.HessianAccumulator]
+    empty: Callable[[str], Sums]
     fingerprint: Callable[[], str]
 
 
@@ -88,13 +88,12 @@ class Parts:
         self._tokens = [0, *itertools.accumulate(of.batch_tokens)]
         self._known: dict[str, list[Range]] = {}
         self._counted: list[str] = []
-        self._device: dict[str, DeviceSums] = {}
         self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self._clear()
 
     def _clear(self) -> None:
         self._ranges: list[Range] = []
-        self._accs = {input_group: self._pass.empty(input_group) for input_group in self._input_groups}
+        self._sums = {input_group: self._pass.empty(input_group) for input_group in self._input_groups}
         #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
         self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
 
@@ -169,18 +168,9 @@ class Parts:
             first, rows, head = first + head, rows[head:], 0
         whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
         if whole:
-            self._take(input_group, step, rows[:whole])
+            self._sums[input_group].add(step, rows[:whole])
         if whole < rows.shape[0]:
             self._open[input_group, step] = (first + whole, rows[whole:].clone())
-
-    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
-        if rows.device.type == "cpu":
-            self._accs[input_group].update(step, to_native(rows))
-            return
-        if input_group not in self._device:
-            dim = rows.shape[1]
-            self._device[input_group] = DeviceSums(dim, per_step=self._pass.per_step)
-        self._device[input_group].add(step, rows)
 
     def _close(self) -> None:
         """End a range: rows that wait for those after them are at its edge."""
@@ -199,7 +189,7 @@ class Parts:
         ours = self._claims is None or all(map(self._claims.holds, claimed))
         if ours:
             for i, input_group in enumerate(self._input_groups):
-                arrays, state = accumulator_parts(self._finished(input_group))
+                arrays, state = accumulator_parts(self._sums[input_group].finish())
                 edges = {
                     f"edge/{step}/{first}": raw(rows)
                     for (k, step), found in self._edges.items()
@@ -212,13 +202,6 @@ class Parts:
         if self._claims is not None:
             for number in claimed:
                 self._claims.release(number, done=ours)
-
-    def _finished(self, input_group: str) -> native.HessianAccumulator:
-        acc = self._accs[input_group]
-        acc.finish()
-        if input_group in self._device:
-            acc.merge(self._device.pop(input_group).accumulator(acc.steps))
-        return acc
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
         """Put the edges together and add the parts up.
@@ -233,13 +216,14 @@ class Parts:
         self._close()
         self.covered()
         rows = self._count_rows()
+        found: dict[str, native.HessianAccumulator] = {}
         for i, input_group in enumerate(self._input_groups):
             total = self._saved_sums(i, input_group)
             for step in rows[input_group]:
                 edges = self._edges.pop((input_group, step), {})
                 if edges:
-                    self._take(input_group, step, torch.cat([edges[first] for first in sorted(edges)]))
-            acc = self._finished(input_group)
+                    self._sums[input_group].add(step, torch.cat([edges[first] for first in sorted(edges)]))
+            acc = found[input_group] = self._sums[input_group].finish()
             if total is not None:
                 acc.merge(total)
             for step, n_rows in rows[input_group].items():
@@ -247,7 +231,7 @@ class Parts:
                     self._refuse(
                         input_group, step, f"{acc.n_rows(step)} rows were summed, the rollouts gave {n_rows}"
                     )
-        return self._accs
+        return found
 
     def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
         """Add up the sums of one input in all parts; the edges go to those in memory."""

@@ -48,12 +48,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` has the loop metric; such a "
         "dump cannot be merged (default %(default)s)",
     )
-    prompts, draws = PRESETS["best"]["metric_prompts"], PRESETS["best"]["metric_draws"]
+    draws = PRESETS["best"]["metric_draws"]
     parser.add_argument(
         "--metric-prompts",
         type=whole(1, 1 << 31),
         metavar="N",
-        help=f"with --metric loop: most prompts that gradients are taken on (default {prompts})",
+        help="with --metric loop: most prompts that gradients are taken on (default: all)",
     )
     parser.add_argument(
         "--metric-draws",
@@ -115,12 +115,8 @@ def run(args: argparse.Namespace) -> int:
             steps = parse_steps(args.steps or "all", selection.n_steps)
             gradients = None
             if args.metric == "loop":
-                best = PRESETS["best"]
-                most, n_draws = (
-                    args.metric_prompts or best["metric_prompts"],
-                    args.metric_draws or best["metric_draws"],
-                )
-                gradients = MetricOfDump.of(job, most, n_draws)
+                n_draws = args.metric_draws or PRESETS["best"]["metric_draws"]
+                gradients = MetricOfDump.of(job, args.metric_prompts, n_draws)
             collect = collect_hessians
             if ranks is not None:
                 waiting = dataclasses.replace(ranks, timeout=float(args.rank_timeout))

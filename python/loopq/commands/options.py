@@ -18,7 +18,7 @@ from loopq.formats.convert import settings_of
 from loopq.inference.restore import open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
-from loopq.models.load import DTYPES, LoadedModel, load_model
+from loopq.models.load import DTYPES, LoadedModel, load_model, to_device
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.together import Ranks
@@ -435,7 +435,7 @@ def load(args: argparse.Namespace) -> LoadedModel:
     if args.python is not None:
         if args.model is not None:
             raise ConfigError("MODEL and --python both name a model: give one of them")
-        return load_python(args.python, args.depth)
+        return load_python(args.python, args.depth, loading(args)["device"])
     if args.model is None:
         raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
     return load_model(args.model, **loading(args))
@@ -448,6 +448,7 @@ def load_source(args: argparse.Namespace) -> LoadedModel:
             Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code
         )
         if found is not None:
+            to_device(found.model, loading(args)["device"])
             return found
     return load(args)
 

@@ -61,9 +61,8 @@ def state_moments(
     for batch in tokens.batches(batch_size, seed):
         run = trace(system, batch, n_steps, read=())
         for step in steps:
-            rows = run.states[step].double().cpu().numpy()
-            rows = rows.reshape(-1, rows.shape[-1])
-            moments[step] = moments.get(step, 0.0) + rows.T @ rows
+            rows = run.states[step].double().flatten(0, -2)
+            moments[step] = moments.get(step, 0.0) + (rows.T @ rows).cpu().numpy()
     return moments
 
 

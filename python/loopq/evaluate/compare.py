@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import Interval, mean_interval
-from loopq.models.replace import Weights, replaced
+from loopq.models.replace import Weights, placed, replaced
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch, LoopedSystem, model_code
 
@@ -146,6 +146,7 @@ def compare(
         )
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = ["full precision", *variants]
+    held = {name: placed(system, weights) for name, weights in variants.items()}
     scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
     for row, seed in enumerate(seeds):
@@ -153,7 +154,7 @@ def compare(
             reference = _output(system, batch, depth)
             columns = list(batch.prompts)
             scores[names[0]][:, row, columns] = _score(system, reference, reference, batch, scored_from)
-            for name, weights in variants.items():
+            for name, weights in held.items():
                 with replaced(system, weights):
                     out = _output(system, batch, depth)
                 scores[name][:, row, columns] = _score(system, reference, out, batch, scored_from)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
-from loopq.models.replace import Weights, replaced
+from loopq.models.replace import Weights, placed, replaced
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 from loopq.terminal.progress import Progress, Silent
 
@@ -73,6 +73,7 @@ def layer_errors(
         and any(p.name in weights for weights in variants.values())
     ]
     sums = {(name, p.name): [[0.0] * 3 for _ in range(p.invocations)] for name in variants for p in chosen}
+    variants = {name: placed(system, weights) for name, weights in variants.items()}
     batches = list(tokens.take(0, N_PROMPTS).batches(batch_size, seed))
     progress.start("by layer", len(batches) * (len(variants) + 1), "rollouts")
     for batch in batches:
@@ -129,7 +130,7 @@ def _add(
     changed = weight
     if parameter.name in weights:
         # As the model holds it: rounded to its own type.
-        changed = torch.from_numpy(weights[parameter.name]).to(stored.device, stored.dtype).float()
+        changed = torch.as_tensor(weights[parameter.name]).to(stored.device, stored.dtype).float()
     if parameter.orientation == "conv":
         weight, changed = weight[..., 0], changed[..., 0]
     if parameter.orientation != "in_out":

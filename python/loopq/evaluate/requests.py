@@ -126,7 +126,7 @@ def log_likelihoods(
             logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), how.seed, by_token=True), depth)
         for row, number in enumerate(numbers):
             i, _, n = windows[number]
-            logp, target = logits[row, -n:].double().log_softmax(-1).cpu(), ids[row, -n:]
+            logp, target = logits[row, -n:].double().log_softmax(-1), system.to_device(ids[row, -n:])
             value, greedy = found[i]
             value += float(logp.gather(-1, target[:, None]).sum())
             if math.isnan(value):

@@ -186,7 +186,7 @@ class _Backward:
     n_steps: int
     n_draws: int
     seed: int
-    _labels: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
+    _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
         """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
@@ -214,11 +214,8 @@ class _Backward:
             logp = out.log_softmax(-1)
             # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
             if (prompt, draw) not in self._labels:
-                self._labels[prompt, draw] = draw_labels(
-                    logp.detach().cpu().numpy(), [self.seed, prompt, draw]
-                )
-            labels = self.system.to_device(torch.from_numpy(self._labels[prompt, draw]))
-            return logp.gather(-1, labels[..., None]).sum()
+                self._labels[prompt, draw] = draw_labels(logp, [self.seed, prompt, draw])
+            return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()
         noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
         return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()
 
@@ -293,9 +290,9 @@ class _Collector:
                 hessian = _summed(hessians, task)
                 seed = seed_of(str(task.input_group), self.execution.seed, 0)
                 columns = min(p.in_features, self.n_prompts * self.rank)
-                whole = torch.from_numpy(root(hessian, DAMPING, seed, columns))
+                whole = root(hessian, DAMPING, seed, columns, self.system.device)
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
-                found[key] = self.system.to_device(whole), self.system.to_device(energy)
+                found[key] = whole, self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
             weight = p.matrix(self.system.parameter(p).detach())
             self._sizes[task.name] = weight.float().square() @ energy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from loopq.gradients.unroll import linked, unroll
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
 from loopq.systems.base import LoopedSystem, model_code
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
 #: in full precision.
@@ -125,8 +128,8 @@ def loop_fisher(
             logits = tokens.scored(unroll(system, batch, depth).float(), system.output)
             logp = logits.log_softmax(-1)
             for sample in range(n_draws):
-                labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
-                picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
+                labels = draw_labels(logp, [seed, batch.prompts[0], sample])
+                picked = logp.gather(-1, labels[..., None]).sum()
                 last = sample + 1 == n_draws
                 grads = torch.autograd.grad(
                     picked, [leaves[n] for n in layers], retain_graph=not last, allow_unused=True
@@ -145,27 +148,29 @@ def loop_fisher(
     return {key: 0.5 * total / (n_draws * positions) for key, total in totals.items()}
 
 
-def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:
+def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
     """Draw labels from the model's own distribution.
 
     Parameters
     ----------
-    logp : ndarray, float32, shape (n_prompts, n_positions, vocabulary)
+    logp : Tensor, float32, shape (n_prompts, n_positions, vocabulary)
         Log-probabilities in nats.
     seed : sequence of int
         Seed of the draw.
 
     Returns
     -------
-    ndarray, int64, shape (n_prompts, n_positions)
-        Labels.
+    Tensor, int64, shape (n_prompts, n_positions)
+        Labels, on the same device.
 
     Notes
     -----
     A race: with E_k independent and exponential, argmin_k E_k / p_k has the distribution p. Two processors round p
     differently; with p' on the other, the label changes with a probability of at most sum_k |p_k - p'_k|. Inverting
     the cumulative distribution F would make it sum_k |F_k - F'_k|, ten times as much on the embedded model.
+    The E_k are numpy's on every device, whose own generators differ.
     """
-    waiting = np.random.default_rng(list(seed)).standard_exponential(logp.shape)
-    labels: NDArray[np.int64] = (np.log(waiting) - logp).argmin(-1)
-    return labels
+    import torch  # lazy: loopq imports without torch
+
+    waiting = np.random.default_rng(list(seed)).standard_exponential(tuple(logp.shape))
+    return (torch.from_numpy(waiting).to(logp.device).log_() - logp.detach()).argmin(-1)

@@ -8,6 +8,7 @@ average and Y Y^T is A'^-1, (g Om)(g Om)^T is g H'^-1 g^T on average and (g^T Y)
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,17 +28,26 @@ from loopq.quantizers.task import Task
 from loopq.systems.base import LoopedSystem
 
 
-def _hartley(n: int, columns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Some columns of the Hartley transform, which is orthogonal for every n."""
+@functools.lru_cache(maxsize=16)
+def _wave(n: int, device: torch.device) -> Tensor:
+    """The first row but one of the Hartley transform, which all its entries are taken from."""
     angles = np.arange(n) * (2.0 * np.pi / n)
-    wave = (np.cos(angles) + np.sin(angles)) / np.sqrt(n)
-    found: NDArray[np.float64] = wave[np.outer(np.arange(n), columns) % n]
-    return found
+    return torch.from_numpy((np.cos(angles) + np.sin(angles)) / np.sqrt(n)).to(device)
+
+
+def _hartley(n: int, columns: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Some columns of the Hartley transform, which is orthogonal for every n, in float64."""
+    chosen = torch.from_numpy(np.ascontiguousarray(columns)).to(device)
+    return _wave(n, device)[torch.outer(torch.arange(n, device=device), chosen) % n]
+
+
+def _signs(rng: np.random.Generator, n: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(rng.choice((-1.0, 1.0), n)).to(device)
 
 
 def root(
-    matrix: NDArray[np.float64], share: float, seed: Sequence[int], n_columns: int
-) -> NDArray[np.float32]:
+    matrix: NDArray[np.float64], share: float, seed: Sequence[int], n_columns: int, device: torch.device
+) -> Tensor:
     """Columns of a root of the inverse of a damped matrix, mixed so that any of them say as much as any others.
 
     Parameters
@@ -50,10 +60,12 @@ def root(
         Seed of signs and of the order of columns.
     n_columns : int
         Columns to return, at most n.
+    device : torch.device
+        Where it is computed.
 
     Returns
     -------
-    ndarray, float32, shape (n, n_columns)
+    Tensor, float32, shape (n, n_columns)
         Of all n columns C, C C^T is the inverse; of some, n / n_columns times C C^T has it for expectation.
 
     Notes
@@ -63,13 +75,13 @@ def root(
     """
     n = len(matrix)
     rng = np.random.default_rng(list(seed))
-    signs, columns = rng.choice((-1.0, 1.0), n), rng.permutation(n)[:n_columns]
-    mixed = signs[:, None] * _hartley(n, columns)
-    damped = ridged(matrix, share)
-    unit = 1.0 / np.sqrt(np.diag(damped))
-    lower = torch.linalg.cholesky(torch.from_numpy(damped * unit * unit[:, None]))
-    found = torch.linalg.solve_triangular(lower.mT, torch.from_numpy(mixed), upper=True)
-    return np.asarray(unit[:, None] * found.numpy(), dtype=np.float32)
+    signs = _signs(rng, n, device)
+    mixed = signs[:, None] * _hartley(n, rng.permutation(n)[:n_columns], device)
+    damped = torch.from_numpy(ridged(matrix, share)).to(device)
+    unit = 1.0 / damped.diagonal().sqrt()
+    lower = torch.linalg.cholesky(damped * unit * unit[:, None])
+    found = torch.linalg.solve_triangular(lower.mT, mixed, upper=True)
+    return (unit[:, None] * found).float()
 
 
 def seed_of(name: str, seed: int, side: int) -> list[int]:
@@ -148,9 +160,14 @@ class Side(ABC):
         NonFiniteError
             A gradient is NaN or infinite.
         """
+        # One look for all layers: a device is waited for once.
+        finite = [
+            torch.stack([torch.isfinite(x).all() for x in found]).all() for found in self._products.values()
+        ]
+        if finite and not bool(torch.stack(finite).all()):
+            name = next(n for n, known in zip(self._products, finite, strict=True) if not bool(known))
+            raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
         for name, products in self._products.items():
-            if not all(bool(torch.isfinite(product).all()) for product in products):
-                raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
             self.add(name, products)
         self._products.clear()
 
@@ -249,6 +266,7 @@ class Both(Outputs):
         self.left, self.right, self._scales = left, right, scales
         self._number = 0
         self._thin: dict[str, Tensor] = {}
+        self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
 
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`."""
@@ -278,19 +296,25 @@ class Both(Outputs):
         self.right.setdefault(name, right.new_zeros(len(right), len(right))).addmm_(right, right.T)
 
     def _choose(self, name: str) -> Tensor:
-        scale, block, seed = self._scales[name], self.sketch.block, self.sketch.seed
-        of_layer = np.random.default_rng(seed_of(name, seed, 1))
-        of_gradient = np.random.default_rng([*seed_of(name, seed, 2), self._number])
-        signs, order = of_layer.choice((-1.0, 1.0), len(scale)), of_layer.permutation(block)
-        rank = min(self.sketch.rank, len(scale), block)
+        scale, block = self._scales[name], self.sketch.block
+        n, device = len(scale), scale.device
+        if name not in self._drawn:
+            of_layer = np.random.default_rng(seed_of(name, self.sketch.seed, 1))
+            self._drawn[name] = _signs(of_layer, n, device), of_layer.permutation(block)
+        own, order = self._drawn[name]
+        of_gradient = np.random.default_rng([*seed_of(name, self.sketch.seed, 2), self._number])
+        rank, whole = min(self.sketch.rank, n, block), n - n % block
         parts = []
-        for own in np.split(signs, range(block, len(scale), block)):
-            chosen, factor = cycled(len(own), len(own), rank, self._number)
-            part = _hartley(len(own), order[order < len(own)][chosen]) * (factor * own[:, None])
-            part *= of_gradient.choice((-1.0, 1.0), len(chosen))
-            parts.append(np.pad(part, ((0, 0), (0, rank - len(chosen)))))
-        thin = torch.from_numpy(np.concatenate(parts).astype(np.float32))
-        return scale[:, None] * thin.to(scale.device)
+        # Whole blocks have the same columns, each with signs of its own; the last may be shorter.
+        for first, end, size in ((0, whole, block), (whole, n, n - whole)):
+            if first == end:
+                continue
+            chosen, factor = cycled(size, size, rank, self._number)
+            signs = _signs(of_gradient, len(chosen) * ((end - first) // size), device)
+            part = _hartley(size, order[order < size][chosen], device)
+            part = part * (factor * own[first:end].reshape(-1, size, 1)) * signs.reshape(-1, 1, len(chosen))
+            parts.append(nn.functional.pad(part.reshape(end - first, -1), (0, rank - len(chosen))))
+        return scale[:, None] * torch.cat(parts).float()
 
 
 class Taps:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
-from loopq.models.load import LoadedModel, check_values, describe, encode_bytes
+from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, to_device
 from loopq.models.plain import plain
 from loopq.systems import find_system, fitting_systems
 from loopq.systems.base import LoopedSystem
@@ -58,7 +58,7 @@ def wrap(
     )
 
 
-def load_python(spec: str, depth: str | None = None) -> LoadedModel:
+def load_python(spec: str, depth: str | None = None, device: str = "cpu") -> LoadedModel:
     """Run a function of a Python file and take what it returns.
 
     Parameters
@@ -68,6 +68,8 @@ def load_python(spec: str, depth: str | None = None) -> LoadedModel:
         one of them with a function that turns text into token ids.
     depth : str, optional
         As of `wrap`.
+    device : str
+        Where the model is moved; on "cpu" it stays where the function put it.
 
     Raises
     ------
@@ -92,4 +94,6 @@ def load_python(spec: str, depth: str | None = None) -> LoadedModel:
         raise ConfigError(
             f"{spec}: returned {type(model).__name__}, which is neither a torch module nor an adapter"
         )
+    if device != "cpu":
+        to_device(model.model if isinstance(model, LoopedSystem) else model, device)
     return wrap(model, encode, depth)

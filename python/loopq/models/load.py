@@ -16,6 +16,7 @@ from loopq.models import hf
 from loopq.models.plain import plain
 from loopq.models.precision import widen
 from loopq.storage.files import read_json
+from loopq.storage.model_files import source_of
 from loopq.storage.schema import checked
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import Encode, LoopedSystem, ModelClass
@@ -307,7 +308,7 @@ def load_model(
         config = with_loop(config, loop)
         setattr(model.config, LOOP, loop)
     said = widen(model) if wanted is None and device == "cpu" else ""
-    model, done = plain(_to_device(model, device).eval())
+    model, done = plain(to_device(model, device).eval())
     findings["notes"] = (*findings.get("notes", ()), *done)
     check_values(model)
     adapter = choose_system(model, system)
@@ -342,8 +343,21 @@ def text_encoder(
     return hf.load_tokenizer(folder, config, trust_remote_code)
 
 
-def _to_device(model: nn.Module, device: str) -> nn.Module:
+def to_device(model: nn.Module, device: str) -> nn.Module:
+    """Move a model; weights that are read layer by layer are from now on read to there.
+
+    Raises
+    ------
+    ConfigError
+        The device cannot be used here.
+    """
+    from loopq.models.stream import Stream  # lazy: loopq imports without torch
+
+    source = source_of(model)
     try:
+        if isinstance(source, Stream):
+            source.move(device)
+            return model
         return model.to(device=device)
     except (RuntimeError, AssertionError) as cause:
         # torch says it on many lines; the first names the device.

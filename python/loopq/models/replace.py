@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,25 @@ from numpy.typing import NDArray
 from loopq.errors import CheckpointError
 from loopq.systems.base import LoopedSystem
 
-Weights = Mapping[str, NDArray[np.float32]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Mapping[str, "NDArray[np.float32] | Tensor"]
+
+
+def placed(system: LoopedSystem, weights: Weights) -> Weights:
+    """Weights on the model's device in the model's own type, to be put in more than once.
+
+    On the processor they stay as they are: a second copy of each would be memory for little time.
+    """
+    import torch  # lazy: loopq imports without torch
+
+    if system.device.type == "cpu":
+        return weights
+    return {
+        name: torch.as_tensor(given).to(system.weight(name).device, system.weight(name).dtype)
+        for name, given in weights.items()
+    }
 
 
 @contextlib.contextmanager
@@ -24,23 +43,25 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     ----------
     system : LoopedSystem
         The model's adapter.
-    weights : mapping of str to ndarray, float32
+    weights : mapping of str to ndarray, float32, or of what `placed` gives
         Parameter name to new values in the model's own orientation.
     """
     import torch  # lazy: loopq imports without torch
 
     parameters = {name: system.weight(name) for name in weights}
     for name, parameter in parameters.items():
-        if tuple(parameter.shape) != weights[name].shape:
+        if tuple(parameter.shape) != tuple(weights[name].shape):
             raise CheckpointError(
                 f"layer {name}: weights of shape {list(weights[name].shape)}, the model has {list(parameter.shape)}"
             )
     saved = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            given = torch.from_numpy(np.ascontiguousarray(weights[name]))
-            # Never the array itself: the caller's.
-            parameter.data = torch.empty_like(parameter.data).copy_(given)
+            given = weights[name]
+            if isinstance(given, np.ndarray):
+                # Never the array itself: the caller's.
+                given = torch.empty_like(parameter.data).copy_(torch.from_numpy(np.ascontiguousarray(given)))
+            parameter.data = given
         yield
     finally:
         for name, parameter in parameters.items():

@@ -38,8 +38,10 @@ class Stream(Mapping[str, RawTensor]):
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+        import torch  # lazy: loopq imports without torch
+
         find_names(model, tensors)
-        self._model, self._names = model, names_of(model)
+        self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
         self._shapes = _Shapes(model, dict(model.named_parameters()))
         self._blocks: dict[str, dict[str, RawTensor]] = {prefix: {} for prefix in _layers(model)}
@@ -60,9 +62,26 @@ class Stream(Mapping[str, RawTensor]):
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
         set_source(model, self)
 
+    def move(self, device: str) -> None:
+        """Keep what belongs to no layer on a device, and read layers to there."""
+        import torch  # lazy: loopq imports without torch
+        from torch import nn  # lazy: loopq imports without torch
+
+        self._device = torch.device(device)
+        moved: dict[int, nn.Parameter] = {}
+        for name, own in list(self._model.named_parameters(remove_duplicate=False)):
+            module, _, last = name.rpartition(".")
+            if id(own) not in moved:
+                streamed = _prefix(name, self._blocks) is not None
+                there = _empty(own, self._device) if streamed else own.detach().to(self._device)
+                moved[id(own)] = nn.Parameter(there, requires_grad=False)
+            self._model.get_submodule(module)._parameters[last] = moved[id(own)]
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+
     def _hold_places(self) -> dict[str, str]:
         """Put parameters without memory in the layers, and hooks on them; names in files and layers of all tensors."""
-        import torch  # lazy: loopq imports without torch
         from torch import nn  # lazy: loopq imports without torch
 
         names, places = names_of(self._model), {}
@@ -72,8 +91,8 @@ class Stream(Mapping[str, RawTensor]):
                 places[names.in_file(name)] = prefix
             if prefix is not None and isinstance(tensor, nn.Parameter):
                 module, _, last = name.rpartition(".")
-                empty = torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
-                self._model.get_submodule(module)._parameters[last] = nn.Parameter(empty, requires_grad=False)
+                empty = nn.Parameter(_empty(tensor, self._device), requires_grad=False)
+                self._model.get_submodule(module)._parameters[last] = empty
         for prefix in self._blocks:
             block = self._model.get_submodule(prefix.rstrip("."))
             block.register_forward_pre_hook(lambda *_, prefix=prefix: self._enter(prefix))
@@ -90,17 +109,18 @@ class Stream(Mapping[str, RawTensor]):
     def _read(self, keys: Mapping[str, RawTensor]) -> dict[str, Tensor]:
         """Tensors of the model, experts in stacks, made of some of the files."""
         found = self._names.taken(self._shapes, keys, to_torch, raw)
-        return {name: to_torch(tensor).to(self._shapes.dtype_of(name)) for name, tensor in found.items()}
+        return {
+            name: to_torch(tensor).to(self._device, self._shapes.dtype_of(name))
+            for name, tensor in found.items()
+        }
 
     def _enter(self, prefix: str) -> None:
         for name, tensor in self._read(self._blocks[prefix]).items():
             _fill(self._model, name, tensor)
 
     def _leave(self, prefix: str) -> None:
-        import torch  # lazy: loopq imports without torch
-
         for parameter in self._model.get_submodule(prefix.rstrip(".")).parameters():
-            parameter.data = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            parameter.data = _empty(parameter, self._device)
 
     @contextlib.contextmanager
     def _inside(self, prefix: str) -> Iterator[None]:
@@ -137,6 +157,13 @@ class _Shapes:
 
     def dtype_of(self, name: str) -> torch.dtype:
         return (self._parameters.get(name, self._buffers.get(name))).dtype
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape without memory of its own."""
+    import torch  # lazy: loopq imports without torch
+
+    return torch.zeros(1, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _layers(model: nn.Module) -> list[str]:

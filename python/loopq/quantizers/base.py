@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
-from loopq.layers.grid import Grid, ScaleSearch
+from loopq.layers.grid import SCALE_DTYPES, Grid, ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.grid import GridSettings
@@ -46,6 +46,8 @@ class Problem:
         Cache of the input group: what depends on H alone (its factor) is computed once and stored here.
     metric : LoopMetric, optional
         Loop metric of the layer, for methods that ask for gradients.
+    device : str
+        The model's device. On another than the CPU a method's twin in torch solves, where it has one.
     """
 
     name: str
@@ -56,12 +58,18 @@ class Problem:
     threads: int = 0
     shared: dict[Any, Any] = field(default_factory=dict)
     metric: LoopMetric | None = None
+    device: str = "cpu"
 
     @cached_property
     def codes_on(self) -> Grid:
         """The grid of the codes, fitted to the target where it is of that kind."""
         energies = None if self.hessian is None else np.diag(self.hessian).copy()
         return self.grid.grid().fitted(self.target, energies, self.threads)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the codes have values of their own and scales of a type that torch rounds to."""
+        return self.codes_on.plain and self.codes_on.scale_dtype in SCALE_DTYPES
 
     def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
         """Return that grid as the core takes it, with the search for its scales; `signed` lets them be negative."""
@@ -78,6 +86,20 @@ class Problem:
         if self.hessian is None:
             raise SolveError(f"layer {self.name}: needs the layer's activations, and none were collected")
         return self.hessian
+
+    def require_metric(self) -> LoopMetric:
+        """Return the loop metric, or refuse a layer without one.
+
+        Raises
+        ------
+        SolveError
+            No gradients of this layer were collected.
+        """
+        if self.metric is None:
+            raise SolveError(
+                f"layer {self.name}: metric 'loop' needs gradients through the loop, and none were collected"
+            )
+        return self.metric
 
     def factor(
         self,
@@ -135,6 +157,11 @@ class Problem:
         )
 
 
+def has_twins(device: str) -> bool:
+    """Whether solvers have twins on a device: one that is not the core's, and has double precision."""
+    return device.split(":")[0] not in ("cpu", "mps", "meta")
+
+
 class Method(Chosen):
     """A quantizer with its settings: a frozen dataclass whose fields are what the method can be told.
 
@@ -144,14 +171,17 @@ class Method(Chosen):
         Whether `Problem.hessian` must be there.
     rounds_as_published : bool
         Whether a weight that the paper rounds to nearest in every variant (Li, App. Q) is rounded by this method too.
+    has_twin : bool
+        Whether `twin` solves on other devices than the CPU, on plain grids with scales of a common type.
     """
 
     needs_hessian: ClassVar[bool] = True
     rounds_as_published: ClassVar[bool] = True
+    has_twin: ClassVar[bool] = False
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share), and label draws for each, that the loop metric takes; None without one."""
+        """Most prompts (None: all), and label draws for each, that the loop metric takes; None without one."""
         return None
 
     @property
@@ -191,3 +221,28 @@ class Method(Chosen):
         SolveError
             The layer cannot be solved; the message gives layer, reason and advice.
         """
+
+    def twin(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """Solve layers on their device; what the core says of each. Of methods that have a twin."""
+        raise NotImplementedError(type(self).__name__)
+
+    def quantize_all(self, problems: Sequence[Problem]) -> list[QuantizedLayer]:
+        """Quantize layers: by the core one after the other, by its twin in torch together.
+
+        Where a device has twins, the report of a layer says where it was solved.
+
+        Raises
+        ------
+        SolveError
+            As of `quantize`.
+        """
+        theirs = [p for p in problems if self.has_twin and has_twins(p.device) and p.is_common]
+        solved = self.twin(theirs) if theirs else []
+        found = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
+        layers = []
+        for p in problems:
+            layer = found[id(p)] if id(p) in found else self.quantize(p)
+            if has_twins(p.device):
+                layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in found else "cpu")
+            layers.append(layer)
+        return layers

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from loopq.errors import ConfigError
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.transforms import RotationConfig
+from loopq.layers.transforms import Rotation, RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.grid import GridSettings
 from loopq.settings.declare import Settings, block, check, choice, leaves
@@ -55,33 +55,54 @@ class LayerConfig(Settings):
         ------
         ConfigError
             The method transforms the input itself.
-
-        Notes
-        -----
-        H' = R H R^T and W' = W R^T are handed to the method; R goes with the layer.
         """
-        rotation = self.rotation.of(problem.target.shape[1])
-        if rotation is None:
-            return self.method.quantize(problem)
+        return quantize_all([(self, problem)])[0]
+
+    def turned(self, problem: Problem, rotation: Rotation) -> Problem:
+        """The problem in the rotated basis: H' = R H R^T and W' = W R^T."""
 
         def turned() -> tuple[Any, dict[Any, Any]]:
             return (None if problem.hessian is None else rotation.conjugate(problem.hessian), {})
 
         hessian, shared = problem.once(("rotated", self.rotation), turned)
-        layer = self.method.quantize(
-            dataclasses.replace(
-                problem,
-                target=rotation.fold(problem.target),
-                hessian=hessian,
-                shared=shared,
-                metric=None if problem.metric is None else problem.metric.rotated(rotation),
-            )
+        return dataclasses.replace(
+            problem,
+            target=rotation.fold(problem.target),
+            hessian=hessian,
+            shared=shared,
+            metric=None if problem.metric is None else problem.metric.rotated(rotation),
         )
-        if layer.transform is not None:
+
+
+def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[QuantizedLayer]:
+    """Quantize layers as of `LayerConfig.quantize`, those with the same method together; R goes with the layer.
+
+    Raises
+    ------
+    ConfigError
+        A method transforms the input itself, and a rotation is asked for.
+    """
+    rotations = [config.rotation.of(p.target.shape[1]) for config, p in asked]
+    turned = [
+        p if rotation is None else config.turned(p, rotation)
+        for (config, p), rotation in zip(asked, rotations, strict=True)
+    ]
+    alike: dict[Method, list[int]] = {}
+    for at, (config, _) in enumerate(asked):
+        alike.setdefault(config.method, []).append(at)
+    found: dict[int, QuantizedLayer] = {}
+    for method, places in alike.items():
+        found.update(zip(places, method.quantize_all([turned[at] for at in places]), strict=True))
+    for at, rotation in enumerate(rotations):
+        if rotation is None:
+            continue
+        if found[at].transform is not None:
+            config, p = asked[at]
             raise ConfigError(
-                f"layer {problem.name}: method {self.method.name!r} cannot be combined with a rotation"
+                f"layer {p.name}: method {config.method.name!r} cannot be combined with a rotation"
             )
-        return layer.with_transform(rotation).with_report(rotation=rotation.describe())
+        found[at] = found[at].with_transform(rotation).with_report(rotation=rotation.describe())
+    return [found[at] for at in range(len(asked))]
 
 
 @dataclass(frozen=True)

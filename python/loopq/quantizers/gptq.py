@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import loopq._native as native
 from loopq.errors import ConfigError, naming
@@ -42,6 +43,7 @@ class GPTQ(Method):
     """
 
     name: ClassVar[str] = "gptq"
+    has_twin: ClassVar[bool] = True
     damping: Damping = block(Damping, "damping")
     scales: Literal["group", "static"] = setting("group")
     scale_search: ScaleSearch = setting("mse")
@@ -59,9 +61,8 @@ class GPTQ(Method):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         problem.require_observed()
-        damping = PublishedDamping(self.damping.fraction, self.damping.kind)
         with naming(problem.name):
-            factor = problem.factor(damping, "diagonal" if self.act_order else "natural", self.precision)
+            factor = problem.factor(self._published, self._order, self.precision)
             result = native.gptq(
                 problem.target,
                 factor,
@@ -71,3 +72,19 @@ class GPTQ(Method):
                 threads=problem.threads,
             )
         return problem.layer(result, self.name)
+
+    def twin(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """Solve layers on their device."""
+        from loopq.quantizers.twin.solve import Gptq  # lazy: loopq imports without torch
+
+        return Gptq(
+            self._published, self._order, self.scale_search, scales=self.scales, precision=self.precision
+        ).solve(problems)
+
+    @property
+    def _published(self) -> Damping:
+        return PublishedDamping(self.damping.fraction, self.damping.kind)
+
+    @property
+    def _order(self) -> Literal["diagonal", "natural"]:
+        return "diagonal" if self.act_order else "natural"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 import loopq._native as native
-from loopq.errors import SolveError, naming
+from loopq.errors import naming
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.settings.declare import Settings, block, setting
-
-#: Paths of codes that are kept open by default: where gradients were taken, more take little time beside them.
-PATHS = {"inputs": 16, "loop": 64}
-#: Starts where no number is asked for: more of them gain 1 to 5 % of the loss, each at the cost of the first.
-ROUNDS = {"inputs": 1, "loop": 2}
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class Metric(Settings):
     draws : int
         With metric loop: draws of labels for each prompt.
     prompts : int, optional
-        With metric loop: most calibration prompts that gradients are taken on; half of them, at least 16, when absent.
+        With metric loop: most calibration prompts that gradients are taken on; all when absent.
     """
 
     kind: Literal["auto", "inputs", "loop"] = setting("auto")
-    draws: int = setting(2, at_least=1)
+    draws: int = setting(1, at_least=1)
     prompts: int | None = setting(None, at_least=1)
 
 
@@ -56,16 +54,15 @@ class GPTQCD(Method):
     signed_scales : bool
         Scales of symmetric grids may be negative, which turns the grid's extra code to the other side; else scales of
         symmetric grids are positive.
-    beam : int, optional
-        Paths of codes that GPTQ keeps open in each row; 1: the nearest code in every column, as published. 64 with
-        metric loop and 16 else, when absent.
+    beam : int
+        Paths of codes that GPTQ keeps open in each row; 1: the nearest code in every column, as published.
     descent : int
         Most sweeps of one coordinate descent on the codes; 0 leaves it out.
     refit : bool
         Coordinate descent on the scales too; else they stay as they were searched.
-    rounds : int, optional
+    rounds : int
         Most starts: GPTQ, and GPTQ again with the scales found so far, each followed by the descents. 0 leaves GPTQ
-        alone; 2 with metric loop and 1 else, when absent.
+        alone; more than one gain 1 to 5 % of the loss, each at the cost of the first.
     passes : int
         With metric loop: most passes in which the descents go on in every row with all others fixed.
 
@@ -85,41 +82,28 @@ class GPTQCD(Method):
 
     name: ClassVar[str] = "gptq-cd"
     rounds_as_published: ClassVar[bool] = False
+    has_twin: ClassVar[bool] = True
     metric: Metric = block(Metric, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
     signed_scales: bool = setting(True, off="unsigned-scales")
-    beam: int | None = setting(None, at_least=1, at_most=4096)
+    beam: int = setting(16, at_least=1, at_most=4096)
     descent: int = setting(30, at_least=0)
     refit: bool = setting(True, off="no-refit")
-    rounds: int | None = setting(None, at_least=0)
+    rounds: int = setting(1, at_least=0)
     passes: int = setting(2, at_least=0)
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share), and label draws for each, with metric loop."""
+        """Most prompts (None: all), and label draws for each, with metric loop."""
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
-
-    @property
-    def paths(self) -> int:
-        """Paths of codes that are kept open."""
-        if self.beam is not None:
-            return self.beam
-        return PATHS["loop" if self.metric.kind == "loop" else "inputs"]
-
-    @property
-    def starts(self) -> int:
-        """Times that GPTQ starts."""
-        if self.rounds is not None:
-            return self.rounds
-        return ROUNDS["loop" if self.metric.kind == "loop" else "inputs"]
 
     @property
     def work(self) -> tuple[float, float, float]:
         """An inverse and its pivots beside the factor; a start is some GPTQs, paths and descents, a pass descents."""
         passes = 6.0 * self.passes if self.metric.kind == "loop" else 0.0
-        paths = 200.0 * self.paths * max(1, self.starts) if self.paths > 1 else 0.0
-        return 4.0, 8.0 + 25.0 * self.starts + passes, paths
+        paths = 200.0 * self.beam * max(1, self.rounds) if self.beam > 1 else 0.0
+        return 4.0, 8.0 + 25.0 * self.rounds + passes, paths
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -133,12 +117,28 @@ class GPTQCD(Method):
             result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
         return problem.layer(result, self.name)
 
+    def twin(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """Solve layers on their device."""
+        from loopq.quantizers.twin.solve import GptqCd  # lazy: loopq imports without torch
+
+        loop = self.metric.kind == "loop"
+        return GptqCd(
+            self.damping,
+            self.order,
+            signed=self.signed_scales,
+            n_paths=self.beam,
+            sweeps=self.descent,
+            rounds=self.rounds,
+            refit=self.refit,
+            passes=self.passes if loop else None,
+        ).solve(problems)
+
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
         return native.GptqCdSettings(
             problem.core(scale_search="mse", signed=self.signed_scales and problem.grid.symmetric),
-            beam=self.paths,
+            beam=self.beam,
             sweeps=self.descent,
-            rounds=self.starts,
+            rounds=self.rounds,
             refit=self.refit,
         )
 
@@ -172,11 +172,12 @@ def sides(
     SolveError
         No gradients were collected.
     """
-    metric = problem.metric
-    if metric is None:
-        raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
+    metric = problem.require_metric()
     combined = metric.combined(problem.require_observed())
     # Of this layer alone: no other one has its gradients.
     factor = replace(problem, hessian=combined, shared={}).factor(damping, columns)
-    left = metric.factors(problem.target, combined, problem.threads, rows)
+    left = [
+        native.DampedFactor(a, np.zeros(len(a)), order=rows, threads=problem.threads)
+        for a in metric.floored(problem.target, combined)
+    ]
     return factor, left, {"metric": "loop", "metric_gradients": metric.n_gradients}

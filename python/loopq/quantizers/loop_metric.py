@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq._native as native
 from loopq.layers.transforms import Rotation
 
 # Share of its own added to each diagonal entry between outputs: gradients of some hundred draws see few directions.
@@ -22,14 +19,11 @@ DAMPING = 0.01
 FLOOR = 0.01
 #: Outputs that are taken as coupled with each other: those of other blocks are not.
 BLOCK = 512
-#: Share of the calibration prompts that gradients are taken on where no number is asked for, and the least number:
-#: with a share their cost stays the same multiple of the rollouts'.
-SHARE, LEAST = 0.5, 16
 
 
 def n_gradient_prompts(most: int | None, n_prompts: int) -> int:
-    """Prompts, of so many, that gradients are taken on: at most as many as asked for, or `SHARE` of them."""
-    return min(n_prompts, max(LEAST, math.ceil(SHARE * n_prompts)) if most is None else most)
+    """Prompts, of so many, that gradients are taken on: all, or at most as many as asked for."""
+    return n_prompts if most is None else min(n_prompts, most)
 
 
 @dataclass(frozen=True)
@@ -69,14 +63,10 @@ class LoopMetric:
             return hessian + self.right
         return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
-    def factors(
-        self,
-        weight: NDArray[np.float32],
-        combined: NDArray[np.float64],
-        threads: int,
-        order: Literal["conditional", "natural"],
-    ) -> list[native.DampedFactor]:
-        """The blocks of A in the order in which rows are solved, factored.
+    def floored(
+        self, weight: NDArray[np.float32], combined: NDArray[np.float64]
+    ) -> list[NDArray[np.float64]]:
+        """The blocks of A, each row's own entry raised to a least share.
 
         Parameters
         ----------
@@ -84,10 +74,6 @@ class LoopMetric:
             W.
         combined : ndarray, float64, shape (in_features, in_features)
             S.
-        threads : int
-            Threads; 0 takes all cores.
-        order : {"conditional", "natural"}
-            Order in which the rows of a block are solved.
 
         Notes
         -----
@@ -99,10 +85,7 @@ class LoopMetric:
         own = np.concatenate([np.diag(a) for a in self.left])
         floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
         rows = np.split(floor, np.cumsum([len(a) for a in self.left])[:-1])
-        return [
-            native.DampedFactor(a + np.diag(add), np.zeros(len(a)), order=order, threads=threads)
-            for a, add in zip(self.left, rows, strict=True)
-        ]
+        return [a + np.diag(add) for a, add in zip(self.left, rows, strict=True)]
 
     def rotated(self, rotation: Rotation) -> LoopMetric:
         """The same in the rotated basis of the inputs."""

@@ -13,6 +13,7 @@ from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
 from loopq.errors import naming
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.base import Problem
+from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
@@ -127,7 +128,12 @@ class _Group:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
         current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
         paired = collect_pairs(source.job, [input_group], current, per_step=steps_apart(tasks))[input_group]
-        return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
+        solved = [self._problem(t, weights[t.name], paired) for t in tasks]
+        layers = quantize_all([(t.config, p) for t, p in zip(tasks, solved, strict=True)])
+        return {
+            t.name: self._reported(t, weights[t.name], p, layer)
+            for t, p, layer in zip(tasks, solved, layers, strict=True)
+        }
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
         threads = self.source.execution.threads
@@ -138,25 +144,35 @@ class _Group:
             **account(task, layer, weight, None, threads), rank=None, rank_threshold=None
         )
 
-    def _solve(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> QuantizedLayer:
-        threads = self.source.execution.threads
+    def _problem(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> Problem:
+        """The problem of a layer, with the shifted target."""
         key = (task.steps, task.step_weights)
         if key not in self.shared:
             self.shared[key] = (*_weighted(task, paired), {})
-        moments, summed, cache = self.shared[key]
+        moments, _, cache = self.shared[key]
         problem = Problem(
             task.name,
             weight,
             moments.quantized,
             task.config.grid,
             task.parameter.orientation,
-            threads,
+            self.source.execution.threads,
             cache,
             self.source.metrics.get(task.metric_key),
+            self.source.device,
         )
         with naming(task.name):
-            target = self._target(task, problem, moments)
-            layer = task.config.quantize(replace(problem, target=target))
+            target = problem.factor(task.config.method.shift_damping).shift(
+                weight, moments.cross, self.settings.alpha, threads=problem.threads
+            )
+        return replace(problem, target=target)
+
+    def _reported(
+        self, task: Task, weight: NDArray[np.float32], problem: Problem, layer: QuantizedLayer
+    ) -> QuantizedLayer:
+        moments, summed, _ = self.shared[task.steps, task.step_weights]
+        target, threads = problem.target, problem.threads
+        with naming(task.name):
             report = account(task, layer, weight, summed, threads) | {
                 "inputs": self.settings.name,
                 "alpha": self.settings.alpha,
@@ -167,11 +183,6 @@ class _Group:
                 "proxy_shifted": loss_of(target, layer.dequantize(), moments.quantized, threads),
             }
         return layer.with_report(**report)
-
-    def _target(self, task: Task, problem: Problem, moments: Moments) -> NDArray[np.float32]:
-        return problem.factor(task.config.method.shift_damping).shift(
-            problem.target, moments.cross, self.settings.alpha, threads=problem.threads
-        )
 
 
 def _weighted(task: Task, paired: PairedSums) -> tuple[Moments, WeightedHessian]:

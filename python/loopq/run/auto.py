@@ -23,7 +23,9 @@ def choose_metric(plan: Plan, source: ModelSource) -> Plan:
     tokens = source.job.tokens
     most, draws = next(t.gradients for t in loop.tasks if t.gradients)
     prompts = n_gradient_prompts(most, len(tokens.sequences))
-    source.execution.progress.note(f"metric loop: gradients on {prompts} prompts, {draws} draws each")
+    source.execution.progress.note(
+        f"metric loop: gradients on {prompts} prompts, {draws} draw{'s' * (draws > 1)} each"
+    )
     return loop
 
 

@@ -21,8 +21,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "best": {
         "method": "gptq-cd",
         "metric": "loop",
-        "metric_prompts": 128,
         "metric_draws": 4,
+        "beam": 64,
         "rounds": 4,
         "inputs": "asymmetric",
     },

@@ -34,7 +34,7 @@ class MetricOfDump:
 
     @classmethod
     def of(cls, job: Collection, most: int | None, n_draws: int) -> MetricOfDump:
-        """Take at most so many of the prompts; a share of them where no number is given."""
+        """Take at most so many of the prompts; all where no number is given."""
         return cls(job, n_gradient_prompts(most, len(job.tokens.sequences)), n_draws)
 
     def collect(self, sums: HessianSet, input_groups: Sequence[str], work: Path) -> dict[str, GradientSums]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from loopq.gradients.collect_metrics import MetricCost, metric_cost
 from loopq.run.memory import pass_bytes, passes, resident_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
 from loopq.run.source import ModelSource
+
+if TYPE_CHECKING:
+    import torch
 
 #: Moments of pairs are of both rollouts and between them.
 PAIRED = 3.5
@@ -72,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def estimate(plan: Plan, source: ModelSource) -> Estimate:
-    """Estimate memory and time from the source's timed rollout and a short measurement of the core."""
+    """Estimate memory and time from the source's timed rollout and a short measurement of the core, or of a device."""
     sums, tasks, execution = source.sums(plan), plan.tasks, source.execution
     memory = run_bytes(plan, source)
     coded = {t.name for t in tasks}
@@ -83,10 +87,11 @@ def estimate(plan: Plan, source: ModelSource) -> Estimate:
     metric = metric_cost(tasks, tokens)
     runs = plan.config.inputs.n_runs(len(passes(source.job, tasks, sums)), len(inputs))
     runs += bool(metric.n_gradients) and plan.config.inputs.pairs
-    metric_seconds = seconds_of(metric, source.probe_seconds) if metric.n_gradients else 0.0
+    device = source.job.system.device
+    metric_seconds = seconds_of(metric, source.probe_seconds, device) if metric.n_gradients else 0.0
     work = hessian_work(tasks, tokens.n_tokens, source.job.selection.shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
-    core = work / core_rate(widest, execution.threads)
+    core = work / (core_rate(widest, execution.threads) if device.type == "cpu" else _product_rate(device))
     peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + core
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, source))
@@ -128,11 +133,11 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
     return need[what]
 
 
-def seconds_of(metric: MetricCost, rollout: float) -> float:
-    """Seconds that loop metrics take, by those of one prompt's rollout."""
+def seconds_of(metric: MetricCost, rollout: float, device: torch.device) -> float:
+    """Seconds that loop metrics take on a device, by those of one prompt's rollout."""
     # Forward with a graph once for a prompt; backward, of activations alone, for each of its draws.
     passes = metric.n_gradients / metric.n_draws + metric.n_gradients
-    return rollout * passes + metric.multiply_adds / _product_rate()
+    return rollout * passes + metric.multiply_adds / _product_rate(device)
 
 
 def _extra(plan: Plan, source: ModelSource) -> str:
@@ -162,10 +167,15 @@ def core_rate(widest: int, threads: int) -> float:
     return rows * width * width / _fastest(work)
 
 
-def _product_rate() -> float:
+def _product_rate(device: torch.device) -> float:
     """Multiply-adds per second of a product of single-precision matrices, measured for a few milliseconds."""
-    left, right = np.ones((256, 512), np.float32), np.ones((512, 512), np.float32)
-    return 256 * 512 * 512 / _fastest(lambda: left @ right)
+    import torch  # lazy: loopq imports without torch
+
+    # What keeps a processor busy for a millisecond is over on a GPU before it is launched.
+    rows, width = (256, 512) if device.type == "cpu" else (2048, 2048)
+    left, right = torch.ones(rows, width, device=device), torch.ones(width, width, device=device)
+    # A number is asked for, so that the product is waited for.
+    return rows * width * width / _fastest(lambda: float((left @ right)[0, 0]))
 
 
 def _fastest(work: Callable[[], object]) -> float:

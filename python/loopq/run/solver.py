@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +14,22 @@ from loopq.calibrate.hessians import Hessians
 from loopq.errors import CheckpointError, naming
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.quantizers.base import Problem
+from loopq.quantizers.base import Problem, has_twins
+from loopq.quantizers.config import quantize_all
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import Metrics, Task
+from loopq.run.memory import solve_bytes
 from loopq.run.plan import rounding_like
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
-from loopq.settings.execution import Execution
+from loopq.settings.execution import Execution, available_bytes
 from loopq.storage.journal import Journal
 from loopq.storage.schema import checked
 from loopq.storage.weights import ModelWeights
 
 #: Rows of a weight that the losses of a report are taken over, at most: they take less than a tenth of a sweep of GPTQ.
 REPORTED_ROWS = 32
+#: Rows that are solved together on a device: fewer leave a GPU without work, with more it takes longer to save some.
+ROWS_TOGETHER = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Solver:
         Loop metrics of the layers that ask for one.
     journal : Journal
         Where solved layers are saved, so that a killed run can be resumed.
+    device : str
+        The model's device.
     """
 
     weights: ModelWeights
@@ -54,30 +60,60 @@ class Solver:
     rank_threshold: float | None = None
     metrics: Metrics = field(default_factory=dict)
     journal: Journal = field(default_factory=lambda: Journal(None))
+    device: str = "cpu"
 
     def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
         """Solve all tasks; return the layers by parameter name, in the order of the tasks."""
         progress = self.execution.progress
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
-        for group in groups_of(tasks):
-            for layer, new in self.each(group):
+        for some in self._together(tasks):
+            for layer, new in self.each(some):
                 if new:
                     save_layer(self.journal, layer)
                 solved[layer.name] = layer
                 progress.advance()
         progress.stop()
+        apart = sum(layer.report.get("solved_on") == "cpu" for layer in solved.values())
+        if apart:
+            progress.note(
+                f"{apart} of {len(solved)} layers were solved on the CPU: their method or grid has no solver on "
+                f"{self.device}"
+            )
         return {t.name: solved[t.name] for t in tasks}
 
     def each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
-        """Yield the layers of one group, and whether each was solved just now or saved before."""
-        shared = _Shared()
-        for task in tasks:
-            layer = saved_layer(self.journal, task.name)
-            yield (self._solve(task, shared), True) if layer is None else (layer, False)
+        """Yield layers, whole groups of them, and whether each was solved just now or saved before.
 
-    def _solve(self, task: Task, shared: _Shared) -> QuantizedLayer:
-        threads = self.execution.threads
+        On the CPU one is solved after the other, on a device with twins of the solvers all together.
+        """
+        shared: dict[Any, _Shared] = {}
+        for some in [tasks] if has_twins(self.device) else [[t] for t in tasks]:
+            missing = []
+            for task in some:
+                layer = saved_layer(self.journal, task.name)
+                if layer is None:
+                    missing.append(self._prepare(task, shared.setdefault(_group_of(task), _Shared())))
+                else:
+                    yield layer, False
+            for layer in self._solve(missing):
+                yield layer, True
+
+    def _together(self, tasks: Sequence[Task]) -> list[list[Task]]:
+        """Groups that are solved together: each alone on the CPU, else those alike, within a quarter of the memory."""
+        groups = groups_of(tasks)
+        if not has_twins(self.device):
+            return groups
+        room = (self.execution.memory or available_bytes() or 1 << 34) // 4
+        batches: list[list[Task]] = [[]]
+        for group in sorted(groups, key=_shapes):
+            both = [*batches[-1], *group]
+            fits = sum(map(solve_bytes, both)) <= room
+            fits &= sum(t.parameter.out_features for t in both) <= ROWS_TOGETHER
+            batches[-1:] = [both] if fits or not batches[-1] else [batches[-1], group]
+        return batches
+
+    def _prepare(self, task: Task, shared: _Shared) -> _Prepared:
         weight = self.weights.oriented(task.parameter)
         metric = self.metrics.get(task.metric_key)
         if task.input_group and shared.hessian is None:
@@ -98,17 +134,22 @@ class Solver:
             hessian=summed.matrix if summed else None,
             grid=task.config.grid,
             orientation=task.parameter.orientation,
-            threads=threads,
+            threads=self.execution.threads,
             shared=shared.cache,
             metric=metric,
+            device=self.device,
         )
-        with naming(task.name):
-            layer = task.config.quantize(problem)
-            rank = None if summed is None else self._rank(problem)
-            report = account(task, layer, weight, summed, threads)
-        return layer.with_report(
-            **report | facts, rank=rank, rank_threshold=None if rank is None else self.rank_threshold
-        )
+        return _Prepared(task, problem, summed, facts)
+
+    def _solve(self, prepared: Sequence[_Prepared]) -> Iterator[QuantizedLayer]:
+        layers = quantize_all([(p.task.config, p.problem) for p in prepared])
+        for (task, problem, summed, facts), layer in zip(prepared, layers, strict=True):
+            with naming(task.name):
+                rank = None if summed is None else self._rank(problem)
+                report = account(task, layer, problem.target, summed, problem.threads)
+            yield layer.with_report(
+                **report | facts, rank=rank, rank_threshold=None if rank is None else self.rank_threshold
+            )
 
     def _rank(self, problem: Problem) -> int | None:
         threshold = self.rank_threshold
@@ -133,6 +174,15 @@ def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -
     return task
 
 
+class _Prepared(NamedTuple):
+    """A layer to solve, as the rows that it got allow, and what its report says of them."""
+
+    task: Task
+    problem: Problem
+    summed: WeightedHessian | None
+    facts: dict[str, Any]
+
+
 @dataclass
 class _Shared:
     """What the layers of one input group have in common."""
@@ -145,9 +195,16 @@ def groups_of(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that share input, steps and weighting stand together; the others alone. Order of first appearance."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
-        key = (task.input_group, task.steps, task.step_weights) if task.input_group else (None, task.name)
-        groups.setdefault(key, []).append(task)
+        groups.setdefault(_group_of(task), []).append(task)
     return list(groups.values())
+
+
+def _shapes(group: Sequence[Task]) -> list[tuple[int, int]]:
+    return [(t.parameter.in_features, t.parameter.out_features) for t in group]
+
+
+def _group_of(task: Task) -> tuple[Any, ...]:
+    return (task.input_group, task.steps, task.step_weights) if task.input_group else (None, task.name)
 
 
 def save_layer(journal: Journal, layer: QuantizedLayer, part: str = "") -> None:

@@ -45,6 +45,11 @@ class Source(ABC):
         """Threads, memory, progress and the work folder."""
 
     @property
+    def device(self) -> str:
+        """Where layers are solved, if their method can."""
+        return "cpu"
+
+    @property
     @abstractmethod
     def weights(self) -> ModelWeights:
         """Stored weights of the full-precision model."""
@@ -86,7 +91,15 @@ class Source(ABC):
     ) -> Solver:
         """What solves layers from Hessians."""
         threshold = plan.config.rank_threshold
-        return Solver(self.weights, hessians, self.execution, threshold, metrics, journal or Journal(None))
+        return Solver(
+            self.weights,
+            hessians,
+            self.execution,
+            threshold,
+            metrics,
+            journal or Journal(None),
+            self.device,
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,10 @@ class ModelSource(Source):
             rounded=True,
             seed=execution.seed,
         )
+        if system.device.type != "cpu":
+            # A device loads its kernels in the first rollout: another is timed, and its result waited for.
+            began = time.monotonic()
+            float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
         seconds = time.monotonic() - began
         return cls(Collection(system, tokens, selection, execution, files or {}), seconds)
 
@@ -138,6 +155,11 @@ class ModelSource(Source):
     def execution(self) -> Execution:
         """As of `Source`."""
         return self.job.execution
+
+    @property
+    def device(self) -> str:
+        """The model's."""
+        return str(self.job.system.device)
 
     @cached_property
     def weights(self) -> ModelWeights:

@@ -78,6 +78,12 @@ def set_source(model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
     vars(model)[_SOURCE] = tensors
 
 
+def source_of(model: nn.Module) -> Mapping[str, RawTensor] | None:
+    """Where `model_tensors` reads a model's tensors, if `set_source` has said."""
+    found: Mapping[str, RawTensor] | None = vars(model).get(_SOURCE)
+    return found
+
+
 def is_streamed(model: nn.Module) -> bool:
     """Whether parameters of a model have no values but while they are used."""
     return _SOURCE in vars(model)

@@ -84,7 +84,8 @@ class Trm(LoopedSystem):
         depth = self.check_depth(n_steps)
         self._check_length(batch)
         given = self._given(batch)
-        with torch.set_grad_enabled(self.keeps_graph):
+        # The published classes make the carry on torch's default device.
+        with torch.set_grad_enabled(self.keeps_graph), self.device:
             carry = self.model.initial_carry(given)
             for _ in range(depth):
                 carry, out = self.model(carry, given)

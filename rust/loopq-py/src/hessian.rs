@@ -1,6 +1,8 @@
 //! The Hessian accumulator as a Python class.
 
+use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use loopq_core::dump::{RowType, Rows};
@@ -19,11 +21,50 @@ use crate::gil::{allow_threads, raise};
 #[pyclass(frozen, module = "loopq._native")]
 pub(crate) struct HessianAccumulator {
     inner: Mutex<Accumulator>,
+    /// How many threads are at the lock, below the number of their process.
+    users: AtomicU64,
+}
+
+/// The sums, while one thread has them. The lock is released before its thread is counted out.
+struct Held<'a> {
+    sums: MutexGuard<'a, Accumulator>,
+    _leaving: Leaving<'a>,
+}
+
+struct Leaving<'a>(&'a AtomicU64);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Deref for Held<'_> {
+    type Target = Accumulator;
+
+    fn deref(&self) -> &Accumulator {
+        &self.sums
+    }
+}
+
+impl DerefMut for Held<'_> {
+    fn deref_mut(&mut self) -> &mut Accumulator {
+        &mut self.sums
+    }
 }
 
 impl HessianAccumulator {
-    fn lock(&self) -> MutexGuard<'_, Accumulator> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A forked child has the lock as it was, and no thread that would release it: what was in use then is broken there.
+    fn lock(&self) -> Result<Held<'_>, Error> {
+        let process = u64::from(std::process::id()) << 32;
+        let enter = |users: u64| match users & u64::from(u32::MAX) {
+            0 => Some(process + 1),
+            _ if users & !u64::from(u32::MAX) == process => Some(users + 1),
+            _ => None,
+        };
+        self.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, enter).map_err(|_| Error::Broken)?;
+        let leaving = Leaving(&self.users);
+        Ok(Held { sums: self.inner.lock().unwrap_or_else(PoisonError::into_inner), _leaving: leaving })
     }
 
     /// A short look that needs no thread of its own.
@@ -32,11 +73,11 @@ impl HessianAccumulator {
         py: Python<'_>,
         f: impl FnOnce(&Accumulator) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        py.detach(|| f(&self.lock())).map_err(|e| raise(py, &e))
+        py.detach(|| f(&*self.lock()?)).map_err(|e| raise(py, &e))
     }
 
     fn wrap(inner: Accumulator) -> Self {
-        Self { inner: Mutex::new(inner) }
+        Self { inner: Mutex::new(inner), users: AtomicU64::new(0) }
     }
 }
 
@@ -58,7 +99,7 @@ impl HessianAccumulator {
             InputRows::Bf16(rows) => Rows::from_bits16(rows.values()?, RowType::Bf16, n, dim),
         };
         let view = view.map_err(|e| raise(py, &e))?;
-        allow_threads(py, |cancel| self.lock().update(step, view, cancel))
+        allow_threads(py, |cancel| self.lock()?.update(step, view, cancel))
     }
 
     /// The file must stay as it is during the call, as the stub says.
@@ -66,7 +107,7 @@ impl HessianAccumulator {
     fn update_file(&self, py: Python<'_>, step: usize, path: PathBuf, tensor: &str) -> PyResult<()> {
         // SAFETY: files of a dump are complete before they get their names and are never written in place; for any other file
         // the caller in Python has been told.
-        allow_threads(py, |cancel| unsafe { self.lock().update_file(step, &path, tensor, cancel) })
+        allow_threads(py, |cancel| unsafe { self.lock()?.update_file(step, &path, tensor, cancel) })
     }
 
     fn n_rows(&self, py: Python<'_>, step: usize) -> PyResult<u64> {
@@ -89,7 +130,7 @@ impl HessianAccumulator {
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        allow_threads(py, |cancel| self.lock().finish(cancel))
+        allow_threads(py, |cancel| self.lock()?.finish(cancel))
     }
 
     #[pyo3(signature = (steps = None, *, weights = None))]
@@ -101,7 +142,7 @@ impl HessianAccumulator {
     ) -> PyResult<Bound<'py, PyArray2<f64>>> {
         let steps = steps.as_deref();
         let (dim, values) = allow_threads(py, |cancel| {
-            let inner = self.lock();
+            let inner = self.lock()?;
             let values = match &weights {
                 None => inner.matrix(steps, cancel)?,
                 Some(weights) => inner.weighted(steps, weights, cancel)?,
@@ -136,17 +177,17 @@ impl HessianAccumulator {
         // for each other.
         allow_threads(py, |cancel| {
             if std::ptr::from_ref(self) < std::ptr::from_ref(theirs) {
-                let mut mine = self.lock();
-                mine.merge(&theirs.lock(), cancel)
+                let mut mine = self.lock()?;
+                mine.merge(&*theirs.lock()?, cancel)
             } else {
-                let theirs = theirs.lock();
-                self.lock().merge(&theirs, cancel)
+                let theirs = theirs.lock()?;
+                self.lock()?.merge(&theirs, cancel)
             }
         })
     }
 
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let state = allow_threads(py, |cancel| self.lock().state(cancel))?;
+        let state = allow_threads(py, |cancel| self.lock()?.state(cancel))?;
         let out = PyDict::new(py);
         out.set_item("spec_version", state.spec_version)?;
         out.set_item("dim", state.dim)?;

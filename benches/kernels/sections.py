@@ -1,37 +1,24 @@
-"""GPU measurements of the kernels, one section at a time, into one JSON record; `run_h200.sh` runs them all.
+"""Sections of the GPU bench that measure the kernels; `benches/gpu.sh` runs them.
 
-usage (in the root of the repository): python -m benches.kernels.h200 SECTION RECORD [--dry-run] [--seconds S]
-                                       python -m benches.kernels.h200 rows RECORD
-
-A section adds itself to the record. `rows` prints the targets of docs/kernels.md with what the record says of each.
-`--dry-run` runs a section's every line on tiny shapes with the host emulation (tests/support/cuda) in the GPU's
+A dry run goes through a section's every line on tiny shapes with the host emulation (tests/support/cuda) in the GPU's
 place: nothing it reports as a time means anything.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib
-import json
-import sys
-import types
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-try:
-    importlib.import_module("loopq._native")
-except ImportError:
-    # The kernels need no compiled extension: where it cannot be loaded, its version number is all that is missed.
-    stand_in = types.ModuleType("loopq._native")
-    stand_in.__version__ = "0"  # type: ignore[attr-defined]
-    sys.modules["loopq._native"] = stand_in
-
 from benches.kernels.shapes import HUGINN, MODELS, Projection
+
+#: Puts what a section has found so far into the record.
+Keep = Callable[[dict[str, Any]], None]
+#: Takes seconds, whether the run is dry, and where findings go.
+Section = Callable[[float, bool, Keep], None]
 
 
 @dataclass(frozen=True)
@@ -193,15 +180,27 @@ def threshold(s: Setting) -> dict[str, Any]:
 
 
 def rollout(s: Setting) -> dict[str, Any]:
-    """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way."""
+    """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way; as many as there is time for."""
     from benches.kernels.rollouts import compare_rollouts
 
-    backends = {"plain": s.backend, "overlap": s.overlapping}
-    options = {"size": s.loop, "n_steps": s.n_steps, "tokens": s.tokens, "procedure": s.procedure}
-    return {
-        name: compare_rollouts(backends if not bulk else {"plain": s.backend}, bulk=bulk, **options)
-        for name, bulk in (("cp_async", False), ("bulk", True))
-    }
+    began, longest = time.monotonic(), 0.0
+    found: dict[str, Any] = {"cp_async": [], "bulk": []}
+    for way, records in found.items():
+        backends = {"plain": s.backend} | ({} if way == "bulk" else {"overlap": s.overlapping})
+        for tokens in s.tokens:
+            start = time.monotonic()
+            if start - began + longest > s.sweep["seconds"]:
+                continue
+            records += compare_rollouts(
+                backends,
+                size=s.loop,
+                n_steps=s.n_steps,
+                tokens=(tokens,),
+                procedure=s.procedure,
+                bulk=way == "bulk",
+            )
+            longest = max(longest, time.monotonic() - start)
+    return found
 
 
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
@@ -209,67 +208,26 @@ SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 
 
-# ---- the record --------------------------------------------------------------------------------------------------
+def section(name: str) -> Section:
+    """A section as the bench runs it."""
 
+    def run(seconds: float, dry: bool, keep: Keep) -> None:
+        keep(SECTIONS[name]((emulated if dry else on_gpu)(seconds)))
 
-def add_section(path: Path, machine: dict[str, Any], section: str, found: dict[str, Any]) -> None:
-    """Put a section into the record, whole or not at all."""
-    record = json.loads(path.read_text()) if path.exists() else {**machine, "sections": {}}
-    other = {key: record.get(key) for key in machine if record.get(key) != machine[key]}
-    if other:
-        raise SystemExit(f"{path} was taken with {other}, this is {machine}: give another file")
-    record["sections"][section] = found
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(record, indent=1) + "\n")
-    scratch.replace(path)
-
-
-def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
-    import torch
-
-    started = datetime.datetime.now(datetime.UTC)
-    setting = (emulated if dry else on_gpu)(seconds)
-    machine = {
-        "date": started.date().isoformat(),
-        "device": setting.device_name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "multiprocessors": setting.backend.limits.multiprocessors,
-    }
-    found = SECTIONS[name](setting)
-    found["seconds"] = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
-    add_section(path, machine, name, found)
-    print(f"{name}: {found['seconds']:.0f} s -> {path}")
+    return run
 
 
 # ---- targets -----------------------------------------------------------------------------------------------------
 
+Rows = list[tuple[str, str, str]]
 SHARES = {"mlp.fc": 0.70, "mlp.proj": 0.70, "attn.Wqkv": 0.70, "adapter": 0.60, "attn.proj": 0.50}
-
-
-def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Target, what was measured, and whether it is met; sections that are missing stay open."""
-    found: list[tuple[str, str, str]] = []
-    for section, judge in (
-        ("exact", _exact_rows),
-        ("rollout_exact", _rollout_exact_rows),
-        ("sanitizer", _sanitizer_rows),
-        ("products", _product_rows),
-        ("rollout", _rollout_rows),
-        ("models", _model_rows),
-        ("threshold", _threshold_rows),
-        ("sweep", _sweep_rows),
-    ):
-        data = record["sections"].get(section)
-        found += [(section, "not in the record", "open")] if data is None else judge(data)
-    return found
 
 
 def _met(holds: bool) -> str:
     return "met" if holds else "NOT MET"
 
 
-def _exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _exact_rows(data: dict[str, Any]) -> Rows:
     found = []
     for way in ("cp_async", "bulk"):
         d = data[way]
@@ -287,7 +245,7 @@ def _exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [*found, ("edges at other group sizes: float32 3e-6", f"{edges:.1e}", _met(edges <= 3e-6))]
 
 
-def _rollout_exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _rollout_exact_rows(data: dict[str, Any]) -> Rows:
     counts = sorted({r["n_products"] for r in data["huginn"]})
     equal = all(r["replay_equals_eager"] for r in data["huginn"])
     return [
@@ -301,7 +259,7 @@ def _rollout_exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _sanitizer_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _sanitizer_rows(data: dict[str, Any]) -> Rows:
     tools = {name: verdict for name, verdict in data.items() if name != "seconds"}
     return [
         (f"compute-sanitizer {n} clean", v, "open" if "not" in v else _met(v == "clean"))
@@ -309,7 +267,7 @@ def _sanitizer_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _product_rows(data: dict[str, Any]) -> Rows:
     found = []
     for way, d in data.items():
         if way == "seconds":
@@ -340,7 +298,7 @@ def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _rollout_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _rollout_rows(data: dict[str, Any]) -> Rows:
     found = []
     for way, records in data.items():
         for r in [] if way == "seconds" else records:
@@ -358,7 +316,7 @@ def _rollout_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _model_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _model_rows(data: dict[str, Any]) -> Rows:
     return [
         (
             f"{name}, {step['tokens']} tokens: a step's products over cuBLAS bf16",
@@ -371,7 +329,7 @@ def _model_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _threshold_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _threshold_rows(data: dict[str, Any]) -> Rows:
     found = []
     for layer in dict.fromkeys(r["layer"] for r in data["threshold"]):
         wins = [
@@ -382,7 +340,7 @@ def _threshold_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _sweep_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _sweep_rows(data: dict[str, Any]) -> Rows:
     found = []
     for layer, tokens in dict.fromkeys((r["layer"], r["tokens"]) for r in data["cuts"]):
         here = [r for r in data["cuts"] if (r["layer"], r["tokens"]) == (layer, tokens)]
@@ -394,33 +352,13 @@ def _sweep_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("section", choices=[*SECTIONS, "rows", "note"])
-    parser.add_argument("record", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit of the sweep")
-    parser.add_argument("--note", nargs=2, metavar=("TOOL", "VERDICT"), help="of the sanitizer, for `note`")
-    args = parser.parse_args(argv)
-    if args.section == "rows":
-        record = json.loads(args.record.read_text())
-        if record["device"] == "emulation":
-            print("A DRY RUN: no time below means anything.\n")
-        print(f"{record['device']}, {record['date']}\n\n| target | measured | |\n|---|---|---|")
-        for row in rows(record):
-            print(f"| {' | '.join(row)} |")
-    elif args.section == "note":
-        record = json.loads(args.record.read_text())
-        machine = {key: value for key, value in record.items() if key != "sections"}
-        tool, verdict = args.note
-        notes = record["sections"].get("sanitizer", {})
-        add_section(args.record, machine, "sanitizer", {**notes, tool: verdict})
-    else:
-        run_section(args.section, args.record, args.dry_run, args.seconds)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+ROWS: dict[str, Callable[[dict[str, Any]], Rows]] = {
+    "exact": _exact_rows,
+    "rollout_exact": _rollout_exact_rows,
+    "sanitizer": _sanitizer_rows,
+    "products": _product_rows,
+    "rollout": _rollout_rows,
+    "models": _model_rows,
+    "threshold": _threshold_rows,
+    "sweep": _sweep_rows,
+}

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# All GPU checks and measurements of the kernels in one go, most important first, into one record, and the targets of
-# docs/kernels.md filled in from it.
+# All that runs on a GPU in one go, most important first, into one record: whether every command says on the device what it
+# says on the processor, seconds and memory of a quantization by phase, and the kernels.
 #
-#   benches/kernels/run_h200.sh [--dry-run] [FOLDER [SECTION ...]]
+#   benches/gpu.sh [--dry-run] [FOLDER [SECTION ...]]
 #
-# FOLDER (default benches/record) gets kernels.json, kernels.md and kernels.log. Needs torch with CUDA, CuPy of the same
-# CUDA major version, numpy and safetensors; the compiled extension is not needed. A section that fails or runs out of
-# time is reported and does not stop the others; the exit status is the number of those. TOTAL_SECONDS (default 570)
-# bounds all of it; what no longer fits is left out and named.
+# FOLDER (default benches/record) gets gpu.json, gpu.md and gpu.log. SECTION is one of those below, or `phases` or `kernels`
+# for several. Needs torch with CUDA, transformers, numpy, safetensors and pytest, for the kernels CuPy of the same CUDA
+# major version, and for all but the kernels the compiled extension. A section that fails or runs out of time is reported
+# and does not stop the others; the exit status is the number of those. TOTAL_SECONDS (default 470) bounds all of it;
+# what no longer fits is left out and named.
 set -u
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 dry=
 if [ "${1:-}" = --dry-run ]; then
     dry=--dry-run
@@ -17,21 +18,34 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 out=${1:-benches/record}
 shift || true
-sections=${*:-exact rollout_exact products rollout sanitizer models threshold sweep}
+phases="smol ouro_two ouro smol_cpu"
+kernels="exact rollout_exact products rollout"
+sections=
+for section in ${*:-check smol ouro_two ouro exact rollout_exact products smol_cpu rollout sweep}; do
+    case $section in
+        phases) sections="$sections $phases" ;;
+        kernels) sections="$sections $kernels" ;;
+        *) sections="$sections $section" ;;
+    esac
+done
 mkdir -p "$out"
-record=$out/kernels.json log=$out/kernels.log
+record=$out/gpu.json log=$out/gpu.log
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
-total=${TOTAL_SECONDS:-570}
+total=${TOTAL_SECONDS:-470}
 failed=0
 
 left() { echo $((total - SECONDS)); }
 
 # The most seconds that a section may take, of those that are left.
 limit() {
-    local most=150
-    [ "$1" = rollout ] && most=240
+    local most=60
+    case $1 in
+        check) most=130 ;;
+        smol | ouro | ouro_two | smol_cpu) most=75 ;;
+        rollout | threshold | sweep | models) most=150 ;;
+    esac
     [ "$(left)" -lt "$most" ] && most=$(left)
     echo "$most"
 }
@@ -45,7 +59,7 @@ measure() {
         return
     fi
     # shellcheck disable=SC2086
-    if ! timeout "$seconds" "$python" -m benches.kernels.h200 "$1" "$record" $dry --seconds $((seconds - 15)) \
+    if ! timeout "$seconds" "$python" -m benches.gpu "$1" "$record" $dry --seconds $((seconds - 12)) \
         2>"$log.part"; then
         failed=$((failed + 1))
         echo "$1 FAILED:"
@@ -67,7 +81,7 @@ sanitize() {
             verdict="not run: no time was left"
         elif timeout "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
             --kernel-name-exclude kernel_substring=cudnn \
-            "$python" -m benches.kernels.h200 small "$record" >"$log.part" 2>&1; then
+            "$python" -m benches.gpu small "$record" >"$log.part" 2>&1; then
             verdict=clean
         elif grep -q "Device not supported" "$log.part"; then
             verdict="not run: it refuses this device"
@@ -80,7 +94,7 @@ sanitize() {
             { echo "== sanitizer $tool"; tail -n 200 "$log.part"; } >>"$log"
             rm -f "$log.part"
         fi
-        [ -e "$record" ] && "$python" -m benches.kernels.h200 note "$record" --note "$tool" "$verdict"
+        [ -e "$record" ] && "$python" -m benches.gpu note "$record" --note "$tool" "$verdict"
     done
 }
 
@@ -88,6 +102,6 @@ for section in $sections; do
     if [ "$section" = sanitizer ]; then sanitize; else measure "$section"; fi
 done
 if [ -e "$record" ]; then
-    "$python" -m benches.kernels.h200 rows "$record" | tee "$out/kernels.md"
+    "$python" -m benches.gpu rows "$record" | tee "$out/gpu.md"
 fi
 exit "$failed"

@@ -1,0 +1,396 @@
+"""Does everything run on the device, and say what the processor says?
+
+Commands of a user on small trained models, and tiny random models of every adapter: each once on the processor and once
+on the device. What fails leaves the end of its traceback in the record and stops nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benches.kernels.sections import Keep
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("huginn_small", str(ROOT / "benches" / "zoo" / "weights" / "ouro_small"))
+PROMPTS = ("--n-prompts", "4", "--seq-len", "48")
+#: Least share of equal codes; most relative difference of one checkpoint's KL, of sums and of rows.
+SAME_CODES, SAME_KL, SAME_SUMS = 0.99, 0.02, 1e-3
+#: The loop metric's descent takes other turns where a sum's last bit differs: its codes, and the KL that they lead to.
+NEAR_CODES, NEAR_KL = 0.9, 0.2
+#: Lines of a traceback that the record keeps.
+LINES = 12
+
+Row = dict[str, Any]
+Result = Any
+
+
+@dataclass
+class Place:
+    """A device, and what the commands left there."""
+
+    device: str
+    folder: Path
+    results: dict[str, Result] = field(default_factory=dict)
+
+    def __truediv__(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def call(*command: str) -> str:
+    """Run a command of `loopq` in this process; give what it printed. Its errors come as they are, with their cause."""
+    from loopq.cli import parse
+
+    args = parse(list(command))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = args.run(args)
+    if code:
+        raise RuntimeError(f"loopq {' '.join(command)}: exit code {code}: {out.getvalue()[-400:]}")
+    return out.getvalue()
+
+
+def codes_of(folder: str) -> dict[str, NDArray[Any]]:
+    """Codes of a checkpoint, by layer."""
+    from loopq.formats.convert import read_any
+
+    return {name: np.asarray(layer.codes) for name, layer in read_any(Path(folder)).layers.items()}
+
+
+# ---- what a user types -------------------------------------------------------------------------------------------
+
+
+def quantized(*options: str) -> Callable[[str, Place, Place], Result]:
+    """A quantization with some options; its result are the codes."""
+
+    def work(model: str, at: Place, _: Place) -> Result:
+        name = "quantize-" + "-".join(o.strip("-") for o in options)
+        call("quantize", model, "--out", at / name, *options, *PROMPTS, "--device", at.device)
+        return codes_of(at / name)
+
+    return work
+
+
+def evaluated(model: str, at: Place, first: Place) -> Result:
+    """KL of the processor's checkpoint, and of the device's own."""
+    both = (first / "quantize-", at / "quantize-")
+    found = json.loads(call("evaluate", model, *both, "--json", *PROMPTS, "--device", at.device))
+    rows = found if isinstance(found, list) else found["weights"]
+    return {"kl": float(rows[1]["kl"]), "own": float(rows[-1]["kl"])}
+
+
+def evaluated_page(model: str, at: Place, first: Place) -> Result:
+    """A page with every layer's error."""
+    page = at / "page.html"
+    call("evaluate", model, first / "quantize-", "--html", page, *PROMPTS, "--device", at.device)
+    return {}
+
+
+def collected_rows(model: str, at: Place, _: Place) -> Result:
+    """The first rows that each layer reads."""
+    from loopq.storage.files import map_tensors
+
+    call("collect", model, "--out", at / "rows", *PROMPTS, "--device", at.device)
+    shard = sorted(Path(at / "rows").glob("shards/*.safetensors"))[0]
+    return {name: np.asarray(t.array(), np.float64) for name, t in map_tensors(shard).items()}
+
+
+def collected_sums(model: str, at: Place, _: Place) -> Result:
+    """Hessians of a dump with loop metrics."""
+    from loopq.calibrate.dump import Dump
+
+    call(
+        "collect",
+        model,
+        "--out",
+        at / "sums",
+        "--hessian",
+        "--metric",
+        "loop",
+        *PROMPTS,
+        "--device",
+        at.device,
+    )
+    dump = Dump(Path(at / "sums"))
+    groups = dict.fromkeys(dump.manifest.input_groups.values())
+    steps = range(dump.manifest.n_steps)
+    return {g: np.asarray(dump.accumulator(g, list(steps)).matrix()) for g in groups}
+
+
+def solved(model: str, at: Place, _: Place) -> Result:
+    """Codes from the device's own dump."""
+    call("solve", at / "sums", "--out", at / "solved")
+    return codes_of(at / "solved")
+
+
+def diagnosed(model: str, at: Place, _: Place) -> Result:
+    """The sections of a diagnosis that train nothing."""
+    call(
+        "diagnose",
+        model,
+        "--json",
+        at / "diagnosis.json",
+        "--only",
+        "ranks,overlap,ablation,injection,feedback,groups",
+        "--n-prompts",
+        "2",
+        "--seq-len",
+        "32",
+        "--device",
+        at.device,
+    )
+    return {}
+
+
+def checked(model: str, at: Place, _: Place) -> Result:
+    """The checks of an adapter."""
+    call("check", model, "--device", at.device)
+    return {}
+
+
+def generated(model: str, at: Place, first: Place) -> Result:
+    """Text of the model and of its checkpoint, by codes."""
+    for source in (model, first / "quantize-"):
+        call("run", source, "The sea was", "--n-tokens", "8", "--device", at.device)
+    return {}
+
+
+COMMANDS: dict[str, Callable[[str, Place, Place], Result]] = {
+    "quantize": quantized(),
+    "quantize, paper": quantized("--preset", "paper"),
+    "quantize, fast": quantized("--preset", "fast"),
+    "evaluate": evaluated,
+    "collect, rows": collected_rows,
+    "collect, loop metric": collected_sums,
+    "solve": solved,
+    "check": checked,
+    "evaluate, page": evaluated_page,
+    "run": generated,
+    "diagnose": diagnosed,
+    "quantize, best": quantized("--preset", "best"),
+    "quantize, allocate": quantized("--preset", "fast", "--allocate", "3.5"),
+    "quantize, own text": quantized("--preset", "fast", "--calibration", "self"),
+    "quantize, bfloat16": quantized("--preset", "fast", "--dtype", "bfloat16"),
+}
+#: Commands whose results do not depend on gradients, the own text of a model, or the rounding of its activations.
+EXACT = ("quantize, paper", "quantize, fast")
+
+
+def judge(name: str, ours: Result, theirs: Result) -> tuple[bool, str]:
+    """Whether the device's result is the processor's, and how near it is."""
+    if not theirs:
+        return True, "done"
+    if "kl" in theirs:
+        off, own = (abs(ours[which] / max(theirs["kl"], 1e-12) - 1.0) for which in ("kl", "own"))
+        said = f"KL {ours['kl']:.5g}, on the processor {theirs['kl']:.5g}; of the device's own codes {ours['own']:.5g}"
+        return off <= SAME_KL and own <= NEAR_KL, said
+    if set(ours) != set(theirs):
+        return False, f"other layers: {sorted(set(ours) ^ set(theirs))[:4]}"
+    if next(iter(theirs.values())).dtype.kind in "iu":
+        same = sum(int((ours[k] == v).sum()) for k, v in theirs.items()) / sum(
+            v.size for v in theirs.values()
+        )
+        return same >= (SAME_CODES if name in EXACT else NEAR_CODES), f"{same:.3%} of the codes"
+    off = max(
+        float(np.linalg.norm(ours[k] - v)) / max(float(np.linalg.norm(v)), 1e-30) for k, v in theirs.items()
+    )
+    return off <= SAME_SUMS, f"at most {off:.1e} apart"
+
+
+def end_of(error: BaseException) -> list[str]:
+    """The last frames of an error's first cause, and the beginning of its message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-LINES:]
+    said = str(error).strip().splitlines() or [""]
+    return [line[:200] for line in (*frames, f"{type(error).__name__}: {said[0]}", *said[1:3])]
+
+
+def compared(name: str, work: Callable[[Place, Place], Result], near: Place, far: Place) -> Row:
+    """Do some work on the processor, then on the device."""
+    seconds = []
+    row: Row = {"name": name, "ok": False}
+    for place in (near, far):
+        began = time.monotonic()
+        try:
+            place.results[name] = work(place, near)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  what fails is what is asked
+            return row | {"detail": f"fails on {place.device}", "traceback": end_of(error)}
+        seconds.append(round(time.monotonic() - began, 2))
+    ok, detail = judge(name.partition(": ")[2], far.results[name], near.results[name])
+    return row | {"ok": ok, "detail": detail, "seconds": seconds}
+
+
+# ---- every adapter -----------------------------------------------------------------------------------------------
+
+
+def adapted(case: Any) -> Callable[[Place, Place], Result]:
+    """Quantize a tiny model of an adapter by its gradients, where it has any; its codes and the KL."""
+
+    def work(at: Place, _: Place) -> Result:
+        import loopq
+        from loopq.errors import LoopqError
+        from tests.support.systems import open_system, prompts
+
+        system = open_system(case)
+        system.model.to(at.device)
+        ids = prompts(case, 4).input_ids.tolist()
+        options: Mapping[str, Any] = {"bits": 4, "group_size": 16, "rank_threshold": None}
+        try:
+            result = loopq.quantize(system, ids, **options)
+        except LoopqError as error:
+            if "metric 'inputs'" not in str(error):
+                raise
+            result = loopq.quantize(system, ids, metric="inputs", **options)
+        loopq.evaluate(system, {"": result}, ids)
+        return {name: np.asarray(layer.codes) for name, layer in result.layers.items()}
+
+    return work
+
+
+Work = Callable[[Place, Place], Result]
+
+
+def on(model: str, names: Sequence[str]) -> dict[str, Work]:
+    """Commands on a model."""
+    return {
+        f"{Path(model).name}: {name}": functools.partial(
+            lambda command, at, near: command(model, at, near), COMMANDS[name]
+        )
+        for name in names
+    }
+
+
+def adapters(share: int, of: int) -> dict[str, Work]:
+    """A tiny model of each adapter, or of some."""
+    from tests.support.systems import CASES
+
+    return {f"adapter: {name}": adapted(case) for name, case in list(CASES.items())[share::of]}
+
+
+#: What a process does, one thing after the other: what reads a result stands behind what made it.
+GROUPS: dict[str, Callable[[], dict[str, Work]]] = {
+    "first": lambda: on(
+        MODELS[0], ("quantize, fast", "collect, loop metric", "solve", "check", "collect, rows", "diagnose")
+    ),
+    "second": lambda: on(
+        MODELS[0],
+        ("quantize", "evaluate", "evaluate, page", "run", "quantize, paper", "quantize, bfloat16"),
+    ),
+    "third": lambda: on(MODELS[0], ("quantize, best", "quantize, allocate", "quantize, own text")),
+    "ouro": lambda: on(
+        MODELS[1], ("quantize", "evaluate", "collect, loop metric", "solve", "run", "quantize, best")
+    ),
+    "adapters 0": lambda: adapters(0, 2),
+    "adapters 1": lambda: adapters(1, 2),
+}
+
+
+def work_through(group: str, seconds: float, dry: bool, rows: Any) -> None:
+    """Do a group's work while time is left, in a process of its own; put a row for each thing in a queue, None last."""
+    import pytest
+    import torch
+
+    import benches.zoo.register  # noqa: F401  registers the classes
+
+    torch.set_num_threads(max(1, min(4, len(os.sched_getaffinity(0)) // len(GROUPS))))
+    second = "cuda"
+    scope: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if dry:
+        from tests.support.accelerator import DEVICE, accelerator
+
+        second, scope = DEVICE, accelerator()
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as name, scope:
+            near, far = (Place(device, Path(name) / device) for device in ("cpu", second))
+            for place in (near, far):
+                place.folder.mkdir()
+            for title, work in list(GROUPS[group]().items())[: 3 if dry else None]:
+                if time.monotonic() - began > seconds:
+                    rows.put({"name": title, "left_out": "no time was left"})
+                    continue
+                try:
+                    rows.put(compared(title, work, near, far))
+                except pytest.skip.Exception as reason:
+                    rows.put({"name": title, "left_out": str(reason)})
+    except Exception as error:  # noqa: BLE001  as above
+        rows.put({"name": group, "ok": False, "detail": "stops", "traceback": end_of(error)})
+    rows.put(None)
+
+
+def section(seconds: float, dry: bool, keep: Keep) -> None:
+    """Compare all, in several processes, while time is left; a dry run takes two of them."""
+    # Threads that spin while they wait take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    context = multiprocessing.get_context("spawn")
+    rows: Any = context.Queue()
+    groups = ["first", "adapters 0"] if dry else list(GROUPS)
+    began = time.monotonic()
+    workers = [
+        context.Process(target=work_through, args=(g, seconds, dry, rows), daemon=True) for g in groups
+    ]
+    for worker in workers:
+        worker.start()
+    found: list[Row] = []
+    at_work = len(workers)
+    # What hangs, or died without a word, is not waited for.
+    while at_work and time.monotonic() - began < seconds + 5 and any(w.is_alive() for w in workers):
+        try:
+            row = rows.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        if row is None:
+            at_work -= 1
+            continue
+        found.append(row)
+        print(
+            row["name"],
+            row.get("left_out") or ("ok" if row["ok"] else "FAILS"),
+            row.get("detail", ""),
+            flush=True,
+        )
+        for line in row.get("traceback", ()):
+            print("   ", line, flush=True)
+        keep({"rows": found, "unfinished": at_work})
+    for worker in workers:
+        worker.kill()
+    keep({"rows": found, "unfinished": at_work})
+
+
+def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Lines of the record's table: what fails, what was left out, and the rest."""
+    done = [r for r in data["rows"] if "left_out" not in r]
+    n_good = sum(r["ok"] for r in done)
+    found = [
+        (
+            "the device says what the processor says",
+            f"{n_good} of {len(done)}",
+            "met" if n_good == len(done) else "NOT MET",
+        )
+    ]
+    if data["unfinished"]:
+        found.append(("processes that did not end in time", str(data["unfinished"]), "open"))
+    for r in sorted(data["rows"], key=lambda r: r.get("ok", True)):
+        if "left_out" in r:
+            found.append((r["name"], r["left_out"], "open"))
+            continue
+        near, far = r.get("seconds", (None, None))
+        took = "" if far is None else f"; {far} s, on the processor {near} s"
+        found.append((r["name"], r["detail"] + took, "met" if r["ok"] else "NOT MET"))
+    return found

@@ -1,0 +1,170 @@
+"""Coordinate descent on codes and on scales (coordinate/descent.rs), all rows at once.
+
+A sweep of the core changes a code only where that gains. So a row goes from each gain straight to the next: all columns
+are weighed at once, and the first one after the last change is taken. The changes, and their order, are the core's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from loopq.quantizers.twin.grid import Codes
+
+#: Changes that are made before it is asked which rows are done: to ask, the device must be waited for.
+BETWEEN = 8
+
+
+@dataclass
+class Rows:
+    """Where rows stand: tensors that begin with (L, rows).
+
+    Parameters
+    ----------
+    steps : Tensor, float32, (L, rows, d)
+        What codes stand for, in scales.
+    values : Tensor, float64, (L, rows, d)
+        What they stand for.
+    gradient : Tensor, float64, (L, rows, d)
+        D S.
+    scale, zero : Tensor, float32, (L, rows, groups)
+        Scales and zero points.
+    loss : Tensor, float64, (L, rows)
+        The loss of each row.
+    active : Tensor, bool, (L, rows)
+        Rows that are not done.
+    """
+
+    steps: Tensor
+    values: Tensor
+    gradient: Tensor
+    scale: Tensor
+    zero: Tensor
+    loss: Tensor
+    active: Tensor
+
+    def spread(self, codes: Codes, levels: Tensor) -> Tensor:
+        """Scales or zero points of every column."""
+        return spread(codes, levels, self.steps.shape[-1])
+
+
+def spread(codes: Codes, levels: Tensor, columns: int) -> Tensor:
+    """Numbers of groups (..., groups) for each of their columns."""
+    return levels.repeat_interleave(codes.width, -1)[..., :columns]
+
+
+@dataclass
+class _Moving:
+    """Rows (n, d) whose codes change, one after the other whatever input they have."""
+
+    #: Place among all rows, and that of the first row of its S among the rows of all S.
+    row: Tensor
+    first: Tensor
+    steps: Tensor
+    values: Tensor
+    gradient: Tensor
+    energy: Tensor
+    scale: Tensor
+    low: Tensor
+    high: Tensor
+    zero: Tensor
+    loss: Tensor
+    #: Columns that this sweep has passed, sweeps that ended, changes.
+    passed: Tensor
+    sweeps: Tensor
+    moves: Tensor
+
+    def some(self, chosen: Tensor) -> _Moving:
+        """Some of them."""
+        return _Moving(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+
+def change_codes(rows: Rows, s: Tensor, codes: Codes, sweeps: int) -> Tensor:
+    """Change one code at a time, at most `sweeps` times round; S is (L, d, d). Returns the moves, (L, rows)."""
+    n, height, d = rows.steps.shape
+    flat = n * height
+    owner = torch.arange(n, device=s.device).repeat_interleave(height)
+    zero = rows.spread(codes, rows.zero).reshape(flat, d)
+    moving = _Moving(
+        row=torch.arange(flat, device=s.device),
+        first=owner * d,
+        steps=rows.steps.view(flat, d),
+        values=rows.values.view(flat, d),
+        gradient=rows.gradient.view(flat, d),
+        energy=s.diagonal(dim1=1, dim2=2)[owner],
+        scale=rows.spread(codes, rows.scale).reshape(flat, d),
+        low=-zero,
+        high=codes.top - zero,
+        zero=zero,
+        loss=rows.loss.view(flat),
+        passed=torch.zeros(flat, dtype=torch.int64, device=s.device),
+        sweeps=torch.zeros(flat, dtype=torch.int64, device=s.device),
+        moves=torch.zeros(flat, dtype=torch.int64, device=s.device),
+    )
+    moves = torch.zeros(flat, dtype=torch.int64, device=s.device)
+    chosen = rows.active.view(flat).nonzero()[:, 0] if sweeps else moves[:0]
+    columns, lines = torch.arange(d, device=s.device), s.view(n * d, d)
+    while len(chosen):
+        moving = moving.some(chosen)
+        for _ in range(BETWEEN):
+            moved = _change(moving, lines, codes, columns, sweeps)
+        for to, name in ((rows.steps, "steps"), (rows.values, "values"), (rows.gradient, "gradient")):
+            to.view(flat, d)[moving.row] = getattr(moving, name)
+        rows.loss.view(flat)[moving.row] = moving.loss
+        moves[moving.row] = moving.moves
+        chosen = moved.nonzero()[:, 0]
+    return moves.view(n, height)
+
+
+def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: int) -> Tensor:
+    """Make the next change of each row; returns whether there was one."""
+    d = len(columns)
+    wanted = (at.values - at.gradient / at.energy) / at.scale
+    if codes.table is None:
+        step = wanted.round_().clamp_(at.low, at.high).float()
+    else:
+        step = codes.step(codes.code(wanted, at.zero).float(), at.zero)
+    change = (step * at.scale).double() - at.values
+    gain = change * (2.0 * at.gradient + change * at.energy)
+    # Columns from the last change on, and round again.
+    ahead = torch.remainder(columns - at.passed[:, None], d)
+    ahead = torch.where(gain < 0, ahead, d).amin(1)
+    column = at.passed + ahead
+    at.sweeps += column >= d
+    moved = (ahead < d) & (at.sweeps < sweeps)
+    column = (column % d)[:, None]
+    by = torch.where(moved, change.gather(1, column)[:, 0], 0.0)
+    at.loss += torch.where(moved, gain.gather(1, column)[:, 0], 0.0)
+    at.values.scatter_add_(1, column, by[:, None])
+    old = at.steps.gather(1, column)
+    at.steps.scatter_(1, column, torch.where(moved[:, None], step.gather(1, column), old))
+    at.gradient.addcmul_(by[:, None], lines[at.first + column[:, 0]])
+    at.passed = column[:, 0] + 1
+    at.moves += moved
+    return moved
+
+
+def change_scales(rows: Rows, s: Tensor, codes: Codes) -> None:
+    """Change one scale at a time, once round. A group without a step, or whose best cannot be stored, keeps its own."""
+    d = s.shape[1]
+    for g, first in enumerate(range(0, d, codes.width)):
+        own = slice(first, min(d, first + codes.width))
+        square, gradient = s[:, own, own], rows.gradient[..., own]
+        steps, old = rows.steps[..., own].double(), rows.scale[..., g]
+        slope, curve = (steps * gradient).sum(-1), (steps * (steps @ square)).sum(-1)
+        best = codes.rounded(old.double() - slope / curve)
+        fits = best.isfinite() & (best != 0) & rows.active
+        if not codes.signed:
+            fits &= best > 0
+        best = torch.where(fits, best, old)
+        new = (rows.steps[..., own] * best[..., None]).double()
+        by = new - rows.values[..., own]
+        gain = 2.0 * (by * gradient).sum(-1) + (by * (by @ square)).sum(-1)
+        less = (gain < 0) & (best != old)
+        rows.scale[..., g] = torch.where(less, best, old)
+        rows.loss += torch.where(less, gain, 0.0)
+        by = torch.where(less[..., None], by, 0.0)
+        rows.values[..., own] += by
+        rows.gradient += by @ s[:, own]

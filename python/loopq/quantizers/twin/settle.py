@@ -1,0 +1,138 @@
+"""Rows taken through all stages (coordinate/settle.rs): paths of codes, descents, and again from the scales found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopq.quantizers.twin.beam import Paths, search
+from loopq.quantizers.twin.descent import Rows, change_codes, change_scales, spread
+from loopq.quantizers.twin.factor import Factors
+from loopq.quantizers.twin.grid import Codes, refuse_scales
+from loopq.quantizers.twin.sweep import sweep
+
+#: Relative gain below which a row is done.
+SETTLED = 1e-3
+#: Most turns of a descent on codes and one on scales.
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What rows are taken through; as of the core's `GptqCdSettings`.
+
+    Parameters
+    ----------
+    codes : Codes
+        The grid, with the search for the static scales.
+    n_paths : int
+        Paths of codes that stay open.
+    sweeps : int
+        Times round of one descent on codes.
+    rounds : int
+        Starts.
+    refit : bool
+        Whether scales are descended on too.
+    names : sequence of str
+        A layer of each input, for messages.
+    kept : dict
+        Paths of the beam by shape, recorded once.
+    """
+
+    codes: Codes
+    n_paths: int
+    sweeps: int
+    rounds: int
+    refit: bool
+    names: Sequence[str]
+    kept: dict[Any, Paths] = field(default_factory=dict)
+
+
+@dataclass
+class Solved:
+    """Codes (L, rows, d), scales and zero points (L, rows, groups), and how the loss of each row (L, rows) fell."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    swept: Tensor
+    settled: Tensor
+    moves: Tensor
+    rounds: int
+
+
+def settle(target: Tensor, factors: Factors, stages: Stages) -> Solved:
+    """Solve rows (L, rows, d), float32."""
+    codes, d = stages.codes, target.shape[2]
+    scale, zero = fitted(target, factors, codes, stages.names)
+    taken = start(target, factors, stages, scale, zero)
+    rows = load(target, factors, codes, taken, scale, zero)
+    # The rows' own loss changes in place.
+    swept = rows.loss.clone()
+    found = Solved(taken, scale, zero, swept, swept, torch.zeros_like(swept, dtype=torch.int64), 0)
+    live = torch.ones_like(rows.active)
+    while found.rounds < stages.rounds and bool(live.any()):
+        if found.rounds:
+            taken = start(target, factors, stages, found.scale, found.zero)
+            rows = load(target, factors, codes, taken, found.scale, found.zero)
+        rows.active = live
+        found.moves = found.moves + descend(rows, factors.matrix, stages)
+        less = live & (rows.loss < found.settled)
+        live = live & is_gain(rows.loss, found.settled)
+        now = codes.code_of(rows.steps, spread(codes, rows.zero, d))
+        found.codes = torch.where(less[..., None], now, found.codes)
+        found.scale = torch.where(less[..., None], rows.scale, found.scale)
+        found.settled = torch.where(less, rows.loss, found.settled)
+        found.rounds += 1
+    return found
+
+
+def fitted(target: Tensor, factors: Factors, codes: Codes, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Static scales and zero points (L, rows, groups): errors of columns count as they cost in the factor's order."""
+    weights = codes.groups(factors.energies()[:, None])
+    scale, zero = codes.fit(codes.groups(target.double()), weights)
+    refuse_scales(scale, names, codes)
+    return scale, zero
+
+
+def start(target: Tensor, factors: Factors, stages: Stages, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes by GPTQ with static scales."""
+    ordered = factors.in_order(target)
+    if stages.n_paths == 1:
+        return factors.back(sweep(ordered, factors, stages.codes, (scale, zero)).codes)
+    return factors.back(search(ordered, factors, stages.codes, (scale, zero), stages.n_paths, stages.kept))
+
+
+def load(target: Tensor, factors: Factors, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> Rows:
+    """Rows with the codes given, and the gradient of their loss."""
+    d = target.shape[2]
+    steps = codes.step(taken.float(), spread(codes, zero, d))
+    values = (steps * spread(codes, scale, d)).double()
+    error = values - target
+    gradient = error @ factors.matrix
+    loss = (error * gradient).sum(-1)
+    return Rows(steps, values, gradient, scale.clone(), zero, loss, torch.ones_like(loss, dtype=torch.bool))
+
+
+def descend(rows: Rows, s: Tensor, stages: Stages) -> Tensor:
+    """Descend on codes and on scales in turn, until neither gains; returns the moves (L, rows)."""
+    moves = torch.zeros_like(rows.loss, dtype=torch.int64)
+    for _ in range(TURNS):
+        before = rows.loss.clone()
+        moves += change_codes(rows, s, stages.codes, stages.sweeps)
+        if not stages.refit:
+            break
+        change_scales(rows, s, stages.codes)
+        rows.active = rows.active & is_gain(rows.loss, before)
+        if not bool(rows.active.any()):
+            break
+    return moves
+
+
+def is_gain(now: Tensor, before: Tensor) -> Tensor:
+    """Whether a loss is so much lower that going on is worth it."""
+    return now < before * (1.0 - SETTLED)

@@ -1,0 +1,281 @@
+"""From problems to codes: which of them run together, and what a report says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopq.errors import NonFiniteError, OutOfMemoryError
+from loopq.layers.grid import ScaleSearch
+from loopq.quantizers.base import Problem
+from loopq.quantizers.damping import Damping
+from loopq.quantizers.twin.coupled import Left, coupled
+from loopq.quantizers.twin.factor import Factors, Order
+from loopq.quantizers.twin.grid import Codes, refuse_scales
+from loopq.quantizers.twin.precision import true_float32
+from loopq.quantizers.twin.settle import Stages, fitted, settle
+from loopq.quantizers.twin.sweep import sweep
+
+Found = dict[str, Any]
+#: Bytes of a batch where the device does not say how much it has.
+BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Layers that run together: as many rows for each input, on one grid.
+
+    Parameters
+    ----------
+    inputs : list of list of Problem
+        The layers of each input.
+    """
+
+    inputs: list[list[Problem]]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All layers."""
+        return [p for own in self.inputs for p in own]
+
+    @property
+    def names(self) -> list[str]:
+        """A layer of each input."""
+        return [own[0].name for own in self.inputs]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device(self.inputs[0][0].device)
+
+    def target(self) -> Tensor:
+        """The rows of all layers, (L, rows, d).
+
+        Raises
+        ------
+        NonFiniteError
+            A weight is NaN or infinite.
+        """
+        rows = [torch.from_numpy(np.concatenate([p.target for p in own])) for own in self.inputs]
+        found = torch.stack(rows).to(self.device)
+        if not bool(found.isfinite().all()):
+            bad = next(p.name for p in self.problems if not np.isfinite(p.target).all())
+            raise NonFiniteError(f"layer {bad}: W has an entry that is NaN or infinite")
+        return found
+
+    def codes(self, search: ScaleSearch, signed: bool) -> Codes:
+        """Their grid."""
+        p = self.inputs[0][0]
+        return Codes.of(p.codes_on, p.target.shape[1], search, signed, p.grid.scale_bits, self.device)
+
+    def factors(
+        self, hessians: Sequence[NDArray[np.float64]], damping: Damping, order: Order, precision: str
+    ) -> Factors:
+        """S of each input, factored."""
+        made = torch.stack([torch.from_numpy(h).to(self.device) for h in hessians])
+        mu = np.stack([damping.vector(h) for h in hessians])
+        kind = {"float64": torch.float64, "float32": torch.float32}[precision]
+        return Factors.of(made, torch.from_numpy(mu).to(self.device), order, self.names, kind)
+
+    def found(self, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> list[Found]:
+        """Arrays of each layer, as the core gives them."""
+        kept = (taken - codes.middle).view(torch.int8) if codes.grid.symmetric else taken
+        parts = [self._by_layer(x) for x in (kept, scale, zero.to(torch.uint8))]
+        return [
+            {"codes": c, "scales": s, "zeros": None if codes.grid.symmetric else z}
+            for c, s, z in zip(*parts, strict=True)
+        ]
+
+    def sums(self, rows: Tensor) -> list[float]:
+        """Sums over the rows of each layer of numbers (L, rows)."""
+        return [float(part.sum()) for part in self._by_layer(rows.double())]
+
+    def _by_layer(self, rows: Tensor) -> list[NDArray[Any]]:
+        host, out = rows.cpu().numpy(), []
+        for own, of_input in zip(self.inputs, host, strict=True):
+            ends = np.cumsum([len(p.target) for p in own])
+            out += [np.ascontiguousarray(part) for part in np.split(of_input, ends[:-1])]
+        return out
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A solver on a device.
+
+    Parameters
+    ----------
+    damping : Damping
+        Gives mu.
+    order : {"natural", "diagonal", "conditional"}
+        Order of the columns.
+    search : {"max", "half-range", "mse"}
+        How scales are found.
+    """
+
+    damping: Damping
+    order: Order
+    search: ScaleSearch = "mse"
+
+    def solve(self, problems: Sequence[Problem]) -> list[Found]:
+        """Solve layers; what the core says of each, in their order.
+
+        Raises
+        ------
+        SolveError, NonFiniteError, OutOfMemoryError
+            The message names the layer.
+        """
+        found: dict[int, Found] = {}
+        for batch in batches(problems, joined=self.joined):
+            try:
+                with true_float32(), torch.inference_mode():
+                    solved = self.run(batch)
+            except torch.OutOfMemoryError as cause:
+                reason = str(cause).split(".", 1)[0]
+                raise OutOfMemoryError(
+                    f"layer {batch.names[0]} and {len(batch.problems) - 1} more: {reason}: end other programs on "
+                    f"{batch.device}, or give --device cpu"
+                ) from cause
+            found.update((id(p), one) for p, one in zip(batch.problems, solved, strict=True))
+        return [found[id(p)] for p in problems]
+
+    @property
+    def joined(self) -> bool:
+        """Whether layers with one input share S."""
+        return True
+
+    def run(self, batch: Batch) -> list[Found]:
+        """Solve the layers of a batch."""
+        raise NotImplementedError(type(self).__name__)
+
+
+@dataclass(frozen=True)
+class Gptq(Twin):
+    """`loopq._native.gptq`."""
+
+    scales: Literal["group", "static"] = "group"
+    precision: str = "float64"
+
+    def run(self, batch: Batch) -> list[Found]:
+        """As of `Twin`."""
+        hessians = [own[0].require_observed() for own in batch.inputs]
+        factors = batch.factors(hessians, self.damping, self.order, self.precision)
+        codes, target = batch.codes(self.search, signed=False), batch.target()
+        known = fitted(target, factors, codes, batch.names) if self.scales == "static" else None
+        swept = sweep(factors.in_order(target), factors, codes, known)
+        refuse_scales(swept.scale, batch.names, codes)
+        found = batch.found(codes, factors.back(swept.codes), swept.scale, swept.zero)
+        facts = [
+            {
+                "damping_abs": float(mu.max()),
+                "n_dead_columns": int((np.diag(h) == 0).sum()),
+                "min_pivot": float(pivots.min()),
+                "max_pivot": float(pivots.max()),
+            }
+            for own, h, mu, pivots in zip(batch.inputs, hessians, factors.mu, factors.pivots, strict=True)
+            for _ in own
+        ]
+        losses = zip(batch.sums(swept.damped), batch.sums(swept.added), strict=True)
+        return [
+            one | told | {"proxy": max(damped - added, 0.0), "proxy_damped": damped}
+            for one, told, (damped, added) in zip(found, facts, losses, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class GptqCd(Twin):
+    """`loopq._native.gptq_cd`; with `passes`, `loopq._native.coupled`."""
+
+    signed: bool = True
+    n_paths: int = 1
+    sweeps: int = 30
+    rounds: int = 1
+    refit: bool = True
+    passes: int | None = None
+
+    @property
+    def joined(self) -> bool:
+        """With a metric of its own, a layer has its own S."""
+        return self.passes is None
+
+    def run(self, batch: Batch) -> list[Found]:
+        """As of `Twin`."""
+        codes = batch.codes(self.search, self.signed)
+        stages = Stages(codes, self.n_paths, self.sweeps, self.rounds, self.refit, batch.names)
+        if self.passes is not None:
+            return self._coupled(batch, stages, self.passes)
+        hessians = [own[0].require_observed() for own in batch.inputs]
+        factors = batch.factors(hessians, self.damping, self.order, "float64")
+        solved = settle(batch.target(), factors, stages)
+        facts = zip(*(batch.sums(x) for x in (solved.swept, solved.settled, solved.moves)), strict=True)
+        return [
+            one
+            | {
+                "proxy_swept": swept,
+                "proxy_settled": settled,
+                "n_moves": int(moves),
+                "n_rounds": solved.rounds,
+            }
+            for one, (swept, settled, moves) in zip(
+                batch.found(codes, solved.codes, solved.scale, solved.zero), facts, strict=True
+            )
+        ]
+
+    def _coupled(self, batch: Batch, stages: Stages, passes: int) -> list[Found]:
+        device, sides = batch.device, [(p, *_sides(p)) for p in batch.problems]
+        factors = batch.factors([s for _, s, _ in sides], self.damping, self.order, "float64")
+        blocks = [torch.from_numpy(np.stack(b)).to(device) for b in zip(*(a for *_, a in sides), strict=True)]
+        solved = coupled(batch.target(), factors, Left.of(blocks, batch.names), stages, passes)
+        told = zip(batch.problems, solved.swept, solved.settled, solved.replaced, strict=True)
+        facts = [
+            {
+                "coupled_swept": float(swept),
+                "coupled_settled": float(settled),
+                "n_replaced": int(replaced),
+                "metric": "loop",
+                "metric_gradients": p.metric.n_gradients if p.metric else 0,
+            }
+            for p, swept, settled, replaced in told
+        ]
+        found = batch.found(stages.codes, solved.codes, solved.scale, solved.zero)
+        return [one | more for one, more in zip(found, facts, strict=True)]
+
+
+def _sides(problem: Problem) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+    """S, not damped yet, and the blocks of A of a layer."""
+    metric = problem.require_metric()
+    combined = metric.combined(problem.require_observed())
+    return combined, metric.floored(problem.target, combined)
+
+
+def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
+    """Divide layers into batches; `joined`: layers with the same Hessian are one input."""
+    inputs: dict[tuple[int, Any], list[Problem]] = {}
+    for p in problems:
+        own = id(p.hessian) if joined else id(p)
+        inputs.setdefault((own, (p.codes_on, p.grid.scale_bits, p.device)), []).append(p)
+    alike: dict[Any, list[list[Problem]]] = {}
+    for (_, grid), layers in inputs.items():
+        shape = sum(len(p.target) for p in layers), layers[0].target.shape[1]
+        alike.setdefault((grid, shape), []).append(layers)
+    for ((*_, device), shape), found in alike.items():
+        most = max(1, _room(torch.device(device)) // _bytes(*shape))
+        for first in range(0, len(found), most):
+            yield Batch(found[first : first + most])
+
+
+def _bytes(rows: int, columns: int) -> int:
+    """What an input takes on the device: S, its factor and what they are made with; targets, errors and gradients."""
+    return 8 * 6 * columns**2 + 72 * rows * columns
+
+
+def _room(device: torch.device) -> int:
+    if device.type != "cuda":
+        return BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) // 2

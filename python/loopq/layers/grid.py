@@ -73,6 +73,8 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    #: Whether a scale is any number of its type, whatever those of other groups.
+    own_scales: ClassVar[bool] = True
     #: Type of zero points, or of offsets.
     zeros_dtype: ClassVar[type[np.generic]] = np.uint8
     #: Whether scales may be negative; None where the solver is asked.

@@ -115,6 +115,7 @@ class Blocks(Grid):
 
     name: ClassVar[str] = "gguf"
     portable: ClassVar[bool] = False
+    own_scales: ClassVar[bool] = False
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
     zeros_dtype: ClassVar[type[np.generic]] = np.float32
 

@@ -32,8 +32,6 @@ TYPES = {
     "q4_0": (32, 18, 0.5), "iq4_nl": (32, 18, 0.5), "q4_k": (256, 144, 0.5), "q4_1": (32, 20, 0.5),
     "q5_0": (32, 22, 0.5), "q5_k": (256, 176, 0.5), "q5_1": (32, 24, 0.5), "q6_k": (256, 210, 0.5),
 }  # fmt: skip
-#: The defaults, with the metric that they choose for this model.
-LOOP_METRIC = {"metric": "loop"}
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
@@ -82,7 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", required=True, help="library with ggml's quantizers")
     parser.add_argument("--type", action="append", choices=TYPES, help="only these (default: all)")
     parser.add_argument("--layer", action="append", type=int, help="(default: 13 and 14)")
-    parser.add_argument("--n-calibration", type=int, default=16)
+    parser.add_argument(
+        "--metric", choices=("loop", "inputs"), default="loop", help="of loopq's own (default: loop)"
+    )
+    parser.add_argument("--n-calibration", type=int, default=64)
     parser.add_argument("--n-evaluation", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--out", type=Path, default=RECORD)
@@ -97,7 +98,7 @@ def page(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         f"# Types of GGUF by loopq and by llama.cpp, {datetime.date.today()}", "",
         f"`python -m benches.gguf`: `down_proj` of layers {', '.join(map(str, args.layer))} of "
-        f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, one thread of {processor()}. "
+        f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, metric {args.metric}, one thread of {processor()}. "
         f"KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
         "| type | bits | llama.cpp | with importance | loopq, rounding | loopq | over importance | bar |",
         "|---|---|---|---|---|---|---|---|",
@@ -117,11 +118,14 @@ def main() -> None:
     engine = Engine(args.engine)
     bench = Types(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
     source = bench.prepared(0.0)
-    plan = source.plan(QuantConfig.of(exclude=bench.exclude, **LOOP_METRIC))
+    ours = {"metric": args.metric}
+    plan = source.plan(QuantConfig.of(exclude=bench.exclude, **ours))
     sums = source.all_steps(plan)
     dense = {t.name: source.weights.tensors[t.name].float32() for t in plan.tasks}
     importance = {
-        t.name: np.diag(sums.accumulator(t.input_group, t.steps).matrix(list(t.steps))) for t in plan.tasks
+        t.name: np.diag(sums.accumulator(t.input_group, t.steps).matrix(list(t.steps)))
+        for t in plan.tasks
+        if t.input_group
     }
     rows: dict[str, dict[str, Any]] = {}
     for older in args.out.glob("gguf-*.md"):
@@ -131,7 +135,7 @@ def main() -> None:
             "plain": {n: engine.weight(kind, w, None) for n, w in dense.items()},
             "importance": {n: engine.weight(kind, w, importance[n]) for n, w in dense.items()},
         }
-        for name, settings in (("rounding", {"method": "rtn"}), ("loopq", LOOP_METRIC)):
+        for name, settings in (("rounding", {"method": "rtn"}), ("loopq", ours)):
             config = QuantConfig.of(levels=kind, exclude=bench.exclude, **settings)
             layers = solve_from(source.plan(config), source, sums)
             weights[name] = {n: x.in_model_orientation() for n, x in layers.items()}

@@ -41,8 +41,10 @@ pub fn add_offsets(values: &mut [f32], offsets: &[f32], rows: usize, dim: usize,
     dims::check_matrix("values", values, rows, dim)?;
     dims::check_matrix("offsets", offsets, rows, dim.div_ceil(group))?;
     let rows = values.chunks_exact_mut(dim.max(1)).zip(offsets.chunks_exact(dim.div_ceil(group).max(1)));
-    for (value, offset) in rows.flat_map(|(row, offsets)| row.chunks_mut(group).zip(offsets)) {
-        value.iter_mut().for_each(|value| *value += offset);
+    for (values, offset) in rows.flat_map(|(row, offsets)| row.chunks_mut(group).zip(offsets)) {
+        for value in values {
+            *value += offset;
+        }
     }
     Ok(())
 }

@@ -78,12 +78,13 @@ impl Units {
         (count(level.scale, level.units[0]), count(level.offset, level.units[1]))
     }
 
+    fn offset_limits(&self) -> (i16, i16) {
+        (i16::from(self.groups == 1).min(self.offsets), self.offsets)
+    }
+
     fn level(&self, units: [f64; 2], counts: (f64, f64), zero: u8) -> Level {
-        let clamped = |count: f64, low: i16, high: i16| count.max(f64::from(low)).min(f64::from(high));
-        let (scale, offset) = (
-            units[0] * clamped(counts.0, self.scales.0, self.scales.1),
-            units[1] * clamped(counts.1, i16::from(self.groups == 1 && self.has_offsets()), self.offsets),
-        );
+        let scale = units[0] * whole(counts.0, self.scales);
+        let offset = units[1] * whole(counts.1, self.offset_limits());
         Level { scale: scale as f32, offset: offset as f32, units: units.map(|unit| unit as f32), zero }
     }
 
@@ -95,8 +96,8 @@ impl Units {
     pub(crate) fn moved(&self, level: &Level, part: Part, by: f64) -> Level {
         let (mut counts, mut units) = (self.counts(level), level.units.map(f64::from));
         match part {
-            Part::Scale => counts.0 = (counts.0 + by / units[0]).round_ties_even(),
-            Part::Offset => counts.1 = (counts.1 + by / units[1]).round_ties_even(),
+            Part::Scale => counts.0 += by / units[0],
+            Part::Offset => counts.1 += by / units[1],
             Part::ScaleUnit => units[0] = self.scale_unit(units[0] + by),
             Part::OffsetUnit => units[1] = half(units[1] + by),
         }
@@ -107,6 +108,11 @@ impl Units {
             *level
         }
     }
+}
+
+/// The nearest whole number within limits; the least one of what is no number, such as of a unit of zero.
+fn whole(count: f64, (low, high): (i16, i16)) -> f64 {
+    count.round_ties_even().max(f64::from(low)).min(f64::from(high))
 }
 
 fn half(value: f64) -> f64 {
@@ -171,28 +177,22 @@ impl Block<'_> {
     fn fitted(&self) -> Result<Vec<Level>> {
         let n = self.values.len().div_ceil(self.width);
         let wanted: Vec<(f64, f64)> = (0..n).map(|g| self.alone(g)).collect();
-        let (low, high) = self.units.scales;
-        let scales = wanted.iter().map(|w| w.0);
+        let limits @ (low, high) = self.units.scales;
         let tops = (low..=high).filter(|&top| top > high - TOPS || (low < 0 && top < low + TOPS));
         let rounded = |unit| self.units.scale_unit(unit);
-        let unit = self.unit(scales, (tops, rounded), |unit, g| {
-            (unit * self.count(wanted[g].0 / unit, low, high), wanted[g].1)
+        let unit = self.unit(wanted.iter().map(|w| w.0), (tops, rounded), |unit, g| {
+            (unit * whole(wanted[g].0 / unit, limits), wanted[g].1)
         })?;
-        let scale =
-            |g: usize| if unit == 0.0 { 0.0 } else { unit * self.count(wanted[g].0 / unit, low, high) };
-        let offsets = (0..n).map(|g| self.best_offset(g, scale(g), wanted[g].1));
-        let offsets: Vec<f64> = offsets.collect();
-        let most = self.units.offsets;
-        let least = i16::from(self.units.groups == 1).min(most);
-        let tops = (least.max(1)..=most).filter(|&top| top > most - TOPS);
-        let other = self.unit(offsets.iter().copied(), (tops, half), |unit, g| {
-            (scale(g), unit * self.count(offsets[g] / unit, least, most))
+        let scales: Vec<f64> = wanted.iter().map(|w| whole(w.0 / unit, limits)).collect();
+        let offset = |g: usize| self.best_offset(g, unit * scales[g], wanted[g].1);
+        let offsets: Vec<f64> = (0..n).map(offset).collect();
+        let limits @ (_, most) = self.units.offset_limits();
+        let tops = (1..=most).filter(|&top| top > most - TOPS);
+        let other = self.unit(offsets.iter().copied(), (tops, half), |other, g| {
+            (unit * scales[g], other * whole(offsets[g] / other, limits))
         })?;
         let zero = if self.grid.symmetric { self.grid.middle() } else { 0 };
-        let counts = |value: f64, unit: f64| if unit == 0.0 { 0.0 } else { (value / unit).round_ties_even() };
-        let level = |g: usize| {
-            self.units.level([unit, other], (counts(scale(g), unit), counts(offsets[g], other)), zero)
-        };
+        let level = |g: usize| self.units.level([unit, other], (scales[g], offsets[g] / other), zero);
         let mut levels: Vec<Level> = (0..n).map(level).collect();
         for _ in 0..TURNS {
             if !self.step(&mut levels) & !self.rescale(&mut levels) {
@@ -200,10 +200,6 @@ impl Block<'_> {
             }
         }
         Ok(levels)
-    }
-
-    fn count(&self, wanted: f64, low: i16, high: i16) -> f64 {
-        wanted.round_ties_even().max(f64::from(low)).min(f64::from(high))
     }
 
     fn group(&self, g: usize) -> (&[f64], &[f64]) {

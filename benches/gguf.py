@@ -98,8 +98,8 @@ def page(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         f"# Types of GGUF by loopq and by llama.cpp, {datetime.date.today()}", "",
         f"`python -m benches.gguf`: `down_proj` of layers {', '.join(map(str, args.layer))} of "
-        f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, metric {args.metric}, one thread of {processor()}. "
-        f"KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
+        f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, metric {args.metric}, "
+        f"one thread of {processor()}. KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
         "| type | bits | llama.cpp | with importance | loopq, rounding | loopq | over importance | bar |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

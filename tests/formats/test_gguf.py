@@ -122,7 +122,7 @@ def test_outside_the_loop_a_type_may_be_named(tmp_path):
             {"bits": 3, "group_size": 32, "levels": "uneven"},
             r"3 bits, uneven levels: llama\.cpp has no type for it",
         ),
-        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has no type.*--levels q4_k"),
+        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has no type.*--levels q4_0"),
         ({"bits": 2, "group_size": 32}, r"groups of 32: a block of Q2_0 is 64 weights"),
         ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
         ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a block of Q4_0 is 32 weights"),

@@ -52,8 +52,8 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     if name is None or layer.transform:
         kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
-            f"layer {layer.name}: {kind}: llama.cpp has no type for it; quantize with --levels q4_k or another type of "
-            "docs/formats/gguf.md, or with --bits 2, 4 or 8, symmetric"
+            f"layer {layer.name}: {kind}: llama.cpp has no type for it; quantize with --levels q4_0 or another type of "
+            "docs/formats/gguf.md, or with --bits 4 or 8, symmetric, --levels even"
         )
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:

@@ -42,7 +42,7 @@ def page() -> str:
         for r in RULES
     ]
     lines += [
-        "| llama.cpp | `gguf` | all but symmetric INT4 and INT8 in groups of a multiple of 32 with float16 scales | "
+        "| llama.cpp | `gguf` | what is no type of llama.cpp | "
         "`--bits 4 --group-size 32` | [gguf.md](gguf.md): types of llama.cpp |",
         "",
         "## Systems\n",

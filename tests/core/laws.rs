@@ -3,10 +3,13 @@
 
 use std::sync::LazyLock;
 
+use loopq_core::coordinate;
 use loopq_core::dump::{RowType, Rows};
-use loopq_core::factor::{count_above, eigvalsh, DampedFactor, Order, Symmetric};
+use loopq_core::factor::{count_above, eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{dequantize, fitted, rtn, Grid, Quantized, ScaleType, Search, Table, Values};
+use loopq_core::grid::{
+    add_offsets, dequantize, fitted, rtn, Grid, Quantized, ScaleType, Search, Table, Units, Values,
+};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::{Isa, Real, MR};
@@ -255,7 +258,7 @@ fn every_weight_gets_the_nearest_level() {
         let grid = Grid { search, values, signed: true, ..grid(4, group) };
         let q = rtn(weight(&w, dim), &grid, &on(2)).unwrap();
         for (at, (&code, &value)) in q.codes.iter().zip(&w).enumerate() {
-            let scale = q.scales[at / dim * dim.div_ceil(group) + at % dim / group];
+            let scale = q.levels[at / dim * dim.div_ceil(group) + at % dim / group].scale;
             let error = |level: i8| (f64::from(value) - f64::from(level) / 16.0 * f64::from(scale)).abs();
             let least = levels.iter().map(|&level| error(level)).fold(f64::INFINITY, f64::min);
             assert!(error(levels[usize::from(code)]) <= least * (1.0 + 1e-9), "{code} for {value}");
@@ -274,7 +277,8 @@ fn fitted_levels_have_no_more_error_than_the_ones_that_they_start_from() {
     let of = |table| Grid { search: Search::Mse, values: Values::Table(table), signed: true, ..grid(2, 32) };
     let loss = |table| {
         let q = rtn(weight(&w, dim), &of(table), &on(1)).unwrap();
-        let hat = dequantize(&q.codes, |c| table.level(c), &q.scales, None, rows, dim, 32).unwrap();
+        let hat =
+            dequantize(&q.codes, |c| table.level(c), &q.scales().unwrap(), None, rows, dim, 32).unwrap();
         hat.iter().zip(&w).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
     };
     let even = vec![1.0; dim];
@@ -395,7 +399,7 @@ proptest! {
         // A value that lies on a rounding boundary to the last bits may go either way and take its row along.
         prop_assert!(differ * 50 <= codes.len(), "{differ} of {} codes", codes.len());
         if differ == 0 {
-            prop_assert!(got.scales.iter().zip(&scales).all(|(a, b)| (a - b).abs() <= 2e-7 * b.abs()));
+            prop_assert!(got.scales().unwrap().iter().zip(&scales).all(|(a, b)| (a - b).abs() <= 2e-7 * b.abs()));
         }
     }
 
@@ -568,12 +572,65 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
 }
 
 #[test]
+fn scales_and_offsets_are_whole_numbers_of_shared_units_and_report_the_proxy_they_have() {
+    let (dim, rows) = (128, 24);
+    let (w, h) = (noise(rows * dim, 2), hessian(dim, 300, 4));
+    let h_view = Symmetric::f64(&h, dim).unwrap();
+    for (groups, scales, offsets) in [(4, (0, 63), 63), (8, (0, 15), 15), (1, (1, 1), 1), (8, (-32, 31), 0)] {
+        let units = Units::new(groups, scales, offsets, 1).unwrap();
+        let scale_type = ScaleType::Units(units);
+        let grid = Grid { scale_type, symmetric: offsets == 0, ..grid(3, 16) };
+        let loss = |q: &Quantized| {
+            let zeros = q.zeros().unwrap();
+            let mut hat =
+                dequantize(&q.codes, f32::from, &q.scales().unwrap(), Some(&zeros), rows, dim, 16).unwrap();
+            add_offsets(&mut hat, &q.offsets().unwrap(), rows, dim, 16).unwrap();
+            proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
+        };
+        let mut best = loss(&rtn(weight(&w, dim), &grid, &on(2)).unwrap());
+        for (order, scales) in [(Order::Natural, Scales::Group), (Order::Conditional, Scales::Static)] {
+            let f = factor::<f64>(&h, dim, 0.01, order, 1);
+            let (q, report) =
+                gptq(weight(&w, dim), &f, &grid, &options(scales, 128, Isa::best()), &on(1)).unwrap();
+            let real = loss(&q);
+            assert!((report.proxy - real).abs() <= 1e-5 * real, "{} and {real}", report.proxy);
+            assert!(real < best);
+        }
+        let f = factor::<f64>(&h, dim, 0.01, Order::Conditional, 1);
+        let settings = coordinate::Settings { grid, beam: 4, sweeps: 20, rounds: 2, refit: true };
+        let input = DampedHessian::new(h_view, &f).unwrap();
+        let (q, report) = coordinate::coordinate(weight(&w, dim), &input, &settings, &on(2)).unwrap();
+        assert!(report.settled < report.swept && loss(&q) < best);
+        best = loss(&q);
+        assert!(best < report.settled);
+        for levels in q.levels.chunks(groups) {
+            for level in levels {
+                assert_eq!(level.units, levels[0].units);
+                assert!(level.units.iter().all(|&unit| half::f16::from_f32(unit).to_f32() == unit));
+                let [scale, offset] = [level.scale / level.units[0], level.offset / level.units[1]];
+                assert!(
+                    scale.is_nan()
+                        || scale.fract() == 0.0
+                            && (f32::from(scales.0)..=f32::from(scales.1)).contains(&scale)
+                );
+                assert!(
+                    offset.is_nan() || offset.fract() == 0.0 && (0.0..=f32::from(offsets)).contains(&offset)
+                );
+            }
+        }
+    }
+    assert!(Units::new(0, (0, 63), 63, 1).is_err() && Units::new(8, (0, 0), 0, 1).is_err());
+}
+
+#[test]
 fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (dim, rows) = (150, 40);
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();
     let loss = |q: &Quantized| {
-        let hat = dequantize(&q.codes, f32::from, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
+        let hat =
+            dequantize(&q.codes, f32::from, &q.scales().unwrap(), Some(&q.zeros().unwrap()), rows, dim, 50)
+                .unwrap();
         proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
     };
     for order in [Order::Natural, Order::Diagonal, Order::Conditional] {
@@ -583,14 +640,14 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
         let real = loss(&q);
         assert!((report.proxy - real).abs() <= 1e-9 * real, "{} and {real}", report.proxy);
         let plain = rtn(weight(&w, dim), &grid(4, 50), &on(1)).unwrap();
-        assert_eq!(plain.scales, q.scales);
+        assert_eq!(plain.levels, q.levels);
         assert!(real < 0.8 * loss(&plain));
         // Paths are priced in single precision. The columns are three blocks of them.
         let mut before = real;
         for beam in [2, 8, 32] {
             let options = Options { beam, ..options };
             let (q, report) = gptq(weight(&w, dim), &f, &grid(4, 50), &options, &on(1)).unwrap();
-            assert_eq!(plain.scales, q.scales);
+            assert_eq!(plain.levels, q.levels);
             let real = loss(&q);
             assert!((report.proxy - real).abs() <= 1e-4 * real, "{beam}: {} and {real}", report.proxy);
             assert!(real < before, "{beam} paths: {real}, fewer: {before}");

@@ -11,10 +11,12 @@ import torch
 
 import benches.zoo.models
 import loopq
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.checkpoint import load_into
-from loopq.formats.convert import write_as
-from loopq.formats.gguf import Shape, blocks
+from loopq.formats.convert import read_any, write_as
+from loopq.formats.gguf import blocks
+from loopq.formats.gguf_shape import Shape
 from tests.support.interop import models
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
@@ -63,20 +65,67 @@ def test_blocks_of_levels_stand_for_the_very_weights(levels, kind, group_size):
     assert (layer.scales < 0).any() == (levels == "uneven")
 
 
+def test_int2_is_q2_0_with_codes_turned_round():
+    weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
+    for layer in (models.rounded("a.weight", weight, bits=2, group_size=g) for g in (64, -1)):
+        kind, data = blocks(layer)
+        assert kind == "Q2_0"
+        assert data.shape == (5, 2 * 18)
+        each = data.reshape(5, 2, 18)
+        codes = each[:, :, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+        scales = np.ascontiguousarray(each[:, :, :2]).view("<f2").astype(np.float32)
+        again = (codes.reshape(5, 2, 64).astype(np.float32) - 1) * scales
+        assert np.array_equal(again.reshape(5, 128), layer.dequantize())
+
+
+def test_one_file_mixes_types_and_gives_them_back(tmp_path):
+    model, checkpoint = looped(levels="q5_1")
+    down = [n for n in checkpoint.layers if "down_proj" in n]
+    others = dict(zip(down, ({"levels": "q4_0"}, {"levels": "q5_0"}), strict=True))
+    weights = dict(model.named_parameters())
+    for name, grid in {"model.layers.0.self_attn.q_proj.weight": {"levels": "q2_0"}, **others}.items():
+        weight = weights[name].detach().numpy()
+        layer = models.rounded(name, weight, bits=4, group_size=128, **grid)
+        checkpoint = dataclasses.replace(checkpoint, layers=checkpoint.layers | {name: layer})
+    write_as(tmp_path / "q", checkpoint, "native")
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
+    assert "21 tensors equal" in lines[-1]
+    facts = FORMATS.get("gguf").facts(tmp_path / "m.gguf")
+    kinds = {t["name"]: t["type"] for t in facts["tensors"]}
+    assert kinds["blk.0.attn_q.weight"] == "Q2_0"
+    assert [kinds[f"blk.{i}.ffn_down.weight"] for i in (0, 1)] == ["Q4_0", "Q5_0"]
+    assert kinds["blk.1.ffn_up.weight"] == "Q5_1"
+    again = read_any(tmp_path / "q")
+    assert all(layer.same_as(again.layers[name]) for name, layer in checkpoint.layers.items())
+
+
+def test_outside_the_loop_a_type_may_be_named(tmp_path):
+    model, _ = looped()
+    settings = {"method": "rtn", "levels": "q5_0", "outside": "q8_0"}
+    found = loopq.quantize(model, [list(range(20))] * 2, out=tmp_path / "q", **settings)
+    assert found.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf == "Q5_0"
+    assert found.layers["model.embed_tokens.weight"].grid.gguf == "Q8_0"
+    with pytest.raises(
+        ConfigError, match=r"layer model\.layers\.0\.\S+: Q4_K has blocks of 256 weights, and 64"
+    ):
+        loopq.quantize(model, [list(range(20))] * 2, method="rtn", levels="q4_k")
+
+
 @pytest.mark.parametrize(
     ("grid", "match"),
     [
         (
             {"bits": 4, "group_size": 16, "levels": "nvfp4"},
-            r"layer a\.weight: NVFP4: llama\.cpp has a type for",
+            r"layer a\.weight: NVFP4: llama\.cpp has no type for it",
         ),
         (
             {"bits": 3, "group_size": 32, "levels": "uneven"},
-            r"3 bits, uneven levels: llama\.cpp has a type for",
+            r"3 bits, uneven levels: llama\.cpp has no type for it",
         ),
-        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has a type for INT4"),
+        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has no type.*--levels q4_0"),
+        ({"bits": 2, "group_size": 32}, r"groups of 32: a block of Q2_0 is 64 weights"),
         ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
-        ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a GGUF block is 32 weights"),
+        ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a block of Q4_0 is 32 weights"),
         ({"bits": 4, "group_size": 48}, r"128 columns in groups of 48"),
         ({"bits": 4, "group_size": 32, "scale_dtype": "float32"}, r"GGUF stores scales in float16"),
     ],
@@ -115,7 +164,7 @@ def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path
 def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
     base = {"architectures": ["NanbeigeForCausalLM"]}
     assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
-    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2"):
+    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2 and HRM"):
         Shape.of({"architectures": ["OuroForCausalLM"]})
     with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})
@@ -123,6 +172,41 @@ def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
         Shape.of(base).tensors("model.gate.weight")
     with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
         Shape.read({"config.json": b"[]"})
+
+
+def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
+    """Names of llama.cpp's converter and loader; the low stack comes first, and halves of heads stay halves."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    config = HrmTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        num_layers_per_stack=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, H_cycles=2, L_cycles=3,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = HrmTextForCausalLM(config).eval()
+    told = {**config.to_dict(), "architectures": ["HrmTextForCausalLM"]}
+    checkpoint = models.checkpoint_of(model, told, bits=4, levels="q5_0", group_size=32)
+    write_as(tmp_path / "m.gguf", checkpoint, "gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    found = {name.removeprefix("hrm_text."): field.contents() for name, field in reader.fields.items()}
+    expected = {
+        "general.architecture": "hrm_text", "block_count": 2 * 2 * (3 + 1), "hrm.layers_per_stack": 2,
+        "hrm.h_cycles": 2, "hrm.l_cycles": 3, "hrm.prefix_lm": True, "embedding_scale": config.embedding_scale,
+        "rope.dimension_count": 16, "context_length": config.max_position_embeddings,
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+    tensors = {t.name: t for t in reader.tensors}
+    parts = ["attn_q", "attn_k", "attn_v", "attn_gate", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+    names = {f"blk.{i}.{part}.weight" for i in range(4) for part in parts}
+    assert set(tensors) == names | {"hrm.z_l_init", "token_embd.weight", "output.weight"}
+    for stack, first in (("L", 0), ("H", 2)):
+        layer = checkpoint.layers[f"model.{stack}_module.layers.1.self_attn.q_proj.weight"]
+        value = tensors[f"blk.{first + 1}.attn_q.weight"]
+        assert np.array_equal(gguf.quants.dequantize(value.data, value.tensor_type), layer.dequantize())
+    with pytest.raises(CheckpointError, match=r"has no place in a GGUF of architecture hrm_text"):
+        Shape.of(told).tensors("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"config\.json: L_cycles is None"):
+        Shape.of({**told, "L_cycles": None}).check_whole()
 
 
 def test_the_tokenizer_of_another_file_is_copied(tmp_path):

@@ -13,12 +13,14 @@ import torch
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
+from loopq.inference.layout import Held
 from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grids import GRIDS, grid_of
 from loopq.layers.grids.table import UNEVEN
 from loopq.layers.grids.trellis import Trellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
+from loopq.storage.files import RawTensor
 from loopq.storage.schema import checked
 
 ANY = ((-1, 8, 32), ("float16", "float32"))
@@ -30,10 +32,16 @@ MORE = {
     "table": ({"symmetric": True, "levels": UNEVEN[4]}, (4,), *ANY),
     "mxfp4": ({"symmetric": True, "mxfp4": {}}, (4,), (32,), ("float8_e8m0fnu",)),
     "nvfp4": ({"symmetric": True, "nvfp4": {"exponent": -11}}, (4,), (16,), ("float8_e4m3fn",)),
+    "gguf": ({"symmetric": False, "gguf": "q4_1"}, (4,), (32,), ("float16",)),
 }
 CASES = [(name, *case) for name, (_, *possible) in MORE.items() for case in itertools.product(*possible)]
 over_grids = pytest.mark.parametrize(("name", "bits", "group_size", "scale_dtype"), CASES)
 ROWS, COLUMNS = 13, 37
+
+
+def columns_of(name):
+    """Columns of a layer of a kind: types of GGUF have whole blocks."""
+    return 64 if name == "gguf" else COLUMNS
 
 
 def made(name, bits, group_size, scale_dtype):
@@ -41,16 +49,17 @@ def made(name, bits, group_size, scale_dtype):
     grid = grid_of(bits=bits, group_size=group_size, scale_dtype=scale_dtype, **MORE[name][0])
     rng = np.random.default_rng(bits)
     low, high = grid.limits
-    codes = rng.integers(low, high + 1, (ROWS, COLUMNS)).astype(grid.dtype)
+    columns = columns_of(name)
+    codes = rng.integers(low, high + 1, (ROWS, columns)).astype(grid.dtype)
     codes.flat[:2] = low, high
-    levels = (ROWS, grid.n_groups(COLUMNS))
+    levels = (ROWS, grid.n_groups(columns))
     scales = rng.uniform(0.01, 0.2, levels).astype(np.float16).astype(np.float32)
     if scale_dtype == "float8_e4m3fn":
         mantissa, power = rng.integers(8, 16, levels), rng.integers(-20, -5, levels)
         scales = np.ldexp(mantissa.astype(np.float32), power)
     elif scale_dtype == "float8_e8m0fnu":
         scales = np.exp2(rng.integers(-9, 3, levels)).astype(np.float32)
-    zeros = None if grid.symmetric else rng.integers(0, high + 1, levels).astype(np.uint8)
+    zeros = None if grid.symmetric else rng.integers(0, high + 1, levels).astype(grid.zeros_dtype)
     return QuantizedLayer("a.weight", grid, codes, scales, zeros)
 
 
@@ -68,13 +77,15 @@ def state_value(codes, row, column, grid):
 
 def entry(layer, row, column):
     """What one code stands for, in float32."""
-    group = column // layer.grid.width(COLUMNS)
+    group = column // layer.grid.width(layer.shape[1])
     scale = layer.scales[row, group]
     if not layer.grid.plain:
         return np.float32(state_value(layer.codes, row, column, layer.grid)) * scale
     if layer.grid.levels is not None:
         return layer.grid.levels[int(layer.codes[row, column]) + layer.grid.offset] * scale
     zero = 0 if layer.zeros is None else int(layer.zeros[row, group])
+    if layer.grid.zeros_dtype is np.float32:
+        return np.float32(int(layer.codes[row, column])) * scale + np.float32(zero)
     return np.float32(int(layer.codes[row, column]) - zero) * scale
 
 
@@ -92,7 +103,9 @@ def test_every_kind_is_in_this_suite():
 @over_grids
 def test_values_are_those_of_the_definition(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
-    expected = np.array([[entry(layer, i, j) for j in range(COLUMNS)] for i in range(ROWS)], np.float32)
+    expected = np.array(
+        [[entry(layer, i, j) for j in range(layer.shape[1])] for i in range(ROWS)], np.float32
+    )
     np.testing.assert_array_equal(layer.dequantize(), expected)
 
 
@@ -111,11 +124,12 @@ def test_a_file_gives_the_layer_back_and_has_the_bytes_that_are_counted(name, bi
 @over_grids
 def test_layouts_hold_the_codes_and_multiply_by_what_they_stand_for(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
-    x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, layer.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x.double().numpy() @ layer.dequantize().astype(np.float64).T
-    held = QuantLinear.from_layer(layer, layout="lq-cpu").held
+    held = Held(*layer.shape, layer.grid)
     fitting = [layout for layout in LAYOUTS if LAYOUTS[layout].fits(held)]
     assert ("codes" in fitting) == layer.grid.plain
+    assert ("lq-cpu" in fitting) == layer.grid.panels
     for layout in fitting:
         module = QuantLinear.from_layer(layer, layout=layout)
         assert torch.equal(module.codes(), torch.from_numpy(layer.codes))
@@ -131,13 +145,13 @@ def test_arrays_that_do_not_fit_are_refused(name, bits, group_size, scale_dtype)
     wide = layer.codes.astype(np.int16)
     changes = [
         (wide, layer.scales, layer.zeros, "codes are int16"),
-        (layer.codes[0], layer.scales, layer.zeros, r"of shape \(37,\)"),
+        (layer.codes[0], layer.scales, layer.zeros, rf"of shape \({layer.shape[1]},\)"),
         (layer.codes, layer.scales[:-1], layer.zeros, "scales of shape"),
         (
             layer.codes,
             layer.scales,
             None if layer.zeros is not None else np.zeros((1, 1), np.uint8),
-            "zero points",
+            "zero points|offsets",
         ),
     ]
     if bits < 8:
@@ -151,21 +165,16 @@ def test_arrays_that_do_not_fit_are_refused(name, bits, group_size, scale_dtype)
 @over_grids
 def test_a_file_of_another_grid_is_refused(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
+    shape = RawTensor.of(np.array((ROWS, 5), dtype=np.int64))
     with pytest.raises(CheckpointError, match="weight_packed"):
         read(
-            dataclasses.replace(layer, codes=layer.codes[:, :5]),
-            layer.tensors()
-            | {
-                "a.weight_shape": dataclasses.replace(layer, codes=layer.codes[:, :5]).tensors()[
-                    "a.weight_shape"
-                ]
-            },
+            dataclasses.replace(layer, codes=layer.codes[:, :5]), layer.tensors() | {"a.weight_shape": shape}
         )
 
 
 @over_grids
 def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_dtype):
-    grid, weight = made(name, bits, group_size, scale_dtype).grid, np.ones((2, 8), np.float32)
+    grid, weight = made(name, bits, group_size, scale_dtype).grid, np.ones((2, 64), np.float32)
     if grid.plain:
         found = native.rtn(weight, grid.core())
         grid.check(found["codes"], found["scales"], found["zeros"])
@@ -191,6 +200,9 @@ def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_
         ({"nvfp4": {"exponent": 200}}, "exponent: 200"),
         ({"mxfp4": {"exponent": 0}}, "mxfp4: 'exponent' is unknown"),
         ({"made_up": 3}, "made_up 3 for 4 bits"),
+        ({"gguf": "q9_k"}, "gguf: .*'q9_k'.*q4_k"),
+        ({"gguf": "q4_k", "symmetric": False}, "Q4_K has 4 bits, groups of 32"),
+        ({"gguf": "q4_k"}, "gguf q4_k for 4 bits"),
     ],
 )
 def test_grids_that_do_not_exist_are_refused(changes, match):

@@ -1,175 +1,36 @@
-"""GGUF, exact: INT4 and INT8 codes as Q4_0 and Q8_0 blocks, bit for bit. Spec: docs/formats/gguf.md."""
+"""GGUF, exact: codes and scales as blocks of llama.cpp, bit for bit. Spec: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
-from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
-from loopq.formats.hf_folder import CONFIG
+from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
+from loopq.formats.gguf_shape import CYCLES, HRM, Shape
 from loopq.layers.grid import SCALE_DTYPES, Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.lazy import require
 from loopq.storage.files import RawTensor, check_new, replacing
-from loopq.storage.schema import checked, parse_json, shown
 from loopq.terminal.table import render, size
 
-#: Classes whose layers are Llama's, and what llama.cpp calls them.
-ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
-#: Weights of a GGUF block share a scale.
-_BLOCK = 32
-_MODULES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-#: Types of tensors; a file is called by the first that it has.
-_KINDS = ("Q4_0", "IQ4_NL", "MXFP4", "Q8_0", "F16", "BF16", "F32")
-#: Keys of config.json without which the file has no header.
-_NEEDED = (
-    "vocab_size",
-    "max_position_embeddings",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "rms_norm_eps",
-)
+#: Types of tensors, and what a file is called by the first that it has.
+_KINDS = {
+    "Q2_0": 41, "Q2_K": 10, "Q3_K": 11, "IQ4_XS": 30, "Q4_0": 2, "IQ4_NL": 25, "Q4_K": 14, "MXFP4": 38, "Q4_1": 3,
+    "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
+}  # fmt: skip
 #: Key of the file by which llama.cpp runs the stack again.
 _LOOPS = "nanbeige.num_loops"
-_NEITHER = (
-    "llama.cpp has a type for INT4, INT8, --levels uneven of 4 bits and mxfp4, and loopq writes no other"
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What config.json says of a Llama-shaped model."""
-
-    architecture: str
-    config: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, side_files: Mapping[str, bytes]) -> Shape:
-        """Read the config.json among the files of a checkpoint or a dump; see `of`."""
-        config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
-        return cls.of(checked(dict[str, Any], config, CONFIG))
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Take what a config.json says.
-
-        Raises
-        ------
-        CheckpointError
-            llama.cpp has no such architecture, or a setting has no place in the file.
-        """
-        names = config.get("architectures") or []
-        dense = [str(n).removeprefix(PREFIX) for n in names]
-        found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
-        if found is None:
-            raise CheckpointError(
-                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, and loopq writes "
-                f"GGUF for {', '.join(ARCHITECTURES)}"
-            )
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise CheckpointError(
-                f"config.json: rope_scaling {scaling}: only plain rotary positions are written"
-            )
-        return cls(found, config)
-
-    def check_whole(self) -> Shape:
-        """Return the shape if config.json has everything that the file's header says.
-
-        Raises
-        ------
-        CheckpointError
-            A key is missing, or is no number.
-        """
-        for key in _NEEDED:
-            value = self.config.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise CheckpointError(
-                    f"config.json: {key} is {shown(value)}; a GGUF file needs a number there"
-                )
-        return self
-
-    @property
-    def n_loops(self) -> int:
-        """Runs of the stack; one of a plain Llama."""
-        weights = self.config.get("loop_loss_weights")
-        return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        own = self.config.get("head_dim")
-        return int(own or self.config["hidden_size"] // self.config["num_attention_heads"])
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
-
-    @property
-    def order(self) -> list[int]:
-        """Numbers of the layers in the order of the file: a loop of `looped:` is written out, Nanbeige's is a key."""
-        n = int(self.config["num_hidden_layers"])
-        return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
-
-    def tensors(self, name: str) -> list[str]:
-        """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
-
-        Raises
-        ------
-        CheckpointError
-            It has no place in the architecture.
-        """
-        module, _, last = name.rpartition(".")
-        if module in _OTHERS:
-            return [f"{_OTHERS[module]}.{last}"]
-        layer, _, part = module.removeprefix("model.layers.").partition(".")
-        if not module.startswith("model.layers.") or part not in _MODULES:
-            raise CheckpointError(
-                f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
-            )
-        places = [k for k, i in enumerate(self.order) if str(i) == layer] if LOOP in self.config else [layer]
-        return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
-
-    def rows(self, name: str, n: int) -> NDArray[np.int64]:
-        """Return the order in which a tensor's rows are stored.
-
-        llama.cpp turns neighbours in a head where transformers turns one half against the other: rows of q and k are
-        reordered within each head, which is exact for codes and scales.
-        """
-        heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
-        n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        order = np.arange(n)
-        if n_heads is None:
-            return order
-        if n % (2 * n_heads):
-            raise CheckpointError(f"tensor {name!r}: {n} rows are no pairs in each of {n_heads} heads")
-        return order.reshape(n_heads, 2, n // n_heads // 2).swapaxes(1, 2).reshape(-1)
 
 
 def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
@@ -177,36 +38,36 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
 
     Returns
     -------
-    kind : {"Q4_0", "Q8_0", "IQ4_NL", "MXFP4"}
-    data : uint8, shape (out, in / 32 * bytes of a block)
-        Of each block its scale, then its codes: 4 bits, the first sixteen in the low halves of the bytes, or int8.
+    kind : str
+        Name of the type.
+    data : uint8, shape (out, blocks of a row * bytes of a block)
 
     Raises
     ------
     CheckpointError
         Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
     """
-    rows, columns = layer.shape
+    columns = layer.shape[1]
     name = layer.grid.gguf
     if name is None or layer.transform:
         kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
-            f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric, --levels even"
+            f"layer {layer.name}: {kind}: llama.cpp has no type for it; quantize with --levels q4_0 or another type of "
+            "docs/formats/gguf.md, or with --bits 4 or 8, symmetric, --levels even"
         )
-    width = layer.grid.width(columns)
-    if columns % _BLOCK or width % _BLOCK:
+    width, size = layer.grid.width(columns), layer.grid.gguf_width
+    if columns % size or width % size:
         raise CheckpointError(
-            f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block is {_BLOCK} weights of one row "
-            f"and one scale; quantize with groups of a multiple of {_BLOCK}, or --exclude the layer"
+            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {name} is {size} weights of a row "
+            f"and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
         )
-    cut = split(layer.on_grid(group_size=width), _BLOCK).layer
+    cut = split(layer.on_grid(group_size=width), size).layer
     if cut.grid.scale_dtype in SCALE_DTYPES:
         cut = in_scale_type(cut, "float16", "GGUF")
     try:
-        parts = cut.grid.gguf_blocks(cut.codes.reshape(rows, -1, _BLOCK), cut.scales)
-    except CheckpointError as cause:
+        return name, cut.grid.gguf_data(cut.codes, cut.scales, cut.zeros)
+    except (CheckpointError, ConfigError) as cause:
         raise CheckpointError(f"layer {layer.name}: {cause}") from None
-    return name, np.concatenate(parts, -1).reshape(rows, -1)
 
 
 class GGUF(Format):
@@ -386,7 +247,7 @@ def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str,
 def _write(
     path: Path, shape: Shape, stored: Mapping[str, tuple[str, NDArray[Any]]], vocabulary: str | Path | None
 ) -> None:
-    gguf = require("gguf")
+    gguf = package()
     writer = gguf.GGUFWriter(path, shape.architecture)
     config, kinds = shape.config, {kind for kind, _ in stored.values()}
     writer.add_vocab_size(config["vocab_size"])
@@ -405,9 +266,12 @@ def _write(
     if shape.architecture == "nanbeige":
         writer.add_uint32(_LOOPS, shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
-    kind = next(k for k in _KINDS if k in kinds)
-    called = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(kind, f"MOSTLY_{kind}")
-    writer.add_file_type(gguf.LlamaFileType[called])
+    if shape.architecture == HRM:
+        for name, key in CYCLES.items():
+            writer.add_uint32(f"{HRM}.hrm.{key}", config[name])
+        writer.add_bool(f"{HRM}.hrm.prefix_lm", bool(config.get("prefix_lm")))
+        writer.add_embedding_scale(float(config["embedding_scale"]))
+    writer.add_file_type(next(number for kind, number in _KINDS.items() if kind in kinds))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:
         writer.add_tokenizer_model("none")
@@ -438,10 +302,14 @@ def _copy_tokenizer(writer: Any, path: Path) -> None:
 
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
-    gguf = require("gguf")
+    gguf = package()
     found = {t.name: t for t in open_gguf(path).tensors}
-    expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
+    expected: dict[str, Callable[[], NDArray[Any]]] = {
+        n: layer.dequantize for n, layer in checkpoint.layers.items()
+    }
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
+    # The package knows how long these blocks are, not what they stand for.
+    expected |= {n: partial(_bytes, x) for n, x in checkpoint.layers.items() if x.grid.gguf == "Q2_0"}
     n_compared = len(found)
     for name, value in expected.items():
         numbers = value()
@@ -450,7 +318,13 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
             tensor = found.pop(target, None)
             if tensor is None:
                 raise CheckpointError(f"{path}: tensor {target}: not in the file")
-            again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
+            data = np.asarray(tensor.data)
+            again = (
+                data
+                if tensor.tensor_type.name == "Q2_0"
+                else gguf.quants.dequantize(data, tensor.tensor_type)
+            )
+            again = again.reshape(numbers.shape)
             if not np.array_equal(again, ordered):
                 raise CheckpointError(
                     f"{path}: tensor {tensor.name}: reads back differently from what was written"
@@ -458,6 +332,10 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     if found:
         raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
     return n_compared
+
+
+def _bytes(layer: QuantizedLayer) -> NDArray[np.uint8]:
+    return blocks(layer)[1]
 
 
 FORMATS.register(GGUF.name)(GGUF())

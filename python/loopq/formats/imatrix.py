@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, WrittenFile
-from loopq.formats.gguf import Shape
 from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
+from loopq.formats.gguf_shape import Shape
 from loopq.lazy import require
 from loopq.storage.files import check_new, replacing
 from loopq.terminal.table import size

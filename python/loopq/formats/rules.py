@@ -179,6 +179,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         "generic": "layers in numbered blocks, by transformers' class",
     },
     "llama.cpp": {
+        "hrm_text": "its own class (llama.cpp #27625): run (xllamacpp 2026.10)",
         "nanbeige": "its own class (llama.cpp #25994): run (xllamacpp 2026.10)",
         "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
         "generic": "Llama alone",
@@ -192,7 +193,6 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
     ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
     ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
-    ("llama.cpp", "hrm_text"): "llama.cpp #27625 was open",
     **dict.fromkeys(
         [(engine, "looped") for engine in ("transformers", "sglang", "gptqmodel")],
         "it would run every layer once: it does not read looped_layers",

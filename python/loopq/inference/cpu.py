@@ -50,13 +50,13 @@ def _memory(n_bytes: int) -> torch.Tensor:
 
 
 class CpuPanels:
-    """What the processor reads in order: any bits, group size and width, with zero points or on a trellis."""
+    """What the processor reads in order: any group size and width, with zero points or on a trellis."""
 
     devices: tuple[str, ...] = ("cpu",)
 
     def fits(self, held: Held) -> bool:
-        """Whether it can hold such a layer: always."""
-        return True
+        """Whether it can hold such a layer."""
+        return bool(held.grid.panels)
 
     def pack(
         self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None

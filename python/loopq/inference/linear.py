@@ -141,8 +141,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         int32 (out / 16, ceil(in / 64) * 128), int8 or uint8 (out, in), or uint8 (bytes,).
     scales : torch.Tensor, shape (groups, out)
         In 16 bits where that is exact, else float32.
-    zeros : torch.Tensor or None, uint8, shape (groups, out)
-        Zero points of an asymmetric grid.
+    zeros : torch.Tensor or None, uint8 or float32, shape (groups, out)
+        Zero points of an asymmetric grid, or offsets of a type of GGUF.
     bias : torch.Tensor or None, float32, shape (out,)
     transform : InputTransform or None
     dtype : torch.dtype
@@ -320,9 +320,14 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             weight = codes.float()
         else:
             weight = torch.from_numpy(levels).to(codes.device)[codes.long() + grid.offset]
+        points = None
         if self.zeros is not None:
-            weight = weight - spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
-        return weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)
+            points = spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
+        offsets = self.zeros is not None and self.zeros.is_floating_point()
+        if points is not None and not offsets:
+            weight = weight - points
+        weight = weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)
+        return weight + points if offsets else weight
 
     def product(self, x: torch.Tensor) -> Product:
         """The operands of the int4 kernel, for a layer in its layout."""

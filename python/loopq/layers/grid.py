@@ -19,6 +19,8 @@ Bits = Literal[2, 3, 4, 8]
 ScaleType = Literal["float32", "float16", "bfloat16"]
 ScaleSearch = Literal["max", "half-range", "mse"]
 BITS: tuple[int, ...] = get_args(Bits)
+#: Of types of GGUF too.
+ALL_BITS = (*BITS, 5, 6)
 SCALE_DTYPES: tuple[str, ...] = get_args(ScaleType)
 #: Significant bits of a scale type, the leading one included.
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
@@ -26,7 +28,7 @@ SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 PER_CHANNEL = -1
 
 #: Codes, scales, zero points of a layer.
-Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8] | None]
+Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[Any] | None]
 
 
 def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -71,6 +73,10 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    #: Whether a scale is any number of its type, whatever those of other groups.
+    own_scales: ClassVar[bool] = True
+    #: Type of zero points, or of offsets.
+    zeros_dtype: ClassVar[type[np.generic]] = np.uint8
     #: Whether scales may be negative; None where the solver is asked.
     signed: ClassVar[bool | None] = None
     scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
@@ -131,6 +137,11 @@ class Grid(ABC):
         return f"INT{self.bits}"
 
     @property
+    def panels(self) -> bool:
+        """Whether the processor's layout holds such codes."""
+        return True
+
+    @property
     def compressed(self) -> tuple[str, dict[str, Any]] | None:
         """Format and scheme in compressed-tensors; None where it cannot hold such codes."""
         if not self.portable:
@@ -155,10 +166,32 @@ class Grid(ABC):
         """Name of the blocks of GGUF that hold such codes bit for bit; None where there are none."""
         return None
 
+    @property
+    def gguf_width(self) -> int:
+        """Weights of a block of GGUF."""
+        return 32
+
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
         """Return the bytes of scales and of codes, for codes (rows, blocks, 32) and scales (rows, blocks)."""
         kept = np.ascontiguousarray(scales, dtype="<f2").reshape(*scales.shape, 1).view(np.uint8)
         return [kept, codes.view(np.uint8) if self.bits == 8 else halved(codes.view(np.uint8) + self.offset)]
+
+    def gguf_data(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
+    ) -> NDArray[np.uint8]:
+        """Return the blocks of GGUF (out, bytes), of codes in groups as long as a block."""
+        rows = len(codes)
+        parts = self.gguf_blocks(codes.reshape(rows, -1, self.gguf_width), scales)
+        return np.concatenate(parts, -1).reshape(rows, -1)
+
+    def check_columns(self, columns: int) -> None:  # noqa: B027  # most kinds take any
+        """Refuse rows of a width that the kind cannot have.
+
+        Raises
+        ------
+        ConfigError
+            Says which it has.
+        """
 
     @property
     def dtype(self) -> type[np.generic]:

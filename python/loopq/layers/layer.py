@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import BITS, Grid
+from loopq.layers.grid import ALL_BITS, Grid
 from loopq.layers.grids import grid_of
 from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import Transform, from_description
@@ -19,7 +19,7 @@ from loopq.storage.files import ITEM_SIZE, RawTensor, float_to_raw
 from loopq.storage.schema import Allowed, Count, Name, Object, Positive, checked, shown
 from loopq.storage.weights import as_stored, stored_shape
 
-Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
+Bits = Annotated[int, Allowed(", ".join(map(str, ALL_BITS)), ALL_BITS.__contains__)]
 GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or 0 < n < 1 << 31)]
 
 
@@ -87,8 +87,8 @@ class QuantizedLayer:
         Integer codes.
     scales : ndarray, float32, shape (out_features, n_groups)
         Scales, already rounded to the grid's `scale_dtype`.
-    zeros : ndarray, uint8, shape (out_features, n_groups), or None
-        Zero points of an asymmetric grid.
+    zeros : ndarray, uint8 or float32, shape (out_features, n_groups), or None
+        Zero points of an asymmetric grid, or what a type of GGUF adds to the values of a group.
     orientation : {"out_in", "in_out", "table", "conv"}
         How the model stores the weight: outputs first, inputs first, as an embedding table with rows looked up, or
         outputs first with a third axis of length 1.
@@ -102,7 +102,7 @@ class QuantizedLayer:
     grid: Grid
     codes: NDArray[Any]
     scales: NDArray[np.float32]
-    zeros: NDArray[np.uint8] | None
+    zeros: NDArray[Any] | None
     orientation: str = "out_in"
     report: Mapping[str, Any] = field(default_factory=dict)
     transform: Transform | None = None

@@ -69,7 +69,8 @@ class Problem:
     @property
     def is_common(self) -> bool:
         """Whether the codes have values of their own and scales of a type that torch rounds to."""
-        return self.codes_on.plain and self.codes_on.scale_dtype in SCALE_DTYPES
+        found = self.codes_on
+        return found.plain and found.own_scales and found.scale_dtype in SCALE_DTYPES
 
     def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
         """Return that grid as the core takes it, with the search for its scales; `signed` lets them be negative."""

@@ -26,7 +26,8 @@ class GridSettings(Settings):
         Signed codes without a zero point; else unsigned codes, with a zero point for each group.
     levels : str
         What codes stand for, in scales. even: whole numbers; uneven: a table made for weights, of 2, 3 or 4 bits;
-        fitted: such a table for each weight; nvfp4, mxfp4: floats of 4 bits (docs/formats/levels.md).
+        fitted: such a table for each weight; nvfp4, mxfp4: floats of 4 bits (docs/formats/levels.md); q4_k and others:
+        a type of GGUF, with bits and groups of its own (docs/formats/gguf.md).
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales, which are rounded to it before any code is computed.
     scale_bits : int, optional
@@ -48,13 +49,23 @@ class GridSettings(Settings):
         if self.levels != "even":
             if not self.symmetric:
                 raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
-            self.grid()
+            self._check_levels(self.grid())
         most = SIGNIFICANT_BITS[self.scale_dtype]
         if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
             raise ConfigError(
                 f"scale_bits must be between 1 and {most}, the significant bits of {self.scale_dtype}; "
                 f"got {self.scale_bits!r}"
             )
+
+    def _check_levels(self, found: Grid) -> None:
+        """Refuse bits and groups that were given for a type that has its own."""
+        for name in ("bits", "group_size"):
+            own, asked = getattr(found, name), getattr(self, name)
+            if asked not in (own, getattr(GridSettings, name)):
+                raise ConfigError(
+                    f"levels {self.levels!r} has {found.bits} bits and groups of {found.group_size}; got {name} "
+                    f"{asked}: leave --{name.replace('_', '-')} away"
+                )
 
     def grid(self, **more: Any) -> Grid:
         """Return the grid of the codes that these settings ask for; `more`: what a kind of its own has besides."""

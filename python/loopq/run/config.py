@@ -51,9 +51,10 @@ class QuantConfig(Settings):
         Leave these layers dense.
     rank_threshold : float, optional
         Threshold of the rank in the report, relative to the largest eigenvalue of H; absent, no rank is computed.
-    outside : {4, 8}, optional
-        Bits of the matrices outside the loop (embedding tables, heads, layers before and after it), which are rounded
-        to nearest with searched scales; they stay as they are when absent. In loopq's own format alone.
+    outside : {4, 8, "q4_k", "q5_k", "q6_k", "q8_0"}, optional
+        Bits, or type of GGUF, of the matrices outside the loop (embedding tables, heads, layers before and after it),
+        which are rounded to nearest with searched scales; they stay as they are when absent. In loopq's own format and
+        in GGUF alone.
     allocate : Allocate, optional
         Bits and group size of each layer under a budget.
     """
@@ -64,7 +65,7 @@ class QuantConfig(Settings):
     include: tuple[str, ...] = setting((), option=False)
     exclude: tuple[str, ...] = setting((), option=False)
     rank_threshold: float | None = setting(None, at_least=0.0, at_most=0.99)
-    outside: Literal[4, 8] | None = setting(None)
+    outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0"] | None = setting(None)
     allocate: Allocate | None = optional(Allocate, "allocate")
 
     def __post_init__(self) -> None:

@@ -241,7 +241,7 @@ def _stand_in(task: Task) -> QuantizedLayer:
     p, grid = task.parameter, task.config.grid.grid()
     groups = grid.n_groups(p.in_features)
     codes = np.zeros((1, p.in_features), grid.dtype)
-    zeros = None if grid.symmetric else np.zeros((1, groups), np.uint8)
+    zeros = None if grid.symmetric else np.zeros((1, groups), grid.zeros_dtype)
     scales = np.ones((1, groups), np.float32)
     return QuantizedLayer(task.name, grid, codes, scales, zeros, p.orientation)
 

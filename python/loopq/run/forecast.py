@@ -151,8 +151,8 @@ def _numbers(p: SharedParameter) -> int:
 
 def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
     """Bytes of codes and scales in memory, and of the checkpoint, whose other tensors have 16 bits."""
-    p = [(t.parameter, t.config.grid) for t in tasks]
-    scales = sum(grid.grid().n_groups(q.in_features) * q.out_features for q, grid in p)
+    p = [(t.parameter, t.config.grid.grid()) for t in tasks]
+    scales = sum(grid.n_groups(q.in_features) * q.out_features for q, grid in p)
     packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
     return sum(_numbers(q) for q, _ in p) + 4 * scales, max(
         0, weights - 2 * sum(_numbers(q) for q, _ in p)

@@ -40,8 +40,8 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
     """The layers that `round_outside` rounds."""
     import torch  # lazy: loopq imports without torch
 
-    bits = plan.config.outside
-    if bits is None:
+    asked = plan.config.outside
+    if asked is None:
         return []
     system = source.job.system
     names, tensors = names_of(system.model), source.weights.tensors
@@ -56,8 +56,13 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
         if product or type(holder).__name__ == "Conv1D":
             found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
     grid = plan.config.layer.grid
-    # Tables and floats have 4 bits at most.
-    levels = grid.levels if bits == 4 else "even"
-    grid = dataclasses.replace(grid, bits=bits, symmetric=True, levels=levels)
+    if isinstance(asked, str):
+        grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
+    else:
+        # Tables and floats have 4 bits at most.
+        levels = grid.levels if asked == 4 else "even"
+        grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
+        if grid.grid().bits != asked:  # a type of GGUF has bits of its own
+            grid = dataclasses.replace(grid, levels="even")
     config = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
     return [Task(p, config, (), None) for p in declare(system.model, found, 1)]

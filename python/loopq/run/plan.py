@@ -74,6 +74,10 @@ def _task(
 ) -> Task | None:
     if p.treatment == "dense" or settings.method.name == "dense":
         return None
+    try:
+        settings.grid.grid().check_columns(p.in_features)
+    except ConfigError as cause:
+        raise ConfigError(f"layer {p.name}: {cause}") from None
     if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):
         return Task(p, settings.changed(method=rounding_like(settings)), (), None)
     input_group = input_groups.get(p.name) if settings.method.needs_hessian else None

@@ -235,8 +235,8 @@ def account(
     stored = layer.dequantize()
     facts: dict[str, Any] = {
         "method_asked": config.method.name,
-        "bits": config.grid.bits,
-        "group_size": config.grid.group_size,
+        "bits": layer.grid.bits,
+        "group_size": layer.grid.group_size,
         "damping": damping.fraction if damping else None,
         "damping_kind": damping.kind if damping else None,
         "step_weighting": task.step_weights if summed else None,

@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     let all = sums.matrix(None, &cancel)?;
     // tr(D H D^T), the square error of the outputs on the inputs of all steps.
     let loss = |q: &Quantized| -> Result<f64> {
-        let rounded = dequantize(&q.codes, f32::from, &q.scales, Some(&q.zeros), OUTPUTS, DIM, 32)?;
+        let rounded = dequantize(&q.codes, f32::from, &q.scales()?, Some(&q.zeros()?), OUTPUTS, DIM, 32)?;
         let rounded = Weight::new("Q", &rounded, OUTPUTS, DIM)?;
         proxy(w, Some(rounded), Symmetric::f64(&all, DIM)?, &execution)
     };

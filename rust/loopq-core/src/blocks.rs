@@ -32,13 +32,12 @@ pub(crate) fn in_blocks<R: Send>(
         };
         starts.par_iter().zip(left).map(run).collect()
     });
-    let mut out = Quantized { codes: Vec::new(), scales: Vec::new(), zeros: Vec::new() };
+    let mut out = Quantized { codes: Vec::new(), levels: Vec::new() };
     let mut reports = Vec::new();
     for part in solved {
         let (part, report) = part?;
         extend("codes", &mut out.codes, &part.codes)?;
-        extend("scales", &mut out.scales, &part.scales)?;
-        extend("zero points", &mut out.zeros, &part.zeros)?;
+        extend("scales", &mut out.levels, &part.levels)?;
         reports.push(report);
     }
     Ok((out, reports))

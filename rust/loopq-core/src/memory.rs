@@ -49,7 +49,7 @@ pub(crate) fn zeros<T: Pod>(what: &'static str, len: usize) -> Result<Vec<T>> {
 }
 
 /// A vector of a copy of `values`.
-pub(crate) fn copied<T: Pod>(what: &'static str, values: &[T]) -> Result<Vec<T>> {
+pub(crate) fn copied<T: Copy>(what: &'static str, values: &[T]) -> Result<Vec<T>> {
     collected(what, values.iter().copied())
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn reserve<T>(what: &'static str, to: &mut Vec<T>, n: usize) -> Resul
 }
 
 /// Appends `values` to `to`.
-pub(crate) fn extend<T: Pod>(what: &'static str, to: &mut Vec<T>, values: &[T]) -> Result<()> {
+pub(crate) fn extend<T: Copy>(what: &'static str, to: &mut Vec<T>, values: &[T]) -> Result<()> {
     to.try_reserve(values.len()).map_err(|_| Error::OutOfMemory { what, bytes: size_of_val(values) })?;
     to.extend_from_slice(values);
     Ok(())

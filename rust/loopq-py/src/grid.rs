@@ -1,6 +1,6 @@
 //! Grids, and what has no Hessian: rounding to nearest, codes to values.
 
-use loopq_core::grid::{self, Quantized, ScaleType, Search, Table, Trellis, Values};
+use loopq_core::grid::{self, Quantized, ScaleType, Search, Table, Trellis, Units, Values};
 use loopq_core::{Error, Execution};
 use numpy::PyArray2;
 use pyo3::exceptions::PyTypeError;
@@ -21,7 +21,7 @@ impl Grid {
     #[new]
     #[pyo3(signature = (*, bits, group_size, symmetric = true, signed = false, scale_dtype = "float32",
                         scale_bits = None, scale_exponent = 0, scale_search = "max", trellis = None,
-                        levels = None))]
+                        levels = None, units = None))]
     #[expect(clippy::too_many_arguments)] // keywords of a Python class, each a field of the core's
     fn new(
         py: Python<'_>,
@@ -35,6 +35,7 @@ impl Grid {
         scale_search: &str,
         trellis: Option<(u32, usize)>,
         levels: Option<Vec<i8>>,
+        units: Option<(usize, (i16, i16), i16, u8)>,
     ) -> PyResult<Self> {
         let read = || -> Result<grid::Grid, Error> {
             let values = match (trellis, levels) {
@@ -42,12 +43,18 @@ impl Grid {
                 (None, Some(levels)) => Values::Table(Table::new(&levels)?),
                 (None, None) => Values::Even,
             };
+            let scale_type = match units {
+                Some((groups, scales, offsets, parts)) => {
+                    ScaleType::Units(Units::new(groups, scales, offsets, parts)?)
+                }
+                None => ScaleType::parse(scale_dtype, scale_bits, scale_exponent)?,
+            };
             let found = grid::Grid {
                 bits,
                 group_size: columns_per_scale(group_size)?,
                 symmetric,
                 signed,
-                scale_type: ScaleType::parse(scale_dtype, scale_bits, scale_exponent)?,
+                scale_type,
                 search: Search::parse(scale_search)?,
                 values,
             };
@@ -71,7 +78,8 @@ fn columns_per_scale(group_size: i64) -> Result<usize, Error> {
     }
 }
 
-/// Codes, scales and zeros as arrays: int8 signed codes of a symmetric grid, uint8 codes of an asymmetric one.
+/// Codes, scales and zeros as arrays: int8 signed codes of a symmetric grid, uint8 codes of an asymmetric one. Offsets take
+/// the place of zeros.
 pub(crate) fn result<'py>(
     py: Python<'py>,
     out: Quantized,
@@ -81,15 +89,24 @@ pub(crate) fn result<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let n_groups = grid.n_groups(dim);
+    let made = |e: Error| raise(py, &e);
+    dict.set_item("scales", matrix(py, out.scales().map_err(made)?, [rows, n_groups])?)?;
     if grid.symmetric {
         dict.set_item("codes", matrix(py, grid::to_signed(out.codes, grid.bits), [rows, dim])?)?;
         dict.set_item("zeros", py.None())?;
     } else {
+        if has_offsets(grid) {
+            dict.set_item("zeros", matrix(py, out.offsets().map_err(made)?, [rows, n_groups])?)?;
+        } else {
+            dict.set_item("zeros", matrix(py, out.zeros().map_err(made)?, [rows, n_groups])?)?;
+        }
         dict.set_item("codes", matrix(py, out.codes, [rows, dim])?)?;
-        dict.set_item("zeros", matrix(py, out.zeros, [rows, n_groups])?)?;
     }
-    dict.set_item("scales", matrix(py, out.scales, [rows, n_groups])?)?;
     Ok(dict)
+}
+
+fn has_offsets(grid: &grid::Grid) -> bool {
+    grid.units().is_some_and(|units| units.has_offsets())
 }
 
 #[pyfunction]
@@ -135,9 +152,21 @@ pub(crate) fn dequantize<'py>(
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let grid = &grid.get().inner;
     let (codes, scales) = (Codes::take(codes)?, Matrix::take("scales", scales)?);
-    let zeros = zeros.map(|zeros| Matrix::take("zeros", zeros)).transpose()?;
     let [rows, dim] = codes.shape();
     let (group, levels) = (grid.group(dim), [rows, grid.n_groups(dim)]);
+    if let (Codes::Biased(codes), Some(offsets), true) = (&codes, zeros, has_offsets(grid)) {
+        let offsets: Matrix<'_, f32> = Matrix::take("zeros", offsets)?;
+        scales.check_shape(py, "scales", levels)?;
+        offsets.check_shape(py, "zeros", levels)?;
+        let (codes, scales, offsets) = (codes.values()?, scales.values()?, offsets.values()?);
+        let values = allow_threads(py, |_| {
+            let mut values = grid::dequantize(codes, f32::from, scales, None, rows, dim, group)?;
+            grid::add_offsets(&mut values, offsets, rows, dim, group)?;
+            Ok(values)
+        })?;
+        return matrix(py, values, [rows, dim]);
+    }
+    let zeros = zeros.map(|zeros| Matrix::take("zeros", zeros)).transpose()?;
     scales.check_shape(py, "scales", levels)?;
     let scales = scales.values()?;
     let values = match (&codes, &zeros, grid.values) {

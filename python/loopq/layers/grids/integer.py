@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS
 
@@ -24,5 +27,19 @@ class Integer(Grid):
 
     @property
     def gguf(self) -> str | None:
-        """Q4_0 or Q8_0."""
-        return f"Q{self.bits}_0" if self.bits in (4, 8) else None
+        """Q2_0, Q4_0 or Q8_0."""
+        return f"Q{self.bits}_0" if self.bits != 3 else None
+
+    @property
+    def gguf_width(self) -> int:
+        """Weights of a block."""
+        return 64 if self.bits == 2 else 32
+
+    def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
+        """Q2_0 has codes from -1 to 2: a code is turned round, and so is its scale."""
+        if self.bits != 2:
+            return super().gguf_blocks(codes, scales)
+        turned = (1 - codes).astype(np.uint8).reshape(*codes.shape[:2], -1, 4) << np.arange(
+            0, 8, 2, dtype=np.uint8
+        )
+        return [super().gguf_blocks(codes, -scales)[0], np.bitwise_or.reduce(turned, axis=-1)]

@@ -2,7 +2,8 @@
 //!
 //! For a code of column `j` the loss is a parabola in its value, lowest at `q_j - G_j / S_jj` with `G = (W^ - W) S`; the
 //! best code is the nearest to that. As a layer-wise quantizer it is found in K. Behdin et al., *QuantEase* (2023,
-//! arXiv:2309.01885). For the scale of a group with code steps `b` it is lowest at `s - (b G_g) / (b S_gg b)`.
+//! arXiv:2309.01885). For the scale of a group with code steps `b` it is lowest at `s - (b G_g) / (b S_gg b)`; for an offset
+//! or a shared unit `b` is how values change with it.
 //!
 //! `G` follows every change by one row of `S`. Inside a block of columns it does so at once; everywhere else the changes of
 //! a block are added together, for all tiles in turn while the block's rows of `S` are in the cache.
@@ -11,7 +12,7 @@ use std::ops::Range;
 
 use crate::coordinate::tile::{values_of, Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
-use crate::grid::{by_steps, Steps};
+use crate::grid::{by_steps, Level, Part, Steps};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, per_isa};
@@ -100,6 +101,7 @@ impl Problem<'_> {
                 values: tile.values[j],
                 scale: tile.scales[group],
                 zero: tile.zeros[group],
+                offset: tile.offsets[group],
             };
             let mut best = Best::default();
             by_steps!(&self.rounding, |steps| best_steps(self.isa, &column, steps, &mut best));
@@ -127,23 +129,54 @@ impl Problem<'_> {
         changes
     }
 
-    /// Changes one scale at a time, once round. A group without a step, or whose best scale cannot be stored, keeps its
-    /// own.
+    /// Changes one scale at a time, once round: where groups share units, one scale, offset or unit. A group without a step,
+    /// or whose best scale cannot be stored, keeps its own.
     pub(super) fn change_scales(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<()> {
-        let size = self.grid.group(self.dim);
-        for (g, first) in (0..self.dim).step_by(size).enumerate() {
-            let columns = first..self.dim.min(first + size);
-            let change = |tile: &mut Tile| {
-                execution.check()?;
-                self.change_scale(tile, g, columns.clone())
-            };
-            let changes: Vec<Changes> = tiles.iter_mut().map(change).collect::<Result<_>>()?;
-            self.follow(tiles, &changes, 0..0, execution)?;
+        let (size, block) = (self.grid.group(self.dim), self.grid.block(self.dim));
+        let parts = self.grid.units().map_or(&[Part::Scale][..], |units| units.parts());
+        for first in (0..self.dim).step_by(block) {
+            let end = self.dim.min(first + block);
+            let each = (first..end).step_by(size).map(|from| from..end.min(from + size));
+            let (own, shared) = parts.split_at(parts.iter().filter(|p| p.is_own()).count());
+            let own = each.flat_map(|columns| own.iter().map(move |&part| (part, columns.clone())));
+            for (part, columns) in own.chain(shared.iter().map(|&part| (part, first..end))) {
+                let change = |tile: &mut Tile| {
+                    execution.check()?;
+                    self.change_scale(tile, part, columns.clone())
+                };
+                let changes: Vec<Changes> = tiles.iter_mut().map(change).collect::<Result<_>>()?;
+                self.follow(tiles, &changes, 0..0, execution)?;
+            }
         }
         Ok(())
     }
 
-    fn change_scale(&self, tile: &mut Tile, g: usize, columns: Range<usize>) -> Result<Changes> {
+    /// By how much the values of columns change with one part of their levels.
+    fn slopes(&self, tile: &Tile, part: Part, columns: Range<usize>) -> Result<Vec<Lane>> {
+        let slope = |j: usize| {
+            let (g, steps) = (self.group_of(j), tile.steps[j]);
+            let Some(units) = self.grid.units() else { return steps };
+            std::array::from_fn(|r| match (part, units.counts(&tile.level(g, r))) {
+                (Part::Scale, _) => steps[r],
+                (Part::Offset, _) => 1.0,
+                (Part::ScaleUnit, (scales, _)) => steps[r] * scales,
+                (Part::OffsetUnit, (_, offsets)) => offsets,
+            })
+        };
+        collected(SCRATCH, columns.map(slope))
+    }
+
+    /// A level with one part of it moved, as far as it can be stored.
+    fn moved(&self, level: &Level, part: Part, by: f64) -> Level {
+        if let Some(units) = self.grid.units() {
+            return units.moved(level, part, by);
+        }
+        let scale = self.grid.scale_type.round(f64::from(level.scale) + by);
+        let fits = scale.is_finite() && scale != 0.0 && (self.grid.signed || scale > 0.0);
+        Level { scale: if fits { scale } else { level.scale }, ..*level }
+    }
+
+    fn change_scale(&self, tile: &mut Tile, part: Part, columns: Range<usize>) -> Result<Changes> {
         if !tile.is_active() {
             return Ok(Changes::default());
         }
@@ -154,31 +187,38 @@ impl Problem<'_> {
             Ok(out)
         };
         let gradient = &tile.gradient[columns.clone()];
-        let steps = &tile.steps[columns.clone()];
-        let (slope, curve) = (inner(steps, gradient), inner(steps, &image(steps)?));
-        let old = tile.scales[g];
-        let mut wanted = old;
-        for r in 0..LANES {
-            let best = self.grid.scale_type.round(f64::from(old[r]) - slope[r] / curve[r]);
-            let fits = best.is_finite() && best != 0.0 && (self.grid.signed || best > 0.0);
-            if fits && tile.active[r] {
-                wanted[r] = best;
+        let slopes = self.slopes(tile, part, columns.clone())?;
+        let (slope, curve) = (inner(&slopes, gradient), inner(&slopes, &image(&slopes)?));
+        let groups = self.group_of(columns.start)..self.group_of(columns.end - 1) + 1;
+        let level = |g: usize, r: usize| {
+            let old = tile.level(g, r);
+            if tile.active[r] {
+                self.moved(&old, part, -slope[r] / curve[r])
+            } else {
+                old
             }
-        }
-        if wanted == old {
+        };
+        let wanted = groups.clone().map(|g| std::array::from_fn(|r| level(g, r)));
+        let wanted: Vec<[Level; LANES]> = collected(SCRATCH, wanted)?;
+        if groups.clone().zip(&wanted).all(|(g, new)| (0..LANES).all(|r| new[r] == tile.level(g, r))) {
             return Ok(Changes::default());
         }
-        let new: Vec<Lane> = collected(SCRATCH, steps.iter().map(|steps| values_of(steps, &wanted)))?;
-        let values = &mut tile.values[columns.clone()];
-        let by = new.iter().zip(&*values).map(|(new, old)| difference(new, old));
+        let new = |j: usize| {
+            let level = &wanted[self.group_of(j) - groups.start];
+            values_of(&tile.steps[j], &level.map(|l| l.scale), &level.map(|l| f64::from(l.offset)))
+        };
+        let new: Vec<Lane> = collected(SCRATCH, columns.clone().map(new))?;
+        let by = new.iter().zip(&tile.values[columns.clone()]).map(|(new, old)| difference(new, old));
         let mut by: Vec<Lane> = collected(SCRATCH, by)?;
         let (first, second) = (inner(&by, gradient), inner(&by, &image(&by)?));
         let gain: Lane = std::array::from_fn(|r| 2.0 * first[r] + second[r]);
         for r in (0..LANES).filter(|&r| gain[r] < 0.0) {
-            tile.scales[g][r] = wanted[r];
+            for (g, level) in groups.clone().zip(&wanted) {
+                tile.set(g, r, &level[r]);
+            }
             tile.loss[r] += gain[r];
         }
-        for ((by, new), value) in by.iter_mut().zip(&new).zip(values) {
+        for ((by, new), value) in by.iter_mut().zip(&new).zip(&mut tile.values[columns.clone()]) {
             for r in 0..LANES {
                 (by[r], value[r]) = if gain[r] < 0.0 { (by[r], new[r]) } else { (0.0, value[r]) };
             }
@@ -254,6 +294,7 @@ struct Column {
     values: Lane,
     scale: [f32; LANES],
     zero: Lane,
+    offset: Lane,
 }
 
 /// The best step of every row of a column, and the change of its value and of its loss.
@@ -274,12 +315,12 @@ fn best_body<S: Steps>(c: &Column, steps: S, best: &mut Best) {
     let wide = c.scale.map(f64::from);
     let mut step = [0.0; LANES];
     for r in 0..LANES {
-        step[r] = (c.values[r] - c.gradient[r] / c.energy) / wide[r];
+        step[r] = (c.values[r] - c.offset[r] - c.gradient[r] / c.energy) / wide[r];
     }
     let step = steps.nearest(step, c.zero);
     let mut change = [0.0; LANES];
     for r in 0..LANES {
-        change[r] = f64::from(step[r] as f32 * c.scale[r]) - c.values[r];
+        change[r] = f64::from(step[r] as f32 * c.scale[r]) + c.offset[r] - c.values[r];
     }
     let mut gain = [0.0; LANES];
     for r in 0..LANES {

@@ -1,14 +1,13 @@
 //! Rows of a weight taken through all stages: GPTQ, descents, and again from the scales found.
 
-use bytemuck::Pod;
 use rayon::prelude::*;
 
 use crate::coordinate::tile::{Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::gptq::{again, gptq, Options, Scales};
-use crate::grid::Quantized;
+use crate::grid::{Level, Quantized};
 use crate::lanes::{columns_of, Lane, LANES};
-use crate::memory::{self, collected, copied};
+use crate::memory::{collected, copied, reserve};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
@@ -26,8 +25,8 @@ pub(super) struct Course {
     pub(super) rounds: usize,
 }
 
-/// Codes (rows, dim), scales and zero points (rows, groups) of a batch.
-type Found<'a> = (&'a mut [u8], &'a mut [f32], &'a [u8]);
+/// Codes (rows, dim) and levels (rows, groups) of a batch.
+type Found<'a> = (&'a mut [u8], &'a mut [Level]);
 
 impl Problem<'_> {
     /// Quantizes the rows of a weight.
@@ -38,15 +37,14 @@ impl Problem<'_> {
         let tiles = (w.rows().div_ceil(LANES) / (2 * pool.current_num_threads())).clamp(1, TILES);
         let rows = tiles * LANES;
         let courses: Vec<Result<Course>> = pool.install(|| {
-            let levels = out.scales.par_chunks_mut(rows * groups).zip(out.zeros.par_chunks(rows * groups));
             out.codes
                 .par_chunks_mut(rows * dim)
-                .zip(levels)
+                .zip(out.levels.par_chunks_mut(rows * groups))
                 .with_max_len(1)
                 .enumerate()
-                .map(|(b, (codes, (scales, zeros)))| {
+                .map(|(b, (codes, levels))| {
                     let w = w.slice(b * rows, codes.len() / dim);
-                    self.settle(w, (codes, scales, zeros), execution)
+                    self.settle(w, (codes, levels), execution)
                 })
                 .collect()
         });
@@ -63,19 +61,19 @@ impl Problem<'_> {
     /// the one before.
     fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
         execution.check()?;
-        let (codes, scales, zeros) = found;
+        let (codes, levels) = found;
         let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
-        let mut tiles = self.load(w, (codes, scales, zeros), execution)?;
+        let mut tiles = self.load(w, (codes, levels), execution)?;
         let swept = losses(&tiles, w.rows())?;
         let (mut settled, mut moves, mut rounds) = (copied(SCRATCH, &swept)?, 0, 0);
         let mut live: Vec<usize> = collected(SCRATCH, 0..w.rows())?;
         while rounds < self.settings.rounds && !live.is_empty() {
             if rounds > 0 {
                 let values = gather(w.values(), dim, &live)?;
-                let (scales, zeros) = (gather(scales, groups, &live)?, gather(zeros, groups, &live)?);
+                let levels = gather(levels, groups, &live)?;
                 let w = Weight::new("W", &values, live.len(), dim)?;
-                let next = again(w, self.factor, &self.grid, &self.sweep(), (&scales, &zeros), execution)?;
-                tiles = self.load(w, (&next.codes, &scales, &zeros), execution)?;
+                let next = again(w, self.factor, &self.grid, &self.sweep(), &levels, execution)?;
+                tiles = self.load(w, (&next.codes, &levels), execution)?;
             }
             moves += self.descend(&mut tiles, execution)?;
             let mut at = 0;
@@ -85,7 +83,7 @@ impl Problem<'_> {
                 if tile.loss[r] < best {
                     settled[row] = tile.loss[r];
                     let codes = &mut codes[row * dim..(row + 1) * dim];
-                    tile.store(self, r, codes, &mut scales[row * groups..(row + 1) * groups]);
+                    tile.store(self, r, codes, &mut levels[row * groups..(row + 1) * groups]);
                 }
                 is_gain(tile.loss[r], best)
             });
@@ -94,13 +92,8 @@ impl Problem<'_> {
         Ok(Course { swept, settled, moves, rounds })
     }
 
-    /// Tiles of rows with the codes, scales and zero points given.
-    fn load(
-        &self,
-        w: Weight<'_>,
-        found: (&[u8], &[f32], &[u8]),
-        execution: &Execution<'_>,
-    ) -> Result<Vec<Tile>> {
+    /// Tiles of rows with the codes and levels given.
+    fn load(&self, w: Weight<'_>, found: (&[u8], &[Level]), execution: &Execution<'_>) -> Result<Vec<Tile>> {
         let firsts = (0..w.rows()).step_by(LANES);
         let tiles = firsts.clone().map(|first| Tile::new(self, found, first, w.rows()));
         let mut tiles: Vec<Tile> = tiles.collect::<Result<_>>()?;
@@ -137,10 +130,11 @@ fn losses(tiles: &[Tile], rows: usize) -> Result<Vec<f64>> {
 }
 
 /// Some rows of a matrix.
-fn gather<T: Pod>(all: &[T], width: usize, rows: &[usize]) -> Result<Vec<T>> {
-    let mut found = memory::zeros(SCRATCH, rows.len() * width)?;
-    for (to, &row) in found.chunks_exact_mut(width.max(1)).zip(rows) {
-        to.copy_from_slice(&all[row * width..(row + 1) * width]);
+fn gather<T: Copy>(all: &[T], width: usize, rows: &[usize]) -> Result<Vec<T>> {
+    let mut found = Vec::new();
+    reserve(SCRATCH, &mut found, rows.len() * width)?;
+    for &row in rows {
+        found.extend_from_slice(&all[row * width..(row + 1) * width]);
     }
     Ok(found)
 }

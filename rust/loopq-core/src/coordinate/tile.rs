@@ -1,6 +1,7 @@
 //! Eight rows of a weight on their way through the stages.
 
 use crate::coordinate::{Problem, SCRATCH};
+use crate::grid::Level;
 use crate::lanes::{Lane, LANES};
 use crate::memory::{self, collected};
 use crate::Result;
@@ -20,6 +21,10 @@ pub(super) struct Tile {
     pub(super) scales: Vec<[f32; LANES]>,
     /// By group.
     pub(super) zeros: Vec<Lane>,
+    /// Added to all values of a group.
+    pub(super) offsets: Vec<Lane>,
+    /// By group.
+    pub(super) units: Vec<[[f32; 2]; LANES]>,
     pub(super) loss: Lane,
     /// Rows that are not done.
     pub(super) active: [bool; LANES],
@@ -29,46 +34,66 @@ impl Tile {
     /// Rows from `first` on, of `rows`. Lanes without a row hold zeros and are done.
     pub(super) fn new(
         problem: &Problem<'_>,
-        (codes, scale, zero): (&[u8], &[f32], &[u8]),
+        (codes, levels): (&[u8], &[Level]),
         first: usize,
         rows: usize,
     ) -> Result<Self> {
         let (dim, groups) = (problem.dim, problem.grid.n_groups(problem.dim));
-        let at = |g: usize, r: usize| (first + r) * groups + g;
         let live = |r: usize| first + r < rows;
-        let scale = |g: usize| std::array::from_fn(|r| if live(r) { scale[at(g, r)] } else { 1.0 });
+        let none = Level { scale: 1.0, ..Level::default() };
+        let at = |g: usize, r: usize| if live(r) { levels[(first + r) * groups + g] } else { none };
+        let scale = |g: usize| std::array::from_fn(|r| at(g, r).scale);
         let scales: Vec<[f32; LANES]> = collected(SCRATCH, (0..groups).map(scale))?;
-        let zero = |g: usize| std::array::from_fn(|r| if live(r) { f64::from(zero[at(g, r)]) } else { 0.0 });
+        let zero = |g: usize| std::array::from_fn(|r| f64::from(at(g, r).zero));
         let zeros: Vec<Lane> = collected(SCRATCH, (0..groups).map(zero))?;
+        let offset = |g: usize| std::array::from_fn(|r| f64::from(at(g, r).offset));
+        let offsets: Vec<Lane> = collected(SCRATCH, (0..groups).map(offset))?;
+        let units = (0..groups).map(|g| std::array::from_fn(|r| at(g, r).units));
+        let units = collected(SCRATCH, units)?;
         let step = |j: usize, r: usize| {
             let zero = zeros[problem.group_of(j)][r] as f32;
             f64::from(problem.rounding.step(codes[(first + r) * dim + j], zero))
         };
         let lane = |j: usize| std::array::from_fn(|r| if live(r) { step(j, r) } else { 0.0 });
         let steps: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
-        let value = |(j, steps): (usize, &Lane)| values_of(steps, &scales[problem.group_of(j)]);
+        let value = |(j, steps): (usize, &Lane)| {
+            let g = problem.group_of(j);
+            values_of(steps, &scales[g], &offsets[g])
+        };
         let values = collected(SCRATCH, steps.iter().enumerate().map(value))?;
         let active = std::array::from_fn(live);
         let (gradient, loss) = (memory::zeros(SCRATCH, dim)?, [0.0; LANES]);
-        Ok(Self { steps, values, gradient, scales, zeros, loss, active })
+        Ok(Self { steps, values, gradient, scales, zeros, offsets, units, loss, active })
     }
 
     pub(super) fn is_active(&self) -> bool {
         self.active.contains(&true)
     }
 
-    /// Writes lane `r` as a row of codes and one of scales.
-    pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
+    /// The level of lane `r` in group `g`.
+    pub(super) fn level(&self, g: usize, r: usize) -> Level {
+        let (scale, units) = (self.scales[g][r], self.units[g][r]);
+        Level { scale, zero: self.zeros[g][r] as u8, offset: self.offsets[g][r] as f32, units }
+    }
+
+    /// Sets scale, offset and units of lane `r` in group `g`.
+    pub(super) fn set(&mut self, g: usize, r: usize, level: &Level) {
+        (self.scales[g][r], self.units[g][r]) = (level.scale, level.units);
+        self.offsets[g][r] = f64::from(level.offset);
+    }
+
+    /// Writes lane `r` as a row of codes and one of levels.
+    pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], levels: &mut [Level]) {
         for (j, to) in codes.iter_mut().enumerate() {
             *to = problem.rounding.code(self.steps[j][r], self.zeros[problem.group_of(j)][r]);
         }
-        for (to, scales) in scales.iter_mut().zip(&self.scales) {
-            *to = scales[r];
+        for (g, to) in levels.iter_mut().enumerate() {
+            *to = self.level(g, r);
         }
     }
 }
 
 /// Values of the steps of one column.
-pub(super) fn values_of(steps: &Lane, scale: &[f32; LANES]) -> Lane {
-    std::array::from_fn(|r| f64::from(steps[r] as f32 * scale[r]))
+pub(super) fn values_of(steps: &Lane, scale: &[f32; LANES], offset: &Lane) -> Lane {
+    std::array::from_fn(|r| f64::from(steps[r] as f32 * scale[r]) + offset[r])
 }

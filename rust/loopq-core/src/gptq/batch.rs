@@ -9,7 +9,7 @@ use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK, SCRATCH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
-use crate::grid::{by_steps, fit, Grid, Levels, Rounding};
+use crate::grid::{by_steps, fit, Grid, Level, Levels, Rounding};
 use crate::memory::{collected, copied, zeros};
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
@@ -57,11 +57,11 @@ impl<'a, T: Real> Batch<'a, T> {
         problem: &'a Problem<'a, T>,
         w: Weight<'a>,
         first: usize,
-        known: Option<(&[f32], &[u8])>,
+        known: Option<&[Level]>,
     ) -> Result<Self> {
         let (grid, isa) = (problem.grid, problem.options.isa);
         let levels = match (known, problem.options.scales) {
-            (Some((scales, zeros)), _) => Levels::load(w.rows(), scales, zeros)?,
+            (Some(known), _) => Levels::load(w.rows(), known)?,
             (None, Scales::Static) => Levels::fitted(w, first, grid, problem.weights, isa)?,
             (None, Scales::Group) => Levels::unset(w.rows(), grid.n_groups(w.dim()))?,
         };
@@ -191,12 +191,13 @@ impl<'a, T: Real> Batch<'a, T> {
     fn load(&self, v: usize) -> Result<Vector<T>> {
         let problem = self.problem;
         let padded = self.dim.next_multiple_of(MR);
-        let what = "rows that are solved together";
+        let (what, group) = ("rows that are solved together", problem.grid.group(self.dim));
         let mut values = zeros(what, padded * T::NR)?;
         let mut original = zeros(what, padded * T::NR)?;
         for (lane, row) in self.w.values().chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
             for j in 0..self.dim {
-                let weight = row[problem.factor.order()[j]];
+                let column = problem.factor.order()[j];
+                let weight = row[column] - self.levels.offset(column / group, v * T::NR + lane);
                 values[j * T::NR + lane] = T::of(f64::from(weight));
                 original[j * T::NR + lane] = weight;
             }
@@ -229,10 +230,10 @@ impl<'a, T: Real> Batch<'a, T> {
 
     /// Rounds the columns of one octet.
     fn octet(&mut self, from: usize, to: usize) -> Result<()> {
-        let group = self.problem.grid.group(self.dim);
+        let block = self.problem.grid.block(self.dim);
         self.update(from, from, to);
         for j in from..to {
-            if self.problem.options.scales == Scales::Group && j % group == 0 {
+            if self.problem.options.scales == Scales::Group && j % block == 0 {
                 self.begin_group(j)?;
             }
             for v in 0..self.vectors.len() {
@@ -272,26 +273,33 @@ impl<'a, T: Real> Batch<'a, T> {
         vector.done[j / MR] = j + 1;
     }
 
-    /// Takes the scales of the group that begins at column `from` from the weights as they now are.
+    /// Takes the scales of the group that begins at column `from`, or of those that share units, from the weights as they now
+    /// are. From here on the lines hold weights without their offsets.
     fn begin_group(&mut self, from: usize) -> Result<()> {
         let Problem { grid, options, weights, .. } = self.problem;
         let group = grid.group(self.dim);
-        let to = self.dim.min(from + group);
+        let to = self.dim.min(from + grid.block(self.dim));
         self.update(from, from, to);
         for v in 0..self.vectors.len() {
             let lanes = T::NR.min(self.n() - v * T::NR);
             let lines = self.vectors[v].group_start(from, to, self.problem)?;
             let fitted = fit(options.isa, grid, &lines, T::NR, &weights[from..to])
                 .map_err(|(lane, e)| e.located(self.first + v * T::NR + lane, from / group))?;
-            for (lane, &level) in fitted.iter().take(lanes).enumerate() {
-                self.levels.set(from / group, v * T::NR + lane, level);
+            for (at, &level) in fitted.iter().enumerate().filter(|(at, _)| at % T::NR < lanes) {
+                self.levels.set(from / group + at / T::NR, v * T::NR + at % T::NR, level);
+            }
+            let Vector { values, original, .. } = &mut self.vectors[v];
+            for (at, j) in (from..to).flat_map(|j| (0..lanes).map(move |lane| (j * T::NR + lane, j))) {
+                let offset = self.levels.offset(j / group, v * T::NR + at % T::NR);
+                values[at] = values[at] - T::of(f64::from(offset));
+                original[at] -= offset;
             }
         }
         Ok(())
     }
 
-    pub(super) fn store(&self, scales: &mut [f32], zeros: &mut [u8]) {
-        self.levels.store(scales, zeros);
+    pub(super) fn store(&self, levels: &mut [Level]) {
+        self.levels.store(levels);
     }
 
     /// Damped proxy of each row, and what of it the damping adds.

@@ -20,7 +20,7 @@ mod column;
 use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, Order};
-use crate::grid::{Grid, Quantized};
+use crate::grid::{Grid, Level, Quantized};
 use crate::memory::zeros;
 use crate::simd::{Isa, Real};
 use crate::weight::Weight;
@@ -119,7 +119,7 @@ pub(crate) fn again<T: Real>(
     factor: &DampedFactor<T>,
     grid: &Grid,
     options: &Options,
-    levels: (&[f32], &[u8]),
+    levels: &[Level],
     execution: &Execution<'_>,
 ) -> Result<Quantized> {
     Ok(run(w, factor, grid, options, Some(levels), execution)?.0)
@@ -130,7 +130,7 @@ fn run<T: Real>(
     factor: &DampedFactor<T>,
     grid: &Grid,
     options: &Options,
-    levels: Option<(&[f32], &[u8])>,
+    levels: Option<&[Level]>,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, Report)> {
     let (rows, dim) = (w.rows(), w.dim());
@@ -148,23 +148,19 @@ fn run<T: Real>(
     let results: Vec<Result<Vec<(f64, f64)>>> = pool.install(|| {
         out.codes
             .par_chunks_mut(batch_rows * dim)
-            .zip(
-                out.scales
-                    .par_chunks_mut(batch_rows * n_groups)
-                    .zip(out.zeros.par_chunks_mut(batch_rows * n_groups)),
-            )
+            .zip(out.levels.par_chunks_mut(batch_rows * n_groups))
             .with_max_len(1)
             .enumerate()
-            .map(|(b, (codes, (scales, zeros)))| {
+            .map(|(b, (codes, found))| {
                 // Before the search for scales too: batches that have not begun are many.
                 execution.check()?;
                 let first = b * batch_rows;
                 let n = codes.len() / dim;
                 let own = first * n_groups..(first + n) * n_groups;
-                let levels = levels.map(|(scales, zeros)| (&scales[own.clone()], &zeros[own]));
+                let levels = levels.map(|levels| &levels[own]);
                 let batch = Batch::new(&problem, w.slice(first, n), first, levels)?;
                 let solved = batch.solve(codes, execution)?;
-                solved.store(scales, zeros);
+                solved.store(found);
                 Ok(solved.costs())
             })
             .collect()

@@ -35,6 +35,20 @@ pub fn dequantize<C: Copy>(
     Ok(out)
 }
 
+/// Adds the offset of its group (rows, groups) to every value.
+pub fn add_offsets(values: &mut [f32], offsets: &[f32], rows: usize, dim: usize, group: usize) -> Result<()> {
+    let group = group.max(1);
+    dims::check_matrix("values", values, rows, dim)?;
+    dims::check_matrix("offsets", offsets, rows, dim.div_ceil(group))?;
+    let rows = values.chunks_exact_mut(dim.max(1)).zip(offsets.chunks_exact(dim.div_ceil(group).max(1)));
+    for (values, offset) in rows.flat_map(|(row, offsets)| row.chunks_mut(group).zip(offsets)) {
+        for value in values {
+            *value += offset;
+        }
+    }
+    Ok(())
+}
+
 /// Signed codes of a symmetric grid, `u - 2^(bits - 1)`, in the same memory.
 #[must_use]
 pub fn to_signed(mut codes: Vec<u8>, bits: u32) -> Vec<i8> {

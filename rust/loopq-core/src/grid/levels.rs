@@ -1,7 +1,7 @@
 //! Scales and zero points of a batch of rows.
 
 use crate::grid::{fit, Grid, Level};
-use crate::memory::zeros;
+use crate::memory::{collected, zeros};
 use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::Result;
@@ -12,6 +12,7 @@ const SCRATCH: &str = "scales of some rows";
 /// Levels of a batch, group by group, one lane per row.
 pub(crate) struct Levels {
     n: usize,
+    all: Vec<Level>,
     scale: Vec<f32>,
     zero: Vec<f32>,
 }
@@ -19,7 +20,8 @@ pub(crate) struct Levels {
 impl Levels {
     /// Levels of `n` rows that are still to be set.
     pub(crate) fn unset(n: usize, n_groups: usize) -> Result<Self> {
-        Ok(Self { n, scale: zeros(SCRATCH, n * n_groups)?, zero: zeros(SCRATCH, n * n_groups)? })
+        let all = collected(SCRATCH, (0..n * n_groups).map(|_| Level::default()))?;
+        Ok(Self { n, all, scale: zeros(SCRATCH, n * n_groups)?, zero: zeros(SCRATCH, n * n_groups)? })
     }
 
     /// Levels from the original weights of rows `first..`, errors of columns weighted.
@@ -31,11 +33,11 @@ impl Levels {
         isa: Isa,
     ) -> Result<Self> {
         let (n, dim) = (w.rows(), w.dim());
-        let group = grid.group(dim);
+        let block = grid.block(dim);
         let mut levels = Self::unset(n, grid.n_groups(dim))?;
-        let mut lines: Vec<f32> = zeros(SCRATCH, n * group.min(dim))?;
-        for (g, from) in (0..dim).step_by(group).enumerate() {
-            let to = dim.min(from + group);
+        let mut lines: Vec<f32> = zeros(SCRATCH, n * block.min(dim))?;
+        for from in (0..dim).step_by(block) {
+            let (to, g) = (dim.min(from + block), from / grid.group(dim));
             for (r, row) in w.values().chunks_exact(dim).enumerate() {
                 for (c, &v) in row[from..to].iter().enumerate() {
                     lines[c * n + r] = v;
@@ -43,23 +45,26 @@ impl Levels {
             }
             let fitted = fit(isa, grid, &lines[..(to - from) * n], n, &weights[from..to])
                 .map_err(|(lane, e)| e.located(first + lane, g))?;
-            for (lane, level) in fitted.into_iter().enumerate() {
-                levels.set(g, lane, level);
+            for (at, level) in fitted.into_iter().enumerate() {
+                levels.set(g + at / n, at % n, level);
             }
         }
         Ok(levels)
     }
 
-    /// Levels of `n` rows from (rows, groups) arrays.
-    pub(crate) fn load(n: usize, scales: &[f32], zeros: &[u8]) -> Result<Self> {
-        let n_groups = scales.len() / n.max(1);
+    /// Levels of `n` rows from those (rows, groups).
+    pub(crate) fn load(n: usize, known: &[Level]) -> Result<Self> {
+        let n_groups = known.len() / n.max(1);
         let mut levels = Self::unset(n, n_groups)?;
-        for r in 0..n {
-            for g in 0..n_groups {
-                levels.set(g, r, Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] });
-            }
+        for (at, &level) in known.iter().enumerate() {
+            levels.set(at % n_groups, at / n_groups, level);
         }
         Ok(levels)
+    }
+
+    /// What is added to the values of a lane in group `g`.
+    pub(crate) fn offset(&self, g: usize, lane: usize) -> f32 {
+        self.all[g * self.n + lane].offset
     }
 
     /// Lanes `from..from + len` of group `g`: scales and zero points.
@@ -77,18 +82,15 @@ impl Levels {
 
     /// Sets the level of one lane in group `g`.
     pub(crate) fn set(&mut self, g: usize, lane: usize, level: Level) {
-        self.scale[g * self.n + lane] = level.scale;
-        self.zero[g * self.n + lane] = f32::from(level.zero);
+        let at = g * self.n + lane;
+        (self.all[at], self.scale[at], self.zero[at]) = (level, level.scale, f32::from(level.zero));
     }
 
-    /// Copies to the (rows, groups) arrays of the result.
-    pub(crate) fn store(&self, scales: &mut [f32], zeros: &mut [u8]) {
-        let n_groups = self.scale.len() / self.n.max(1);
-        for r in 0..self.n {
-            for g in 0..n_groups {
-                scales[r * n_groups + g] = self.scale[g * self.n + r];
-                zeros[r * n_groups + g] = self.zero[g * self.n + r] as u8;
-            }
+    /// Copies to the (rows, groups) levels of the result.
+    pub(crate) fn store(&self, levels: &mut [Level]) {
+        let n_groups = self.all.len() / self.n.max(1);
+        for (at, level) in levels.iter_mut().enumerate() {
+            *level = self.all[at % n_groups * self.n + at / n_groups];
         }
     }
 }

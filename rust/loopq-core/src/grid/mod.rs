@@ -1,7 +1,8 @@
 //! Quantization grids: what scales, zero points and codes a group of weights can have.
 //!
 //! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
-//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`. On a table the value is `level[u] * s` (`table`).
+//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`. On a table the value is `level[u] * s` (`table`). An offset may be
+//! added (`units`): an asymmetric grid with offsets has `z = 0`.
 
 mod codes;
 mod fitting;
@@ -13,8 +14,9 @@ mod search;
 mod steps;
 mod table;
 mod trellis;
+mod units;
 
-pub use codes::{dequantize, to_biased, to_signed, to_signed_by};
+pub use codes::{add_offsets, dequantize, to_biased, to_signed, to_signed_by};
 pub use fitting::fitted;
 pub(crate) use levels::Levels;
 pub(crate) use rounding::{by_steps, Rounding};
@@ -25,8 +27,10 @@ pub(crate) use steps::Steps;
 pub use table::{Table, PARTS};
 pub use trellis::{decode, value, Trellis};
 pub(crate) use trellis::{mix, FACTOR, OFFSET};
+pub use units::Units;
+pub(crate) use units::{fit_units, Part};
 
-use crate::memory::zeros;
+use crate::memory::{collected, zeros};
 use crate::{dims, Error, Result};
 
 /// How a group's scale is found.
@@ -95,7 +99,9 @@ pub struct Grid {
 impl Grid {
     /// Refuses bits outside the formats that exist, and values that codes of such a grid cannot have.
     pub fn check(&self) -> Result<()> {
-        check_bits(self.bits)?;
+        if !(matches!(self.bits, 5 | 6) && self.units().is_some()) {
+            check_bits(self.bits)?;
+        }
         let (what, bits) = match self.values {
             Values::Even => return Ok(()),
             Values::Table(table) => ("a grid of levels", usize::BITS - (table.len() - 1).leading_zeros()),
@@ -141,6 +147,21 @@ impl Grid {
         }
     }
 
+    /// Columns of the groups that share units; of one group where none do.
+    #[must_use]
+    pub fn block(&self, dim: usize) -> usize {
+        self.group(dim) * self.units().map_or(1, |units| units.groups())
+    }
+
+    /// The units that groups share.
+    #[must_use]
+    pub fn units(&self) -> Option<Units> {
+        match self.scale_type {
+            ScaleType::Units(units) => Some(units),
+            _ => None,
+        }
+    }
+
     /// Groups in a row of `dim`; the last may be ragged.
     #[must_use]
     pub fn n_groups(&self, dim: usize) -> usize {
@@ -176,12 +197,16 @@ impl Grid {
 }
 
 /// Scale and zero point of one group.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Level {
     /// Distance of neighbouring values.
     pub scale: f32,
-    /// The code of zero.
+    /// The code of zero, or of the offset where there is one.
     pub zero: u8,
+    /// Added to all values.
+    pub offset: f32,
+    /// What scale and offset are whole numbers of, where groups share units.
+    pub units: [f32; 2],
 }
 
 /// A quantized matrix.
@@ -189,10 +214,8 @@ pub struct Level {
 pub struct Quantized {
     /// Biased codes, row-major.
     pub codes: Vec<u8>,
-    /// Scales (rows, groups).
-    pub scales: Vec<f32>,
-    /// Zero points (rows, groups).
-    pub zeros: Vec<u8>,
+    /// Scales, zero points and offsets (rows, groups).
+    pub levels: Vec<Level>,
 }
 
 impl Quantized {
@@ -201,8 +224,22 @@ impl Quantized {
         let n_levels = dims::product("scales", rows, grid.n_groups(dim))?;
         Ok(Self {
             codes: zeros("codes", dims::product("codes", rows, dim)?)?,
-            scales: zeros("scales", n_levels)?,
-            zeros: zeros("zero points", n_levels)?,
+            levels: collected("scales", (0..n_levels).map(|_| Level::default()))?,
         })
+    }
+
+    /// Scales (rows, groups).
+    pub fn scales(&self) -> Result<Vec<f32>> {
+        collected("scales", self.levels.iter().map(|level| level.scale))
+    }
+
+    /// Zero points (rows, groups).
+    pub fn zeros(&self) -> Result<Vec<u8>> {
+        collected("zero points", self.levels.iter().map(|level| level.zero))
+    }
+
+    /// Offsets (rows, groups).
+    pub fn offsets(&self) -> Result<Vec<f32>> {
+        collected("offsets", self.levels.iter().map(|level| level.offset))
     }
 }

@@ -21,26 +21,25 @@ pub fn rtn(w: Weight<'_>, grid: &Grid, execution: &Execution<'_>) -> Result<Quan
     execution.pool()?.install(|| {
         out.codes
             .par_chunks_mut(BATCH * dim)
-            .zip(out.scales.par_chunks_mut(BATCH * n_groups).zip(out.zeros.par_chunks_mut(BATCH * n_groups)))
+            .zip(out.levels.par_chunks_mut(BATCH * n_groups))
             .enumerate()
-            .try_for_each(|(b, (codes, (scales, zeros)))| {
+            .try_for_each(|(b, (codes, levels))| {
                 execution.check()?;
                 let batch = w.slice(b * BATCH, codes.len() / dim);
-                let levels = Levels::fitted(batch, b * BATCH, grid, &even, Isa::best())?;
-                levels.store(scales, zeros);
-                round_rows(batch, grid, (scales, zeros), codes);
+                Levels::fitted(batch, b * BATCH, grid, &even, Isa::best())?.store(levels);
+                round_rows(batch, grid, levels, codes);
                 Ok(())
             })
     })?;
     Ok(out)
 }
 
-fn round_rows(w: Weight<'_>, grid: &Grid, (scales, zeros): (&[f32], &[u8]), codes: &mut [u8]) {
+fn round_rows(w: Weight<'_>, grid: &Grid, levels: &[Level], codes: &mut [u8]) {
     let dim = w.dim();
     let (group, n_groups, rounding) = (grid.group(dim), grid.n_groups(dim), grid.rounding());
     for (r, (row, codes)) in w.values().chunks_exact(dim).zip(codes.chunks_exact_mut(dim)).enumerate() {
         for (g, (values, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
-            let level = Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] };
+            let level = &levels[r * n_groups + g];
             by_steps!(&rounding, |steps| round_row(Isa::best(), values, level, steps, codes));
         }
     }
@@ -50,13 +49,13 @@ fn round_rows(w: Weight<'_>, grid: &Grid, (scales, zeros): (&[f32], &[u8]), code
 const WHOLE: f64 = 4_503_599_627_370_496.0;
 
 per_isa! {
-    fn round_row<S: Steps>(values: &[f32], level: Level, steps: S, codes: &mut [u8]) = round_body;
+    fn round_row<S: Steps>(values: &[f32], level: &Level, steps: S, codes: &mut [u8]) = round_body;
 }
 
 #[inline(always)]
-fn round_body<S: Steps>(values: &[f32], level: Level, steps: S, codes: &mut [u8]) {
-    let (scale, zero) = (f64::from(level.scale), f64::from(level.zero));
+fn round_body<S: Steps>(values: &[f32], level: &Level, steps: S, codes: &mut [u8]) {
+    let (scale, zero, offset) = (f64::from(level.scale), f64::from(level.zero), f64::from(level.offset));
     for (code, &v) in codes.iter_mut().zip(values) {
-        *code = (steps.code(f64::from(v) / scale, zero) + WHOLE).to_bits() as u8;
+        *code = (steps.code((f64::from(v) - offset) / scale, zero) + WHOLE).to_bits() as u8;
     }
 }

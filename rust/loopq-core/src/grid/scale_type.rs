@@ -1,5 +1,6 @@
 //! Number types of stored scales.
 
+use crate::grid::Units;
 use crate::{Error, Result};
 
 /// How scales are stored. They are rounded to it before any code is computed.
@@ -18,6 +19,8 @@ pub enum ScaleType {
     },
     /// A power of two.
     E8m0,
+    /// Whole numbers of units that groups share.
+    Units(Units),
     /// One of these, kept to fewer significant bits, so that `code * scale` needs no rounding in a short type.
     Short {
         /// How they are stored.
@@ -59,7 +62,7 @@ impl ScaleType {
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "float32",
-            Self::F16 => "float16",
+            Self::F16 | Self::Units(_) => "float16",
             Self::Bf16 => "bfloat16",
             Self::E4m3 { .. } => "float8_e4m3fn",
             Self::E8m0 => "float8_e8m0fnu",
@@ -70,7 +73,7 @@ impl ScaleType {
     /// The smallest number that it holds in full precision.
     pub(crate) fn least(self) -> f32 {
         match self {
-            Self::F16 => (-14.0_f64).exp2() as f32,
+            Self::F16 | Self::Units(_) => (-14.0_f64).exp2() as f32,
             Self::F32 | Self::Bf16 => f32::MIN_POSITIVE,
             Self::Short { stored, .. } => stored.least(),
             Self::E4m3 { .. } | Self::E8m0 => self.some(),
@@ -91,7 +94,7 @@ impl ScaleType {
         let single = scale as f32;
         match self {
             Self::F32 => single,
-            Self::F16 => half::f16::from_f32(single).to_f32(),
+            Self::F16 | Self::Units(_) => half::f16::from_f32(single).to_f32(),
             Self::Bf16 => half::bf16::from_f32(single).to_f32(),
             Self::E4m3 { exponent } => e4m3(f64::from(single), exponent),
             Self::E8m0 => e8m0(f64::from(single)),

@@ -5,14 +5,15 @@
 //! power of 2.4 put to 2. Rows lie side by side, one *lane* each, so that a step of the search is a few vector instructions
 //! for all of them.
 
-use crate::grid::{by_steps, Grid, Level, Search, Steps, Values};
+use crate::grid::{by_steps, fit_units, Grid, Level, Search, Steps, Values};
 use crate::simd::{per_isa, Isa, Real};
 use crate::Error;
 
 /// Scales tried by [`Search::Mse`].
 const SHRINK_STEPS: usize = 70;
 
-/// Fits one level per lane to `lines`, columns of `lanes` values each, whose errors count by `weights`.
+/// Fits one level per lane and group to `lines`, columns of `lanes` values each, whose errors count by `weights`: columns of
+/// one group, or of those that share units. Lanes of a group lie together.
 ///
 /// Scales that the stored type cannot hold are left out; a lane whose values are too large for all is an error, with that
 /// lane.
@@ -23,6 +24,9 @@ pub(crate) fn fit<T: Real>(
     lanes: usize,
     weights: &[f64],
 ) -> std::result::Result<Vec<Level>, (usize, Error)> {
+    if let Some(units) = grid.units() {
+        return fit_units(isa, (grid, units), lines, lanes, weights);
+    }
     let (mut low, mut high) = (vec![0.0; lanes], vec![0.0; lanes]);
     for line in lines.chunks_exact(lanes) {
         widen(isa, line, &mut low, &mut high);
@@ -64,6 +68,7 @@ fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Resul
         return Ok(Level {
             scale: if without_zero { grid.scale_type.least() } else { grid.scale_type.some() },
             zero: if grid.symmetric { grid.middle() } else { 0 },
+            ..Level::default()
         });
     }
     Err((lane, Error::ScaleRange { row: 0, group: 0, value, dtype: grid.scale_type.name() }))
@@ -72,7 +77,7 @@ fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Resul
 impl Grid {
     /// The scale at which nothing between `low <= 0` and `high >= 0` is clipped. Without signs it is the published one,
     /// which leaves the lowest code unused; by half the range it clips up to half a step.
-    fn widest(&self, low: f64, high: f64) -> f64 {
+    pub(super) fn widest(&self, low: f64, high: f64) -> f64 {
         if !self.symmetric {
             return (high - low) / f64::from(self.top());
         }
@@ -107,7 +112,7 @@ impl Grid {
         } else {
             (-low * shrink / f64::from(scale)).round_ties_even().clamp(0.0, f64::from(self.top())) as u8
         };
-        Some(Level { scale: scale * sign, zero })
+        Some(Level { scale: scale * sign, zero, ..Level::default() })
     }
 }
 

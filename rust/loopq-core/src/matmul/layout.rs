@@ -37,7 +37,7 @@ impl ScaleFormat {
     /// The format of scales of that type.
     fn of(scales: ScaleType) -> Self {
         match scales {
-            ScaleType::F32 => Self::F32,
+            ScaleType::F32 | ScaleType::Units(_) => Self::F32,
             // Numbers of 8 bits, times a power of two, are numbers of bfloat16.
             ScaleType::Bf16 | ScaleType::E4m3 { .. } | ScaleType::E8m0 => Self::Bf16,
             ScaleType::F16 => Self::F16,
@@ -167,6 +167,9 @@ impl Layout {
     /// The layout of a weight of `outputs` x `inputs`.
     pub fn new(outputs: usize, inputs: usize, grid: Grid) -> Result<Self> {
         grid.check()?;
+        if grid.units().is_some() {
+            return Err(Error::setting("the grid", "scales that share units", "scales of their own"));
+        }
         if outputs == 0 || inputs == 0 {
             return Err(Error::shape(
                 "a packed weight",

@@ -1,0 +1,331 @@
+"""Types of GGUF whose groups share units, or whose values have an offset. Layout: docs/formats/gguf.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.errors import CheckpointError, ConfigError
+from loopq.layers.grid import Arrays, Grid, ScaleSearch
+from loopq.layers.grids import GRIDS, LEVELS
+from loopq.layers.grids.integer import Integer
+from loopq.layers.grids.planes import Bytes, Half, Plane, Sixes
+from loopq.layers.grids.table import PARTS, UNEVEN, Table
+from loopq.layers.reader import TensorReader
+from loopq.storage.files import RawTensor
+from loopq.storage.schema import Allowed, checked
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One type: codes, groups and what of them lies where in a block.
+
+    Parameters
+    ----------
+    bits, group_size, size : int
+        Bits of a code, weights of a group and of a block.
+    scales : (int, int)
+        Least and largest number of units of a scale.
+    offsets : int
+        Largest number of units of an offset; 0: values have none, and codes are signed.
+    parts : tuple
+        What follows in a block, and how: the units of "scale" and "offset", or "less", an offset's with the other sign;
+        "codes"; "numbers", of units of scales and then of offsets.
+    raised : int
+        What numbers of units of scales are less than in the file.
+    table : bool
+        Codes stand for the levels of IQ4_NL.
+    """
+
+    bits: int
+    group_size: int
+    size: int
+    scales: tuple[int, int]
+    offsets: int
+    parts: tuple[tuple[str, Any], ...]
+    raised: int = 0
+    table: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block."""
+        return self.size // self.group_size
+
+    @property
+    def unit(self) -> int:
+        """What the file's unit of scales is a part of."""
+        return PARTS if self.table else 1
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of a block."""
+        return sum(plane.size(self.count(what)) for what, plane in self.parts)
+
+    def count(self, what: str) -> int:
+        """How many codes or numbers a block has."""
+        return self.size if what == "codes" else self.groups * (1 + (self.offsets > 0))
+
+
+def _codes(*planes: Plane) -> tuple[tuple[str, Plane], ...]:
+    return tuple(("codes", plane) for plane in planes)
+
+
+_D, _M, _LESS, _SIXES = ("scale", Half()), ("offset", Half()), ("less", Half()), ("numbers", Sixes())
+_LOW, _LOW_K, _LOW_2, _HIGH = Plane(0, 4, 32), Plane(0, 4, 64), Plane(0, 2, 128), Plane(4, 1, 8)
+_ONE, _SIX, _SIGNED = (1, 1), (0, 63), (-32, 31)
+KINDS = {
+    "q4_1": Kind(4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
+    "q5_0": Kind(5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
+    "q5_1": Kind(5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
+    "q2_k": Kind(2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
+    "q3_k": Kind(
+        3, 16, 256, _SIGNED, 0,
+        (*_codes(Plane(2, 1, 256), _LOW_2), ("numbers", Plane(0, 4, 16)), ("numbers", Plane(4, 2, 16)), _D), -32,
+    ),
+    "q4_k": Kind(4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
+    "q5_k": Kind(5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
+    "q6_k": Kind(
+        6, 16, 256, (-128, 127), 0, (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
+    ),
+    "iq4_xs": Kind(
+        4, 32, 256, _SIGNED, 0, (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
+    ),
+}  # fmt: skip
+_Name = Annotated[str, Allowed(", ".join(KINDS), KINDS.__contains__)]
+
+
+@GRIDS.register("gguf")
+@dataclass(frozen=True)
+class Blocks(Grid):
+    """Codes times the scale of their group, and an offset added: each a whole number of a unit of the block.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the type in lower case.
+    """
+
+    kind: str
+
+    name: ClassVar[str] = "gguf"
+    portable: ClassVar[bool] = False
+    own_scales: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
+    zeros_dtype: ClassVar[type[np.generic]] = np.float32
+
+    def __post_init__(self) -> None:
+        known = self.facts
+        if (self.bits, self.group_size, self.scale_dtype) != (known.bits, known.group_size, "float16"):
+            raise ConfigError(
+                f"{self.label} has {known.bits} bits, groups of {known.group_size} and scales in float16; got "
+                f"{self.bits} bits, groups of {self.group_size} and {self.scale_dtype}"
+            )
+
+    @classmethod
+    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
+        """Codes of a type of GGUF."""
+        return set(more) == {"gguf"} and (
+            more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0)
+        )
+
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The type."""
+        return {"kind": checked(_Name, more["gguf"], "gguf", ConfigError)}
+
+    def more(self) -> dict[str, Any]:
+        """The type."""
+        return {"gguf": self.kind}
+
+    @property
+    def facts(self) -> Kind:
+        """What the type is."""
+        return KINDS[self.kind]
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]  # of a type, not of the class
+        """Whether values have no offset."""
+        return self.facts.offsets == 0
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return self.kind.upper()
+
+    @property
+    def gguf(self) -> str:
+        """Name of the type."""
+        return self.label
+
+    @property
+    def gguf_width(self) -> int:
+        """Weights of a group."""
+        return self.group_size
+
+    @property
+    def panels(self) -> bool:
+        """Whether scales alone say what codes stand for, in bits that the processor's layout has."""
+        return self.symmetric and self.bits <= 4
+
+    @property
+    def levels(self) -> NDArray[np.float32] | None:
+        """Those of IQ4_NL, where they are not even."""
+        return Table(4, 32, "float16", UNEVEN[4]).levels if self.facts.table else None
+
+    def check_columns(self, columns: int) -> None:
+        """Rows are whole blocks."""
+        if columns % self.facts.size:
+            raise ConfigError(
+                f"{self.label} has blocks of {self.facts.size} weights, and {columns} columns are no whole number of "
+                "them; take another type for these layers, such as --layer 'PATTERN=>levels=q5_0', or --exclude them"
+            )
+
+    def core(
+        self,
+        *,
+        scale_search: ScaleSearch = "max",
+        signed: bool = False,
+        scale_bits: int | None = None,
+        scale_dtype: str | None = None,
+    ) -> native.Grid:
+        """As of `Grid`; with a type for the scales, that of products, for which scales are of their own."""
+        if scale_bits is not None:
+            raise ConfigError(f"{self.label} has scales of its own: leave --scale-bits away")
+        if scale_dtype is not None:
+            return native.Grid(
+                bits=self.bits,
+                group_size=self.group_size,
+                scale_dtype=scale_dtype,
+                signed=True,
+                **self._table(),
+            )
+        return super().core()
+
+    def _native(self) -> dict[str, Any]:
+        known = self.facts
+        return {"units": (known.groups, known.scales, known.offsets, known.unit), **self._table()}
+
+    def _table(self) -> dict[str, Any]:
+        return {"levels": list(UNEVEN[4])} if self.facts.table else {}
+
+    def _check_zeros(self, zeros: NDArray[Any] | None, expected: tuple[int, ...]) -> None:
+        if self.symmetric:
+            super()._check_zeros(zeros, (expected[0], expected[1]))
+        elif zeros is None or zeros.shape != expected or zeros.dtype != np.float32:
+            got = "missing" if zeros is None else f"{zeros.dtype} of shape {zeros.shape}"
+            raise ConfigError(f"offsets are {got}; expected float32 {expected}, in the place of zero points")
+
+    def n_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of `tensors` without the shape."""
+        return rows * columns // self.facts.size * self.facts.n_bytes
+
+    def gguf_data(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
+    ) -> Bytes:
+        """Return the blocks (out, bytes)."""
+        known, (rows, columns) = self.facts, codes.shape
+        self.check_columns(columns)
+        unit, numbers = _counted(scales.reshape(-1, known.groups), known.scales, known.unit)
+        found: dict[str, NDArray[Any]] = {
+            "codes": (codes + np.array(self.offset, codes.dtype)).astype(np.uint8).reshape(-1, known.size),
+            "scale": unit / np.float32(known.unit),
+        }
+        numbers -= known.raised
+        if zeros is not None:
+            limits = int(known.groups == 1), known.offsets
+            found["offset"], more = _counted(zeros.reshape(-1, known.groups), limits)
+            found["less"], numbers = -found["offset"], np.hstack([numbers, more])
+        found["numbers"] = numbers.astype(np.int8).view(np.uint8)
+        return np.hstack([plane.pack(found[what]) for what, plane in known.parts]).reshape(rows, -1)
+
+    def from_gguf(self, data: Bytes) -> Arrays:
+        """Codes, scales and offsets of blocks (out, bytes)."""
+        known, rows = self.facts, len(data)
+        flat, at = data.reshape(-1, known.n_bytes), 0
+        found: dict[str, NDArray[Any]] = {}
+        for what, plane in known.parts:
+            size = plane.size(known.count(what))
+            piece, at = plane.unpack(np.ascontiguousarray(flat[:, at : at + size])), at + size
+            found[what] = found[what] | piece if what in found else piece
+        codes = (found["codes"].astype(np.int16) - self.offset).astype(self.dtype).reshape(rows, -1)
+        one = np.ones((len(flat), 1), np.int8)
+        numbers = found["numbers"].view(np.int8) if known.groups > 1 else np.hstack([one - known.raised, one])
+        counts = numbers[:, : known.groups] + np.int8(known.raised)
+        scales = (found["scale"] * np.float32(known.unit) * counts).reshape(rows, -1)
+        zeros = None
+        if known.offsets:
+            unit = found["offset"] if "offset" in found else -found["less"]
+            zeros = (unit * numbers[:, known.groups :]).reshape(rows, -1)
+        return codes, scales, zeros
+
+    def tensors(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
+    ) -> dict[str, RawTensor]:
+        """Return the blocks of GGUF, and the shape."""
+        return {
+            "weight_packed": RawTensor.of(self.gguf_data(codes, scales, zeros)),
+            "weight_shape": RawTensor.of(np.array(codes.shape, dtype=np.int64)),
+        }
+
+    def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
+        """Read what `tensors` gave."""
+        name = f"{module}.weight_packed"
+        if columns % self.facts.size:
+            raise CheckpointError(f"{reader.where}: tensor {name!r}: {columns} columns in {self.label}")
+        with np.errstate(invalid="ignore"):  # said below
+            found = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
+        if not all(np.isfinite(numbers).all() for numbers in found[1:] if numbers is not None):
+            raise CheckpointError(
+                f"{reader.where}: tensor {name!r} holds a scale or an offset that is not finite"
+            )
+        return found
+
+
+def _counted(
+    values: NDArray[np.float32], limits: tuple[int, int], parts: int = 1
+) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+    """Units (n,), of which float16 holds a part, and the whole numbers of them (n, groups) that values are.
+
+    Raises
+    ------
+    CheckpointError
+        Values are none.
+    """
+    top = values[np.arange(len(values)), np.abs(values).argmax(1)]
+    unit, left = np.zeros_like(top), np.flatnonzero(top)
+    for count in sorted((n for n in range(limits[0], limits[1] + 1) if n), key=abs, reverse=True):
+        tried = top[left] / np.float32(count)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            numbers = np.rint(values[left] / tried[:, None])
+            good = (tried / parts).astype(np.float16) == tried / parts
+        good &= (numbers * tried[:, None] == values[left]).all(1)
+        good &= (numbers >= min(limits[0], 0)).all(1) & (numbers <= limits[1]).all(1)
+        unit[left[good]], left = tried[good], left[~good]
+    if left.size:
+        raise CheckpointError(
+            f"scales or offsets of a block are no whole numbers of a float16: {values[left[0]]}"
+        )
+    numbers = np.rint(values / np.where(unit == 0, 1, unit)[:, None]).astype(np.int16)
+    return unit, numbers
+
+
+def _blocks(kind: str, bits: int, group_size: int, scale_dtype: str) -> Grid:
+    """Return the grid of a type, whose bits and groups are its own."""
+    return Blocks(KINDS[kind].bits, KINDS[kind].group_size, scale_dtype, kind)
+
+
+def _simple(make: Callable[[], Grid], bits: int, group_size: int, scale_dtype: str) -> Grid:
+    return make()
+
+
+for _kind in KINDS:
+    LEVELS.register(_kind)(partial(_blocks, _kind))
+for _kind, _bits, _size in (("q2_0", 2, 64), ("q4_0", 4, 32), ("q8_0", 8, 32)):
+    LEVELS.register(_kind)(partial(_simple, partial(Integer, _bits, _size, "float16")))
+LEVELS.register("iq4_nl")(partial(_simple, partial(Table, 4, 32, "float16", UNEVEN[4])))

@@ -333,7 +333,7 @@ def test_the_measures_of_the_house():
     # A name under which nothing lies would keep every count.
     assert {module.folder for module in counts.modules()} >= set(counts.TRUNK)
     assert found["lines of the package without paper/"] > 20_000
-    assert found["lines of the package without paper/"] <= 38_000
+    assert found["lines of the package without paper/"] <= 41_000
     assert found["lines of paper/"] <= 6_600
     mirrored = found["% of modules with a test at the mirrored path"]
     assert mirrored >= 90, counts.without_mirrored_test()

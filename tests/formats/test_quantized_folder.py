@@ -185,7 +185,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"bits": 5}, r"bits: 5; allowed: 2, 3, 4, 8"),
+        ({"bits": 5}, r"bits must be one of \(2, 3, 4, 8\); got 5"),
         ({"bits": True}, "bits: True; allowed: a whole number"),
         ({"bits": 4.0}, r"bits: 4\.0; allowed: a whole number"),
         ({"scale_dtype": "int8"}, "scale_dtype must be one of float32, float16, bfloat16; got 'int8'"),

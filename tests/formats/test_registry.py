@@ -112,7 +112,7 @@ def test_write_takes_a_name(tiny_folder, tmp_path, form):
     [
         ({"bits": 3}, "INT3: llama"),
         ({"symmetric": False}, "INT4, asymmetric: llama"),
-        ({"group_size": 16}, "groups of 16: a GGUF block is 32 weights"),
+        ({"group_size": 16}, "groups of 16: a block of Q4_0 is 32 weights"),
         ({"scale_dtype": "float32"}, "GGUF stores scales in float16"),
         ({"rotation": "hadamard:16"}, "for a transformed input"),
         ({"method": "trellis", "bits": 2, "group_size": -1}, "on a trellis"),

@@ -179,6 +179,8 @@ def begin(argv: list[str], log: Path, before: Callable[[], object] = lambda: Non
     try:
         for number in (1, 2):
             os.dup2(write, number)
+        # Under pytest they would write where it collects output.
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         import loopq.storage.journal
         from loopq.cli import main
 

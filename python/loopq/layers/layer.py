@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import ALL_BITS, Grid
+from loopq.layers.grid import ALL_BITS, BITS, Grid
 from loopq.layers.grids import grid_of
 from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import Transform, from_description
@@ -19,7 +19,8 @@ from loopq.storage.files import ITEM_SIZE, RawTensor, float_to_raw
 from loopq.storage.schema import Allowed, Count, Name, Object, Positive, checked, shown
 from loopq.storage.weights import as_stored, stored_shape
 
-Bits = Annotated[int, Allowed(", ".join(map(str, ALL_BITS)), ALL_BITS.__contains__)]
+Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
+AnyBits = Annotated[int, Allowed(", ".join(map(str, ALL_BITS)), ALL_BITS.__contains__)]
 GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or 0 < n < 1 << 31)]
 
 
@@ -28,7 +29,7 @@ class LayerSettings:
     """What an index says of a layer; `QuantizedLayer` describes the fields."""
 
     name: Name
-    bits: Bits
+    bits: AnyBits
     group_size: GroupSize
     symmetric: bool
     scale_dtype: str

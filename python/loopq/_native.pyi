@@ -292,8 +292,8 @@ class Grid:
 
     Parameters
     ----------
-    bits : {2, 3, 4, 8}
-        Bits per code.
+    bits : {2, 3, 4, 5, 6, 8}
+        Bits per code; 5 and 6 with `units` alone.
     group_size : int
         Columns per scale; -1 for one scale per row. A ragged last group has its own scale.
     symmetric : bool
@@ -315,6 +315,10 @@ class Grid:
     levels : list of int, optional
         What codes stand for from the lowest on, in sixteenths of the scale (docs/formats/levels.md): ascending, from
         -127 to 127, symmetric codes.
+    units : tuple, optional
+        Scales and offsets as whole numbers of units in half precision (docs/formats/gguf.md): groups that share units,
+        least and largest number of a scale, largest number of an offset (0: values have none), and what the stored unit
+        of scales is divided by. `scale_dtype` is not read then.
 
     Raises
     ------
@@ -335,6 +339,7 @@ class Grid:
         scale_search: Literal["max", "half-range", "mse"] = "max",
         trellis: tuple[int, int] | None = None,
         levels: list[int] | None = None,
+        units: tuple[int, tuple[int, int], int, int] | None = None,
     ) -> Grid: ...
 
 def fit_levels(

@@ -40,17 +40,43 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=str(ROOT / ".cache" / "smollm2" / "looped"))
+    add_common(parser, n_calibration=16)
     parser.add_argument("--preset", action="append", choices=ROWS, help="only these (default: all)")
     parser.add_argument("--layer", action="append", type=int, help="only these layers (default: 12 to 17)")
     parser.add_argument("--grid", default="3:64", help="BITS:GROUP (default %(default)s)")
-    parser.add_argument("--n-calibration", type=int, default=16)
+    return parsed(parser)
+
+
+def add_common(parser: argparse.ArgumentParser, n_calibration: int) -> None:
+    """Add what every bench of this model asks for."""
+    parser.add_argument("--model", default=str(ROOT / ".cache" / "smollm2" / "looped"))
+    parser.add_argument("--n-calibration", type=int, default=n_calibration)
     parser.add_argument("--n-evaluation", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--out", type=Path, default=RECORD)
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, for one thread.
+
+    Raises
+    ------
+    ConfigError
+        There is no such model.
+    """
     args = parser.parse_args()
+    if not Path(args.model).is_dir():
+        raise ConfigError(f"{args.model}: no such folder; run `python -m benches.zoo.smollm2 fetch`")
     args.data, args.threads = Path(os.environ.get("LOOPQ_DATA", "../shared/data")), 1
     return args
+
+
+def written(out: Path, name: str, text: str) -> None:
+    """Write a record in the place of older ones."""
+    path = out / f"{name}-{datetime.date.today()}.md"
+    path.write_text(text, "utf-8")
+    for older in set(out.glob(f"{name}-*.md")) - {path}:
+        older.unlink()
 
 
 class Costs(Bench):
@@ -115,8 +141,6 @@ def page(args: argparse.Namespace, n_matrices: int, rows: dict[str, dict[str, An
 def main() -> None:
     args = parse()
     bits, group = map(int, args.grid.split(":"))
-    if not Path(args.model).is_dir():
-        raise ConfigError(f"{args.model}: no such folder; run `python -m benches.zoo.smollm2 fetch`")
     if not python_of("llmcompressor").is_file():
         raise ConfigError(
             f"{python_of('llmcompressor')}: missing; run `make .cache/venv-llmcompressor/stamp`"
@@ -131,9 +155,7 @@ def main() -> None:
         rows[name] = bench.run(ROWS[name], bits, group)
         print(name, rows[name], flush=True)
     text = page(args, len(bench.source.plan(QuantConfig()).tasks), rows)
-    for older in args.out.glob("cost-*.md"):
-        older.unlink()
-    (args.out / f"cost-{datetime.date.today()}.md").write_text(text, "utf-8")
+    written(args.out, "cost", text)
     print(text)
 
 

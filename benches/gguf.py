@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benches.cost import Costs
+from benches.cost import Costs, add_common, parsed, written
 from benches.quality.peers_table import processor
-from benches.quality.run import RECORD, ROOT
+from loopq.errors import ConfigError
 from loopq.paper.models import Sizes
 from loopq.run.config import QuantConfig
 from loopq.run.solving import solve_from
@@ -39,7 +38,10 @@ class Engine:
     """ggml's quantizers."""
 
     def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path)
+        try:
+            self.library = ctypes.CDLL(path)
+        except OSError as cause:
+            raise ConfigError(f"{path}: no library with ggml's quantizers: {cause}") from cause
 
     def weight(
         self, kind: str, w: NDArray[np.float32], importance: NDArray[Any] | None
@@ -76,19 +78,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=str(ROOT / ".cache" / "smollm2" / "looped"))
+    add_common(parser, n_calibration=64)
     parser.add_argument("--engine", required=True, help="library with ggml's quantizers")
     parser.add_argument("--type", action="append", choices=TYPES, help="only these (default: all)")
     parser.add_argument("--layer", action="append", type=int, help="(default: 13 and 14)")
     parser.add_argument(
         "--metric", choices=("loop", "inputs"), default="loop", help="of loopq's own (default: loop)"
     )
-    parser.add_argument("--n-calibration", type=int, default=64)
-    parser.add_argument("--n-evaluation", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=RECORD)
-    args = parser.parse_args()
-    args.data, args.threads = Path(os.environ.get("LOOPQ_DATA", "../shared/data")), 1
+    args = parsed(parser)
     args.layer = args.layer or [13, 14]
     return args
 
@@ -128,8 +125,6 @@ def main() -> None:
         if t.input_group
     }
     rows: dict[str, dict[str, Any]] = {}
-    for older in args.out.glob("gguf-*.md"):
-        older.unlink()
     for kind in args.type or TYPES:
         weights = {
             "plain": {n: engine.weight(kind, w, None) for n, w in dense.items()},
@@ -143,7 +138,7 @@ def main() -> None:
         rows[kind] = dict(zip(weights, found, strict=True))
         print(kind, {name: row["kl"] for name, row in rows[kind].items()}, flush=True)
         # What is done is written: an interrupted run leaves a table.
-        (args.out / f"gguf-{datetime.date.today()}.md").write_text(page(args, rows), "utf-8")
+        written(args.out, "gguf", page(args, rows))
     print(page(args, rows))
 
 

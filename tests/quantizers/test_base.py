@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import loopq._native as native
+from loopq.errors import OutOfMemoryError
 from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig
 from tests.support.kills import counting
@@ -27,3 +28,15 @@ def test_queries_keys_and_values_share_one_factor(method, monkeypatch):
     together = layers(lambda: shared)
     assert len(made) == 1
     assert all(a.same_as(b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+def test_every_method_names_the_layer_that_memory_ran_out_in(method, monkeypatch):
+    def fails(self, problem):
+        raise MemoryError("Unable to allocate 4.00 MiB")
+
+    config = LayerConfig.of(method=method, group_size=4)
+    monkeypatch.setattr(type(config.method), "quantize", fails)
+    problem = Problem("a.weight", np.ones((2, 4), np.float32), np.eye(4), config.grid)
+    with pytest.raises(OutOfMemoryError, match=r"^layer a\.weight: no memory: Unable"):
+        config.quantize(problem)

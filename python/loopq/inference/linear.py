@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,11 +92,16 @@ LAYOUTS: dict[str, Backend] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "l
 
 def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
     for name, found in LAYOUTS.items():
-        # The int4 kernel takes activations of 16 bits.
-        if name == "lq-w4" and device == "cuda" and dtype == torch.float32:
+        if device not in found.devices or not found.fits(held):
             continue
-        if device in found.devices and found.fits(held):
-            return name
+        if name == "lq-w4" and device == "cuda" and dtype == torch.float32:
+            warnings.warn(
+                "the int4 kernel takes activations of 16 bits: layers of a float32 model are dequantized at each call; "
+                "move it as bfloat16 for the kernel",
+                stacklevel=2,
+            )
+            continue
+        return name
     raise ConfigError(
         f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it "
         "with quantized=False"

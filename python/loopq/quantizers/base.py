@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.errors import SolveError
+from loopq.errors import SolveError, naming
 from loopq.layers.grid import SCALE_DTYPES, Grid, ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.damping import Damping
@@ -242,7 +242,8 @@ class Method(Chosen):
         found = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
         layers = []
         for p in problems:
-            layer = found[id(p)] if id(p) in found else self.quantize(p)
+            with naming(p.name):
+                layer = found[id(p)] if id(p) in found else self.quantize(p)
             if has_twins(p.device):
                 layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in found else "cpu")
             layers.append(layer)

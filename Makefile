@@ -195,7 +195,7 @@ fmt-check: setup
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check python tests benches tools docs
+	$(BIN)/ruff check --no-cache python tests benches tools docs
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

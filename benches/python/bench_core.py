@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import factored, write
 
 from loopq import _native
-from record import factored, write
 
 GRID = _native.Grid(bits=4, group_size=128)
 

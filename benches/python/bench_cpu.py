@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import write
 
 from benches.kernels.shapes import Projection, shapes_of
 from loopq import _native
@@ -31,7 +32,6 @@ from loopq.inference.linear import QuantLinear
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
-from record import write
 
 GROUP = 128
 # Relative error in the l2 norm that a way may show against float64 on the stored codes.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from record import write
 
 HERE = Path(__file__).resolve().parent

@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from record import write
 
 from loopq.inference.generate import Decoder, Generation
 from loopq.inference.linear import QuantEmbedding, QuantLinear
@@ -40,7 +41,6 @@ from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
 from loopq.systems import find_system
 from loopq.systems.base import Batch, LoopedSystem
-from record import write
 
 #: Shapes of looped models, of classes of transformers.
 SHAPES: dict[str, dict[str, Any]] = {

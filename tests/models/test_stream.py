@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,12 @@ def _held(model: nn.Module) -> int:
     return sum(storages.values())
 
 
+def _is_mapped(array: Any) -> bool:
+    while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
+        array = array.base
+    return isinstance(array, np.memmap)
+
+
 @pytest.mark.parametrize("kind", [dory, inkling])
 def test_bytes_are_those_of_a_run_in_memory(kind: Any, tmp_path: Path) -> None:
     kind().save_pretrained(tmp_path / "model")
@@ -33,7 +40,8 @@ def test_bytes_are_those_of_a_run_in_memory(kind: Any, tmp_path: Path) -> None:
     for layer in streamed.model.model.layers:
         layer.register_forward_hook(lambda *_: most.append(_held(streamed.model)))
     settings = {"group_size": 16, "metric": "inputs", "descent": 2, "memory": 1 << 20}
-    loopq.quantize(streamed, tokens(), out=tmp_path / "streamed", **settings)
+    result = loopq.quantize(streamed, tokens(), out=tmp_path / "streamed", **settings)
+    assert all(_is_mapped(layer.codes) for layer in result.layers.values())
     assert max(most) < 0.6 * size
     loopq.quantize(tmp_path / "model", tokens(), out=tmp_path / "whole", **settings)
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())

@@ -40,7 +40,7 @@ def inkling_config(**changes: Any) -> Any:
                 "rel_extent": 16, "n_layers_per_attn_res_block": 2, "moe_intermediate_size": 16,
                 "n_routed_experts": 4, "num_experts_per_tok": 2, "loop_layer_index_start": 2,
                 "loop_layer_index_end": 4, "loop_num_passes": 3, "loop_gate_rank": 8}  # fmt: skip
-    found: Any = transformers.Inkling2LoopTextConfig(**SIZES, **settings, **changes)
+    found: Any = transformers.Inkling2LoopTextConfig(**{**SIZES, **settings, **changes})
     return found
 
 

@@ -45,6 +45,12 @@ def test_any_number_of_passes(tmp_path: Path) -> None:
         assert {p.invocations for p in shared if p.role == "expert"} == {1, passes}
 
 
+def test_a_loop_with_full_attention_forgets_nothing(tmp_path: Path) -> None:
+    inkling(num_hidden_layers=8, loop_layer_index_end=6).save_pretrained(tmp_path)
+    report = check_model(load_model(tmp_path))
+    assert report.ok, report.lines()
+
+
 def test_bfloat16_leaves_float32_gates_and_codes_multiply(tmp_path: Path) -> None:
     inkling().to(torch.bfloat16).save_pretrained(tmp_path / "half")
     loaded = load_model(tmp_path / "half", dtype="bfloat16")

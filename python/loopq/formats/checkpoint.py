@@ -33,7 +33,7 @@ class Checkpoint:
 
     Parameters
     ----------
-    layers : dict of str to QuantizedLayer
+    layers : mapping of str to QuantizedLayer
         By parameter name, in order of first invocation.
     dense : dict of str to RawTensor
         Every other tensor of the model, once.
@@ -45,7 +45,7 @@ class Checkpoint:
         Config and tokenizer files.
     """
 
-    layers: dict[str, QuantizedLayer]
+    layers: Mapping[str, QuantizedLayer]
     dense: dict[str, RawTensor]
     ties: dict[str, str]
     settings: dict[str, Any]

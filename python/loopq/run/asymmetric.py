@@ -79,8 +79,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
             solved = {name: layer for name, layer in saved.items() if layer is not None}
             if len(solved) < len(group):
                 solved = _Group(source, inputs, sweep).solve(group, done)
-                for layer in solved.values():
-                    save_layer(journal, layer, part)
+                solved = {name: save_layer(journal, layer, part) for name, layer in solved.items()}
             done.update(solved)
             progress.advance(len(group))
     progress.stop()

@@ -36,7 +36,7 @@ class Forecast:
     most : int
         Bytes of Hessians and solves in one pass.
     codes : int
-        Bytes of codes and scales, a byte for each code, as they are held until they are written.
+        Bytes of disk that codes take until they are written, a byte for each.
     output : int
         Bytes of the checkpoint.
     limit : int
@@ -68,7 +68,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Bytes in memory at most."""
-        return self.held + max(self.most, self.codes)
+        return self.held + self.most
 
     def lines(self) -> list[str]:
         """Return the forecast as lines to print."""
@@ -79,7 +79,8 @@ class Forecast:
             f"weights: {size(self.weights)} ({self.weights:,} bytes), {how}: {size(self.held)} at once",
             f"Hessians: {size(self.sums)} of all inputs, {size(self.most)} at once with the largest solve, in "
             f"{self.n_passes} passes over {self.n_tokens:,} tokens",
-            f"codes until they are written: {size(self.codes)}; checkpoint: {size(self.output)}",
+            f"disk: checkpoint {size(self.output)}, and until it is written {size(self.codes)} for codes and "
+            f"{size(self.output)} for solved layers",
             f"memory: {size(self.peak)} ({self.peak:,} bytes) of {size(self.limit)}{fits}",
             f"time: {duration(sum(self.seconds.values()))} ({sum(self.seconds.values()):.0f} seconds: {parts})",
         ]
@@ -150,13 +151,12 @@ def _numbers(p: SharedParameter) -> int:
 
 
 def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
-    """Bytes of codes and scales in memory, and of the checkpoint, whose other tensors have 16 bits."""
+    """Bytes of codes, and of the checkpoint, whose other tensors have 16 bits."""
     p = [(t.parameter, t.config.grid.grid()) for t in tasks]
     scales = sum(grid.n_groups(q.in_features) * q.out_features for q, grid in p)
     packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
-    return sum(_numbers(q) for q, _ in p) + 4 * scales, max(
-        0, weights - 2 * sum(_numbers(q) for q, _ in p)
-    ) + packed + 2 * scales
+    codes = sum(_numbers(q) for q, _ in p)
+    return codes, max(0, weights - 2 * codes) + packed + 2 * scales
 
 
 def _seconds(

@@ -99,6 +99,8 @@ class Inkling(LoopedSystem):
                 left[f"{self._layers}.{name}"] = "declared float32, and stays so"
             elif module.endswith(_SMALL) and parameter.ndim == 2:
                 left[f"{self._layers}.{name}"] = "a few outputs for each head"
+            elif name.endswith("attention_input.query"):
+                left[f"{self._layers}.{name}"] = "queries for the states of earlier blocks, a few vectors"
             elif name.endswith("relative_position_bias.proj"):
                 left[f"{self._layers}.{name}"] = (
                     "a bank of position profiles, used without a call of its module"

@@ -8,6 +8,7 @@ average and Y Y^T is A'^-1, (g Om)(g Om)^T is g H'^-1 g^T on average and (g^T Y)
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import zlib
 from abc import ABC, abstractmethod
@@ -129,6 +130,12 @@ class Side(ABC):
     def __init__(self) -> None:
         self._products: dict[str, Kept] = {}
 
+    def twin(self) -> Side:
+        """Return another that adds to the same sums, for a prompt whose gradient is taken at the same time."""
+        other = copy.copy(self)
+        other._products = {}
+        return other
+
     @abstractmethod
     def begin(self, prompt: int, draw: int) -> None:
         """Choose the thin matrices of a prompt (draw 0, before its rollout) and of a draw."""
@@ -212,6 +219,12 @@ class Outputs(Side):
         self._prompt = 0
         self._last: dict[int, tuple[InputKey, Tensor, Tensor]] = {}
 
+    def twin(self) -> Outputs:
+        """As of `Side`."""
+        other: Any = super().twin()
+        other._last = {}
+        return other  # type: ignore[no-any-return]  # mypy knows no type of a copy
+
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`; all draws of a prompt have one Om, so that X_t Om is taken once."""
         self._prompt = prompt
@@ -267,6 +280,12 @@ class Both(Outputs):
         self._number = 0
         self._thin: dict[str, Tensor] = {}
         self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
+
+    def twin(self) -> Both:
+        """As of `Side`; what is drawn for a layer is drawn once."""
+        other: Any = super().twin()
+        other._thin = {}
+        return other  # type: ignore[no-any-return]
 
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`."""
@@ -375,10 +394,11 @@ class Taps:
                 f"layer {p.name}: its module returns something else than one row of {p.out_features} for each of "
                 f"{rows.shape[0]} input rows: use metric 'inputs' there"
             )
-        kept = self.side.keep(task, rows)
+        side = self.side
+        kept = side.keep(task, rows)
 
         def take(kept: Kept, gradient: Tensor) -> None:
-            self.side.take(p.name, kept, gradient.reshape(-1, p.out_features))
+            side.take(p.name, kept, gradient.reshape(-1, p.out_features))
 
         # What is a view, or begins the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out

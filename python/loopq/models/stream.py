@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
@@ -22,12 +22,13 @@ class Stream(Mapping[str, RawTensor]):
     """Weights of a model's layers, read when a layer is visited and forgotten after it.
 
     As a mapping it gives every tensor of the model under its name in the files, one layer in memory at a time.
+    `before_visit` is called before each visit of a layer.
 
     Parameters
     ----------
     model : nn.Module
         Of a class of transformers, with parameters that take no memory. Afterwards its experts are modules, what
-        belongs to no layer is in memory, and a parameter of a layer has its values only while the layer runs.
+        belongs to no layer is in memory, and parameters of a layer have their values until another is visited.
     tensors : mapping of str to RawTensor
         Mapped tensors of its files.
 
@@ -58,8 +59,12 @@ class Stream(Mapping[str, RawTensor]):
             _put(model, name, tensor)
         model.tie_weights()
         find_names(model, tensors)
+        # By themselves: an adapter may run a model whose list has only some of them for a while.
+        self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
+        self._there = ""
+        self.before_visit: Callable[[], None] = lambda: None
         set_source(model, self)
 
     def move(self, device: str) -> None:
@@ -93,10 +98,8 @@ class Stream(Mapping[str, RawTensor]):
                 module, _, last = name.rpartition(".")
                 empty = nn.Parameter(_empty(tensor, self._device), requires_grad=False)
                 self._model.get_submodule(module)._parameters[last] = empty
-        for prefix in self._blocks:
-            block = self._model.get_submodule(prefix.rstrip("."))
-            block.register_forward_pre_hook(lambda *_, prefix=prefix: self._enter(prefix))
-            block.register_forward_hook(lambda *_, prefix=prefix: self._leave(prefix), always_call=True)
+        for prefix, block in self._members.items():
+            block.forward = functools.partial(self._visit, prefix, block.forward)
         return places | dict.fromkeys(self._stored(""), "")
 
     def _stored(self, prefix: str) -> dict[str, RawTensor]:
@@ -114,28 +117,41 @@ class Stream(Mapping[str, RawTensor]):
             for name, tensor in found.items()
         }
 
+    def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; a backward pass visits it again, so that the inputs of a visit are all that it keeps."""
+        import torch  # lazy: loopq imports without torch
+        from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.before_visit()
+            self._enter(prefix)
+            return forward(*args, **kwargs)
+
+        return (
+            checkpoint(run, *args, use_reentrant=False, **kwargs)
+            if torch.is_grad_enabled()
+            else run(*args, **kwargs)
+        )
+
     def _enter(self, prefix: str) -> None:
+        """Read a layer, in the place of the one that was read last."""
+        if prefix == self._there:
+            return
+        if self._there:
+            for parameter in self._members[self._there].parameters():
+                parameter.data = _empty(parameter, self._device)
+        self._there = ""
         for name, tensor in self._read(self._blocks[prefix]).items():
-            _fill(self._model, name, tensor)
-
-    def _leave(self, prefix: str) -> None:
-        for parameter in self._model.get_submodule(prefix.rstrip(".")).parameters():
-            parameter.data = _empty(parameter, self._device)
-
-    @contextlib.contextmanager
-    def _inside(self, prefix: str) -> Iterator[None]:
-        self._enter(prefix)
-        try:
-            yield
-        finally:
-            self._leave(prefix)
+            _fill(self._members[prefix], name.removeprefix(prefix), tensor)
+        self._there = prefix
 
     def __getitem__(self, name: str) -> RawTensor:
         prefix = self._places[name]
         if prefix != self._last[0] or not self._last[1]:
             self._last = ("", {})
-            with self._inside(prefix) if prefix else contextlib.nullcontext():
-                self._last = (prefix, self._stored(prefix))
+            if prefix:
+                self._enter(prefix)
+            self._last = (prefix, self._stored(prefix))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
@@ -198,10 +214,10 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[last] = tensor
 
 
-def _fill(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
     """Give a parameter, a buffer, or the layers of a stack of experts their values for a while."""
     place, _, last = name.rpartition(".")
-    module = model.get_submodule(place)
+    module = layer.get_submodule(place)
     if isinstance(module, Experts):
         module.fill(last, tensor)
     elif last in module._parameters:

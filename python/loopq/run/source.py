@@ -192,15 +192,11 @@ class ModelSource(Source):
 
     def plan(self, config: QuantConfig) -> Plan:
         """As of `Source`."""
-        streamed = is_streamed(self.job.system.model)
-        config = config.with_metric("inputs") if streamed else config
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if streamed and (
-            any(t.gradients for t in plan.tasks) or config.inputs.runs_between or config.allocate
-        ):
+        if is_streamed(self.job.system.model) and (config.inputs.runs_between or config.allocate):
             raise ConfigError(
-                "the model's weights are read layer by layer: gradients (metric loop), inputs of a second rollout and "
-                "allocate need them in memory; take --metric inputs --inputs open, or a machine with more memory"
+                "the model's weights are read layer by layer: inputs of a second rollout and allocate need them in "
+                "memory; take --inputs open, or a machine with more memory"
             )
         return plan
 

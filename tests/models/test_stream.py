@@ -14,6 +14,7 @@ import loopq
 from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.storage.model_files import is_streamed
+from loopq.systems.base import Batch
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.kills import Kill, Killer
 from tests.support.vendors import dory, inkling, tokens
@@ -54,12 +55,26 @@ def test_bytes_are_those_of_a_run_in_memory(kind: Any, metric: str, tmp_path: Pa
         assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
+def test_other_weights_are_visited_too(tmp_path: Path) -> None:
+    dory().save_pretrained(tmp_path)
+    streamed, whole = load_model(tmp_path, memory=1), load_model(tmp_path)
+    settings = {"group_size": 16, "inputs": "asymmetric", "n_steps": 2, "descent": 2, "metric": "inputs"}
+    expected = loopq.quantize(whole, tokens(2), **settings)
+    found = loopq.quantize(streamed, tokens(2), **settings)
+    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
+    before, after = (loopq.evaluate(x, {"INT4": expected}, tokens(2)) for x in (whole, streamed))
+    assert after[1].kl.mean() > 0
+    assert np.array_equal(after[1].kl, before[1].kl)
+    assert float(streamed.system.rollout(Batch(torch.from_numpy(tokens(1)), (0,)), 3).sum()) == float(
+        whole.system.rollout(Batch(torch.from_numpy(tokens(1)), (0,)), 3).sum()
+    )
+
+
 def test_what_needs_all_weights_is_refused(tmp_path: Path) -> None:
     dory().save_pretrained(tmp_path)
     streamed = load_model(tmp_path, memory=1)
-    for settings in ({"inputs": "asymmetric"}, {"preset": "best"}):
-        with pytest.raises(ConfigError, match="layer by layer"):
-            loopq.quantize(streamed, tokens(2), group_size=16, **settings)
+    with pytest.raises(ConfigError, match="layer by layer"):
+        loopq.quantize(streamed, tokens(2), group_size=16, allocate=3.0)
     with torch.no_grad():
         expected = load_model(tmp_path).model(torch.from_numpy(tokens(1))).logits
         assert torch.equal(streamed.model(torch.from_numpy(tokens(1))).logits, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,17 @@ from loopq.errors import CheckpointError
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import raw, set_source, to_torch
 from loopq.storage.names import names_of
+from loopq.systems.base import setting
 from loopq.systems.experts import Experts, unfuse
 from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+
+#: No other values than those of the files.
+_OWN: Mapping[int, Any] = {}
 
 
 class Stream(Mapping[str, RawTensor]):
@@ -63,7 +69,8 @@ class Stream(Mapping[str, RawTensor]):
         self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
-        self._there = ""
+        self._there: tuple[str, Any] = ("", None)
+        self._others: Mapping[int, Callable[[], Tensor]] = _OWN
         self.before_visit: Callable[[], None] = lambda: None
         set_source(model, self)
 
@@ -133,24 +140,39 @@ class Stream(Mapping[str, RawTensor]):
             else run(*args, **kwargs)
         )
 
+    def visits(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has its values only while its layer is visited."""
+        return any(parameter is own for member in self._members.values() for own in member.parameters())
+
+    @contextlib.contextmanager
+    def others(self, values: Mapping[int, Callable[[], Tensor]]) -> Iterator[None]:
+        """Visit layers with other values of some parameters, by their id; what is read as a mapping stays as it is."""
+        with setting(self, _others=values):
+            yield
+
     def _enter(self, prefix: str) -> None:
         """Read a layer, in the place of the one that was read last."""
-        if prefix == self._there:
+        before, others = self._there
+        if prefix == before and others is self._others:
             return
-        if self._there:
-            for parameter in self._members[self._there].parameters():
+        if before:
+            for parameter in self._members[before].parameters():
                 parameter.data = _empty(parameter, self._device)
-        self._there = ""
+        self._there = ("", None)
         for name, tensor in self._read(self._blocks[prefix]).items():
             _fill(self._members[prefix], name.removeprefix(prefix), tensor)
-        self._there = prefix
+        for parameter in self._members[prefix].parameters() if self._others else ():
+            if id(parameter) in self._others:
+                parameter.data = self._others[id(parameter)]()
+        self._there = (prefix, self._others)
 
     def __getitem__(self, name: str) -> RawTensor:
         prefix = self._places[name]
         if prefix != self._last[0] or not self._last[1]:
             self._last = ("", {})
             if prefix:
-                self._enter(prefix)
+                with setting(self, _others=_OWN):
+                    self._enter(prefix)
             self._last = (prefix, self._stored(prefix))
         return self._last[1][name]
 

@@ -193,10 +193,10 @@ class ModelSource(Source):
     def plan(self, config: QuantConfig) -> Plan:
         """As of `Source`."""
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if is_streamed(self.job.system.model) and (config.inputs.runs_between or config.allocate):
+        if is_streamed(self.job.system.model) and config.allocate:
             raise ConfigError(
-                "the model's weights are read layer by layer: inputs of a second rollout and allocate need them in "
-                "memory; take --inputs open, or a machine with more memory"
+                "the model's weights are read layer by layer: allocate needs them in memory; give --bits and --layer, "
+                "or take a machine with more memory"
             )
         return plan
 

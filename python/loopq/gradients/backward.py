@@ -15,7 +15,6 @@ from loopq.calibrate.data import TokenSet
 from loopq.gradients.scores import draw_labels
 from loopq.gradients.turns import Turns
 from loopq.gradients.unroll import unroll
-from loopq.models.stream import Stream
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import source_of
 from loopq.systems.base import Batch, LoopedSystem, model_code, setting
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from loopq.gradients.sketch import Side, Taps
+    from loopq.models.stream import Stream
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Backward:
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
         """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
         from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
+        from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
         batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))
         stream = source_of(self.system.model)

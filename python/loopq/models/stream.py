@@ -33,10 +33,12 @@ class Stream(Mapping[str, RawTensor]):
     Parameters
     ----------
     model : nn.Module
-        Of a class of transformers, with parameters that take no memory. Afterwards its experts are modules, what
+        With parameters that take no memory. Afterwards its experts are modules, what
         belongs to no layer is in memory, and parameters of a layer have their values until another is visited.
     tensors : mapping of str to RawTensor
         Mapped tensors of its files.
+    renamed : bool
+        Whether they have the names, and the layout, of files; else those of the model.
 
     Raises
     ------
@@ -44,10 +46,11 @@ class Stream(Mapping[str, RawTensor]):
         The files lack a parameter.
     """
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor], *, renamed: bool = True) -> None:
         import torch  # lazy: loopq imports without torch
 
-        find_names(model, tensors)
+        if renamed:
+            find_names(model, tensors)
         self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
         self._shapes = _Shapes(model, dict(model.named_parameters()))
@@ -63,8 +66,10 @@ class Stream(Mapping[str, RawTensor]):
         unfuse(model)
         for name, tensor in self._read(rest).items():
             _put(model, name, tensor)
-        model.tie_weights()
-        find_names(model, tensors)
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()
+        if renamed:
+            find_names(model, tensors)
         # By themselves: an adapter may run a model whose list has only some of them for a while.
         self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
@@ -187,7 +192,7 @@ class _Shapes:
     """What conversions ask of a model: types of its parameters as they were with experts in stacks."""
 
     def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.config, self._parameters = model.config, parameters
+        self.config, self._parameters = getattr(model, "config", None), parameters
         self._buffers = dict(model.named_buffers())
 
     def get_parameter(self, name: str) -> nn.Parameter:

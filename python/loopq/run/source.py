@@ -311,6 +311,7 @@ class DumpSource(Source):
         return {
             "system": manifest.system,
             "n_steps": manifest.n_steps,
+            **({"depths": list(manifest.depths)} if manifest.depths else {}),
             "seed": manifest.seed,
             "calibration": manifest.calibration,
         }

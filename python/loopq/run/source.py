@@ -23,7 +23,7 @@ from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import passes
-from loopq.run.plan import Plan, steps_by_input
+from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
@@ -144,6 +144,9 @@ class ModelSource(Source):
             rounded=True,
             seed=execution.seed,
         )
+        if config.outside is not None:
+            # A table that files keep in another layout has the model's own name from here on.
+            outside(system, selection.parameters)
         if system.device.type != "cpu":
             # A device loads its kernels in the first rollout: another is timed, and its result waited for.
             began = time.monotonic()

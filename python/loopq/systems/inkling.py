@@ -92,8 +92,8 @@ class Inkling(LoopedSystem):
         return [*inner, *outputs, *found[at:]]
 
     def left_out(self) -> dict[str, str]:
-        """What is float32, chooses experts, has few outputs, or runs once."""
-        left = {"lm_head.weight": "runs once, after all layers, and is padded in the files"}
+        """What is float32, chooses experts, or has few outputs."""
+        left = {}
         for name, parameter in self.model.get_submodule(self._layers).named_parameters():
             module = name.rpartition(".")[0]
             if module.endswith((*_FLOAT32, "mlp.gate")):

@@ -52,7 +52,8 @@ def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tm
         collect()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, command, world):
     asked = f"collect {saved_model} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1 --out"
     assert command(*asked.split(), tmp_path / "one")[0] == 0

@@ -11,6 +11,7 @@ import pytest
 from loopq.cli import main, parser
 from loopq.commands import COMMANDS
 from tests.soak.runs import AT_END, at_event, begin, finish
+from tests.support.marks import slow_unless
 from tests.support.runs import TINY, digest
 
 
@@ -112,7 +113,7 @@ def test_an_output_that_cannot_be_is_one_line(
     assert [p.name for p in tmp_path.iterdir()] == ["loop"]
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("quantize", "solve"), WRITERS))
 def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized, tmp_path):
     argv = [str(a) for a in (*writer(name, saved_model, sums, quantized), "--out", tmp_path / "q")]
     log, count = tmp_path / "log", tmp_path / "count"

@@ -17,7 +17,7 @@ from ..soak.files import FINE, campaign, checkpoints
 from ..support.checkpoints import checkpoint, layer
 
 
-@pytest.mark.parametrize("n", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [60, pytest.param(1500, marks=pytest.mark.slow)])
 def test_campaign(n):
     counts = campaign([checkpoints], range(n))
     assert counts.failures == []

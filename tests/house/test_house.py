@@ -318,6 +318,7 @@ def test_a_format_is_one_file(tmp_path):
     assert found["refused"] == "madeup cannot hold INT8"
 
 
+@pytest.mark.slow
 def test_readme_example_runs():
     text = (ROOT / "README.md").read_text("utf-8")
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)

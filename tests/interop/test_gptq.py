@@ -11,6 +11,7 @@ import torch
 from loopq.formats.convert import read_any, write_as
 from tests.support.interop import models
 from tests.support.interop.environments import run
+from tests.support.marks import running, slow_unless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,8 @@ LIMITS = [
     (Case("loop", "gptq", 4), "no attribute 'dequantize_weight'"),
     (Case("zoo", "gptq", 4), "module tree"),
 ]
-ALL = [*CASES, *(case for case, _ in LIMITS)]
+#: One with each library.
+QUICK = (CASES[2], CASES[18])
 
 
 def build(case):
@@ -76,13 +78,14 @@ def build(case):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """Every case: layers, logits in float32 and in float16 of the dequantized model, the library's result."""
+def loaded(tmp_path_factory, request):
+    """Every case that is tested: layers, logits in float32 and in float16 of the dequantized model, the result."""
     base = tmp_path_factory.mktemp("gptq")
     ids = models.prompts()
     np.save(base / "ids.npy", ids.numpy())
     jobs, expected = [], {}
-    for case in ALL:
+    cases = [case for (case,) in running(request, "case")]
+    for case in cases:
         model, whole = build(case)
         write_as(base / case.name, whole, case.form, ragged=case.ragged)
         single = models.logits_of(models.put_in(model.float(), whole), ids)
@@ -100,11 +103,12 @@ def loaded(tmp_path_factory):
         )
     results = run("gptq", jobs, base)
     return {
-        c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")]) for c in ALL
+        c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")])
+        for c in cases
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", slow_unless(QUICK.__contains__, CASES), ids=lambda c: c.name)
 def test_logits_agree_to_float16(loaded, case):
     _, single, half, path, result = loaded[case.name]
     assert "error" not in result, result
@@ -119,7 +123,9 @@ def test_logits_agree_to_float16(loaded, case):
     ]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.tool == "gptqmodel"], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", slow_unless(QUICK.__contains__, [c for c in CASES if c.tool == "gptqmodel"]), ids=lambda c: c.name
+)
 def test_modules_dequantize_to_the_very_weights(loaded, case):
     whole, _, _, path, result = loaded[case.name]
     assert "error" not in result, result
@@ -131,6 +137,7 @@ def test_modules_dequantize_to_the_very_weights(loaded, case):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "word"), LIMITS, ids=[c.name for c, _ in LIMITS])
 def test_what_gptqmodel_cannot_load(loaded, case, word):
     assert word in loaded[case.name][-1]["error"]
@@ -171,6 +178,7 @@ def foreign(tmp_path_factory):
     return base, run("gptq", jobs, base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(WRITTEN)))
 def test_files_of_gptqmodel_are_read(foreign, number):
     base, results = foreign

@@ -11,7 +11,6 @@ import torch
 from loopq.formats.convert import read_any, write_as
 from tests.support.interop import models
 from tests.support.interop.environments import run
-from tests.support.marks import running, slow_unless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +51,7 @@ LIMITS = [
     (Case("loop", "gptq", 4), "no attribute 'dequantize_weight'"),
     (Case("zoo", "gptq", 4), "module tree"),
 ]
-#: One with each library.
-QUICK = (CASES[2], CASES[18])
+ALL = [*CASES, *(case for case, _ in LIMITS)]
 
 
 def build(case):
@@ -78,14 +76,13 @@ def build(case):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory, request):
-    """Every case that is tested: layers, logits in float32 and in float16 of the dequantized model, the result."""
+def loaded(tmp_path_factory):
+    """Every case: layers, logits in float32 and in float16 of the dequantized model, the library's result."""
     base = tmp_path_factory.mktemp("gptq")
     ids = models.prompts()
     np.save(base / "ids.npy", ids.numpy())
     jobs, expected = [], {}
-    cases = [case for (case,) in running(request, "case")]
-    for case in cases:
+    for case in ALL:
         model, whole = build(case)
         write_as(base / case.name, whole, case.form, ragged=case.ragged)
         single = models.logits_of(models.put_in(model.float(), whole), ids)
@@ -103,12 +100,12 @@ def loaded(tmp_path_factory, request):
         )
     results = run("gptq", jobs, base)
     return {
-        c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")])
-        for c in cases
+        c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")]) for c in ALL
     }
 
 
-@pytest.mark.parametrize("case", slow_unless(QUICK.__contains__, CASES), ids=lambda c: c.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_logits_agree_to_float16(loaded, case):
     _, single, half, path, result = loaded[case.name]
     assert "error" not in result, result
@@ -123,9 +120,8 @@ def test_logits_agree_to_float16(loaded, case):
     ]
 
 
-@pytest.mark.parametrize(
-    "case", slow_unless(QUICK.__contains__, [c for c in CASES if c.tool == "gptqmodel"]), ids=lambda c: c.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.tool == "gptqmodel"], ids=lambda c: c.name)
 def test_modules_dequantize_to_the_very_weights(loaded, case):
     whole, _, _, path, result = loaded[case.name]
     assert "error" not in result, result

@@ -22,7 +22,7 @@ def test_campaign(n):
     counts = campaign([checkpoints], range(n))
     assert counts.failures == []
     assert sum(counts.outcomes.values()) == n
-    assert counts.outcomes["refused"] > n * 850 // 1500
+    assert counts.outcomes["refused"] > n // 2
     assert set(counts.outcomes) <= set(FINE)
     assert n < 1500 or set(counts.outcomes) == set(FINE)
 

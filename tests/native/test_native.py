@@ -282,7 +282,7 @@ def test_eigenvalues_are_those_of_lapack() -> None:
 FRACTIONS = [0.5, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     dim=st.integers(1, 300), rank=st.integers(1, 300), decades=st.floats(0, 9), seed=st.integers(0, 999),
     kind=st.sampled_from(["smooth", "flat", "spike", "dead columns", "scaled columns"]),

@@ -143,7 +143,8 @@ mutation-core: setup ## Change the solver in Rust in N places, by lot, and list 
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 
-fuzz: ## The parsers of the core, by coverage: needs nightly Rust and cargo-fuzz
+fuzz: setup ## Every reader on changed files, then the parsers of the core by coverage (nightly Rust, cargo-fuzz)
+	$(PY) -m tests.soak files readers $(SOAK)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 || \
 		{ echo "make fuzz needs nightly Rust and cargo-fuzz: rustup toolchain install nightly; cargo install --locked cargo-fuzz"; \
 		exit 1; }

@@ -235,6 +235,18 @@ def test_the_tokenizer_of_another_file_is_copied(tmp_path, vocabulary):
     assert {n: found[n].contents() for n in names} == {n: source[n].contents() for n in names}
 
 
+def test_a_damaged_vocabulary_is_named_and_nothing_is_written(tmp_path, vocabulary):
+    write_as(tmp_path / "q", looped()[1], "native")
+    whole = vocabulary.read_bytes()
+    at = whole.index(b"<7>")
+    for damaged in (whole[: len(whole) // 2], whole[:at] + b"\x80" + whole[at + 1 :]):
+        vocabulary.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"vocabulary\.gguf: a GGUF file that is damaged") as found:
+            loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
+        assert "\n" not in str(found.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q", "vocabulary.gguf"]
+
+
 #: Log-probabilities of all tokens after each beginning of a prompt.
 LLAMA = """
 import json, sys, xllamacpp

@@ -24,7 +24,7 @@ from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import LoopqError
 from loopq.evaluate.items import TASKS, read_items
 from loopq.formats.convert import inspect_any, write_as
-from loopq.formats.gguf import _copy_tokenizer
+from loopq.formats.gguf import _tokenizer
 from loopq.models.load import encode_bytes, load_model
 
 from ..support.interop import models
@@ -85,10 +85,7 @@ def gguf_files(base: Path) -> dict[str, Read]:
         write()
     model, config = models.tiny_llama()
     write_as(base / "model.gguf", models.checkpoint_of(model, config, bits=4, group_size=32), "gguf")
-    return {
-        "vocabulary.gguf": lambda path: _copy_tokenizer(gguf.GGUFWriter(None, "llama"), path),
-        "model.gguf": inspect_any,
-    }
+    return {"vocabulary.gguf": _tokenizer, "model.gguf": inspect_any}
 
 
 def sources(base: Path) -> dict[str, Read]:

@@ -87,8 +87,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, given: list[str]) -> Any:
         # What is not there and what is empty are one to the commands: a page that was asked for would not be written.
-        if "" in given and action.option_strings and action.metavar in ("FILE", "DIR"):
-            raise argparse.ArgumentError(action, f"an empty name; give a {str(action.metavar).lower()}")
+        if "" in given and action.option_strings and action.metavar in ("FILE", "DIR", "DUMP"):
+            raise argparse.ArgumentError(action, "an empty name")
         return super()._get_values(action, given)
 
     def error(self, message: str) -> NoReturn:

@@ -17,6 +17,7 @@ from loopq.storage.model_files import is_streamed
 from loopq.systems.base import Batch
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.kills import Kill, Killer
+from tests.support.marks import slow_unless
 from tests.support.vendors import dory, inkling, tokens
 
 
@@ -33,7 +34,7 @@ def _is_mapped(array: Any) -> bool:
 
 
 @pytest.mark.parametrize("metric", ["inputs", "loop"])
-@pytest.mark.parametrize("kind", [dory, inkling])
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind is dory, [dory, inkling]))
 def test_bytes_are_those_of_a_run_in_memory(kind: Any, metric: str, tmp_path: Path) -> None:
     kind().save_pretrained(tmp_path / "model")
     size = (tmp_path / "model" / "model.safetensors").stat().st_size

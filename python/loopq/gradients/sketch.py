@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -127,13 +127,16 @@ class Sketch:
 class Side(ABC):
     """What is kept of a layer's input, and what is done when the gradient of its output arrives."""
 
+    #: Attributes that hold what is known of the gradient that is being taken.
+    _of_gradient: ClassVar[tuple[str, ...]] = ("_products", "_last", "_thin")
+
     def __init__(self) -> None:
         self._products: dict[str, Kept] = {}
 
     def twin(self) -> Side:
         """Return another that adds to the same sums, for a prompt whose gradient is taken at the same time."""
         other = copy.copy(self)
-        other._products = {}
+        vars(other).update({name: {} for name in self._of_gradient})
         return other
 
     @abstractmethod
@@ -219,12 +222,6 @@ class Outputs(Side):
         self._prompt = 0
         self._last: dict[int, tuple[InputKey, Tensor, Tensor]] = {}
 
-    def twin(self) -> Outputs:
-        """As of `Side`."""
-        other: Any = super().twin()
-        other._last = {}
-        return other  # type: ignore[no-any-return]  # mypy knows no type of a copy
-
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`; all draws of a prompt have one Om, so that X_t Om is taken once."""
         self._prompt = prompt
@@ -280,12 +277,6 @@ class Both(Outputs):
         self._number = 0
         self._thin: dict[str, Tensor] = {}
         self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
-
-    def twin(self) -> Both:
-        """As of `Side`; what is drawn for a layer is drawn once."""
-        other: Any = super().twin()
-        other._thin = {}
-        return other  # type: ignore[no-any-return]
 
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`."""

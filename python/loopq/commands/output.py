@@ -37,7 +37,7 @@ class _Report:
     metric: str | None = None
     n_zeroed_groups: int = 0
     n_subnormal_scales: int = 0
-    levels: str | None = None
+    grid: str | None = None
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -56,7 +56,7 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
             r.method_asked,
             r.method_done,
             *[r.metric or "inputs"] * has["metric"],
-            f"INT{r.bits}" if r.levels is None else f"{r.levels} {r.bits}",
+            r.grid or f"INT{r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
             _rows(r.n_rows, r.step_rows),
@@ -163,6 +163,20 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
     return render([head for head, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
 
 
+def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
+    """Return what llama.cpp's llama-perplexity prints of KL divergences, one line for each set of weights."""
+    rows = []
+    for s in summaries:
+        t = s["tokens"]
+        marks = [_divergence(v) for v in (t["quantiles"][50], *(t["quantiles"][i] for i in (90, 99, 100)))]
+        top = f"{100 * t['same_top']:.3f} ± {100 * t['same_top_error']:.3f} %"
+        kl = f"{t['kl']:.6f} ± {t['kl_error']:.6f}"
+        rows.append((s["name"], kl, *marks, top, f"{t['perplexity']:.4f}"))
+    return render(
+        ("weights", "mean KLD", "median", "90 %", "99 %", "maximum", "same top p", "perplexity"), rows
+    )
+
+
 def _divergence(value: float) -> str:
     """Five digits after the point, or three significant ones where that would show nothing."""
     return f"{value:.5f}" if value == 0.0 or value >= 5e-4 else f"{value:.2e}"
@@ -174,7 +188,7 @@ def _ends(interval: Sequence[float] | None) -> str | None:
 
 def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     reports = [
-        {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes}
+        {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes, "grid": x.grid.label}
         for x in checkpoint.layers.values()
     ]
     print(layer_table(reports))

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq
 from benches.quality.peers_table import processor
+from loopq.api import weights_of
 from loopq.calibrate.prompts import Take, evaluation_chunks
 from loopq.evaluate.compare import compare, spread
+from loopq.formats.convert import read_any
 from loopq.models.load import load_model
 from loopq.models.replace import placed, replaced
 
@@ -130,18 +131,17 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    loaded, checkpoint = load_model(args.model, dtype="float32"), loopq.api.read_any(args.checkpoint)
+    loaded, checkpoint = load_model(args.model, dtype="float32"), read_any(args.checkpoint)
     tokens = evaluation_chunks(loaded, args.text, Take(seq_len=512, n_prompts=args.n_prompts))
     ids = np.stack(tokens.sequences)
     targets = ids[:, tokens.scored_from + 1 :].ravel()
-    weights = loopq.api.weights_of(checkpoint)
+    weights = weights_of(checkpoint)
     ours = compare(loaded.system, {"Q": weights}, tokens)[1].summary()["tokens"]
     dense = of_loopq(loaded, {}, ids)
+    theirs = [of_engine(args.llama, path, ids, dense.shape[1]) for path in (args.base, args.gguf)]
     rows = {
         "loopq's logits, the tool's arithmetic": as_the_tool(dense, of_loopq(loaded, weights, ids), targets),
-        "llama.cpp's logits, the tool's arithmetic": as_the_tool(
-            *(of_engine(args.llama, path, ids, dense.shape[1]) for path in (args.base, args.gguf)), targets
-        ),
+        "llama.cpp's logits, the tool's arithmetic": as_the_tool(theirs[0], theirs[1], targets),
         "`loopq evaluate --llama-cpp-style`": ours,
     }
     lines = [

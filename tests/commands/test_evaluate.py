@@ -192,3 +192,21 @@ def test_chunks_are_cut_from_a_text_alone(saved_model, quantized, tmp_path, comm
     assert (code, "chunks are cut from a text, and this has prompts" in err) == (2, True)
     code, _, err = command(*asked, "--seq-len", 3)
     assert (code, "--seq-len 3: half of a chunk is context" in err) == (2, True)
+
+
+def test_several_depths_are_one_table_and_one_picture(saved_model, quantized, tmp_path, command):
+    page = tmp_path / "depths.html"
+    asked = ("evaluate", saved_model, quantized, *FEW, "--n-steps", "1,3")
+    code, text, _ = command(*asked, "--html", page)
+    assert code == 0
+    assert text.count("perplexity") == 1
+    rows = json.loads(command(*asked, "--json")[1])
+    assert [(r["n_steps"], r["name"]) for r in rows[::2]] == [(1, "full precision"), (3, "full precision")]
+    for depth, row in zip((1, 3), rows[1::2], strict=True):
+        (alone,) = json.loads(command(*asked[:-1], depth, "--json")[1])[1:]
+        assert row["kl"] == alone["kl"]
+        assert row["tokens_per_second"] > 0
+        assert re.search(rf"^ *{depth} +{re.escape(str(quantized))} +{row['kl']:.5f}", text, re.MULTILINE)
+    shown = page.read_text()
+    assert shown.count("<svg") == 1
+    assert f"{rows[3]['kl']:.5f}" in shown

@@ -210,10 +210,12 @@ def compare(
         name: np.concatenate(each[name], axis=1).reshape(3, len(seeds), -1) if chunks else None
         for name in names
     }
-    return [
-        Measurement(name, *scores[name], width, system.output, by_token=kept[name])  # type: ignore[misc]
-        for name in names
-    ]
+    found = []
+    for name in names:
+        kl, agreement, nll, answered = scores[name]
+        of_name = Measurement(name, kl, agreement, nll, answered, width, system.output, by_token=kept[name])
+        found.append(of_name)
+    return found
 
 
 def _outputs(system: LoopedSystem, variants: Iterable[Weights], batch: Batch, depth: int) -> Iterator[Tensor]:

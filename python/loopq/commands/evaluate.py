@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.api import evaluate
+from loopq.api import evaluate, open_any
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
@@ -34,14 +34,16 @@ from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
-from loopq.inference.generate import decode
+from loopq.inference.generate import decode, speed
 from loopq.models.load import LoadedModel
+from loopq.report.depths import write_depths
 from loopq.report.page import write_page
 from loopq.report.tasks import task_table
 from loopq.terminal.progress import Line
 
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
+  loopq evaluate MODEL Q --n-steps 1,2,4           one table, with tokens per second at each depth
   loopq evaluate MODEL Q --tasks arc_easy,lambada --task-data DATA --limit 200
   loopq evaluate Q1 Q2 --tasks hellaswag --task-data DATA       the second against the first"""
 
@@ -122,9 +124,9 @@ def run(args: argparse.Namespace) -> int:
         else evaluation_tokens(loaded, args.text, take(args))
     )
     checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
-    *others, args = each_depth(args)
-    tables = [measure(one, loaded, checkpoints, tokens, args.n_seeds) for one in (*others, args)]
-    summaries, said = tables[-1]
+    if isinstance(args.n_steps, tuple):
+        return _run_depths(args, loaded, checkpoints, tokens)
+    summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
     if args.html:
         write_page(
             args.html,
@@ -132,15 +134,8 @@ def run(args: argparse.Namespace) -> int:
             **known(args, loaded, checkpoints, tokens),
         )
     if args.json:
-        told = (
-            [s | {"n_steps": said["n_steps"]} for found, said in tables for s in found]
-            if others
-            else summaries
-        )
-        print(json.dumps(told, indent=1))
+        print(json.dumps(summaries, indent=1))
     else:
-        for found, about in tables[:-1]:
-            print_measured(found, about)
         print_measured(summaries, said)
         print(f"page: {args.html}\n" if args.html else "", end="")
     return 0
@@ -163,10 +158,38 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.tasks and args.task_data is None:
         raise ConfigError("--tasks: their files are needed as well: --task-data DIR")
-    if isinstance(args.n_steps, tuple) and (args.tasks or args.html):
-        raise ConfigError("--n-steps: --tasks and --html are about one depth; give one")
+    if isinstance(args.n_steps, tuple) and args.tasks:
+        raise ConfigError("--n-steps: --tasks are about one depth; give one")
     if not args.tasks and not args.checkpoints:
         raise ConfigError("name a checkpoint to compare with the model: DIR; or --tasks")
+
+
+def _run_depths(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    checkpoints: Mapping[str, Checkpoint],
+    tokens: TokenSet,
+) -> int:
+    """Measure at several depths, with the speed of generation; print one table."""
+    rows: list[dict[str, Any]] = []
+    for one in each_depth(args):
+        summaries, said = measure(one, loaded, checkpoints, tokens, args.n_seeds)
+        rows += [summary | {"n_steps": one.n_steps} for summary in summaries]
+    prompt = tokens.sequences[0].tolist()
+    for name in (rows[0]["name"], *checkpoints):
+        # Codes stay packed, as `loopq run` has them.
+        model = open_any(name, quantized=True) if name in checkpoints else loaded
+        for row in (row for row in rows if row["name"] == name):
+            row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
+    if args.html:
+        write_depths(args.html, str(args.model or args.python), rows, said)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    print_measured(rows, said | {"n_steps": ", ".join(map(str, args.n_steps))})
+    print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
+    print(f"page: {args.html}\n" if args.html else "", end="")
+    return 0
 
 
 def _run_tasks(args: argparse.Namespace) -> int:

@@ -199,11 +199,30 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
     add_settings(parser, QuantConfig, without=hidden)
+    if model:
+        group_of(parser, group_title(leaves(QuantConfig)["fit"])).add_argument(
+            "--bits-per-weight",
+            dest="fit",
+            type=_bits_per_weight,
+            default=argparse.SUPPRESS,
+            metavar="X",
+            help="as --fit X: bits for each weight of the model, all tensors of the file included",
+        )
     add_layers(parser, include=model)
 
 
+def _bits_per_weight(text: str) -> float:
+    """Read a number, which no unit follows."""
+    try:
+        value: float = parse_text(float, text)
+        check("", value, float, {"at_least": 0.1, "at_most": 32.0})
+    except (ValueError, ConfigError) as cause:
+        raise argparse.ArgumentTypeError(str(cause).strip()) from cause
+    return value
+
+
 #: What `solve` has no options for: it has no model to run.
-_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "allocate")
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit")
 _METRIC = ("metric", "passes")
 _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
 

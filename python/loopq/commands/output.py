@@ -142,6 +142,7 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Return the table of an evaluation: one line for each set of weights; intervals where the summaries have them."""
     hidden = summaries[0]["output"] == "hidden"
     columns: list[tuple[str, list[str | None]]] = [
+        *([("steps", [str(s["n_steps"]) for s in summaries])] if "n_steps" in summaries[0] else []),
         ("weights", [s["name"] for s in summaries]),
         ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]
@@ -158,6 +159,9 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
             ("perplexity", [f"{s['perplexity']:.4f}" for s in summaries]),
             ("bits/byte", [None if b is None else f"{b:.4f}" for b in per_byte]),
         ]
+    if "tokens_per_second" in summaries[0]:
+        speeds = [s["tokens_per_second"] for s in summaries]
+        columns.append(("tokens/s", [None if v is None else f"{v:.1f}" for v in speeds]))
     if any("n_bytes" in s for s in summaries):
         columns.append(("bytes", [size(s["n_bytes"]) if "n_bytes" in s else None for s in summaries]))
     return render([head for head, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
@@ -214,10 +218,29 @@ def extras(settings: dict[str, Any]) -> list[str]:
     if "allocation" in settings:
         a = settings["allocation"]
         lines.append(
-            f"bits: {a['bits_a_weight']:.3f} a weight, {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}; "
-            f"score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
+            f"fit: {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}, {a['bits_a_weight']:.3f} bits for "
+            f"each weight of the model; score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
         )
+        lines.append(_choices(a))
     return lines
+
+
+def _choices(allocation: dict[str, Any]) -> str:
+    """A line for each set of layers that were given one grid, the costliest first."""
+    total = allocation["predicted_cost"] or 1.0
+    rows = []
+    for c in sorted(allocation["chosen"], key=lambda c: -c["cost"]):
+        first, more = c["layers"][0], len(c["layers"]) - 1
+        name = first + (f" and {more} more" if more else "")
+        if "outside" in c:
+            grid = "as it was" if c["outside"] is None else f"{c['outside']} bits"
+            name = f"outside the loop: {name}"
+        else:
+            grid = f"{c['bits']} bits, {c['levels']} levels, groups of {c['group_size']}"
+        rows.append(
+            (name, grid, size(c["n_bytes"]), _divergence(c["cost"]), f"{100 * c['cost'] / total:.1f} %")
+        )
+    return render(("layers", "chosen", "bytes", "predicted KL", "share"), rows)
 
 
 def _dumped_rows(parameter: Any, rows: dict[int, int] | None) -> str | int | None:

@@ -53,7 +53,7 @@ _EXAMPLES = """examples:
   loopq quantize MODEL --out DIR                   INT4, groups of 128
   loopq quantize MODEL --out DIR --preset best     more accurate, slower
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
-  loopq quantize MODEL --out DIR --allocate 3.25   bits by layer under a budget
+  loopq quantize MODEL --out DIR --fit 12GB        grids that fit a size
 `loopq evaluate MODEL DIR` says how far the result is from the original;
 docs/quantizers.md has measured comparisons"""
 
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"page: {args.html}")
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
-    if config.layer == plain and config.allocate is None:
+    if config.layer == plain and config.fit is None:
         print(_HINT, file=sys.stderr)
     return 0
 

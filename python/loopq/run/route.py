@@ -33,7 +33,7 @@ def prepare(source: Source, config: QuantConfig) -> Plan:
 def carry_out(plan: Plan, source: Source) -> Checkpoint:
     """Choose bits where a budget is given, solve all layers, and put them and the rest of the model together."""
     facts = {}
-    asked = plan.config.allocate
+    asked = plan.config.fit
     if asked is not None and isinstance(source, ModelSource):
         config, facts["allocation"] = allocate(plan, source, asked)
         plan = source.plan(config)

@@ -195,12 +195,10 @@ class ModelSource(Source):
         streamed = is_streamed(self.job.system.model)
         config = config.with_metric("inputs") if streamed else config
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if streamed and (
-            any(t.gradients for t in plan.tasks) or config.inputs.runs_between or config.allocate
-        ):
+        if streamed and (any(t.gradients for t in plan.tasks) or config.inputs.runs_between or config.fit):
             raise ConfigError(
                 "the model's weights are read layer by layer: gradients (metric loop), inputs of a second rollout and "
-                "allocate need them in memory; take --metric inputs --inputs open, or a machine with more memory"
+                "fit need them in memory; take --metric inputs --inputs open, or a machine with more memory"
             )
         return plan
 
@@ -402,5 +400,5 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
     refuse_outside(config, f"{who} cannot", instead)
-    if config.allocate is not None:
-        raise ConfigError(f"allocate runs the model, which {who} cannot: {instead}")
+    if config.fit is not None:
+        raise ConfigError(f"fit runs the model, which {who} cannot: {instead}")

@@ -175,8 +175,8 @@ def beyond():
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4, "levels": ("even",)}
     return {
-        "allocate-ablation": {**G, "fit": Fit(7349, **few)},
-        "allocate-fisher": {**G, "fit": Fit(8449, score="fisher", **few)},
+        "allocate-ablation": {**G, "fit": Fit(7111, **few)},
+        "allocate-fisher": {**G, "fit": Fit(8211, score="fisher", **few)},
     }
 
 

@@ -89,7 +89,7 @@ def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens)
 @pytest.mark.parametrize("score", ["ablation", "fisher"])
 def test_layers_of_one_input_get_one_grid(score):
     """Engines put q, k and v into one matrix; what an override fixes is fixed all the same."""
-    asked = Fit(7449, score, bits=(2, 3, 4, 8), group_sizes=(8, 24), n_prompts=2, levels=("even",))
+    asked = Fit(7211, score, bits=(2, 3, 4, 8), group_sizes=(8, 24), n_prompts=2, levels=("even",))
     take = {"method": "gptq", "fit": asked, "rank_threshold": None, "threads": 1}
 
     def grids(**settings):

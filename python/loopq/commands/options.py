@@ -207,7 +207,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
             default=argparse.SUPPRESS,
             metavar="X",
             help="as --fit X: bits for each weight of the model, all tensors of the file included",
-        )
+        ).rare = True
     add_layers(parser, include=model)
 
 

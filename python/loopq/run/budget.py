@@ -41,7 +41,7 @@ class Fit(Settings):
         Levels that a layer may be given: even, uneven.
     """
 
-    budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET", common=True)
+    budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
     score: Literal["ablation", "fisher"] = setting("ablation")
     bits: tuple[int, ...] = setting(BITS)
     group_sizes: tuple[int, ...] = setting((32, 64, 128))

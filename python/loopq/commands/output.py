@@ -141,8 +141,9 @@ def spans(steps: Sequence[int]) -> str:
 def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Return the table of an evaluation: one line for each set of weights; intervals where the summaries have them."""
     hidden = summaries[0]["output"] == "hidden"
+    depths: list[str | None] = [str(s["n_steps"]) for s in summaries if "n_steps" in s]
     columns: list[tuple[str, list[str | None]]] = [
-        *([("steps", [str(s["n_steps"]) for s in summaries])] if "n_steps" in summaries[0] else []),
+        *[("steps", depths)] * bool(depths),
         ("weights", [s["name"] for s in summaries]),
         ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]

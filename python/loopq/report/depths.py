@@ -65,7 +65,7 @@ def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture
                     line(axes, index, depths, values, weights)
             whole_numbers(axes.xaxis)
             label(axes, "loops [number]", name if "[" in name else f"{name} [number]")
-        panels[-1].legend()
+        (panels[-1] if panels[-1].lines else panels[0]).legend()
     return Picture(
         "depths", "By the number of loops", "Left: lower is better; others: higher is better.", figure
     )

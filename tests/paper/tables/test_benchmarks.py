@@ -6,6 +6,8 @@ import json
 import lzma
 from pathlib import Path
 
+import pytest
+
 from loopq.paper import run
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN
@@ -15,6 +17,7 @@ from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_on_the_same_items(tmp_path: Path) -> None:
     for place, lines in {
         "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,

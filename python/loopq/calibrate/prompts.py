@@ -165,26 +165,15 @@ def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None =
 
 
 def evaluation_chunks(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
-    """Read a held-out text in chunks, as llama.cpp's llama-perplexity does.
+    """Read a held-out text in chunks of 512 tokens, as llama.cpp's llama-perplexity does; as `evaluation_tokens`.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The model.
-    prompts : path or None
-        A text; None takes the one that ships with loopq.
-    take : Take, optional
-        Tokens of a chunk, 512 when absent, and chunks to take, all when absent.
+    The text begins with the tokenizer's special tokens. They also replace the first tokens of every chunk. The first
+    half of a chunk is context and is not scored.
 
     Raises
     ------
     ConfigError
         These are prompts, not a text.
-
-    Notes
-    -----
-    The text begins with the tokenizer's special tokens. They also replace the first tokens of every chunk. The first
-    half of a chunk is context and is not scored.
     """
     take = take or Take(seq_len=CHUNK)
     if take.seq_len < 4:

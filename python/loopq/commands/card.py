@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks
+from loopq.calibrate.prompts import CHUNK, evaluation_chunks
 from loopq.commands import COMMANDS, Command
 from loopq.commands.evaluate import measure
-from loopq.commands.options import add_execution, add_source, add_text, given, load
+from loopq.commands.options import add_execution, add_source, add_text, load, take
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
 from loopq.report.card import check_card, write_card
@@ -36,26 +36,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"model card: {write_card(Path(args.folder), None, None, (), {})}")
         return 0
     loaded = load(args)
-    tokens = evaluation_chunks(loaded, args.text, Take(seq_len=CHUNK).changed(**given(args, Take)))
+    tokens = evaluation_chunks(loaded, args.text, take(args, CHUNK))
     summaries, said = measure(args, loaded, {args.folder: read_any(args.folder)}, tokens)
-    for path in write_cards(args, loaded, [args.folder], summaries, said):
-        print(f"model card: {path}")
+    print(f"model card: {card_of(args, loaded, args.folder, summaries, said)}")
     return 0
 
 
-def write_cards(
+def card_of(
     args: argparse.Namespace,
     loaded: LoadedModel,
-    folders: Sequence[str],
-    summaries: Sequence[dict[str, Any]],
+    folder: str,
+    summaries: Sequence[Any],
     said: Mapping[str, Any],
-) -> list[Path]:
-    """Write a model card into each checkpoint's folder."""
-    name = str(args.model or args.python)
-    return [
-        write_card(Path(folder), name, loaded.folder, [summaries[0], {**summary, "name": "quantized"}], said)
-        for folder, summary in zip(folders, summaries[1:], strict=True)
-    ]
+) -> Path:
+    """Write the model card of a checkpoint that was measured; return its place."""
+    measured = [summaries[0], {**summaries[1], "name": "quantized"}]
+    return write_card(Path(folder), str(args.model or args.python), loaded.folder, measured, said)
 
 
 COMMANDS.register("card")(Command("write a checkpoint's model card", add, run, 14, epilog=_EXAMPLES))

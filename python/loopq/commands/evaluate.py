@@ -20,7 +20,6 @@ from loopq.commands.options import (
     check_place,
     each_depth,
     execution,
-    given,
     group_of,
     load,
     load_any,
@@ -118,11 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         check_place(args.html)
     loaded = load(args)
-    tokens = (
-        evaluation_chunks(loaded, args.text, Take(seq_len=CHUNK).changed(**given(args, Take)))
-        if args.llama_cpp_style
-        else evaluation_tokens(loaded, args.text, take(args))
-    )
+    read = evaluation_chunks if args.llama_cpp_style else evaluation_tokens
+    tokens = read(loaded, args.text, take(args, CHUNK if args.llama_cpp_style else Take().seq_len))
     checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
     if isinstance(args.n_steps, tuple):
         return _run_depths(args, loaded, checkpoints, tokens)

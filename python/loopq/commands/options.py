@@ -200,25 +200,11 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
     add_settings(parser, QuantConfig, without=hidden)
     if model:
-        group_of(parser, group_title(leaves(QuantConfig)["fit"])).add_argument(
-            "--bits-per-weight",
-            dest="fit",
-            type=_bits_per_weight,
-            default=argparse.SUPPRESS,
-            metavar="X",
-            help="as --fit X: bits for each weight of the model, all tensors of the file included",
-        ).rare = True
+        text = "as --fit X: bits for each weight of the model, all tensors of the file included"
+        more: Any = {"type": float, "metavar": "X", "default": argparse.SUPPRESS, "help": text}
+        group = group_of(parser, group_title(leaves(QuantConfig)["fit"]))
+        group.add_argument("--bits-per-weight", dest="fit", **more).rare = True
     add_layers(parser, include=model)
-
-
-def _bits_per_weight(text: str) -> float:
-    """Read a number, which no unit follows."""
-    try:
-        value: float = parse_text(float, text)
-        check("", value, float, {"at_least": 0.1, "at_most": 32.0})
-    except (ValueError, ConfigError) as cause:
-        raise argparse.ArgumentTypeError(str(cause).strip()) from cause
-    return value
 
 
 #: What `solve` has no options for: it has no model to run.
@@ -390,9 +376,9 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
     add_settings(parser, settings, title=title)
 
 
-def take(args: argparse.Namespace) -> Take:
-    """Read how much of the prompts is taken."""
-    return Take().changed(**given(args, Take))
+def take(args: argparse.Namespace, seq_len: int = Take().seq_len) -> Take:
+    """Read how much of the prompts is taken; `seq_len` where no length is asked for."""
+    return Take(seq_len=seq_len).changed(**given(args, Take))
 
 
 def calibration_take(args: argparse.Namespace) -> CalibrationTake:

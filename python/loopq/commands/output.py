@@ -228,14 +228,11 @@ def extras(settings: dict[str, Any]) -> list[str]:
 
 def _choices(allocation: dict[str, Any]) -> str:
     """A line for each set of layers that were given one grid, the costliest first."""
-    total = allocation["predicted_cost"] or 1.0
-    rows = []
+    total, rows = allocation["predicted_cost"] or 1.0, []
     for c in sorted(allocation["chosen"], key=lambda c: -c["cost"]):
-        first, more = c["layers"][0], len(c["layers"]) - 1
-        name = first + (f" and {more} more" if more else "")
+        name = c["layers"][0] + (f" and {len(c['layers']) - 1} more" if c["layers"][1:] else "")
         if "outside" in c:
-            grid = "as it was" if c["outside"] is None else f"{c['outside']} bits"
-            name = f"outside the loop: {name}"
+            grid = f"outside the loop: {c['outside'] or 'as it was'}" + (" bits" if c["outside"] else "")
         else:
             grid = f"{c['bits']} bits, {c['levels']} levels, groups of {c['group_size']}"
         rows.append(

@@ -12,7 +12,7 @@ import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
 from loopq.commands import COMMANDS, Command
-from loopq.commands.card import write_cards
+from loopq.commands.card import card_of
 from loopq.commands.diagnose import QUICK
 from loopq.commands.evaluate import for_page, measure, print_measured
 from loopq.commands.options import (
@@ -146,9 +146,9 @@ def run(args: argparse.Namespace) -> int:
             print_measured(*measure(one, loaded, {str(out): written}, text))
         summaries, said = measure(args, loaded, {str(out): written}, text)
         measured = for_page(args, loaded, text, summaries, said)
-        cards = [] if target.one_file else write_cards(args, loaded, [str(out)], summaries, said)
         print_measured(summaries, said)
-        print("".join(f"model card: {path}\n" for path in cards), end="")
+        if not target.one_file:
+            print(f"model card: {card_of(args, loaded, str(out), summaries, said)}")
     if args.html:
         found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
         write_page(

@@ -26,8 +26,8 @@ from loopq.storage.weights import ModelWeights
 
 #: Bytes of a tensor's entry in the head of a safetensors file, beside its name, and tensors of a quantized layer.
 _ENTRY, _TENSORS = 61, 3
-#: What may become of the matrices outside the loop.
-_OUTSIDE: tuple[Literal[8, 4] | None, ...] = (None, 8, 4)
+#: Bits that the matrices outside the loop may be given, unless they stay as they are.
+_OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
 
 
 def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, dict[str, Any]]:
@@ -48,11 +48,6 @@ def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, 
         The run's settings with an override for every layer.
     dict
         What was asked, what it came to and what it cost, for the report.
-
-    Raises
-    ------
-    ConfigError
-        Not even the smallest candidates fit.
 
     Notes
     -----
@@ -129,33 +124,29 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     """Candidates of all matrices outside the loop together: as they are, 8 bits, 4 bits; or only what was asked for."""
-    job, config = source.job, plan.config
-    tokens = job.tokens.take(0, asked.n_prompts)
-    candidates: list[Candidate] = []
-    for outside in _OUTSIDE if config.outside is None else (config.outside,):
-        own = dataclasses.replace(
-            plan, config=dataclasses.replace(config, outside=8 if outside is None else outside)
+    job, own = source.job, plan.config.outside
+    rounded = {
+        outside: round_outside(
+            dataclasses.replace(plan, config=dataclasses.replace(plan.config, outside=outside)), source
         )
-        layers = round_outside(own, source)
-        if not layers:
-            return []
-        names = tuple(layers)
-        if outside is None:
-            dense = sum(int(source.weights.tensors[name].data.size) for name in names)
-            candidates.append(Candidate(names, dense, 0.0, {name: {"outside": None} for name in names}))
-            continue
-        variant = {name: layer.in_model_orientation() for name, layer in layers.items()}
-        found = compare(
-            job.system,
-            {"outside": variant},
-            tokens,
-            n_steps=job.selection.n_steps,
-            seeds=(source.execution.seed,),
-        )
-        n_bytes = sum(layer.n_bytes for layer in layers.values())
-        cost = float(found[1].kl.mean())
-        candidates.append(Candidate(names, n_bytes, cost, {name: {"outside": outside} for name in names}))
-    return candidates
+        for outside in (_OUTSIDE if own is None else (own,))
+    }
+    names = tuple(next(iter(rounded.values())))
+    if not names:
+        return []
+    variants = {
+        str(outside): {name: layer.in_model_orientation() for name, layer in layers.items()}
+        for outside, layers in rounded.items()
+    }
+    tokens, seed = job.tokens.take(0, asked.n_prompts), source.execution.seed
+    _, *found = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
+    kept: list[tuple[Any, int, float]] = [
+        (outside, sum(layer.n_bytes for layer in layers.values()), float(m.kl.mean()))
+        for (outside, layers), m in zip(rounded.items(), found, strict=True)
+    ]
+    if own is None:
+        kept.append((None, sum(int(source.weights.tensors[name].data.size) for name in names), 0.0))
+    return [Candidate(names, size, cost, {n: {"outside": o} for n in names}) for o, size, cost in kept]
 
 
 def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:

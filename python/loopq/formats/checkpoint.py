@@ -105,7 +105,12 @@ class Checkpoint:
         return {
             "n_bytes": self.n_bytes,
             "layers": [
-                {**x.settings(), "n_bytes": x.n_bytes, "bits_per_weight": 8 * x.n_bytes / x.codes.size}
+                {
+                    **x.settings(),
+                    "grid": x.grid.label,
+                    "n_bytes": x.n_bytes,
+                    "bits_per_weight": 8 * x.n_bytes / x.codes.size,
+                }
                 for x in self.layers.values()
             ],
             "dense": [{"name": n, "dtype": t.dtype, "shape": list(t.shape)} for n, t in self.dense.items()],

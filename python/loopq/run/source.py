@@ -204,9 +204,9 @@ class ModelSource(Source):
     def plan(self, config: QuantConfig) -> Plan:
         """As of `Source`."""
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if is_streamed(self.job.system.model) and config.allocate:
+        if is_streamed(self.job.system.model) and config.fit:
             raise ConfigError(
-                "the model's weights are read layer by layer: allocate needs them in memory; give --bits and --layer, "
+                "the model's weights are read layer by layer: fit needs them in memory; give --bits and --layer, "
                 "or take a machine with more memory"
             )
         return plan
@@ -410,5 +410,5 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
     refuse_outside(config, f"{who} cannot", instead)
-    if config.allocate is not None:
-        raise ConfigError(f"allocate runs the model, which {who} cannot: {instead}")
+    if config.fit is not None:
+        raise ConfigError(f"fit runs the model, which {who} cannot: {instead}")

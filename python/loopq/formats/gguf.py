@@ -276,8 +276,8 @@ def _write(
     if vocabulary is None:
         writer.add_tokenizer_model("none")
     else:
-        for key in _tokenizer(Path(vocabulary)):
-            writer.add_key_value(*key)
+        for entry in _tokenizer(Path(vocabulary)):
+            writer.add_key_value(*entry)
     for name, (kind, data) in stored.items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopq.evaluate.stats import (
     Interval,
     bootstrap,
     gap_closed,
+    geometric_mean_ratio,
     mcnemar_exact,
     mean_interval,
     paired_proportion_difference,
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from loopq.paper.bench import Bench
     from loopq.run.config import QuantConfig
 
+Values = Sequence[float] | NDArray[np.float64]
 N_RESAMPLES = 10_000
+#: Two mean errors that are closer than this, in nats, change nothing that a reader of text or scores can see.
+RESOLUTION = 1e-4
 FULL = "full precision"
 RTN, ONE, ALL = "RTN", "GPTQ, one step", "GPTQ, all steps"
 TEXT = (
@@ -41,18 +46,49 @@ def three(bench: Bench) -> dict[str, QuantConfig]:
     return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}
 
 
-def ratio(found: Found, top: str, bottom: str) -> Interval:
-    """Ratio of the mean KL of two variants, with its paired bootstrap over prompts."""
-    a, b = (found["variants"][name]["kl"] for name in (top, bottom))
-    return bootstrap([a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
+def ratio(top: Values, bottom: Values) -> Interval:
+    """Ratio of two means over the same units, with its paired bootstrap."""
+    return bootstrap([top, bottom], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
+
+
+def closer(model: str, text: str, better: Values, worse: Values, words: str = "KL ratio") -> Claim:
+    """Claim that the first of two errors is smaller, each given by prompt: KL, or a squared relative error."""
+    means = [float(np.mean(values)) for values in (better, worse)]
+    if abs(means[0] - means[1]) < RESOLUTION:
+        numbers = f"{means[0]:.3g} against {means[1]:.3g}"
+        return Claim(model, text, numbers, None, why_open=f"they differ by less than {RESOLUTION:g}")
+    interval = ratio(better, worse)
+    return Claim(model, text, f"{words} {span(interval, 3)}", interval, 1.0, below=True)
+
+
+def higher(model: str, text: str, more: Values, less: Values, what: str = "points of agreement") -> Claim:
+    """Claim that the first of two shares is higher, each given by prompt."""
+    gain = mean_interval(100 * (np.asarray(more) - np.asarray(less)), n_resamples=N_RESAMPLES)
+    return Claim(model, text, f"{gain.estimate:+.1f} {what} [{gain.low:+.1f}, {gain.high:+.1f}]", gain)
+
+
+def most(model: str, text: str, wins: Sequence[bool], of: str = "layers") -> Claim:
+    """Claim that something is so in most layers: Wilson's interval of their share has to exclude a half."""
+    share = wilson(sum(wins), len(wins)) if wins else None
+    return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5)
+
+
+def grown(model: str, text: str, after: Values, before: Values, bound: float = 1.0) -> Claim:
+    """Claim that a count grows by more than a factor, in the geometric mean over the layers' inputs."""
+    interval = geometric_mean_ratio(after, before, n_resamples=N_RESAMPLES)
+    return Claim(model, text, f"{span(interval, 2)} times over {interval.n} inputs", interval, bound)
+
+
+def span(interval: Interval, digits: int) -> str:
+    """Write an interval as text: "0.500 [0.400, 0.600]"."""
+    low, high = (f"{end:.{digits}f}" for end in (interval.low, interval.high))
+    return f"{interval.estimate:.{digits}f} [{low}, {high}]"
 
 
 def below(found: Found, better: str, worse: str, text: str | None = None) -> Claim:
     """Claim that one variant is closer to full precision than another, judged by the interval of the ratio of KL."""
-    interval = ratio(found, better, worse)
-    holds = True if interval.high < 1 else False if interval.low > 1 else None
-    numbers = f"KL ratio {interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-    return Claim(found["model"], text or f"{better} is closer than {worse}", holds, numbers)
+    kl = (found["variants"][name]["kl"] for name in (better, worse))
+    return closer(found["model"], text or f"{better} is closer than {worse}", *kl)
 
 
 def answers(found: Found, better: str, worse: str) -> Claim | None:
@@ -64,10 +100,16 @@ def answers(found: Found, better: str, worse: str) -> Claim | None:
     only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
     p = mcnemar_exact(only_a, only_b)
     gain = paired_proportion_difference(only_a, only_b, len(x), n_resamples=N_RESAMPLES)
-    holds = None if p >= 0.05 else gain.estimate > 0
-    numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
     text = f"{better} gets more last tokens right than {worse}"
-    return Claim(found["model"], text, holds, f"{numbers}, exact McNemar p = {p:.3g}")
+    return paired_shares(found["model"], text, gain, p)
+
+
+def paired_shares(model: str, text: str, gain: Interval, p: float) -> Claim:
+    """Claim that one share of the same answers is larger: the bootstrap has to exclude 0, and McNemar's test."""
+    numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    # The bootstrap of few discordant answers is too narrow; the exact test is not.
+    why = "" if p < 0.05 else "p is not below 0.05"
+    return Claim(model, text, f"{numbers}, exact McNemar p = {p:.3g}", gain, why_open=why)
 
 
 def bits_per_byte(found: Found, name: str) -> list[float] | None:

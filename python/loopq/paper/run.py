@@ -21,7 +21,7 @@ from loopq.storage.files import write_json, write_text
 from loopq.storage.journal import Journal, fingerprint
 from loopq.terminal.progress import Progress
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Made:
             "labels": list(self.entry.labels),
             "title": self.entry.title,
             "paper": self.entry.paper,
-            "claims": [vars(c) for c in self.shown.claims],
+            "claims": [c.to_json() for c in self.shown.claims],
             "refused": dict(self.refused),
             "models": list(self.found),
         }
@@ -89,7 +89,8 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
             progress.note(f"{name}, {bench.source.name}: read from {work}")
             found.append(json.loads(piece.facts["found"]))
             continue
-        why = entry.refuses(bench)
+        alone = bench.depth == 1 and not entry.one_step
+        why = "the model has one step, so no loop" if alone else entry.refuses(bench)
         if why is None:
             progress.note(f"{name}, {bench.source.name}")
             try:

@@ -271,6 +271,7 @@ def perturbation_study(
                 "norm": float(np.sqrt(sum(np.sum(d**2) for d in update.values()))),
                 "agreement": found["agreement"][-1] if found["agreement"] else None,
                 "output_error": found["output_error"][-1],
+                "last": found["last"],
             }
         )
     return {"norm": size, "locations": where, "rows": rows}

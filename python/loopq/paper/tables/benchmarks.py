@@ -11,7 +11,7 @@ from loopq.evaluate.items import read_items
 from loopq.evaluate.tasks import Metric, score
 from loopq.models.replace import replaced
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, three
+from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.paper.tables.components import ROTATION, TURNED
 from loopq.quantizers.config import Override
@@ -70,19 +70,14 @@ def _claims(found: Found) -> list[Claim]:
     for other in (RTN, ONE):
         a, b = (_metric(found, name, WIKITEXT) for name in (ALL, other))
         ratio, _ = a.change(b)
-        holds = True if ratio.high < 1 else False if ratio.low > 1 else None
-        numbers = (
-            f"word perplexity {a.value:.4g} against {b.value:.4g}, ratio {ratio.estimate:.3f} "
-            f"[{ratio.low:.3f}, {ratio.high:.3f}], {a.values.size} articles"
-        )
-        made.append(Claim(found["model"], f"WikiText-2: {ALL} is better than {other}", holds, numbers))
+        numbers = f"word perplexity {a.value:.4g} against {b.value:.4g}, ratio {span(ratio, 3)}"
+        text = f"WikiText-2: {ALL} is better than {other}"
+        made.append(Claim(found["model"], text, numbers, ratio, 1.0, below=True))
         for task in CHOICES:
             x, y = (_metric(found, name, task) for name in (ALL, other))
-            _, p = x.change(y)
+            gain, p = x.change(y)
             assert p is not None
-            numbers = f"{100 * x.value:.1f} against {100 * y.value:.1f} %, exact McNemar p = {p:.3g}"
-            better = None if p >= 0.05 else x.value > y.value
-            made.append(Claim(found["model"], f"{task}: {ALL} is better than {other}", better, numbers))
+            made.append(paired_shares(found["model"], f"{task}: {ALL} is better than {other}", gain, p))
     return made
 
 

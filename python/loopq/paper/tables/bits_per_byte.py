@@ -28,9 +28,8 @@ def refuses(bench: Bench) -> str | None:
 def _claim(found: Found, better: str, worse: str) -> Claim:
     a, b = (np.array(bits_per_byte(found, name)) for name in (better, worse))
     gain = mean_interval(b - a, n_resamples=N_RESAMPLES)
-    holds = True if gain.low > 0 else False if gain.high < 0 else None
     numbers = f"{gain.estimate:+.4f} bits per byte saved [{gain.low:+.4f}, {gain.high:+.4f}]"
-    return Claim(found["model"], f"{better} needs fewer bits than {worse}", holds, numbers)
+    return Claim(found["model"], f"{better} needs fewer bits than {worse}", numbers, gain)
 
 
 def show(founds: Sequence[Found]) -> Shown:

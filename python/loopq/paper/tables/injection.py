@@ -9,7 +9,7 @@ from loopq.diagnose.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weig
 from loopq.diagnose.rollouts import run_variants
 from loopq.evaluate.stats import mean_interval
 from loopq.paper.bench import Bench
-from loopq.paper.compared import N_RESAMPLES, curves
+from loopq.paper.compared import N_RESAMPLES, curves, higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
@@ -30,10 +30,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     found = {}
     for pairing, other in (("paired", None), ("unpaired", bench.execution.seed + 1)):
         runs = run_variants(context, weights, variant_seed=other)
-        found[pairing] = {
-            name: run.to_json() | {"per_prompt": [r[-1] for r in run.agreement.tolist()]}
-            for name, run in runs.items()
-        }
+        found[pairing] = {name: run.to_json() for name, run in runs.items()}
         if not bench.system.state_is_random:
             break
     return bench.head() | {"runs": found}
@@ -53,7 +50,7 @@ def show(founds: Sequence[Found]) -> Shown:
     for found in founds:
         for pairing, runs in found["runs"].items():
             for name, run in runs.items():
-                end = mean_interval(run["per_prompt"], n_resamples=N_RESAMPLES)
+                end = mean_interval(run["last"]["agreement"], n_resamples=N_RESAMPLES)
                 rows.append(
                     (
                         found["model"], pairing, WORDS[name], f"{100 * run['agreement'][0]:.1f} %",
@@ -82,15 +79,8 @@ def show(founds: Sequence[Found]) -> Shown:
 
 
 def _claim(model: str, runs: Any, better: str, worse: str) -> Claim:
-    pairs = zip(runs[better]["per_prompt"], runs[worse]["per_prompt"], strict=True)
-    gain = mean_interval([a - b for a, b in pairs], n_resamples=N_RESAMPLES)
-    holds = True if gain.low > 0 else False if gain.high < 0 else None
-    numbers = (
-        f"{100 * gain.estimate:+.1f} points of agreement [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-    )
-    return Claim(
-        model, f"damage of rounding in {WORDS[worse]} is larger than in {WORDS[better]}", holds, numbers
-    )
+    text = f"damage of rounding in {WORDS[worse]} is larger than in {WORDS[better]}"
+    return higher(model, text, *(runs[name]["last"]["agreement"] for name in (better, worse)))
 
 
 TABLES.register("injection")(

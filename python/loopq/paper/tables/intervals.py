@@ -46,16 +46,16 @@ def show(founds: Sequence[Found]) -> Shown:
         interval = wilson(hits, N_PAPER)
         rows.append((f"{model} (paper)", name, f"{hits} of {N_PAPER}", *_cells(interval)))
         same += f"{100 * interval.low:.1f}, {100 * interval.high:.1f}" == printed
-    made = [
-        Claim("paper", "its intervals come out of its counts", same == len(PAPER), f"{same} of {len(PAPER)}")
-    ]
+    made: list[Claim] = []
     for found in founds:
         for name, v in found["variants"].items():
             hits, n = int(sum(v["answered"])), len(v["answered"])
             rows.append((found["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
         made += [c for c in (answers(found, ALL, RTN), answers(found, ALL, ONE)) if c is not None]
     text = "Correct answers of GSM8K (paper), prompts whose last token is predicted (models); 95 % Wilson intervals."
-    return Shown([Table(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))], made)
+    table = Table(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
+    line = f"Of the paper's intervals {same} of {len(PAPER)} come out of its counts."
+    return Shown([table], made, lines=[line])
 
 
 TABLES.register("intervals")(

@@ -56,7 +56,7 @@ def test_public_functions_document_every_parameter():
         if name.startswith("__") or not callable(thing):
             continue
         # By its own module: `loopq.diagnose` is a package of that name too.
-        found = dict(validate(f"{thing.__module__}.{thing.__name__}")["errors"])
+        found = dict(validate(f"{thing.__module__}.{thing.__qualname__}")["errors"])
         wanted = {"GL08", "SS03", "PR01", "PR02", "PR03", "RT01" if inspect.isfunction(thing) else "GL08"}
         assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
 

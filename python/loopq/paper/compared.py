@@ -91,6 +91,12 @@ def below(found: Found, better: str, worse: str, text: str | None = None) -> Cla
     return closer(found["model"], text or f"{better} is closer than {worse}", *kl)
 
 
+def cured(found: Found, harmed: str, kind: str) -> list[Claim]:
+    """Claims that what is held against a planted column or channel helps: of a planted model alone."""
+    names = [n for n in found["variants"] if n in found.get("cures", ()) and n.startswith(kind)]
+    return [below(found, name, harmed) for name in names]
+
+
 def answers(found: Found, better: str, worse: str) -> Claim | None:
     """Claim that one variant gets more last tokens right: exact McNemar test and paired bootstrap over prompts."""
     a, b = (found["variants"][name]["answered"] for name in (better, worse))

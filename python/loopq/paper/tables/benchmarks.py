@@ -10,10 +10,10 @@ import numpy as np
 from loopq.evaluate.items import read_items
 from loopq.evaluate.tasks import Metric, score
 from loopq.models.replace import replaced
-from loopq.paper.bench import Bench
+from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
-from loopq.paper.tables.components import ROTATION, TURNED
+from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
 
 TITLE = "Tasks: ARC-C, HellaSwag, LAMBADA, WikiText-2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, RTN, answers, below, show_variants
+from loopq.paper.bench import ROTATION, Bench
+from loopq.paper.compared import ALL, RTN, answers, below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.quantizers.config import Override
 
@@ -14,8 +14,6 @@ MIXED = "adapter all steps and rotated, core one step"
 TURNED_ONE = "GPTQ, one step, adapter rotated"
 TURNED = "GPTQ, all steps, adapter rotated"
 TITLE = "Components left out one by one"
-# Blocks of the rotation; narrower inputs are cut by what divides them.
-ROTATION = "hadamard:512"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
@@ -33,6 +31,7 @@ def measure(bench: Bench) -> dict[str, Any]:
             ALL: bench.gptq("all"),
             TURNED: bench.gptq("all", *turned),
         }
+        | bench.cures()
     )
 
 
@@ -49,6 +48,7 @@ def claims(found: Found) -> list[Claim | None]:
         below(found, ALL, MIXED, "the core needs trajectory calibration too"),
         below(found, TURNED, ALL, "rotating the adapter helps"),
         answers(found, TURNED, RTN),
+        *cured(found, ALL, "GPTQ, "),
     ]
 
 

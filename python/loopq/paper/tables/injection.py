@@ -8,11 +8,12 @@ from typing import Any
 from loopq.diagnose.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
 from loopq.diagnose.rollouts import run_variants
 from loopq.evaluate.stats import mean_interval
-from loopq.paper.bench import Bench
+from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import N_RESAMPLES, curves, higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
+GROUPED = f"groups of {CURE_GROUP}"
 WORDS = {
     "none": "none (other initial state)",
     EXPOSED: "exposed layers",
@@ -25,14 +26,20 @@ WORDS = {
 def measure(bench: Bench) -> dict[str, Any]:
     """Compare every step's prediction with full precision, from the same initial state and from another one."""
     context = bench.context()
-    config = context.config.layer(-1)
-    weights = injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
     found = {}
-    for pairing, other in (("paired", None), ("unpaired", bench.execution.seed + 1)):
-        runs = run_variants(context, weights, variant_seed=other)
+
+    def weights(group_size: int) -> dict[str, Any]:
+        config = context.config.layer(group_size)
+        return injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
+
+    kinds = [("paired", -1, None), ("unpaired", -1, bench.execution.seed + 1)]
+    if bench.source.planted:
+        kinds.insert(1, (GROUPED, CURE_GROUP, None))
+    for pairing, group_size, other in kinds:
+        if other is not None and not bench.system.state_is_random:
+            continue
+        runs = run_variants(context, weights(group_size), variant_seed=other)
         found[pairing] = {name: run.to_json() for name, run in runs.items()}
-        if not bench.system.state_is_random:
-            break
     return bench.head() | {"runs": found}
 
 
@@ -63,6 +70,9 @@ def show(founds: Sequence[Found]) -> Shown:
             WORDS[n]: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items() if n != "none"
         }
         panels.append((found["model"], series))
+        if GROUPED in found["runs"]:
+            ends = (r[EXPOSED]["last"]["agreement"] for r in (found["runs"][GROUPED], runs))
+            made.append(higher(found["model"], f"{GROUPED} undo the damage in {WORDS[EXPOSED]}", *ends))
         made += [_claim(found["model"], runs, CORE, EXPOSED), _claim(found["model"], runs, GAUSSIAN, EXPOSED)]
     text = (
         "Top-1 agreement with full precision, mean over prompts. Paired runs start from the state of full precision, "

@@ -19,7 +19,7 @@ from loopq.evaluate.stats import (
     wilson,
 )
 from loopq.paper.shown import Claim, Found, Shown, Table
-from loopq.report.style import SERIES, Picture, canvas, label, line, styled, whole_numbers
+from loopq.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.terminal.table import short
 
 if TYPE_CHECKING:
@@ -161,15 +161,14 @@ def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Pictur
     """Draw the KL of every variant with its interval, a panel for each model."""
     with styled(name):
         longest = max(len(f["variants"]) for f in founds)
-        figure, many = canvas(4.4 * len(founds) + 1.6, 1.2 + 0.34 * longest, len(founds))
-        for axes, found in zip(np.atleast_1d(many), founds, strict=True):
+        figure, many = panels(len(founds), 6.0, 1.2 + 0.34 * longest, across=2)
+        for axes, found in zip(many, founds, strict=True):
             names = [n for n in found["variants"] if n != FULL][::-1]
             spans = [mean_interval(found["variants"][n]["kl"], n_resamples=N_RESAMPLES) for n in names]
             middle = np.array([s.estimate for s in spans])
             reach = np.array([[s.estimate - s.low for s in spans], [s.high - s.estimate for s in spans]])
             axes.errorbar(middle, range(len(names)), xerr=reach, fmt="o", color=SERIES[0][0], capsize=3)
-            axes.set_yticks(range(len(names)), names, fontsize=8)
-            axes.set_xlim(left=0)
+            axes.set_yticks(range(len(names)), names)
             axes.margins(y=0.1)
             what = "KL to full precision [nats]" if found["output"] == "logits" else "squared error [ratio]"
             label(axes, what, "", found["model"])
@@ -177,7 +176,7 @@ def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Pictur
 
 
 def curves(
-    panels: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]],
+    models: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]],
     name: str,
     title: str,
     caption: str,
@@ -186,19 +185,24 @@ def curves(
 ) -> Picture:
     """Draw named series of (x, y), a panel for each model."""
     with styled(name):
-        figure, many = canvas(4.6 * len(panels) + 0.8, 3.4, len(panels))
-        for axes, (heading, series) in zip(np.atleast_1d(many), panels, strict=True):
+        figure, many = panels(len(models))
+        for axes, (heading, series) in zip(many, models, strict=True):
             for index, (text, (x, y)) in enumerate(series.items()):
                 line(axes, index, x, y, text, markevery=0.1 if len(x) > 40 else None)
             if log:
                 axes.set_xscale("log")
                 axes.set_yscale("log")
-            else:
-                axes.set_ylim(bottom=0)
+            elif all(float(x).is_integer() for xs, _ in series.values() for x in xs):
                 whole_numbers(axes.xaxis)
-            if len(series) > 1:
-                axes.legend(loc="best", fontsize=8)
             label(axes, *axes_labels, heading)
+        # One legend for all, where no panel has its curves.
+        handles = {
+            text: drawn
+            for axes in many
+            for drawn, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if len(handles) > 1:
+            figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(len(many), 2))
     return Picture(name, title, caption, figure)
 
 

@@ -7,7 +7,7 @@ import html
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,13 @@ def _markdown(made: Made) -> str:
 def _section(made: Made) -> str:
     heading, paper, *lines = made.lines()
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    pictures = "".join(figure_html(p) for p in made.shown.pictures()) if made.shown.tables else ""
+    # What a table says is not said again under a figure.
+    said = {t.text for t in made.shown.tables}
+    drawn = []
+    for picture in made.shown.pictures() if made.shown.tables else ():
+        drawn.append(figure_html(replace(picture, caption="") if picture.caption in said else picture))
+        said.add(picture.caption)
+    pictures = "".join(drawn)
     tables = [
         table(heading, t.header, [["-" if c is None else c for c in row] for row in t.rows], caption=t.text)
         for t in made.shown.tables

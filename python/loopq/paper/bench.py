@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from loopq.run.solving import solve_from
 from loopq.run.source import Layers, ModelSource
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
-from loopq.storage.journal import fingerprint
+from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import model_tensors
 
 # Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
@@ -80,12 +81,25 @@ class Bench:
         How work is carried out.
     n_steps : int, optional
         Depth; the system's default when absent.
+    saved : Journal, optional
+        Where parts of the table that is being made are saved.
     """
 
     source: Source
     settings: BenchSettings
     execution: Execution
     n_steps: int | None = None
+    saved: Journal | None = None
+
+    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Part of a table: read where an earlier run of the same command saved it, else made and saved."""
+        piece = self.saved.find(name) if self.saved else None
+        if piece is not None:
+            return dict(json.loads(piece.facts["found"]))
+        found = make()
+        if self.saved:
+            self.saved.save(name, found=json.dumps(found))
+        return found
 
     @property
     def system(self) -> Any:

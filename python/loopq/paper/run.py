@@ -84,6 +84,7 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
     found, refused = [], {}
     for bench in benches if entry.measure else ():
         journal = Journal(work, fingerprint(FORMAT, loopq.__version__, name, bench.key()))
+        bench.saved = journal
         piece = journal.find(bench.source.name)
         if piece is not None:
             progress.note(f"{name}, {bench.source.name}: read from {work}")

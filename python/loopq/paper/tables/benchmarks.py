@@ -57,6 +57,11 @@ def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
     return bench.head() | {"variants": out}
 
 
+def measure_problems(bench: Bench) -> dict[str, Any]:
+    """Score every variant on the same problems."""
+    return measure(bench, (GSM8K,))
+
+
 def _score(bench: Bench, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
     made = score(bench.source.loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
     metric = made[METRICS[task]]
@@ -146,7 +151,7 @@ TABLES.register("gsm8k")(
         PROBLEMS,
         "GSM8K strict, 1,319 problems, eight shots: Huginn 34.9, 27.9, 26.9, 35.0 %, R-Llama 50.2, 39.5, 40.3, 45.3 % "
         "for full precision, rounding, one step, trajectory.",
-        partial(measure, tasks=(GSM8K,)),
+        measure_problems,
         show,
         _refuses_problems,
     )

@@ -41,6 +41,18 @@ TEXT = (
 HEADER = ("model", "variant", "KL", "95 %", "agreement", "last token right", "bits per byte", "kB")
 
 
+def without_logits(bench: Bench) -> str | None:
+    """Without logits nothing is predicted, and no text or answer has a likelihood."""
+    return None if bench.system.output == "logits" else "the model has no logits, so it predicts no token"
+
+
+def without_exposed(bench: Bench) -> str | None:
+    """What is compared with the core needs an exposed layer, and its predictions logits."""
+    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
+    why = None if exposed else "no layer is feedback-exposed: each has an identity path around it"
+    return without_logits(bench) or why
+
+
 def three(bench: Bench) -> dict[str, QuantConfig]:
     """Return the variants of Li, Table 2: rounding, GPTQ on step 0, GPTQ on the trajectory."""
     return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}

@@ -7,7 +7,7 @@ from typing import Any
 
 from loopq.diagnose.rollouts import run_variants
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three
+from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Agreement by step"
@@ -21,10 +21,10 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """Without logits there is no agreement."""
-    if bench.system.output != "logits":
-        return "the model has no logits, so no predicted token to compare"
-    return None if bench.system.has_steps else "the model has no single-step function"
+    """A prediction at every step needs logits and single steps."""
+    return without_logits(bench) or (
+        None if bench.system.has_steps else "the model has no single-step function"
+    )
 
 
 def show(founds: Sequence[Found]) -> Shown:

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.evaluate.stats import mean_interval
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, N_RESAMPLES, ONE, RTN, bars, bits_per_byte, three
+from loopq.paper.compared import ALL, FULL, N_RESAMPLES, ONE, RTN, bars, bits_per_byte, three, without_logits
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Bits per byte of text"
@@ -18,11 +18,6 @@ TITLE = "Bits per byte of text"
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize into the three variants of the main table."""
     return bench.measure(three(bench))
-
-
-def refuses(bench: Bench) -> str | None:
-    """Without logits there is no likelihood."""
-    return None if bench.system.output == "logits" else "the model has no logits, so no likelihood of text"
 
 
 def _claim(found: Found, better: str, worse: str) -> Claim:
@@ -60,7 +55,7 @@ TABLES.register("bits-per-byte")(
         "four (Ouro 1.4B 0.7238 against 0.7193, full precision 0.6591, trajectory 0.6912).",
         measure,
         show,
-        refuses,
+        without_logits,
         one_step=True,
     )
 )

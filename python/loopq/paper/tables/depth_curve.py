@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.compared import closer, curves, higher
+from loopq.paper.compared import closer, curves, higher, without_logits
 from loopq.paper.diagnose.depths import depth_curve
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.terminal.table import short
@@ -19,15 +19,6 @@ def measure(bench: Bench) -> dict[str, Any]:
     context = bench.context()
     rows = depth_curve(context, range(1, bench.depth + 1), context.config.layer(-1))
     return bench.head() | {"rows": rows}
-
-
-def refuses(bench: Bench) -> str | None:
-    """Without logits there is no agreement."""
-    return (
-        None
-        if bench.system.output == "logits"
-        else "the model has no logits, so no predicted token to compare"
-    )
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -68,6 +59,6 @@ TABLES.register("depth-curve")(
         "0.93: a loop with identity paths forgives the error.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

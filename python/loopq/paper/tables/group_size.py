@@ -7,7 +7,7 @@ from typing import Any
 
 from loopq.diagnose.sections.groups import groups
 from loopq.paper.bench import Bench
-from loopq.paper.compared import closer, curves
+from loopq.paper.compared import closer, curves, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Group size of rounding"
@@ -17,15 +17,6 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Round the whole loop at each group size and compare at every step."""
     tokens = bench.model.evaluation
     return bench.head() | groups(bench.context(n_prompts=len(tokens.sequences)))
-
-
-def refuses(bench: Bench) -> str | None:
-    """Without logits there is no agreement."""
-    return (
-        None
-        if bench.system.output == "logits"
-        else "the model has no logits, so no predicted token to compare"
-    )
 
 
 def _name(size: int) -> str:
@@ -66,6 +57,6 @@ TABLES.register("group-size")(
         "Huginn after 32 steps: 88.4, 87.5, 86.5, 83.9 % for groups of 32 to 256, 7.6 % with one scale per row.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

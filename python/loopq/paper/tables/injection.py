@@ -9,7 +9,7 @@ from loopq.diagnose.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weig
 from loopq.diagnose.rollouts import run_variants
 from loopq.evaluate.stats import mean_interval
 from loopq.paper.bench import CURE_GROUP, Bench
-from loopq.paper.compared import N_RESAMPLES, curves, higher
+from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
@@ -41,14 +41,6 @@ def measure(bench: Bench) -> dict[str, Any]:
         runs = run_variants(context, weights(group_size), variant_seed=other)
         found[pairing] = {name: run.to_json() for name, run in runs.items()}
     return bench.head() | {"runs": found}
-
-
-def refuses(bench: Bench) -> str | None:
-    """Agreement needs logits, and the comparison an exposed layer."""
-    if bench.system.output != "logits":
-        return "the model has no logits, so no predicted token to compare"
-    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
-    return None if exposed else "no layer is feedback-exposed: each has an identity path around it"
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -101,6 +93,6 @@ TABLES.register("injection")(
         "another initial state 98.9 %. R-Llama: adapter 49.1 %, core 74.8 %, both 34.6 %.",
         measure,
         show,
-        refuses,
+        without_exposed,
     )
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from loopq.evaluate.stats import Interval, wilson
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three
+from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three, without_logits
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Wilson intervals of the scores"
@@ -28,11 +28,6 @@ N_PAPER = 1319
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize into the three variants of the main table and count the last tokens that are right."""
     return bench.measure(three(bench))
-
-
-def refuses(bench: Bench) -> str | None:
-    """Without logits nothing is answered."""
-    return None if bench.system.output == "logits" else "the model has no logits, so it predicts no token"
 
 
 def _cells(i: Interval) -> tuple[str, str]:
@@ -66,6 +61,6 @@ TABLES.register("intervals")(
         "rounding, one step, trajectory.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from loopq.paper.bench import Bench
-from loopq.paper.compared import higher
+from loopq.paper.compared import higher, without_exposed
 from loopq.paper.diagnose.sections.perturbation import perturbations
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
@@ -18,14 +18,6 @@ TITLE = "Perturbations other than rounding"
 def measure(bench: Bench) -> dict[str, Any]:
     """Perturb adapter or core by updates of one norm and by noise of one output error, states paired."""
     return bench.head() | perturbations(bench.context())
-
-
-def refuses(bench: Bench) -> str | None:
-    """The comparison needs an exposed layer, logits, and a state to train through."""
-    if bench.system.output != "logits":
-        return "the model has no logits, so no predicted token to compare"
-    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
-    return None if exposed else "no layer is feedback-exposed: each has an identity path around it"
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -65,6 +57,6 @@ TABLES.register("perturbation")(
         "Gaussian noise of matched output error 89.3 and 96.5 %.",
         measure,
         show,
-        refuses,
+        without_exposed,
     )
 )

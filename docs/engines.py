@@ -14,10 +14,12 @@ HEAD = """# Which engine takes which file
 $ loopq export Q --format compressed-tensors --out Q-ct --engine vllm
 ```
 
-`--engine` refuses, before anything is written, what that engine is known to refuse or to load wrongly: the message
-names the layer, the version and what to do. Engines change: the tables are of {date}, and say how each line is known.
-"Run" means loaded by the library itself and compared; "source read" means that nobody has run it here. No GPU has run
-any of these files. This page is written by `python docs/engines.py` out of the rules that the option checks.
+`--engine` refuses a file that the engine is known to refuse or to load wrongly. It does so before it writes
+anything. The message names the layer, the version and what to do.
+
+Engines change. The tables are of {date}, and say how each line is known. "Run" means loaded by the library
+itself and compared. "Source read" means that nobody has run it here. No GPU has run any of these files. `python
+docs/engines.py` writes this page from the rules that the option checks.
 """
 
 

@@ -17,10 +17,10 @@ from loopq.settings.execution import Execution
 FILE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
-Every setting has one name: a keyword in Python (`loopq.quantize(model, bits=3)`), an option (`--bits 3`), and, where it
-belongs to a layer, a name in `--layer 'PATTERN=>bits=3'` and in `Override`. A setting that nothing reads is refused.
-This page is written by `python docs/settings.py` out of the settings' declarations; `--help-all` of a command says the
-same.
+Every setting has one name. It is a keyword in Python (`loopq.quantize(model, bits=3)`) and an option (`--bits
+3`). A setting of a layer is also a name in `--layer 'PATTERN=>bits=3'` and in `Override`. loopq refuses a
+setting that nothing reads. `python docs/settings.py` writes this page from the declarations of the settings.
+`--help-all` of a command prints the same.
 """
 
 
@@ -34,10 +34,11 @@ def page() -> str:
 
 
 def _presets() -> Iterator[str]:
-    yield "## Presets\n"
+    yield "## Presets\n\n| preset | settings |\n| --- | --- |"
     for name, values in PRESETS.items():
         shown = {**values, **PROMPTS.get(name, {})}
-        yield f"`{name}`: " + ", ".join(f"`{key}={value}`" for key, value in shown.items()) + ".\n"
+        yield f"| `{name}` | " + ", ".join(f"`{key}={value}`" for key, value in shown.items()) + " |"
+    yield ""
 
 
 def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | None = None) -> list[str]:

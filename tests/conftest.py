@@ -135,11 +135,11 @@ def solved(tiny_folder, tokens, tmp_path):
 
 @pytest.fixture(scope="session")
 def small_demo():
-    """The demo on one grid and few prompts."""
+    """The demo on one grid and two prompts, for what is shown of it."""
     from loopq import demo
-    from tests.support.demos import SMALL
+    from tests.support.demos import FEWEST
 
-    return demo.run(**SMALL)
+    return demo.run(**FEWEST)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benches.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
-from loopq.cuda.launch import Workspace, launch_gemm, workspace_for
+from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
 from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
 from loopq.cuda.load import Backend, Captured
 from loopq.cuda.plan import Plan
@@ -128,18 +128,9 @@ class Int4Layer:
         plan: Plan | None = None,
         bulk: bool = False,
     ) -> None:
-        launch_gemm(
-            backend,
-            x,
-            self.qweight,
-            self.scales,
-            out,
-            in_features=self.projection.in_features,
-            group_size=self.group_size,
-            workspace=workspace,
-            plan=plan,
-            bulk=bulk,
-        )
+        in_features = self.projection.in_features
+        product = Product(x, self.qweight, self.scales, None, None, in_features, self.group_size)
+        launch_gemm(backend, product, out, workspace, plan=plan, bulk=bulk)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """The product of the stored integers and scales in float64."""

@@ -61,7 +61,7 @@ class Weights:
         grid = Integer(4, GROUP, "bfloat16")
         quantized = QuantizedLayer("layer.weight", grid, codes, scales.float().numpy(), None)
         ours = QuantLinear.from_layer(quantized, layout="lq-cpu")
-        int8 = QuantLinear("lq-cpu", ours.qweight, ours.scales, held=ours.held, activations="int8")
+        int8 = QuantLinear("lq-cpu", ours.qweight, ours.scales, held=ours.held).rounding("int8")
         # torch's operator takes whole groups: the last is filled with the code of zero.
         padded = np.zeros((layer.out_features, groups * GROUP), np.int32)
         padded[:, : layer.in_features] = codes

@@ -84,12 +84,12 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
 
 
 def page(records: Rows, ours: list[str]) -> str:
-    """What the page in docs shows of the record: ratios to the best other tool with their cost, bars, depths."""
+    """What the page in docs shows of the record: ratios to the best other tool with their cost, and depths."""
     plain, planted = split([r for r in records if "refused" not in r])
     parts = [_summary(plain, ours)]
     if planted:
         parts += ["Planted:", _summary(planted, ours)]
-    return "\n\n".join([*parts, _bars(plain, ours), _beside(plain, ours)])
+    return "\n\n".join([*parts, _beside(plain, ours)])
 
 
 def split(rows: Rows) -> tuple[Rows, Rows]:

@@ -85,6 +85,12 @@ class _Parser(argparse.ArgumentParser):
             formatter.add_text(f"`{self.prog} --help-all` explains these options and {n_more} more")
         return formatter.format_help()
 
+    def _get_values(self, action: argparse.Action, given: list[str]) -> Any:
+        # What is not there and what is empty are one to the commands: a page that was asked for would not be written.
+        if "" in given and action.option_strings and action.metavar in ("FILE", "DIR", "DUMP"):
+            raise argparse.ArgumentError(action, "an empty name")
+        return super()._get_values(action, given)
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where help is; exit with code 2. The middle of a very long message is left out."""
         if len(message) > 2 * _LONG:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.collect import HessianSet, collect_rows
+from loopq.calibrate.collect import HessianSet, collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump
-from loopq.errors import CalibrationError, ConfigError, DumpError
+from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
 from loopq.formats import native as store
+from loopq.storage.lock import locked
 from tests.support.kills import Kill, Killer
 from tests.support.runs import SETTINGS, digest, in_ranks, job_of
 
@@ -52,7 +55,8 @@ def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tm
         collect()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, command, world):
     asked = f"collect {saved_model} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1 --out"
     assert command(*asked.split(), tmp_path / "one")[0] == 0
@@ -127,3 +131,14 @@ def test_a_dump_that_was_begun_needs_only_the_room_that_is_left(loaded, tokens, 
     need = done * 10 // 8
     monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: need - done + 8192)
     assert collect_rows(job, out, shard_batches=1).kind == "rows"
+
+
+@pytest.mark.parametrize("collect", [collect_rows, collect_hessians])
+def test_a_second_collection_is_told_who_the_first_is(loaded, tokens, tmp_path, collect):
+    out = tmp_path / "new" / "dump"
+    job = job_of(loaded, tokens)
+    with locked(out), pytest.raises(LoopqError, match=f"process {os.getpid()} on .* is writing it"):
+        collect(job, out)
+    assert not list(out.parent.iterdir())
+    collect(job, out)
+    assert [path.name for path in out.parent.iterdir()] == ["dump"]

@@ -12,6 +12,7 @@ from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import from_ids
 from loopq.errors import CalibrationError
 from tests.support.kills import Kill, Killer
+from tests.support.marks import slow_unless
 from tests.support.runs import job_of
 
 
@@ -31,7 +32,7 @@ def sums_of(job, work=None, steps=(0, 1, 2)):
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 2, range(3)))
 def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp_path, monkeypatch, seed):
     """Ranks of several world sizes are killed after some prompts each; one process adds up what is there in the end."""
     monkeypatch.setattr("loopq.calibrate.collect.POLL", 0.0)
@@ -53,7 +54,12 @@ def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp
     assert found == sums_of(job_of(loaded, ragged, batch_size=3))
 
 
-@pytest.mark.parametrize("saved", [[], [False], [True, False], [False] * 5 + [True] + [False] * 40])
+@pytest.mark.parametrize(
+    "saved",
+    slow_unless(
+        lambda saved: len(saved) != 1, [[], [False], [True, False], [False] * 5 + [True] + [False] * 40]
+    ),
+)
 def test_sums_are_saved_once_a_minute_alone(loaded, ragged, tmp_path, monkeypatch, saved):
     """A pass of less than a minute writes nothing; what follows the last part is added to it in memory."""
     job = job_of(loaded, ragged, batch_size=3)
@@ -65,6 +71,7 @@ def test_sums_are_saved_once_a_minute_alone(loaded, ragged, tmp_path, monkeypatc
     assert sums_of(job, tmp_path) == whole, "resumed"
 
 
+@pytest.mark.slow
 def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path, monkeypatch):
     monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda self: True)
     job = job_of(loaded, ragged, batch_size=3)

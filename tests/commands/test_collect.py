@@ -31,6 +31,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, command, args, code, ma
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_real_kill_loses_nothing_that_was_written(saved_model, tmp_path, command):
     """SIGKILL during collection; the same command then ends with the bytes of an unbroken run."""
     args = (

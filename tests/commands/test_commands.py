@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import signal
 
@@ -11,6 +12,7 @@ import pytest
 from loopq.cli import main, parser
 from loopq.commands import COMMANDS
 from tests.soak.runs import AT_END, at_event, begin, finish
+from tests.support.marks import slow_unless
 from tests.support.runs import TINY, digest
 
 
@@ -107,12 +109,12 @@ def test_an_output_that_cannot_be_is_one_line(
     (tmp_path / "loop").symlink_to("loop")
     for out in ("", ".", "..", "loop", "loop/under", "a\0b"):
         code, _, err = command(*writer(name, saved_model, sums, quantized), "--out", out)
-        assert code == 1
-        assert err.splitlines()[-1].startswith("loopq: error: ")
+        assert code == (1 if out else 2)
+        assert re.match("loopq[a-z ]*: error: ", err.splitlines()[-1])
     assert [p.name for p in tmp_path.iterdir()] == ["loop"]
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("quantize", "solve"), WRITERS))
 def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized, tmp_path):
     argv = [str(a) for a in (*writer(name, saved_model, sums, quantized), "--out", tmp_path / "q")]
     log, count = tmp_path / "log", tmp_path / "count"

@@ -6,12 +6,15 @@ import json
 import re
 import sys
 
+import pytest
+
 import benches.zoo.chains
 import benches.zoo.models  # noqa: F401  registers the classes
 from loopq.formats import native as store
 from tests.support.evaluated import FEW
 
 
+@pytest.mark.slow
 def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
     from loopq.cli import main
 

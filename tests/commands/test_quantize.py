@@ -49,6 +49,7 @@ def test_quantize_writes_the_format_asked_for(saved_model, tmp_path, command, fo
     assert command(*args)[0] == 1
 
 
+@pytest.mark.slow
 def test_the_best_preset_and_the_hint_that_leads_to_it(saved_model, tmp_path, command):
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "plain", *TINY)
     assert code == 0
@@ -236,9 +237,10 @@ def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
     assert "a model that is not quantized" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    ["--method gptq-cd", pytest.param("--steps 1: --layer *adapter*=>steps=first", marks=pytest.mark.slow)],
+    ["--method gptq-cd", "--steps 1: --layer *adapter*=>steps=first"],
 )
 def test_several_processes_write_what_one_writes(saved_model, tmp_path, command, settings):
     asked = f"quantize {saved_model} --group-size 16 --threads 1 {settings} {' '.join(TINY)} --out"

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.cuda.cases import Case, from_bf16, make_problem, relative_l2, run, solve, to_bf16
 from tests.support.cuda.emulation import EmulationError, compiler
+from tests.support.marks import slow_unless
 
 pytestmark = pytest.mark.skipif(
     compiler() is None,
@@ -24,12 +25,13 @@ HUGINN = [
 ]
 
 
-@pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.bulk, HUGINN), ids=lambda c: f"K{c.k}")
 def test_huginn_widths_at_full_length(case: Case) -> None:
     result, problem = solve(case)
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
@@ -47,13 +49,15 @@ def test_every_remainder_of_k(k: int, group: int, bulk: bool) -> None:
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("tokens", [*range(1, 17), 17, 24, 31, 32])
+@pytest.mark.parametrize("tokens", slow_unless(lambda tokens: tokens <= 16, [*range(1, 17), 17, 24, 31, 32]))
 def test_every_number_of_tokens(tokens: int) -> None:
     result, problem = solve(Case(k=416, n=80, tokens=tokens, blocks=2, slices=2, warps=3, seed=tokens))
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("tokens", [33, 48, 64, 65, 100, 128, 129, 200, 256])
+@pytest.mark.parametrize(
+    "tokens", slow_unless(lambda tokens: tokens in (33, 129), [33, 48, 64, 65, 100, 128, 129, 200, 256])
+)
 def test_many_tokens(tokens: int) -> None:
     """Blocks of 64 and of 128 tokens, whole and in part; the last block's pairs are in part beyond the outputs."""
     result, problem = solve(Case(k=416, n=304, tokens=tokens, slices=2, seed=tokens))

@@ -33,7 +33,7 @@ def test_add_norm(width: int, second: bool, with_residual: bool, dtype: torch.dt
     w1, w2 = draw(width, seed=2, dtype=dtype), draw(width, seed=3, dtype=dtype) if second else None
     y = torch.full((2, width + 16), torch.nan, dtype=dtype)
     z = torch.full((2, width), torch.nan, dtype=dtype) if second else None
-    fused.add_norm(EmulatedBackend(), a, residual, w1, w2, y[:, :width], z, 1e-6)
+    fused.add_norm(EmulatedBackend(), a, residual, w1, y[:, :width], None if z is None else (w2, z), 1e-6)
     expected_y, expected_z = fused.add_norm_ref(a, residual, w1, w2, 1e-6)
     assert_rounds_alike(y[:, :width], expected_y)
     assert torch.isnan(y[:, width:]).all()
@@ -49,7 +49,7 @@ def test_add_norm_in_place() -> None:
     stream, branch, w1, w2 = draw(3, 96), draw(3, 96, seed=1), draw(96, seed=2), draw(96, seed=3)
     expected, _ = fused.add_norm_ref(branch, stream, w1, w2, 1e-6)
     normed = torch.empty_like(stream)
-    fused.add_norm(EmulatedBackend(), branch, stream, w1, w2, stream, normed, 1e-6)
+    fused.add_norm(EmulatedBackend(), branch, stream, w1, stream, (w2, normed), 1e-6)
     assert_rounds_alike(stream, expected)
 
 
@@ -103,7 +103,7 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
 def test_fused_operations_refuse() -> None:
     backend = EmulatedBackend()
     with pytest.raises(KernelError, match="width 12 must be a multiple of 8"):
-        fused.add_norm(backend, draw(8, 16)[:, :12], None, draw(12), None, draw(8, 16)[:, :12], None, 1e-6)
+        fused.add_norm(backend, draw(8, 16)[:, :12], None, draw(12), draw(8, 16)[:, :12], None, 1e-6)
     with pytest.raises(KernelError, match="row stride that is a multiple of 8"):
         fused.swiglu(backend, draw(2, 36)[:, :32], draw(2, 16))
     with pytest.raises(KernelError, match="up to 64 tokens"):
@@ -119,23 +119,23 @@ def test_fused_operations_refuse() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight1": draw(96).float()}, "weight1 is torch.float32 on cpu; expected torch.bfloat16"),
-        ({"weight1": draw(192)[::2]}, "weight1 has shape .* contiguous"),
-        ({"weight1": draw(95)}, r"expected \(96,\)"),
+        ({"weight": draw(96).float()}, "weight is torch.float32 on cpu; expected torch.bfloat16"),
+        ({"weight": draw(192)[::2]}, "weight has shape .* contiguous"),
+        ({"weight": draw(95)}, r"expected \(96,\)"),
         ({"residual": draw(1, 96)}, r"residual has shape \(1, 96\); expected \(2, 96\)"),
         ({"y": torch.empty(2, 96)}, "y is torch.float32"),
         ({"y": torch.empty(2, 96, dtype=torch.bfloat16, device="meta")}, "y is torch.bfloat16 on meta"),
-        ({"weight2": draw(96)}, "both its weight and its output z"),
+        ({"second": (draw(95), draw(2, 96))}, r"weight2 has shape .* expected \(96,\)"),
+        ({"second": (draw(96), draw(1, 96))}, r"z has shape \(1, 96\); expected \(2, 96\)"),
     ],
 )
 def test_add_norm_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
     given = {
         "a": draw(2, 96),
         "residual": None,
-        "weight1": draw(96),
-        "weight2": None,
+        "weight": draw(96),
         "y": draw(2, 96),
-        "z": None,
+        "second": None,
         **changes,
     }
     with pytest.raises(KernelError, match=message):

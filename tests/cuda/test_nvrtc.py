@@ -11,6 +11,7 @@ from loopq.cuda.plan import Variant
 from loopq.cuda.sources import kernel_sources, translation_unit
 from loopq.cuda.tiled import TiledVariant
 from tests.support.cuda import nvrtc, sass
+from tests.support.marks import slow_unless
 
 pytestmark = pytest.mark.skipif(
     nvrtc.library() is None,
@@ -37,9 +38,23 @@ def variants(architecture: str) -> list[Variant]:
     ]
 
 
+def _quick(case: tuple[str, Variant | TiledVariant]) -> bool:
+    """One fold, bfloat16 and the depth that is planned."""
+    architecture, variant = case
+    usual = variant.activation == "bf16" and variant.stages == 4 and variant.fold == 2
+    return usual and architecture == "sm_90"
+
+
 @pytest.mark.parametrize(
     ("architecture", "variant"),
-    [(architecture, variant) for architecture in ("sm_80", "sm_90") for variant in variants(architecture)],
+    slow_unless(
+        _quick,
+        [
+            (architecture, variant)
+            for architecture in ("sm_80", "sm_90")
+            for variant in variants(architecture)
+        ],
+    ),
     ids=str,
 )
 def test_gemm_compiles_without_spills(architecture: str, variant: Variant) -> None:
@@ -62,8 +77,13 @@ TILED += [
 ]
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("variant", TILED, ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "variant"),
+    slow_unless(
+        _quick, [(architecture, variant) for architecture in ("sm_80", "sm_90") for variant in TILED]
+    ),
+    ids=str,
+)
 def test_the_tiled_product_compiles_without_spills(architecture: str, variant: TiledVariant) -> None:
     options = [f"-arch={architecture}", "-std=c++17", *variant.defines]
     cubin = nvrtc.compile_cubin(translation_unit("w4a16_tiled.cu"), "w4a16_tiled.cu", options)
@@ -78,7 +98,7 @@ needs_disassembler = pytest.mark.skipif(
 
 
 @needs_disassembler
-@pytest.mark.parametrize("fold", tiled._STAGE_SLOTS)
+@pytest.mark.parametrize("fold", slow_unless(lambda fold: fold == 0, tiled._STAGE_SLOTS))
 def test_the_planner_knows_what_a_stage_of_many_tokens_costs(fold: int) -> None:
     for warps in (1, 2):
         options = ["-arch=sm_90", "-std=c++17", *TiledVariant("bf16", warps, fold, 4, "bf16").defines]
@@ -89,7 +109,7 @@ def test_the_planner_knows_what_a_stage_of_many_tokens_costs(fold: int) -> None:
 
 
 @needs_disassembler
-@pytest.mark.parametrize("fold", plan._STAGE_SLOTS)
+@pytest.mark.parametrize("fold", slow_unless(lambda fold: fold == 3, plan._STAGE_SLOTS))
 def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
     """Other compilers may do a little better or worse; a main loop that grew by a tenth is a change of the kernel."""
     for token_tiles, planned in plan._STAGE_SLOTS[fold].items():
@@ -102,6 +122,7 @@ def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
 
 
 @needs_disassembler
+@pytest.mark.slow
 @pytest.mark.parametrize("fold", [0, 1, 2, 3])
 def test_no_copy_has_a_descriptor_in_an_odd_register(fold: int) -> None:
     """NVRTC 13 compiles some predicated copies to an illegal instruction: a descriptor takes a pair of registers."""

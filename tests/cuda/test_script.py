@@ -32,6 +32,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_section_runs_and_every_target_gets_its_row(
     record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,12 +61,14 @@ def test_every_section_runs_and_every_target_gets_its_row(
     assert "| compute-sanitizer memcheck clean | clean | met |" in out
 
 
+@pytest.mark.slow
 def test_a_missing_section_leaves_its_rows_open(record: Path) -> None:
     data = json.loads(record.read_text())
     del data["sections"]["products"]
     assert ("products", "not in the record", "open") in bench.rows(data)
 
 
+@pytest.mark.slow
 def test_wrong_results_do_not_meet_their_target(record: Path) -> None:
     data = json.loads(record.read_text())
     data["sections"]["exact"]["bulk"]["all_repeatable"] = False
@@ -74,11 +77,13 @@ def test_wrong_results_do_not_meet_their_target(record: Path) -> None:
     assert verdicts == ["NOT MET", "NOT MET"]
 
 
+@pytest.mark.slow
 def test_another_machine_does_not_join_a_record(record: Path) -> None:
     with pytest.raises(SystemExit, match="give another file"):
         bench.add_section(record, {"device": "NVIDIA H100"}, "exact", {})
 
 
+@pytest.mark.slow
 def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
     """Two sections and a name that is none, the short way; the sanitizer is not asked for."""
     env = {**os.environ, "PYTHON": sys.executable, "TOTAL_SECONDS": "200"}

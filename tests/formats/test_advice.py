@@ -16,6 +16,7 @@ from loopq.formats.gguf import blocks
 from loopq.formats.quantized_folder import QuantizedFolder
 from loopq.formats.rules import READS, check_engine
 from tests.support.interop import models
+from tests.support.marks import slow_unless
 
 PLAIN = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float16", "levels": "even"}
 
@@ -131,7 +132,7 @@ def settled(asked, seen=()):
 FORMS = [name for name, target in FORMATS if isinstance(target, QuantizedFolder) or name == "gguf"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_unless(lambda form: form == "gguf", FORMS))
 def test_whoever_follows_the_advice_of_a_refusal_gets_a_file(form):
     engines = [None, *(engine for engine, reads in READS.items() if form in reads)]
     n_refused = 0

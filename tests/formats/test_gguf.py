@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from loopq.formats.convert import read_any, write_as
 from loopq.formats.gguf import blocks
 from loopq.formats.gguf_shape import Shape
 from tests.support.interop import models
+from tests.support.interop.environments import interpreter
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
@@ -209,37 +211,72 @@ def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
         Shape.of({**told, "L_cycles": None}).check_whole()
 
 
-def test_the_tokenizer_of_another_file_is_copied(tmp_path):
+@pytest.fixture
+def vocabulary(tmp_path):
     path = tmp_path / "vocabulary.gguf"
     writer = gguf.GGUFWriter(path, "nanbeige")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{i}>" for i in range(96)])
     writer.add_token_scores([0.5] * 96)
+    writer.add_token_types([1] * 96)
     writer.add_bos_token_id(1)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
         write()
+    return path
+
+
+def test_the_tokenizer_of_another_file_is_copied(tmp_path, vocabulary):
     _, checkpoint = looped()
     write_as(tmp_path / "q", checkpoint, "native")
-    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=path)
-    source, found = (gguf.GGUFReader(p).fields for p in (path, tmp_path / "m.gguf"))
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
+    source, found = (gguf.GGUFReader(p).fields for p in (vocabulary, tmp_path / "m.gguf"))
     names = [n for n in source if n.startswith("tokenizer.")]
-    assert len(names) == 4
+    assert len(names) == 5
     assert {n: found[n].contents() for n in names} == {n: source[n].contents() for n in names}
 
 
-def test_logits_of_llama_cpp(tmp_path):
-    """Runs where llama-cpp-python is there and knows the architecture."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: llama-cpp-python is not installed")
+def test_a_damaged_vocabulary_is_named_and_nothing_is_written(tmp_path, vocabulary):
+    write_as(tmp_path / "q", looped()[1], "native")
+    whole = vocabulary.read_bytes()
+    at = whole.index(b"<7>")
+    for damaged in (whole[: len(whole) // 2], whole[:at] + b"\x80" + whole[at + 1 :]):
+        vocabulary.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"vocabulary\.gguf: a GGUF file that is damaged") as found:
+            loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
+        assert "\n" not in str(found.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q", "vocabulary.gguf"]
+
+
+#: Log-probabilities of all tokens after each beginning of a prompt.
+LLAMA = """
+import json, sys, xllamacpp
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = sys.argv[1], 64, 1, False
+settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+server, ids, found = xllamacpp.Server(settings), json.loads(sys.argv[2]), []
+asked = {"n_predict": 1, "temperature": 0, "n_probs": 96, "cache_prompt": False}
+for n in range(1, len(ids) + 1):
+    said = server.handle_completions({"prompt": ids[:n], **asked})
+    (token,) = said["choices"][0]["logprobs"]["content"]
+    found.append([p["logprob"] for p in sorted(token["top_logprobs"], key=lambda p: p["id"])])
+with open(sys.argv[3], "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_logits_of_llama_cpp(tmp_path, vocabulary):
     model, checkpoint = looped(bits=8, group_size=32)
     write_as(tmp_path / "q", checkpoint, "native")
-    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
     load_into(model, checkpoint)
     ids = [5, 9, 7, 30, 11, 12]
-    engine = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=32, logits_all=True, verbose=False, n_threads=1)
-    engine.eval(ids)
-    found = torch.tensor(np.array(engine.scores[: len(ids)]))
-    expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach()
+    said = tmp_path / "said.json"
+    arguments = [str(tmp_path / "m.gguf"), json.dumps(ids), str(said)]
+    subprocess.run([interpreter("llama"), "-c", LLAMA, *arguments], check=True, capture_output=True)
+    found = torch.tensor(json.loads(said.read_text()))
+    expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach().log_softmax(-1)
     # Q8_0 products round the activations to 8 bits.
+    found, expected = (p - p.mean(-1, keepdim=True) for p in (found, expected))
     assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
 
 

@@ -17,12 +17,12 @@ from ..soak.files import FINE, campaign, checkpoints
 from ..support.checkpoints import checkpoint, layer
 
 
-@pytest.mark.parametrize("n", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [60, pytest.param(1500, marks=pytest.mark.slow)])
 def test_campaign(n):
     counts = campaign([checkpoints], range(n))
     assert counts.failures == []
     assert sum(counts.outcomes.values()) == n
-    assert counts.outcomes["refused"] > n * 850 // 1500
+    assert counts.outcomes["refused"] > n // 2
     assert set(counts.outcomes) <= set(FINE)
     assert n < 1500 or set(counts.outcomes) == set(FINE)
 

@@ -23,6 +23,7 @@ from loopq.storage.journal import Journal
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.exact_metric import exact_metrics
 from tests.support.kills import Kill, Killer, counting
+from tests.support.marks import slow_unless
 from tests.support.runs import digest, run_of, tensors_of
 
 BEST = {"preset": "best", "bits": 3, "group_size": 16, "batch_size": 3, "threads": 1}
@@ -79,6 +80,9 @@ def test_thin_matrices_are_right_on_average(tiny, tokens, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 20)
     monkeypatch.setattr("tests.support.exact_metric.BLOCK", 20)
     monkeypatch.setattr(module, "MOST", 4)
+    # Sums alone: couplings are shrunk by their noise, of which thin matrices have more.
+    monkeypatch.setattr(sketch.Both, "finish", lambda self, n_gradients: None)
+    monkeypatch.setattr("tests.support.exact_metric.shrunk", lambda each, scale: sum(each))
     tasks = [t for t in run.tasks if "mlp" in t.name]
     exact = exact_metrics(sums, tiny.system, few, tasks, 3)
     own, found = sketch.seed_of, []
@@ -245,7 +249,9 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
 
 
 # Ten prompts collected, eight gradients of two of them ahead, forty of all, nine layers.
-@pytest.mark.parametrize(("at", "prompts"), [(9, 12), (14, 11), (26, 8), (49, 2), (59, 0)])
+@pytest.mark.parametrize(
+    ("at", "prompts"), slow_unless(lambda c: c[0] == 26, [(9, 12), (14, 11), (26, 8), (49, 2), (59, 0)])
+)
 def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, at, prompts):
     monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **BEST)

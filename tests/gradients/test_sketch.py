@@ -69,7 +69,7 @@ def test_products_are_those_of_the_weights_gradients(recompute):
     sketch = Sketch({n: torch.randn(g.shape[1], 5) for n, g in exact.items()}, 5, 4, 0, 2)
     scales = {n: torch.rand(len(g)) + 0.5 for n, g in exact.items()}
     energy, left, right = {}, {}, {}
-    for side in (Outputs(energy, sketch), Both(left, right, scales, sketch)):
+    for side in (Outputs(energy, sketch), Both(left, right, {}, scales, sketch)):
         with Taps(system, tasks, side) as taps:
             side.begin(1, 0)
             out = model(x)
@@ -83,7 +83,7 @@ def test_products_are_those_of_the_weights_gradients(recompute):
             torch.testing.assert_close(found, 2 * part @ part.T, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(energy[name], 2 * product.square().sum(1), rtol=1e-4, atol=1e-4)
         # All columns of every block are there: but for products between blocks the sum is exact.
-        one = Both({}, {}, scales, sketch)
+        one = Both({}, {}, {}, scales, sketch)
         expected = torch.zeros_like(right[name])
         for draw in (0, 1):
             one.begin(1, draw)
@@ -134,10 +134,32 @@ def test_columns_of_a_root_say_alike_whatever_is_chosen():
 
 
 def test_products_between_blocks_vanish_on_average():
-    side = Both({}, {}, {"w": torch.ones(10)}, Sketch({}, 3, 6, 0, 1))
+    side = Both({}, {}, {}, {"w": torch.ones(10)}, Sketch({}, 3, 6, 0, 1))
     total = torch.zeros(10, 10)
     for number in range(2000):
         side.begin(number, 0)
         thin = side._choose("w")
         total += thin @ thin.T / 2000
     torch.testing.assert_close(total, torch.eye(10), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(("shared", "low", "high"), [(0.0, 0.0, 0.2), (1.0, 0.9, 1.0)])
+def test_couplings_lose_their_noise(shared, low, high):
+    """Outputs whose gradients are independent are hardly coupled, those of one pattern nearly as measured."""
+    generator = torch.Generator().manual_seed(3)
+    pattern, loud = torch.ones(10, 1), torch.tensor([1.0] * 9 + [1e4])
+    side = Both({}, {}, {}, {"w": 1 / loud}, Sketch({}, 3, 16, 0, 1))
+    for _ in range(40):
+        noise = torch.randn(10, 3, generator=generator)
+        common = pattern * torch.randn(1, 3, generator=generator)
+        rows = (shared * common + (1 - shared) * noise) * loud[:, None]
+        side.add("w", (rows, torch.zeros(4, 1)))
+    before = side.left["w"][0].clone()
+    side.finish(40)
+    after = side.left["w"][0]
+    torch.testing.assert_close(after.diagonal(), before.diagonal())
+    kept = (after / before)[~torch.eye(10, dtype=torch.bool)]
+    torch.testing.assert_close(kept, kept[:1].expand_as(kept))
+    assert low <= float(kept[0]) <= high
+    side.finish(1)
+    assert after.equal(torch.diag(before.diagonal()))

@@ -23,8 +23,15 @@ ELSEWHERE = {
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
 }
-#: Examples that take longer than a test should, by what stands in them.
-LONG = ("found = loopq.diagnose", "for measured in loopq.evaluate")
+#: Examples that take longer than a quick test should, by what stands in them.
+LONG = (
+    "found = loopq.diagnose",
+    "for measured in loopq.evaluate",
+    "in one go",
+    "loaded.model.bfloat16()",
+    "QuantLinear.from_layer(quantized)",
+    "HrmTextForCausalLM(small)",
+)
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
 

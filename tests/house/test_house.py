@@ -318,12 +318,11 @@ def test_a_format_is_one_file(tmp_path):
     assert found["refused"] == "madeup cannot hold INT8"
 
 
+@pytest.mark.slow
 def test_readme_example_runs():
     text = (ROOT / "README.md").read_text("utf-8")
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example
-    code = example[1]
-    printed = python(code)
+    *_, longer = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = python(longer)
     kl = {line.split()[0]: float(line.split("KL")[1].split()[0]) for line in printed.splitlines()[1:]}
     assert kl["all"] < kl["first"]
 
@@ -334,7 +333,14 @@ def test_the_measures_of_the_house():
     assert {module.folder for module in counts.modules()} >= set(counts.TRUNK)
     assert found["lines of the package without paper/"] > 20_000
     assert found["lines of the package without paper/"] <= 41_000
-    assert found["lines of paper/"] <= 6_600
+    assert found["lines of paper/"] <= 6_700
+    # Today's values, where the goal is not reached (ARCHITECTURE.md, Size).
+    assert found["lines from command to file"] <= 21_200
+    assert found["floors of rooms"] <= 17
+    assert found["Python functions with more than 7 arguments"] <= 5, counts.too_many_arguments()
+    assert found["Rust functions with more than 7 arguments"] <= 4, counts.rust_too_many_arguments()
+    for name in counts.ONE_CLASS:
+        assert found[f"classes called {name} in one language"] <= 1, counts.classes(name)
     mirrored = found["% of modules with a test at the mirrored path"]
     assert mirrored >= 90, counts.without_mirrored_test()
     # `floors` raises where two rooms import each other.

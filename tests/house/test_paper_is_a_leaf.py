@@ -74,6 +74,7 @@ def test_commands_are_there_without_it(house):
     assert help_of_demo
 
 
+@pytest.mark.slow
 def test_the_products_quick_tests_pass_without_it(house):
     assert " passed" in pytest_there(house, "-x", *QUICK)
 

@@ -39,12 +39,21 @@ def maturin(command, out, *options):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Wheel and sdist; the wheel is for this system and interpreter, so that what `make build` compiled is reused."""
-    out = tmp_path_factory.mktemp("dist")
+def wheel(tmp_path_factory):
+    """For this system and interpreter, so that what `make build` compiled is reused."""
+    out = tmp_path_factory.mktemp("wheel")
     maturin("build", out, "--release", "--compatibility", "linux", "--interpreter", sys.executable)
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The source distribution; nothing is compiled for it."""
+    out = tmp_path_factory.mktemp("sdist")
     maturin("sdist", out)
-    return out
+    (made,) = out.glob("*.tar.gz")
+    return made
 
 
 @pytest.mark.slow
@@ -55,8 +64,8 @@ def test_wheel_for_old_systems(tmp_path):
     assert "-cp311-abi3-manylinux_2_28_" in wheel.name or "-cp311-abi3-manylinux_2_17_" in wheel.name
 
 
-def test_wheel_holds_what_it_must(built):
-    (wheel,) = built.glob("*.whl")
+@pytest.mark.slow
+def test_wheel_holds_what_it_must(wheel):
     assert "-cp311-abi3-linux_" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     for wanted in (
@@ -77,8 +86,7 @@ def test_wheel_holds_what_it_must(built):
     assert wheel.stat().st_size < 12e6
 
 
-def test_sdist_holds_what_building_needs(built):
-    (sdist,) = built.glob("*.tar.gz")
+def test_sdist_holds_what_building_needs(sdist):
     with tarfile.open(sdist) as archive:
         names = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
     for wanted in (
@@ -93,19 +101,18 @@ def test_sdist_holds_what_building_needs(built):
 
 
 @pytest.mark.slow
-def test_sdist_builds(built, tmp_path):
-    (sdist,) = built.glob("*.tar.gz")
+def test_sdist_builds(sdist, tmp_path):
     target = {**clean_environment(), "CARGO_TARGET_DIR": str(ROOT / "target")}
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, sdist, env=target)
     assert list(tmp_path.glob("loopq-*.whl"))
 
 
-def test_wheel_solves_in_an_empty_environment(built, tiny, tokens, tmp_path):
+@pytest.mark.slow
+def test_wheel_solves_in_an_empty_environment(wheel, tiny, tokens, tmp_path):
     job = Collection(tiny.system, tokens, select(tiny.system, tokens))
     collect_rows(job, tmp_path / "dump")
     run(sys.executable, "-m", "venv", tmp_path / "venv", env=clean_environment())
     python = tmp_path / "venv" / "bin" / "python"
-    (wheel,) = built.glob("*.whl")
     run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wheel, env=clean_environment())
     installed = run(python, "-m", "pip", "list", "--format=freeze", env=clean_environment())
     names = {line.split("==")[0] for line in installed.splitlines()}

@@ -9,6 +9,7 @@ from loopq.errors import ConfigError
 from loopq.inference.generate import Decoder, Generation, choose, decode, end_ids, generate
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
+from tests.support.marks import slow_unless
 from tests.support.systems import CASES, as_loaded, open_system
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
@@ -37,13 +38,21 @@ _CACHED = (
     "generic HRM-Text",
     "generic Zamba",
 )
+#: Seconds each.
+_LONG = (
+    "looped OLMoE, experts",
+    "transformers Inkling-2",
+    "transformers Dory",
+    "generic Zamba",
+    "transformers HRM-Text",
+)
 
 
 def _rolled_out(system, ids, n_steps):
     return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0, -1].float()
 
 
-@pytest.mark.parametrize("name", _CAUSAL)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name not in _LONG, _CAUSAL))
 def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
     case = _CAUSAL[name]
     system = open_system(case)

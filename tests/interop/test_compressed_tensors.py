@@ -12,6 +12,7 @@ from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import read_all_tensors
 from tests.support.interop import models
 from tests.support.interop.environments import run
+from tests.support.marks import running, slow_unless
 
 CT = "compressed-tensors"
 
@@ -64,7 +65,8 @@ LIMITS = [
     # The library dequantizes floats to bfloat16, whatever the model's type.
     (Case("llama", 4, 16, levels="nvfp4"), "same dtype"),
 ]
-ALL = [*SYMMETRIC, *ASYMMETRIC, *(case for case, _ in LIMITS)]
+#: One of each: symmetric, asymmetric, floats, another model.
+QUICK = (SYMMETRIC[4], SYMMETRIC[-2], ASYMMETRIC[4], ASYMMETRIC[8])
 
 
 def build(case):
@@ -90,13 +92,14 @@ def build(case):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """Every case: the logits that loopq expects, and what the libraries make of the export."""
+def loaded(tmp_path_factory, request):
+    """Every case that is tested: the logits that loopq expects, and what the libraries make of the export."""
     base = tmp_path_factory.mktemp("ct")
     ids = models.prompts()
     np.save(base / "ids.npy", ids.numpy())
     jobs, expected = [], {}
-    for case in ALL:
+    cases = [case for (case,) in running(request, "case")]
+    for case in cases:
         model, whole = build(case)
         write_as(base / case.name, whole, CT, ragged=case.ragged)
         expected[case.name] = models.logits_of(models.put_in(model, whole), ids)
@@ -115,11 +118,13 @@ def loaded(tmp_path_factory):
     results = run("ct", jobs, base)
     return {
         case.name: (expected[case.name], base / f"{case.name}.npy", results[str(base / f"{case.name}.npy")])
-        for case in ALL
+        for case in cases
     }
 
 
-@pytest.mark.parametrize("case", [*SYMMETRIC, *ASYMMETRIC], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", slow_unless(QUICK.__contains__, [*SYMMETRIC, *ASYMMETRIC]), ids=lambda c: c.name
+)
 def test_transformers_gives_the_very_logits(loaded, case):
     expected, path, result = loaded[case.name]
     assert "error" not in result, result
@@ -130,7 +135,11 @@ def test_transformers_gives_the_very_logits(loaded, case):
         assert any("packed" in kind for kind in result["modules"].values()), "loaded as a dense model"
 
 
-@pytest.mark.parametrize(("case", "word"), LIMITS, ids=[c.name for c, _ in LIMITS])
+@pytest.mark.parametrize(
+    ("case", "word"),
+    slow_unless(lambda c: c[0].levels != "even", LIMITS),
+    ids=[c.name for c, _ in LIMITS],
+)
 def test_known_limits_are_errors_and_never_other_numbers(loaded, case, word):
     expected, path, result = loaded[case.name]
     if "error" in result:
@@ -172,6 +181,7 @@ def foreign(tmp_path_factory):
     return base, names, run("ct", jobs, base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "symmetric", "group"), WRITTEN)
 def test_files_of_the_library_are_read(foreign, tmp_path, bits, symmetric, group):
     base, names, results = foreign

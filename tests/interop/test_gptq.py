@@ -104,6 +104,7 @@ def loaded(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_logits_agree_to_float16(loaded, case):
     _, single, half, path, result = loaded[case.name]
@@ -119,6 +120,7 @@ def test_logits_agree_to_float16(loaded, case):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c.tool == "gptqmodel"], ids=lambda c: c.name)
 def test_modules_dequantize_to_the_very_weights(loaded, case):
     whole, _, _, path, result = loaded[case.name]
@@ -131,6 +133,7 @@ def test_modules_dequantize_to_the_very_weights(loaded, case):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "word"), LIMITS, ids=[c.name for c, _ in LIMITS])
 def test_what_gptqmodel_cannot_load(loaded, case, word):
     assert word in loaded[case.name][-1]["error"]
@@ -171,6 +174,7 @@ def foreign(tmp_path_factory):
     return base, run("gptq", jobs, base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(WRITTEN)))
 def test_files_of_gptqmodel_are_read(foreign, number):
     base, results = foreign

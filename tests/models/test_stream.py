@@ -14,6 +14,7 @@ from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.storage.model_files import is_streamed
 from tests.support.accelerator import DEVICE, accelerator
+from tests.support.marks import slow_unless
 from tests.support.vendors import dory, inkling, tokens
 
 
@@ -23,7 +24,7 @@ def _held(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", [dory, inkling])
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind is dory, [dory, inkling]))
 def test_bytes_are_those_of_a_run_in_memory(kind: Any, tmp_path: Path) -> None:
     kind().save_pretrained(tmp_path / "model")
     size = (tmp_path / "model" / "model.safetensors").stat().st_size

@@ -66,10 +66,11 @@ def test_planted_models_stand_apart_and_bars_are_judged_without_them():
     assert "| loopq best | 0.40 (0.80, b) | 1.0 | 2 |" in summary
     assert "| llm-compressor, mse | 1.00 of 1 (1.00, a) |" in summary
     assert "| loopq best | 0.01 (0.01, a+spike) |" in planted
-    assert "| 0.400, bar 0.40 reached; 1 of 2 models |" in page
+    report = peers_table.report(RECORDS, {}, [], OURS)
+    assert "| 0.400, bar 0.40 reached; 1 of 2 models |" in report
     assert (
         "| loopq best over GPTQ, trajectory, searched scales |  |  | 0.100, bar 0.30 reached; 1 of 1 models |"
-        in page
+        in report
     )
 
 

@@ -50,6 +50,7 @@ def test_names_are_escaped(diagnosis, no_figures):
     assert "<b>" not in text
 
 
+@pytest.mark.slow
 def test_the_same_diagnosis_gives_the_same_bytes(diagnosis, text):
     # Also from a file, where keys are sorted.
     assert page.render(json.loads(json.dumps(diagnosis, sort_keys=True))) == text

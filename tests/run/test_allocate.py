@@ -17,6 +17,7 @@ from loopq.run.budget import Allocate
 from loopq.run.config import QuantConfig
 from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting
+from tests.support.marks import slow_unless
 from tests.support.runs import digest, tensors_of
 
 FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, rank_threshold=None)
@@ -117,7 +118,9 @@ def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):
             Allocate(**({"budget": 3.0} | bad))
 
 
-@pytest.mark.parametrize(("score", "at"), [("ablation", 28), ("fisher", 30)])
+@pytest.mark.parametrize(
+    ("score", "at"), slow_unless(lambda c: c[0] == "fisher", [("ablation", 28), ("fisher", 30)])
+)
 def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, score, at, monkeypatch):
     """What is collected, solved and scored is not done again."""
     asked = Allocate(3.6, score, bits=(2, 4), group_sizes=(16,), n_prompts=4)

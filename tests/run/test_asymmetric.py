@@ -62,6 +62,7 @@ def test_settings_that_cannot_be(tiny, tokens):
             asked(**({"inputs": "asymmetric"} | bad))
 
 
+@pytest.mark.slow
 def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
     for spec in ("alpha=1/4", "balanced"):
@@ -79,6 +80,7 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch):
     asked = {"inputs": "asymmetric", "sweeps": 2, "batch_size": 3, "threads": 1, **SETTINGS}
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **asked)

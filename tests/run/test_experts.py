@@ -22,6 +22,7 @@ from loopq.run.source import DumpSource
 from loopq.systems.base import Batch
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer
+from tests.support.marks import slow_unless
 from tests.support.runs import digest, job_of, run_of
 
 GRID = {"bits": 3, "group_size": 8}
@@ -232,7 +233,7 @@ def test_an_expert_with_rows_and_without_gradients_takes_the_metric_of_its_input
     assert "no gradient" not in layer_table(_reports(plain))
 
 
-@pytest.mark.parametrize("at", [1, 3, 6, 12])
+@pytest.mark.parametrize("at", slow_unless(lambda at: at == 6, [1, 3, 6, 12]))
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch, at):
     monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     settings = {"method": "gptq", "batch_size": 2, "threads": 1, **GRID}

@@ -134,6 +134,7 @@ def test_the_peak_is_what_was_said(width, settings):
     assert 0.5 * said["extra"] < taken < 1.15 * said["extra"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
 def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
     enough = whole(1024, share=1.0)

@@ -46,7 +46,7 @@ def finished(process):
     return said
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_workers):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     (tmp_path / "shared").mkdir()
@@ -76,6 +76,7 @@ def test_what_a_killed_worker_had_claimed_is_solved_by_another(dump, tmp_path):
     assert not (tmp_path / ".out.work").exists()
 
 
+@pytest.mark.slow
 def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"

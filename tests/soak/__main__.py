@@ -22,7 +22,7 @@ import torch
 from benches.zoo.store import save_model
 
 from ..conftest import tiny_model
-from . import bits, files, inputs, runs, together
+from . import bits, files, inputs, readers, runs, together
 
 SIZES = {
     "kills": (1000, "kills, over every command"),
@@ -32,6 +32,7 @@ SIZES = {
     "workers": (20, "kills of workers that solve together"),
     "disk": (90, "runs on a disk that is full"),
     "files": (10_000, "mutated files, paths that lead out, links and pipes"),
+    "readers": (10_000, "changes of files that a user brings"),
     "bits": (1, "one bit of every N-th byte of a checkpoint and of dumps"),
     "lines": (600, "command lines"),
     "models": (300, "models"),
@@ -72,6 +73,7 @@ CAMPAIGNS = {
     "workers": _on_runs(together.workers, "workers"),
     "disk": _on_runs(runs.full_disk),
     "files": _mutated,
+    "readers": lambda base, size, rng: readers.readers(base, size, rng, _end()),
     "bits": bits.flips,
     "lines": _on_model(inputs.command_lines),
     "models": _on_model(inputs.models),

@@ -42,6 +42,8 @@ COMMANDS = {
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
     "allocate": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE}",
     "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE} --allocate-score fisher",
+    "trellis": f"quantize {{model}} --out {{out}} {TINY} --method trellis --bits 2",
+    "evaluate": f"quantize {{model}} --out {{out}} {PAPER} --evaluate -",
     "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",
     "collect sums": f"collect {{model}} --out {{out}} {COLLECT} --hessian --per-step",
     "solve rows": "solve {rows} --out {out} --method gptq --group-size 16 --threads 1",
@@ -226,6 +228,8 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
                 else:
                     process = bench.start(name, folder / "out")
                     time.sleep(rng.uniform(0, 1.05) * bench.seconds[name])
+                    with _stopped(process, rng.random() < 0.2):
+                        time.sleep(0.05)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 if finish(process) != -signal.SIGKILL:
@@ -242,8 +246,21 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
     return counts
 
 
+@contextlib.contextmanager
+def _stopped(process: int, really: bool) -> Iterator[None]:
+    """Let a process stand still meanwhile, as Ctrl-Z or a busy machine does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGSTOP if really else 0)
+    yield
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGCONT)
+
+
 def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
-    """Start the same command twice with one output: one of them writes it, or both come after each other."""
+    """Start the same command twice with one output: one of them writes it, or both come after each other.
+
+    Now and then the first one stands still until the second one ended.
+    """
     counts = Counts()
     for number in range(n_pairs):
         if time.monotonic() > bench.until:
@@ -252,7 +269,9 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
         with place(bench.base) as folder:
             first = bench.start(name, folder / "out")
             time.sleep(rng.uniform(0, bench.seconds[name]))
-            codes = [finish(bench.start(name, folder / "out")), finish(first)]
+            with _stopped(first, rng.random() < 0.3):
+                second = finish(bench.start(name, folder / "out"))
+            codes = [second, finish(first)]
             counts.outcomes[f"exit codes {sorted(codes)}"] += 1
             wrong = bench.settled(name, folder)
             if any(code not in (0, 1) for code in codes):
@@ -265,7 +284,8 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
 
 
 def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
-    """Press Ctrl-C at a random moment of a program, imports included: code 130 in one line within a second.
+    """Press Ctrl-C at a random moment of a program, imports included: code 130 in one line within a second, or half
+    the time of a start where that is longer.
 
     The same command goes on afterwards.
     """
@@ -291,7 +311,7 @@ def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
                 wrong = f"a traceback: {text[-300:]}"
             elif code == INTERRUPTED:
                 slowest = max(slowest, took)
-                if took > 1:
+                if took > max(1, bench.start_up / 2):
                     wrong = f"took {took:.2f} s"
                 elif "interrupted" not in text.splitlines()[-1]:
                     wrong = f"said nothing: {text[-300:]}"

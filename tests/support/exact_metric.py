@@ -33,6 +33,16 @@ def gradients(system, tokens, names, n_steps, seed, n_draws):
                 yield {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
 
 
+def shrunk(each, scale):
+    """Sum of couplings between outputs, less the share that is noise; the diagonal as it is."""
+    n, total = len(each), sum(each)
+    unit = np.sqrt(np.outer(scale, scale)) * (1 - np.eye(len(scale)))
+    mean = total / n
+    noise = sum(np.square((one - mean) * unit).sum() for one in each) / (n * max(n - 1, 1))
+    keep = 1 - min(1.0, noise / np.square(mean * unit).sum()) if n > 1 else 0.0
+    return total * np.where(np.eye(len(scale)), 1, keep)
+
+
 def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="scale"):
     """Loop metrics as of `collect_metrics`; with outputs "A", S_g = sum g^T A'^-1 g, one round of the alternation."""
     ((most, n_draws),) = {t.gradients for t in tasks}
@@ -54,7 +64,7 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="sca
         for first in range(0, t.parameter.out_features, BLOCK):
             rows = slice(first, first + BLOCK)
             block = [g[rows] for g in kept[t.name]]
-            left.append(ridged(sum(g @ inverse @ g.T for g in block), RIDGE))
+            left.append(ridged(shrunk([g @ inverse @ g.T for g in block], scale[rows]), RIDGE))
             own = np.linalg.inv(left[-1]) if outputs == "A" else np.diag(scale[rows])
             right = right + sum(g.T @ own @ g for g in block)
         metrics[t.name] = LoopMetric(tuple(left), right, len(kept[t.name]))

@@ -14,6 +14,7 @@ from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from tests.support.conformance import SteppingConformance
+from tests.support.marks import slow_unless
 from tests.support.vendors import check_round_trip, dory, logits, rename, tokens
 
 
@@ -31,7 +32,7 @@ def _paired(name: str) -> str:
     return f"backbone.layers.{2 * int(found[1]) + second}.{part}{found[3]}"
 
 
-@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("paired", slow_unless(bool, [False, True]))
 def test_round_trip_keeps_the_files_names(paired: bool, tmp_path: Path) -> None:
     model = dory()
     model.save_pretrained(tmp_path / "dory")

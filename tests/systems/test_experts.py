@@ -21,6 +21,7 @@ from loopq.systems.experts import Experts, unfuse
 from loopq.systems.files import find_names
 from loopq.systems.generic import Generic, discover
 from tests.support.experts import N_STEPS, RoutingBlock, routed_loop
+from tests.support.marks import slow_unless
 
 _SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8,
@@ -214,7 +215,7 @@ def test_lists_whose_members_get_every_token_are_no_experts() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["Olmoe", "Mixtral"])
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "Mixtral", ["Olmoe", "Mixtral"]))
 def test_a_checkpoint_is_opened_again_and_exported_under_the_names_of_the_files(
     kind: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ class TestInkling(Conformance):
     system = "inkling"
 
 
+@pytest.mark.slow
 def test_round_trip(tmp_path: Path) -> None:
     inkling().save_pretrained(tmp_path / "inkling")
     result = check_round_trip(tmp_path / "inkling", tmp_path)

@@ -47,15 +47,22 @@ def test_ctrl_c_while_the_program_imports_leaves_no_traceback():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("way", ["a call that nothing interrupts", "a library that carries on"])
+@pytest.mark.parametrize(
+    "way", ["a call that nothing interrupts", "a library that carries on", "a destructor"]
+)
 def test_ctrl_c_ends_the_program_whatever_it_is_doing(way, tmp_path):
     """Without a traceback, in one line, `loopq.__main__.PATIENCE` later at most."""
     # A read that the system itself takes up again after a signal: Python's handler never gets its turn.
-    call = "signal.siginterrupt(signal.SIGINT, False); ctypes.CDLL(None).read(os.pipe()[0], bytes(1), 1)"
+    call = {
+        "a call that nothing interrupts": "signal.siginterrupt(signal.SIGINT, False); "
+        "ctypes.CDLL(None).read(os.pipe()[0], bytes(1), 1)",
+        "a library that carries on": "time.sleep(60)",
+        "a destructor": "type('Slow', (), {'__del__': lambda self: time.sleep(60)})()",
+    }[way]
     file = tmp_path / "register.py"
     file.write_text(
         "import ctypes, os, signal, time\nprint('ready', flush=True)\nwhile True:\n    try:\n"
-        f"        {call if 'call' in way else 'time.sleep(60)'}\n    except BaseException:\n        pass\n"
+        f"        {call}\n    except BaseException:\n        pass\n"
     )
     program = in_a_program(
         "--register", str(file), "inspect", "x", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -16,6 +16,7 @@ from benches.zoo.chains import chains
 from benches.zoo.measure import bits_per_answer, bits_per_byte, rows_of
 from loopq import zoo
 from loopq.models.load import load_model
+from tests.support.marks import slow_unless
 
 TRAINED = sorted(p.parent for p in WEIGHTS.glob("*/measured.json"))
 
@@ -28,7 +29,9 @@ def test_the_folder_stays_small() -> None:
     assert sum(sizes.values()) - sum(small.values()) < 40_000_000
 
 
-@pytest.mark.parametrize("folder", TRAINED, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "folder", slow_unless(lambda f: "medium" not in f.name, TRAINED), ids=lambda f: f.name
+)
 def test_a_trained_model_is_what_its_card_says(folder: Path) -> None:
     torch.set_num_threads(1)
     loaded = load_model(folder)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ from loopq.storage.files import (
     write_tensors,
 )
 from loopq.storage.journal import Journal, Snapshots, fingerprint
+from loopq.storage.lock import locked
 from loopq.storage.model_files import model_tensors, write_files
 from loopq.storage.schema import Count, Sha256, checked
 from loopq.systems.base import LoopedSystem, SharedParameter
@@ -378,13 +380,26 @@ def collect_rows(
     Raises
     ------
     DumpError
-        `out` holds a finished dump, or the beginnings of another.
+        `out` holds a finished dump, or the beginnings of another, or another run is writing it.
     """
     kind = rows_dtype or str(next(job.system.model.parameters()).dtype).removeprefix("torch.")
     if kind not in ROW_TYPES:
         raise ConfigError(f"rows_dtype must be one of {', '.join(ROW_TYPES)}; got {kind!r}")
     if shard_batches < 1:
         raise ConfigError(f"shard_batches must be at least 1; got {shard_batches}")
+    with _alone(out):
+        return _write_rows(job, out, kind, shard_batches)
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Be the only collection into a folder; those of ranks, which divide one, have claims instead."""
+    check_named(out, DumpError)
+    with locked(out):
+        yield
+
+
+def _write_rows(job: Collection, out: Path, kind: str, shard_batches: int) -> Manifest:
     key = job.fingerprint(kind, shard_batches)
     if _begin(out, key):
         return _finish(out)
@@ -661,7 +676,8 @@ def collect_hessians(
         prompts.
     """
     dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
-    if dump.begin():
-        return dump.finish()
-    dump.tell()
-    return dump.write()
+    with _alone(out):
+        if dump.begin():
+            return dump.finish()
+        dump.tell()
+        return dump.write()

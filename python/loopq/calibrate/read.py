@@ -163,13 +163,14 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path, CalibrationError)
-    parquet = require("pyarrow.parquet")
+    parquet, errors = require("pyarrow.parquet"), require("pyarrow.lib").ArrowException
     try:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
-    except (OSError, ValueError) as cause:  # pyarrow's own errors are these.
-        raise CalibrationError(f"{path}: cannot be read as parquet ({cause!s:.200})") from cause
+    except (errors, OSError, ValueError) as cause:
+        reason = " ".join(str(cause).split())
+        raise CalibrationError(f"{path}: cannot be read as parquet ({reason:.200})") from cause
 
 
 def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:

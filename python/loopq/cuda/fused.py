@@ -95,18 +95,19 @@ def add_norm(
     backend: Backend,
     a: torch.Tensor,
     residual: torch.Tensor | None,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor | None,
+    weight: torch.Tensor,
     y: torch.Tensor,
-    z: torch.Tensor | None,
+    second: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> None:
-    """``y = rms(a + residual) * weight1`` and, with weight2, ``z = rms(y) * weight2``; y may be the residual.
+    """``y = rms(a + residual) * weight`` and, with `second`, ``z = rms(y) * weight2``; y may be the residual.
 
     Parameters
     ----------
-    a, residual, y, z : torch.Tensor, bfloat16 or float16, shape (rows, width)
-    weight1, weight2 : torch.Tensor of the same type, shape (width,)
+    a, residual, y : torch.Tensor, bfloat16 or float16, shape (rows, width)
+    weight : torch.Tensor of the same type, shape (width,)
+    second : tuple or None
+        weight2 and z, shaped as weight and y.
     epsilon : float
         ``rms(v) = v / sqrt(mean(v^2) + epsilon)``
 
@@ -116,16 +117,15 @@ def add_norm(
         On a type, stride, alignment or width that the kernel does not take.
     """
     kernel = _kernel("loopq_add_norm", a.dtype)
+    weight2, z = second or (None, None)
     _check_rows("add_norm", a, a=a, residual=residual, y=y, z=z)
     rows, width = a.shape
     if width % 8 or width > MAX_NORM_WIDTH:
         raise KernelError(f"add_norm: width {width} must be a multiple of 8 up to {MAX_NORM_WIDTH}")
-    if (weight2 is None) != (z is None):
-        raise KernelError("add_norm: the second norm needs both its weight and its output z, or neither")
     for name, rows_of in (("residual", residual), ("y", y), ("z", z)):
         _check_shape("add_norm", name, rows_of, (rows, width))
-    for name, weight in (("weight1", weight1), ("weight2", weight2)):
-        _check_vector("add_norm", name, weight, a, (width,))
+    for name, vector in (("weight", weight), ("weight2", weight2)):
+        _check_vector("add_norm", name, vector, a, (width,))
     pieces = width // 8
     per_thread = -(-pieces // 512)
     threads = -(-pieces // (32 * per_thread)) * 32
@@ -135,7 +135,7 @@ def add_norm(
         threads,
         threads // 32 * 4,
         (
-            *(_pointer(t) for t in (a, residual, weight1, weight2, y, z)),
+            *(_pointer(t) for t in (a, residual, weight, weight2, y, z)),
             np.int32(width),
             *(_stride(t) for t in (a, residual, y, z)),
             np.float32(epsilon),

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from loopq.cuda.layout import N_STEP, TILE_K, WORDS_PER_TILE, pack_w4
+from loopq.cuda.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, pack_w4, packed_shape
 from loopq.cuda.load import Backend, Kernel
 from loopq.cuda.plan import (
     TOKENS_PER_LAUNCH,
@@ -28,10 +28,12 @@ from loopq.errors import KernelError
 __all__ = [
     "ACTIVATIONS",
     "SCALES",
+    "Product",
     "Workspace",
     "launch_dequantize",
     "launch_gemm",
     "prove",
+    "refuse",
     "workspace_for",
     "workspace_size",
 ]
@@ -60,6 +62,117 @@ class Workspace:
             torch.empty(max(n_floats, 1), dtype=torch.float32, device=device),
             torch.zeros(max(n_counters, 1), dtype=torch.int32, device=device),
         )
+
+
+def refuse(what: str) -> KernelError:
+    return KernelError(f"w4a16_linear: {what}")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product's operands, in the order of the operator's arguments; see `w4a16_linear` for each of them."""
+
+    x: torch.Tensor
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    addend: torch.Tensor | None
+    in_features: int
+    group_size: int
+    k_begin: int = 0
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def out_features(self) -> int:
+        return int(self.qweight.shape[0]) * N_STEP
+
+    @property
+    def width(self) -> int:
+        return int(self.x.shape[-1]) if self.x.dim() else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.x.dtype if self.out_dtype is None else self.out_dtype
+
+    @property
+    def layer(self) -> tuple[int, int, int, int]:
+        """What a cut depends on: outputs, K range, group size."""
+        return self.out_features, self.k_begin, self.k_begin + self.width, self.group_size
+
+    def checked(self) -> Product:
+        """Itself, if its operands fit together.
+
+        Raises
+        ------
+        KernelError
+            On a device, type, shape or stride that does not fit.
+        """
+        for name, tensor in self._constants().items():
+            if tensor.device != self.x.device:
+                raise refuse(
+                    f"{name} is on {tensor.device}, x on {self.x.device}: move the layer or the input"
+                )
+        self._check_types()
+        self._check_shapes()
+        self._check_extras()
+        for name, tensor in self._constants().items():
+            if name != "addend" and not tensor.is_contiguous():
+                raise refuse(f"{name} is not contiguous: .contiguous() it once, when the layer is built")
+        return self
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        found = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _check_types(self) -> None:
+        x = self.x
+        if not x.is_floating_point():
+            raise refuse(f"activations are {x.dtype}; a floating-point type is needed")
+        if x.device.type != "cpu":
+            if x.dtype not in ACTIVATIONS:
+                raise refuse(
+                    f"activations are {x.dtype}; the kernel takes bfloat16 and float16. Cast x, or the model"
+                )
+            if self.dtype not in (x.dtype, torch.float32):
+                raise refuse(
+                    f"output {self.dtype} from {x.dtype} activations; the kernel gives {x.dtype} or float32"
+                )
+        if self.qweight.dtype != torch.int32:
+            raise refuse(
+                f"the packed weight is {self.qweight.dtype}; expected int32 words as made by pack_w4"
+            )
+        if self.scales.dtype not in SCALES:
+            raise refuse(f"scales are {self.scales.dtype}; expected float32, bfloat16 or float16")
+
+    def _check_shapes(self) -> None:
+        packed = tuple(self.qweight.shape)
+        if len(packed) != 2 or packed != packed_shape(self.out_features, self.in_features):
+            raise refuse(
+                f"packed weight of shape {packed} does not hold {self.in_features} inputs: expected "
+                f"(out / {N_STEP}, {-(-self.in_features // TILE_K) * WORDS_PER_TILE})"
+            )
+        fold_of(self.group_size)
+        groups = 1 if self.group_size == -1 else -(-self.in_features // self.group_size)
+        if tuple(self.scales.shape) != (groups, self.out_features):
+            raise refuse(
+                f"scales of shape {tuple(self.scales.shape)}; expected ({groups}, {self.out_features}), group by output"
+            )
+        begin, width = self.k_begin, self.width
+        if begin < 0 or begin % K_STEP or width == 0 or width % K_STEP or begin + width > self.in_features:
+            raise refuse(
+                f"x has {width} features from input {begin} on; a range of the layer's {self.in_features} inputs "
+                f"that begins and ends at a multiple of {K_STEP} is needed"
+            )
+
+    def _check_extras(self) -> None:
+        bias, addend = self.bias, self.addend
+        if bias is not None and (tuple(bias.shape) != (self.out_features,) or bias.dtype != torch.float32):
+            raise refuse(f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 ({self.out_features},)")
+        if addend is not None:
+            expected = (*self.x.shape[:-1], self.out_features)
+            if tuple(addend.shape) != expected or addend.dtype != torch.float32:
+                raise refuse(f"addend is {addend.dtype} {tuple(addend.shape)}; expected float32 {expected}")
 
 
 def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
@@ -109,17 +222,10 @@ def workspace_for(
 
 def launch_gemm(
     backend: Backend,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
+    p: Product,
     out: torch.Tensor,
-    *,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    bias: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
     workspace: Workspace,
+    *,
     plan: Plan | TiledPlan | None = None,
     bulk: bool = False,
 ) -> None:
@@ -134,10 +240,9 @@ def launch_gemm(
     KernelError
         If a pointer or a row stride is not aligned.
     """
-    _check_alignment(x, {"x": x, "qweight": qweight, "scales": scales})
-    rows, k_end = x.shape[0], k_begin + x.shape[1]
-    layer = (qweight.shape[0] * N_STEP, k_begin, k_end, group_size)
-    types = (ACTIVATIONS[x.dtype], SCALES[scales.dtype])
+    x, layer = p.x, p.layer
+    _check_alignment(x, {"x": x, "qweight": p.qweight, "scales": p.scales})
+    rows, types = x.shape[0], (ACTIVATIONS[x.dtype], SCALES[p.scales.dtype])
     launched: _Launch
     if rows > TOKENS_PER_LAUNCH:
         assert not isinstance(plan, Plan), "a cut for at most 32 tokens"
@@ -150,20 +255,20 @@ def launch_gemm(
             plan or make_plan(shape, backend.limits, bulk, backend.ring_stages), shape, rows, *types
         )
     flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
-    if launched.reads_weights_once and qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
+    if launched.reads_weights_once and p.qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
         flags |= _EVICT_FIRST
-    strides = (x.stride(0), out.stride(0), 0 if addend is None else addend.stride(0))
-    numbers = (rows, layer[0], -(-in_features // TILE_K), k_begin, k_end, *strides)
+    strides = (x.stride(0), out.stride(0), 0 if p.addend is None else p.addend.stride(0))
+    numbers = (rows, layer[0], -(-p.in_features // TILE_K), *layer[1:3], *strides)
     backend.launch(
         launched.kernel,
         launched.grid,
         launched.threads,
         launched.shared_bytes,
         (
-            *(t.data_ptr() for t in (x, qweight, scales, out)),
-            *(0 if t is None else t.data_ptr() for t in (bias, addend)),
+            *(t.data_ptr() for t in (x, p.qweight, p.scales, out)),
+            *(0 if t is None else t.data_ptr() for t in (p.bias, p.addend)),
             *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
-            *(np.int32(v) for v in (*numbers, launched.group_shift, scales.shape[0], flags)),
+            *(np.int32(v) for v in (*numbers, launched.group_shift, p.scales.shape[0], flags)),
         ),
     )
 
@@ -262,17 +367,11 @@ def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
     weight = torch.from_numpy(codes).double() * scales.double().repeat_interleave(group, dim=0)[:k].t()
     expected = x.double() @ weight.t()
     out = torch.full((len(x), n), torch.nan, device=backend.device)
-    launch_gemm(
-        backend,
-        x.to(backend.device, {name: dtype for dtype, name in ACTIVATIONS.items()}[variant.activation]),
-        torch.from_numpy(pack_w4(codes)).to(backend.device),
-        scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales]),
-        out,
-        in_features=k,
-        group_size=group,
-        workspace=workspace,
-        plan=plan,
-    )
+    activations = {name: dtype for dtype, name in ACTIVATIONS.items()}[variant.activation]
+    kept = scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales])
+    words = torch.from_numpy(pack_w4(codes)).to(backend.device)
+    product = Product(x.to(backend.device, activations), words, kept, None, None, k, group)
+    launch_gemm(backend, product, out, workspace, plan=plan)
     wrong = int((out.cpu().double() != expected).sum())
     if wrong:
         raise KernelError(

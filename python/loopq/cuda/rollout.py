@@ -22,7 +22,7 @@ from loopq.cuda.fused import (
     swiglu,
     swiglu_ref,
 )
-from loopq.cuda.launch import Workspace, launch_gemm, workspace_for
+from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
 from loopq.cuda.load import Backend, Captured
 from loopq.cuda.w4a16 import w4a16_linear_ref
 from loopq.errors import ConfigError, KernelError
@@ -326,20 +326,9 @@ class RolloutRunner:
     ) -> None:
         self.n_products += 1
         if _holds_codes(layer):
-            launch_gemm(
-                self.backend,
-                x,
-                layer.qweight,
-                layer.scales,
-                out,
-                in_features=layer.in_features,
-                group_size=layer.group_size,
-                k_begin=k_begin,
-                bias=layer.bias,
-                addend=addend,
-                workspace=workspace,
-                bulk=self.bulk,
-            )
+            operands = x, layer.qweight, layer.scales, layer.bias, addend
+            product = Product(*operands, layer.in_features, layer.group_size, k_begin)
+            launch_gemm(self.backend, product, out, workspace, bulk=self.bulk)
             return
         weight = layer.weight.detach()[:, k_begin : k_begin + x.shape[1]].t()
         if addend is None:
@@ -361,16 +350,8 @@ class RolloutRunner:
                 )
             for _ in range(n_steps):
                 self._adapter(b)
-                add_norm(
-                    self.backend,
-                    b.stream,
-                    None,
-                    self.parts.blocks[0].norms[0],
-                    None,
-                    b.normed,
-                    None,
-                    self.parts.epsilon,
-                )
+                norm = self.parts.blocks[0].norms[0]
+                add_norm(self.backend, b.stream, None, norm, b.normed, None, self.parts.epsilon)
                 for index in range(len(self.parts.blocks)):
                     self._block(b, bucket, index)
 
@@ -380,29 +361,13 @@ class RolloutRunner:
         self._product(block.wqkv, b.normed, b.qkv, b.workspace)
         rope_attention(self.backend, b.qkv, block.qk_bias, parts.rotation, b.attended, parts.n_heads, bucket)
         self._product(block.proj, b.attended, b.branch, b.workspace)
-        add_norm(
-            self.backend,
-            b.branch,
-            b.stream,
-            block.norms[1],
-            block.norms[2],
-            b.stream,
-            b.normed,
-            parts.epsilon,
-        )
+        second = block.norms[2], b.normed
+        add_norm(self.backend, b.branch, b.stream, block.norms[1], b.stream, second, parts.epsilon)
         self._product(block.fc, b.normed, b.gate_up, b.workspace)
         swiglu(self.backend, b.gate_up, b.gated)
         self._product(block.mlp_proj, b.gated, b.branch, b.workspace)
-        add_norm(
-            self.backend,
-            b.branch,
-            b.stream,
-            block.norms[3],
-            None if last else parts.blocks[index + 1].norms[0],
-            b.state if last else b.stream,
-            None if last else b.normed,
-            parts.epsilon,
-        )
+        y, following = (b.state, None) if last else (b.stream, (parts.blocks[index + 1].norms[0], b.normed))
+        add_norm(self.backend, b.branch, b.stream, block.norms[3], y, following, parts.epsilon)
 
 
 def _check_parts(parts: LoopParts, backend: Backend) -> None:

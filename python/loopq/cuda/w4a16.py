@@ -5,26 +5,23 @@ Importing this module needs torch; CuPy is asked for at the first call on a CUDA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from loopq.cuda.launch import (
-    ACTIVATIONS,
-    SCALES,
+    Product,
     Workspace,
     launch_dequantize,
     launch_gemm,
+    refuse,
     workspace_size,
 )
-from loopq.cuda.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, packed_shape
+from loopq.cuda.layout import N_STEP, TILE_K
 from loopq.cuda.load import Backend, cuda_backend
-from loopq.cuda.plan import fold_of
-from loopq.errors import KernelError
 
 __all__ = [
-    "Product",
     "dequantize_packed",
     "w4a16_linear",
     "w4a16_linear_ref",
@@ -33,119 +30,6 @@ __all__ = [
 # Above this many tokens an int4 weight is dequantised for cuBLAS, which an H200 does faster from 192 (docs/kernels.md).
 INT4_KERNEL_TOKENS = 128
 _DEVICES = ("cpu", "cuda", "meta")
-
-
-def _refuse(what: str) -> KernelError:
-    return KernelError(f"w4a16_linear: {what}")
-
-
-@dataclass(frozen=True)
-class Product:
-    """One product's operands, in the order of the operator's arguments; see `w4a16_linear` for each of them."""
-
-    x: torch.Tensor
-    qweight: torch.Tensor
-    scales: torch.Tensor
-    bias: torch.Tensor | None
-    addend: torch.Tensor | None
-    in_features: int
-    group_size: int
-    k_begin: int = 0
-    out_dtype: torch.dtype | None = None
-
-    @property
-    def out_features(self) -> int:
-        return int(self.qweight.shape[0]) * N_STEP
-
-    @property
-    def width(self) -> int:
-        return int(self.x.shape[-1]) if self.x.dim() else 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the result."""
-        return self.x.dtype if self.out_dtype is None else self.out_dtype
-
-    @property
-    def layer(self) -> tuple[int, int, int, int]:
-        """What a cut depends on: outputs, K range, group size."""
-        return self.out_features, self.k_begin, self.k_begin + self.width, self.group_size
-
-    def checked(self) -> Product:
-        """Itself, if its operands fit together.
-
-        Raises
-        ------
-        KernelError
-            On a device, type, shape or stride that does not fit.
-        """
-        for name, tensor in self._constants().items():
-            if tensor.device != self.x.device:
-                raise _refuse(
-                    f"{name} is on {tensor.device}, x on {self.x.device}: move the layer or the input"
-                )
-        self._check_types()
-        self._check_shapes()
-        self._check_extras()
-        for name, tensor in self._constants().items():
-            if name != "addend" and not tensor.is_contiguous():
-                raise _refuse(f"{name} is not contiguous: .contiguous() it once, when the layer is built")
-        return self
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        found = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def _check_types(self) -> None:
-        x = self.x
-        if not x.is_floating_point():
-            raise _refuse(f"activations are {x.dtype}; a floating-point type is needed")
-        if x.device.type != "cpu":
-            if x.dtype not in ACTIVATIONS:
-                raise _refuse(
-                    f"activations are {x.dtype}; the kernel takes bfloat16 and float16. Cast x, or the model"
-                )
-            if self.dtype not in (x.dtype, torch.float32):
-                raise _refuse(
-                    f"output {self.dtype} from {x.dtype} activations; the kernel gives {x.dtype} or float32"
-                )
-        if self.qweight.dtype != torch.int32:
-            raise _refuse(
-                f"the packed weight is {self.qweight.dtype}; expected int32 words as made by pack_w4"
-            )
-        if self.scales.dtype not in SCALES:
-            raise _refuse(f"scales are {self.scales.dtype}; expected float32, bfloat16 or float16")
-
-    def _check_shapes(self) -> None:
-        packed = tuple(self.qweight.shape)
-        if len(packed) != 2 or packed != packed_shape(self.out_features, self.in_features):
-            raise _refuse(
-                f"packed weight of shape {packed} does not hold {self.in_features} inputs: expected "
-                f"(out / {N_STEP}, {-(-self.in_features // TILE_K) * WORDS_PER_TILE})"
-            )
-        fold_of(self.group_size)
-        groups = 1 if self.group_size == -1 else -(-self.in_features // self.group_size)
-        if tuple(self.scales.shape) != (groups, self.out_features):
-            raise _refuse(
-                f"scales of shape {tuple(self.scales.shape)}; expected ({groups}, {self.out_features}), group by output"
-            )
-        begin, width = self.k_begin, self.width
-        if begin < 0 or begin % K_STEP or width == 0 or width % K_STEP or begin + width > self.in_features:
-            raise _refuse(
-                f"x has {width} features from input {begin} on; a range of the layer's {self.in_features} inputs "
-                f"that begins and ends at a multiple of {K_STEP} is needed"
-            )
-
-    def _check_extras(self) -> None:
-        bias, addend = self.bias, self.addend
-        if bias is not None and (tuple(bias.shape) != (self.out_features,) or bias.dtype != torch.float32):
-            raise _refuse(
-                f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 ({self.out_features},)"
-            )
-        if addend is not None:
-            expected = (*self.x.shape[:-1], self.out_features)
-            if tuple(addend.shape) != expected or addend.dtype != torch.float32:
-                raise _refuse(f"addend is {addend.dtype} {tuple(addend.shape)}; expected float32 {expected}")
 
 
 def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
@@ -157,7 +41,7 @@ def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
         If the strides do not allow it.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise _refuse(
+        raise refuse(
             f"{what} has stride {x.stride(-1)} along its last dimension; the kernel needs 1: .contiguous()"
         )
     if x.dim() == 1:
@@ -165,7 +49,7 @@ def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError as error:
-        raise _refuse(
+        raise refuse(
             f"{what} of shape {tuple(x.shape)} and strides {x.stride()} has no uniform row stride: "
             f".contiguous()"
         ) from error
@@ -243,19 +127,8 @@ def run_linear(backend: Backend, p: Product, workspace: Workspace | None = None)
     if rows.shape[0] > INT4_KERNEL_TOKENS:
         out.copy_(_multiply_dequantized(backend, p, rows, addend))
     elif rows.shape[0] > 0:
-        launch_gemm(
-            backend,
-            rows,
-            p.qweight,
-            p.scales,
-            out,
-            in_features=p.in_features,
-            group_size=p.group_size,
-            k_begin=p.k_begin,
-            bias=p.bias,
-            addend=addend,
-            workspace=workspace or _eager_workspace(backend, p.layer, rows.shape[0], rows.device),
-        )
+        space = workspace or _eager_workspace(backend, p.layer, rows.shape[0], rows.device)
+        launch_gemm(backend, replace(p, x=rows, addend=addend), out, space)
     return out.view(*p.x.shape[:-1], p.out_features)
 
 
@@ -358,7 +231,7 @@ def w4a16_linear(
     tensor(16.)
     """
     if x.device.type not in _DEVICES:
-        raise _refuse(
+        raise refuse(
             f"x is on {x.device}; there are implementations for {', '.join(_DEVICES)}: move x and the layer"
         )
     out: torch.Tensor = torch.ops.loopq.w4a16_linear(

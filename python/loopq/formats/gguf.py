@@ -276,7 +276,8 @@ def _write(
     if vocabulary is None:
         writer.add_tokenizer_model("none")
     else:
-        _copy_tokenizer(writer, Path(vocabulary))
+        for key in _tokenizer(Path(vocabulary)):
+            writer.add_key_value(*key)
     for name, (kind, data) in stored.items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -285,19 +286,13 @@ def _write(
     writer.close()
 
 
-def _tokenizer(path: Path) -> list[Any]:
-    """Every key of the tokenizer of another GGUF."""
+def _tokenizer(path: Path) -> list[tuple[Any, ...]]:
+    """Every key of the tokenizer of another GGUF: its name, value, type and, of an array, the type of what is in it."""
     fields = [f for name, f in open_gguf(path).fields.items() if name.startswith("tokenizer.")]
     if not fields:
         raise CheckpointError(f"{path}: a GGUF without a tokenizer")
-    return fields
-
-
-def _copy_tokenizer(writer: Any, path: Path) -> None:
-    """Copy every key of the tokenizer from another GGUF."""
-    for field in _tokenizer(path):
-        kinds = [*field.types, None]
-        writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
+    with told(path):
+        return [(f.name, f.contents(), *[*f.types, None][:2]) for f in fields]
 
 
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:

@@ -81,7 +81,8 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
     for p in (t.parameter for t in chosen):
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
         rows = n_tokens * p.invocations
-        products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * (high * block + wide**2))
+        products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
+        products += rank * total * high * (block + rank)
         # Both sums in single and in double precision; the root on the inputs' side; thin matrices and products.
         memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
     # While a root is made: the damped matrix, its factor, and what is solved for.
@@ -255,7 +256,9 @@ class _Collector:
         if sums.round == 0:
             self._round(Outputs(sums.energy, sketch), tasks, ahead)
         if sums.round == 1:
-            self._round(Both(sums.left, sums.right, self._scales(), sketch), tasks, self.n_prompts)
+            self._round(
+                Both(sums.left, sums.right, sums.spread, self._scales(), sketch), tasks, self.n_prompts
+            )
         progress.stop()
         n_gradients = self.n_prompts * self.n_draws
         found = {}
@@ -273,6 +276,7 @@ class _Collector:
                     if sums.due():
                         sums.save()
                 self.execution.progress.advance()
+        side.finish(n_prompts * self.n_draws)
         sums.round, sums.done = sums.round + 1, 0
         if sums.round == 2:
             sums.save()
@@ -349,6 +353,7 @@ class _Sums:
     energy: dict[str, Tensor] = field(default_factory=dict)
     left: dict[str, list[Tensor]] = field(default_factory=dict)
     right: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Tensor] = field(default_factory=dict)
     round: int = 0
     done: int = 0
     snapshots: Snapshots = field(default_factory=Snapshots)
@@ -362,8 +367,8 @@ class _Sums:
         if self.journal.folder is None:
             return
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
-        tensors |= {f"right/{n}": a for n, a in self.right.items()}
-        tensors |= {f"energy/{n}": a for n, a in self.energy.items()}
+        for side in ("right", "spread", "energy"):
+            tensors |= {f"{side}/{n}": a for n, a in getattr(self, side).items()}
         arrays = {n: RawTensor.of(a.cpu().numpy()) for n, a in tensors.items()}
         with self.snapshots.saving():
             self.journal.save("sums", arrays, round=self.round, done=self.done)
@@ -382,4 +387,4 @@ class _Sums:
             if side == "left":
                 self.left.setdefault(rest.rpartition("/")[0], []).append(values)
             else:
-                (self.right if side == "right" else self.energy)[rest] = values
+                getattr(self, side)[rest] = values

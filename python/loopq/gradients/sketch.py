@@ -152,6 +152,9 @@ class Side(ABC):
             found if old is None else tuple(x.add_(y) for x, y in zip(old, found, strict=True))
         )
 
+    def finish(self, n_gradients: int) -> None:
+        """Turn the sums of all gradients into what is kept."""
+
     def end(self) -> None:
         """Add up what a backward pass gave.
 
@@ -244,6 +247,9 @@ class Both(Outputs):
     ----------
     left, right : dict
         Sums by parameter name, which are added to.
+    spread : dict
+        By parameter name and block, the sum over gradients of the squared size of the couplings of (g Om)_b (g Om)_b^T,
+        in units of `scales`.
     scales : mapping
         Factor of each output in Y, by parameter name.
     sketch : Sketch
@@ -259,11 +265,12 @@ class Both(Outputs):
         self,
         left: dict[str, list[Tensor]],
         right: dict[str, Tensor],
+        spread: dict[str, Tensor],
         scales: Mapping[str, Tensor],
         sketch: Sketch,
     ) -> None:
         super().__init__({}, sketch)
-        self.left, self.right, self._scales = left, right, scales
+        self.left, self.right, self.spread, self._scales = left, right, spread, scales
         self._number = 0
         self._thin: dict[str, Tensor] = {}
         self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
@@ -291,9 +298,31 @@ class Both(Outputs):
         left, right = products
         parts = left.split(self.sketch.block)
         blocks = self.left.setdefault(name, [p.new_zeros(len(p), len(p)) for p in parts])
-        for block, part in zip(blocks, parts, strict=True):
+        spread = self.spread.setdefault(name, left.new_zeros(len(parts)))
+        for i, (block, part) in enumerate(zip(blocks, parts, strict=True)):
             block.addmm_(part, part.T)
+            # The couplings of P P^T have the size of P^T P less the squares of its own diagonal.
+            unit = part * self._scales[name].split(self.sketch.block)[i][:, None]
+            spread[i] += (unit.T @ unit).square().sum() - unit.square().sum(1).square().sum()
         self.right.setdefault(name, right.new_zeros(len(right), len(right))).addmm_(right, right.T)
+
+    def finish(self, n_gradients: int) -> None:
+        """Shrink the couplings between outputs by the share of them that is sampling noise.
+
+        With C_n the couplings of one gradient and C their mean, the noise in C is estimated by
+        v = (sum ||C_n||^2 - n ||C||^2) / (n (n - 1)), and C (1 - v / ||C||^2) has the least expected error (Ledoit and
+        Wolf, J. Multivariate Analysis 88, 2004). One gradient says nothing of noise: no coupling is kept.
+        """
+        for name, blocks in self.left.items():
+            for scale, block, spread in zip(
+                self._scales[name].split(self.sketch.block), blocks, self.spread[name].double(), strict=True
+            ):
+                unit = (block * scale * scale[:, None]).double()
+                size = unit.square().sum() - unit.diagonal().square().sum()
+                noise = (spread * n_gradients / size - 1) / max(n_gradients - 1, 1)
+                keep = (1 - noise.clamp(0, 1)) if n_gradients > 1 and size > 0 else 0.0
+                diagonal = block.diagonal().clone()
+                block.mul_(keep).diagonal().copy_(diagonal)
 
     def _choose(self, name: str) -> Tensor:
         scale, block = self._scales[name], self.sketch.block

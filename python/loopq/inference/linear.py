@@ -10,9 +10,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import loopq._native as native
+from loopq.cuda.launch import Product
 from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.cuda.plan import fold_of
-from loopq.cuda.w4a16 import Product, spread_scales, w4a16_linear
+from loopq.cuda.w4a16 import spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
 from loopq.inference.cpu import CpuPanels
 from loopq.inference.layout import Activations, Backend, Held, PackedLayer
@@ -175,15 +176,11 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         transform: InputTransform | None = None,
-        activations: Activations = "float",
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
-        if activations not in ("float", "int8"):
-            raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
-        self.layout, self.held, self.activations = layout, held, activations
-        self._check_activations(layout)
+        self.dtype = torch.float32
+        self.layout, self.held = layout, held
+        self.activations: Activations = "float"
         self.in_features, self.out_features = held.in_features, held.out_features
         self.group_size, self.bits = held.grid.group_size, held.grid.bits
         self.register_buffer("qweight", qweight)
@@ -255,8 +252,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             zeros=points,
             bias=_bias(bias, layer.shape[0]),
             transform=None if layer.transform is None else InputTransform(layer.transform),
-            activations=activations,
-        )
+        ).rounding(activations)
 
     @classmethod
     def from_marlin(
@@ -356,6 +352,14 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
         super()._apply(move, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales.device)).dtype
+        return self
+
+    def rounding(self, activations: Activations) -> QuantLinear:
+        """Itself, with inputs as they are ("float") or rounded to 8 bits ("int8")."""
+        if activations not in ("float", "int8"):
+            raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
+        self.activations = activations
+        self._check_activations(self.layout)
         return self
 
     def _check_activations(self, layout: str) -> None:

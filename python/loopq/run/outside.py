@@ -9,7 +9,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.plan import Plan
-from loopq.run.source import Layers, ModelSource, Source
+from loopq.run.source import Layers, ModelSource
 from loopq.storage.names import names_of
 from loopq.systems.base import declare
 
@@ -17,14 +17,14 @@ from loopq.systems.base import declare
 LEAST = 64
 
 
-def round_outside(plan: Plan, source: Source) -> Layers:
+def round_outside(plan: Plan, source: ModelSource) -> Layers:
     """Round the matrices that the loop does not share, to the bits of the plan's `outside`; nothing without it.
 
     These are the weights of linear layers and embedding tables that the adapter does not list. Each is used once a
     token, so that its error is not fed back: at 8 bits it is far below what the loop's own bits cost. Scales are
     searched, groups are those of the run's grid.
     """
-    if plan.config.outside is None or not isinstance(source, ModelSource):
+    if plan.config.outside is None:
         return {}
     tasks = tasks_outside(plan, source)
     rounded, weights = {t.name for t in tasks}, source.weights.tensors

@@ -11,7 +11,7 @@ from loopq.run.outside import round_outside
 from loopq.run.plan import Plan
 from loopq.run.result import assemble
 from loopq.run.solving import solve
-from loopq.run.source import ModelSource, Source
+from loopq.run.source import Source
 
 
 def prepare(source: Source, config: QuantConfig) -> Plan:
@@ -23,19 +23,21 @@ def prepare(source: Source, config: QuantConfig) -> Plan:
         Settings that the source cannot serve, or that memory cannot.
     """
     plan = source.plan(config)
-    if isinstance(source, ModelSource):
-        plan = choose_metric(plan, source)
-        told = f"{len(plan.tasks)} layers, {source.job.selection.n_steps} steps"
-        source.execution.progress.note(f"{told}: {estimate(plan, source)}")
+    model = source.with_model()
+    if model is not None:
+        plan = choose_metric(plan, model)
+        told = f"{len(plan.tasks)} layers, {model.job.selection.n_steps} steps"
+        model.execution.progress.note(f"{told}: {estimate(plan, model)}")
     return plan
 
 
 def carry_out(plan: Plan, source: Source) -> Checkpoint:
     """Choose bits where a budget is given, solve all layers, and put them and the rest of the model together."""
     facts = {}
-    asked = plan.config.allocate
-    if asked is not None and isinstance(source, ModelSource):
-        config, facts["allocation"] = allocate(plan, source, asked)
+    asked, model = plan.config.allocate, source.with_model()
+    if asked is not None and model is not None:
+        config, facts["allocation"] = allocate(plan, model, asked)
         plan = source.plan(config)
     layers = solve(plan.config.inputs, plan, source)
-    return assemble(plan, source, layers | round_outside(plan, source), facts)
+    outside = {} if model is None else round_outside(plan, model)
+    return assemble(plan, source, layers | outside, facts)

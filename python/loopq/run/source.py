@@ -77,6 +77,10 @@ class Source(ABC):
             As of `Plan.of`, or settings that this source cannot serve.
         """
 
+    def with_model(self) -> ModelSource | None:
+        """Itself if it can run the model, which a dump cannot."""
+        return None
+
     @abstractmethod
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
         """Divide tasks into parts and give the Hessians and loop metrics of each; they hold until the next is taken."""
@@ -160,6 +164,10 @@ class ModelSource(Source):
     def device(self) -> str:
         """The model's."""
         return str(self.job.system.device)
+
+    def with_model(self) -> ModelSource:
+        """As of `Source`."""
+        return self
 
     @cached_property
     def weights(self) -> ModelWeights:

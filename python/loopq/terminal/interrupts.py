@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -47,6 +48,7 @@ class Interrupts:
         # Only the main thread is told of signals; elsewhere whoever has it decides.
         self._main = threading.current_thread() is threading.main_thread()
         self._before = signal.signal(signal.SIGINT, self._note) if self._main else None
+        self._told, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._wakeup: socket.socket | None = None
         if self._main and patience is not None:
             # Not above: what is imported before there is a handler is time in which Ctrl-C is a traceback.
@@ -60,6 +62,11 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> NoReturn:
         self.any = True
         raise KeyboardInterrupt
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        # One that comes in a destructor or a callback goes no further: Python would print where, and carry on.
+        if not isinstance(what.exc_value, KeyboardInterrupt):
+            self._told(what)
 
     def _watch(self, watched: socket.socket, patience: float) -> None:
         with watched:
@@ -77,6 +84,7 @@ class Interrupts:
 
     def end(self) -> None:
         """Put back what was there."""
+        sys.unraisablehook = self._told
         if self._main:
             signal.signal(signal.SIGINT, self._before)
         if self._wakeup:

@@ -34,6 +34,7 @@ def prompts(loaded):
     return windows(zoo.evaluation_text().decode(), loaded.encode, 48, 8, "embedded evaluation text")
 
 
+@pytest.mark.slow
 def test_spectral_radius_meets_the_rules_on_every_prompt(system, prompts):
     new = weights.rounded(system, [system.shared_parameters(8)[0]], PER_CHANNEL)
     found = spectral.radius_study(Context(system, prompts.take(0, 2), 8), new, with_bypass=False)

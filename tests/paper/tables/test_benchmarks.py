@@ -18,6 +18,7 @@ from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, lines in {
         "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,

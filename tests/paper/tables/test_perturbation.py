@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from loopq.paper.bench import Bench
 from tests.support.paper import measured_shown_and_resumed
 
 
-@pytest.mark.slow
 def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None:
     measured_shown_and_resumed("perturbation", huginn, tmp_path)

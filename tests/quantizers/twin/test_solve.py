@@ -62,8 +62,11 @@ def test_a_hessian_that_cannot_be_factored_is_named():
     [
         {"preset": "paper", "group_size": 20},
         {"method": "gptq-cd", "metric": "inputs", "group_size": 16, "rotation": "hadamard:16"},
-        {"method": "gptq-cd", "metric": "loop", "group_size": 16, "metric_draws": 1, "beam": 4},
-        {"preset": "fast", "group_size": 16, "inputs": "asymmetric"},
+        pytest.param(
+            {"method": "gptq-cd", "metric": "loop", "group_size": 16, "metric_draws": 1, "beam": 4},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"preset": "fast", "group_size": 16, "inputs": "asymmetric"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_gives_the_cores_layers(tiny, tokens, monkeypatch, settings):

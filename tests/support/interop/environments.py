@@ -14,7 +14,8 @@ import pytest
 import loopq
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = {"ct": "compressed_tensors", "gptq": "gptqmodel", "vllm": "vllm"}
+PACKAGES = {"ct": "compressed_tensors", "gptq": "gptqmodel", "llama": "xllamacpp", "vllm": "vllm"}
+TARGETS = {"llama": "ci-tools", "vllm": "interop-vllm"}
 
 
 def interpreter(kind):
@@ -35,7 +36,7 @@ def interpreter(kind):
         return sys.executable
     pytest.skip(
         f"NOT RUN: {PACKAGES[kind]} is not installed, so nothing here shows that it loads our files; "
-        f"run `make {'interop-vllm' if kind == 'vllm' else 'interop'}`"
+        f"run `make {TARGETS.get(kind, 'interop')}`"
     )
 
 

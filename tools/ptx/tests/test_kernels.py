@@ -229,7 +229,7 @@ def test_add_norm(target: int, dtype: torch.dtype, width: int, residual: bool, s
     w1, w2 = draw(width, seed=2, dtype=dtype), draw(width, seed=3, dtype=dtype) if second else None
     y = torch.full((2, width + 16), torch.nan, dtype=dtype)
     z = torch.full((2, width), torch.nan, dtype=dtype) if second else None
-    fused.add_norm(PtxBackend(target), a, r, w1, w2, y[:, :width], z, 1e-6)
+    fused.add_norm(PtxBackend(target), a, r, w1, y[:, :width], None if z is None else (w2, z), 1e-6)
     assert_rounds_alike(y[:, :width], fused.add_norm_ref(a, r, w1, w2, 1e-6)[0])
     assert torch.isnan(y[:, width:]).all()
     if z is not None and w2 is not None:
@@ -239,7 +239,7 @@ def test_add_norm(target: int, dtype: torch.dtype, width: int, residual: bool, s
 def test_add_norm_in_place() -> None:
     stream, branch, w1, w2 = draw(3, 96), draw(3, 96, seed=1), draw(96, seed=2), draw(96, seed=3)
     expected, _ = fused.add_norm_ref(branch, stream, w1, w2, 1e-6)
-    fused.add_norm(PtxBackend(90), branch, stream, w1, w2, stream, torch.empty_like(stream), 1e-6)
+    fused.add_norm(PtxBackend(90), branch, stream, w1, stream, (w2, torch.empty_like(stream)), 1e-6)
     assert_rounds_alike(stream, expected)
 
 

@@ -59,8 +59,8 @@ def show(founds: Sequence[Found]) -> Shown:
                 )
     text = (
         "Distance of the states after as many further updates as the depth; predicted: the error of one step at the "
-        "final state, summed through its Jacobian, which tends to (I - J)^-1; bound: that error over 1 minus the norm of J, "
-        "with the number of prompts where that is below 1."
+        "final state, summed through its Jacobian, which tends to (I - J)^-1; bound: that error over 1 minus the norm "
+        "of J, with the number of prompts where that is below 1."
     )
     header = ("model", "rounding", "measured", "predicted", "error of one step", "norm of J", "bound")
     return Shown([Table(TITLE, text, header, tuple(rows))], made)

@@ -5,41 +5,41 @@
 //! not used.
 
 use crate::dump::{RowType, Rows};
-use crate::hessian::packed::{Layout, PackedBlock, GROUP};
+use crate::hessian::packed::{PackedBlock, RowOrder, GROUP};
 use crate::hessian::{tiles, PANEL, SQUARE};
 use crate::simd::{Answer, Isa, TileState, MR};
 
 /// The layout for rows of a type, for the best instructions of an instruction set.
-pub(super) fn layout(dtype: RowType, isa: Isa) -> Layout {
+pub(super) fn layout(dtype: RowType, isa: Isa) -> RowOrder {
     static TILES: Answer = Answer::unknown();
     static PAIRS: Answer = Answer::unknown();
     if dtype != RowType::Bf16 {
-        return Layout::Single;
+        return RowOrder::Single;
     }
     let agrees = |answer: &Answer, layout| answer.or_find(|| u8::from(agrees(isa, layout))) == 1;
-    if isa.has_tiles() && agrees(&TILES, Layout::Tiles) {
-        Layout::Tiles
-    } else if isa.has_fast_pairs() && agrees(&PAIRS, Layout::Pairs) {
-        Layout::Pairs
+    if isa.has_tiles() && agrees(&TILES, RowOrder::Tiles) {
+        RowOrder::Tiles
+    } else if isa.has_fast_pairs() && agrees(&PAIRS, RowOrder::Pairs) {
+        RowOrder::Pairs
     } else {
-        Layout::Chains
+        RowOrder::Chains
     }
 }
 
 /// Whether products by a layout's instructions are those of chains.
-fn agrees(isa: Isa, layout: Layout) -> bool {
+fn agrees(isa: Isa, layout: RowOrder) -> bool {
     let bits = sample();
-    let of = |layout: Layout| sums(&bits, isa, layout);
-    of(layout) == of(Layout::Chains)
+    let of = |layout: RowOrder| sums(&bits, isa, layout);
+    of(layout) == of(RowOrder::Chains)
 }
 
 /// All products of the sample's columns.
-fn sums(bits: &[u16], isa: Isa, layout: Layout) -> Option<Vec<f32>> {
+fn sums(bits: &[u16], isa: Isa, layout: RowOrder) -> Option<Vec<f32>> {
     let rows = Rows::from_bits16(bits, RowType::Bf16, bits.len() / PANEL, PANEL).ok()?;
     let mut scratch = vec![0; layout.n_words(PANEL)];
     let block = PackedBlock::pack(rows, layout, isa, &mut scratch);
     let mut sums = vec![0.0; 2 * SQUARE];
-    if layout == Layout::Tiles {
+    if layout == RowOrder::Tiles {
         tiles::multiply(&TileState::of(isa), &block, &[(0, 0)], |_| 0, &mut sums);
     } else {
         for (strip, sums) in sums[..SQUARE].chunks_exact_mut(MR * PANEL).enumerate() {
@@ -75,13 +75,13 @@ fn sample() -> Vec<u16> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::{agrees, layout, sums, Layout};
+    use super::{agrees, layout, sums, RowOrder};
     use crate::dump::RowType;
     use crate::hessian::PANEL;
     use crate::simd::Isa;
 
     /// Sums of products of two columns whose rows are given, the rest of the panel zero.
-    fn product(rows: &[[u16; 2]], isa: Isa, layout: Layout) -> f32 {
+    fn product(rows: &[[u16; 2]], isa: Isa, layout: RowOrder) -> f32 {
         let mut bits = vec![0; rows.len() * PANEL];
         for (row, pair) in bits.chunks_exact_mut(PANEL).zip(rows) {
             (row[3], row[40]) = (pair[0], pair[1]);
@@ -110,9 +110,9 @@ mod tests {
         let subnormal = vec![[0x7f, power(20)], [power(0), power(0)]];
         let ends = [(below, 0.0), (above, least), (halves, 0.0), (apart, 0.0), (subnormal, 1.0)];
         for isa in Isa::available() {
-            let pairs = isa.has_pairs().then_some(Layout::Pairs);
-            let tiles = isa.has_tiles().then_some(Layout::Tiles);
-            for layout in [Some(Layout::Chains), pairs, tiles].into_iter().flatten() {
+            let pairs = isa.has_pairs().then_some(RowOrder::Pairs);
+            let tiles = isa.has_tiles().then_some(RowOrder::Tiles);
+            for layout in [Some(RowOrder::Chains), pairs, tiles].into_iter().flatten() {
                 for (n, (rows, expected)) in ends.iter().enumerate() {
                     let got = product(rows, isa, layout);
                     assert_eq!(got, *expected, "{} {layout:?} {n}", isa.name());
@@ -124,12 +124,12 @@ mod tests {
     #[test]
     fn bf16_instructions_agree_with_chains_and_are_used_where_they_are_fast() {
         for isa in Isa::available() {
-            assert!(!isa.has_pairs() || agrees(isa, Layout::Pairs), "{}", isa.name());
-            assert!(!isa.has_tiles() || agrees(isa, Layout::Tiles), "{}", isa.name());
+            assert!(!isa.has_pairs() || agrees(isa, RowOrder::Pairs), "{}", isa.name());
+            assert!(!isa.has_tiles() || agrees(isa, RowOrder::Tiles), "{}", isa.name());
             let expected = match isa {
-                isa if isa.has_tiles() => Layout::Tiles,
-                isa if isa.has_fast_pairs() => Layout::Pairs,
-                _ => Layout::Chains,
+                isa if isa.has_tiles() => RowOrder::Tiles,
+                isa if isa.has_fast_pairs() => RowOrder::Pairs,
+                _ => RowOrder::Chains,
             };
             assert_eq!(layout(RowType::Bf16, isa), expected, "{}", isa.name());
         }

@@ -15,7 +15,7 @@
 use rayon::prelude::*;
 
 use crate::hessian::limbs;
-use crate::hessian::packed::{Layout, PackedBlock};
+use crate::hessian::packed::{PackedBlock, RowOrder};
 use crate::hessian::{tiles, PANEL, SQUARE};
 use crate::memory::{zeros, Buffer};
 use crate::simd::{prefetch, Isa, MR};
@@ -46,7 +46,7 @@ impl Patch {
 
     /// Adds the products of all blocks.
     fn add(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock<'_>], isa: Isa) {
-        if blocks.first().is_some_and(|block| block.layout == Layout::Tiles) {
+        if blocks.first().is_some_and(|block| block.layout == RowOrder::Tiles) {
             return tiles::add(&self.pairs, hi, lo, blocks, isa);
         }
         self.add_strips(hi, lo, blocks, isa);

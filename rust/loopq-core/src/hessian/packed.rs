@@ -15,7 +15,7 @@ pub(super) const TILES: usize = PANEL / TILE;
 
 /// How the rows of a block lie in its panels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Layout {
+pub(super) enum RowOrder {
     /// Rows of float32 and float16: one to a line, in single precision.
     Single,
     /// Rows of bf16: the same, subnormal numbers as zeros.
@@ -28,7 +28,7 @@ pub(super) enum Layout {
     Tiles,
 }
 
-impl Layout {
+impl RowOrder {
     /// Lines, or groups, that a panel has for so many rows.
     fn depth(self, n_rows: usize) -> usize {
         match self {
@@ -51,7 +51,7 @@ impl Layout {
 
 /// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns; columns past the last are zero.
 pub(super) struct PackedBlock<'a> {
-    pub(super) layout: Layout,
+    pub(super) layout: RowOrder,
     depth: usize,
     words: &'a [u32],
     /// For each panel the smallest exponent of a number that is not zero, where subnormal products have to be looked for.
@@ -60,18 +60,18 @@ pub(super) struct PackedBlock<'a> {
 
 impl<'a> PackedBlock<'a> {
     /// Packs rows into `scratch`, whatever it holds.
-    pub(super) fn pack(rows: Rows<'_>, layout: Layout, isa: Isa, scratch: &'a mut [u32]) -> Self {
+    pub(super) fn pack(rows: Rows<'_>, layout: RowOrder, isa: Isa, scratch: &'a mut [u32]) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
         let depth = layout.depth(rows.n_rows());
         let words = &mut scratch[..rows.dim().div_ceil(PANEL) * layout.panel(depth)];
         match layout {
-            Layout::Single | Layout::Chains => pack_single(isa, rows, bytemuck::cast_slice_mut(words)),
-            Layout::Pairs => pack_pairs(isa, rows, words),
-            Layout::Tiles => pack_tiles(isa, rows, words),
+            RowOrder::Single | RowOrder::Chains => pack_single(isa, rows, bytemuck::cast_slice_mut(words)),
+            RowOrder::Pairs => pack_pairs(isa, rows, words),
+            RowOrder::Tiles => pack_tiles(isa, rows, words),
         }
         let least = match layout {
-            Layout::Chains | Layout::Pairs => least_exponents(isa, rows),
-            Layout::Single | Layout::Tiles => Vec::new(),
+            RowOrder::Chains | RowOrder::Pairs => least_exponents(isa, rows),
+            RowOrder::Single | RowOrder::Tiles => Vec::new(),
         };
         Self { layout, depth, words, least }
     }
@@ -87,17 +87,17 @@ impl<'a> PackedBlock<'a> {
     pub(super) fn strip(&self, isa: Isa, pi: usize, pj: usize, r: usize, sums: &mut [f32]) {
         let (a, b) = (self.panel(pi), self.panel(pj));
         match self.layout {
-            Layout::Single => {
+            RowOrder::Single => {
                 let (a, b): (&[f32], &[f32]) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
                 sums.fill(0.0);
                 f32::tile(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
             }
-            Layout::Chains => {
+            RowOrder::Chains => {
                 let (a, b): (&[f32], &[f32]) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
                 tile_chains(isa, self.depth, &a[r..], b, sums, self.tiny(pi, pj));
             }
-            Layout::Pairs => tile_pairs(isa, self.depth, &a[r..], b, sums, self.tiny(pi, pj)),
-            Layout::Tiles => unreachable!("tiles are multiplied in squares of several panels"),
+            RowOrder::Pairs => tile_pairs(isa, self.depth, &a[r..], b, sums, self.tiny(pi, pj)),
+            RowOrder::Tiles => unreachable!("tiles are multiplied in squares of several panels"),
         }
     }
 
@@ -175,7 +175,7 @@ fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
 
 #[inline(always)]
 fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
-    let depth = Layout::Pairs.depth(rows.n_rows());
+    let depth = RowOrder::Pairs.depth(rows.n_rows());
     for first in (0..depth).step_by(LINES) {
         for p in 0..rows.dim().div_ceil(PANEL) {
             let lines = &mut lanes[(p * depth + first) * PANEL..][..LINES * PANEL];
@@ -195,9 +195,9 @@ fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
 #[inline(always)]
 fn tiles_body(rows: Rows<'_>, words: &mut [u32]) {
     const WORDS: usize = TILE * TILE;
-    let groups = Layout::Tiles.depth(rows.n_rows());
+    let groups = RowOrder::Tiles.depth(rows.n_rows());
     for group in 0..groups {
-        for (p, panel) in words.chunks_exact_mut(Layout::Tiles.panel(groups)).enumerate() {
+        for (p, panel) in words.chunks_exact_mut(RowOrder::Tiles.panel(groups)).enumerate() {
             let (left, right) = panel.split_at_mut(groups * PANEL * TILE);
             let mut lines = [[0_u32; PANEL]; TILE];
             for (k, line) in lines.iter_mut().enumerate() {

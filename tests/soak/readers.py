@@ -1,0 +1,192 @@
+"""Every file that a user brings, changed: prompts, items of tasks, vocabularies, configs, quantized sources.
+
+Each is read, or refused in one line that an error of loopq holds, called from Python as scripts do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import loopq
+from loopq.calibrate.read import Served, read_tokens
+from loopq.errors import LoopqError
+from loopq.evaluate.items import TASKS, read_items
+from loopq.formats.convert import inspect_any, write_as
+from loopq.formats.gguf import _tokenizer
+from loopq.models.load import encode_bytes, load_model
+
+from ..support.interop import models
+from .files import changed_json, replace
+from .inputs import _Late, limited
+from .runs import Counts
+
+#: Memory that a case may ask for beyond what there is before: an array of a hostile size is refused by the system then.
+MEMORY = 4 << 30
+Read = Callable[[Path], object]
+ITEMS: dict[str, list[dict[str, Any]]] = {
+    "lambada": [{"text": "He said that the sea"}, {"text": "so be it"}],
+    "arc_easy": [{"query": "Question: Which", "choices": ["one", "two"], "gold": 0}] * 2,
+    "hellaswag": [{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["a", "b"], "label": "1"}],
+    "gsm8k": [{"question": f"{n} + {n}?", "answer": f"It is #### {2 * n}"} for n in range(9)],
+}
+
+
+def prompts(base: Path) -> dict[str, Read]:
+    """Prompts in every kind of file."""
+    served = Served(encode_bytes)
+    (base / "a.txt").write_text("hello world, hello é")
+    lines = ({"text": "abc"}, {"input_ids": [7, 8]}, {"question": "a", "answer": "b"})
+    (base / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    np.save(base / "c.npy", np.arange(12).reshape(3, 4))
+    with contextlib.suppress(ImportError):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": ["abc", "defg"]}), base / "d.parquet")
+    return {path.name: lambda path: read_tokens(path, served, 4, None) for path in sorted(base.iterdir())}
+
+
+def items(base: Path) -> dict[str, Read]:
+    """The file of each task."""
+    found: dict[str, Read] = {}
+    for name, records in ITEMS.items():
+        for file in TASKS[name].files:
+            (base / file).parent.mkdir(parents=True, exist_ok=True)
+            (base / file).write_text("\n".join(map(json.dumps, records)))
+            found[file] = lambda path, name=name: read_items(name, base)
+    (base / "wikitext2").mkdir()
+    (base / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was . \n = B = \n So be it . \n")
+    return found | {"wikitext2/wiki.test.raw": lambda path: read_items("wikitext", base)}
+
+
+def gguf_files(base: Path) -> dict[str, Read]:
+    """A model, and a vocabulary that another one is to get."""
+    import gguf
+
+    path = base / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{i}>" for i in range(96)])
+    writer.add_token_scores([0.5] * 96)
+    writer.add_bos_token_id(1)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    model, config = models.tiny_llama()
+    write_as(base / "model.gguf", models.checkpoint_of(model, config, bits=4, group_size=32), "gguf")
+    return {"vocabulary.gguf": _tokenizer, "model.gguf": inspect_any}
+
+
+def sources(base: Path) -> dict[str, Read]:
+    """Folders that are opened as a model: plain, quantized by other tools, and a checkpoint of loopq."""
+    model, config = models.tiny_llama()
+    whole = models.checkpoint_of(model, config, bits=4, group_size=32)
+    ids = torch.tensor([[1, 2, 3, 4]])
+
+    def opened(path: Path) -> object:
+        loaded = load_model(f"looped:{path.parent}[0:1]x2")
+        with torch.no_grad():
+            return loaded.model(ids, use_cache=False)
+
+    write_as(base / "compressed-tensors", whole, "compressed-tensors")
+    model.save_pretrained(base / "plain")
+    loaded = load_model(f"looped:{base / 'plain'}[0:1]x2")
+    loopq.quantize(loaded, ids, out=base / "native", method="rtn", group_size=16, threads=1)
+    folders = {"plain": opened, "compressed-tensors": opened}
+    folders["native"] = lambda path: loopq.load(path.parent)
+    return {
+        str(path.relative_to(base)): read
+        for folder, read in folders.items()
+        for path in sorted((base / folder).iterdir())
+        if path.suffix in (".json", ".safetensors", ".jsonl")
+    }
+
+
+KINDS = (prompts, items, gguf_files, sources)
+
+
+def changed(content: bytes, name: str, rng: random.Random) -> bytes:
+    """One change of a file: of its JSON where it is one, or of its bytes."""
+    if name.endswith((".json", ".jsonl")) and rng.random() < 0.8:
+        lines = content.decode().split("\n") if name.endswith(".jsonl") else [content.decode()]
+        number = rng.randrange(len(lines))
+        with contextlib.suppress(ValueError):
+            lines[number] = changed_json(lines[number], rng)[0]
+        return "\n".join(lines).encode(errors="surrogatepass")
+    made = bytearray(content)
+    kind = rng.choice(["flip", "flip", "flip", "number", "cut", "more", "empty"])
+    at = rng.randrange(len(made)) if rng.random() < 0.5 else rng.randrange(min(len(made), 256))
+    if kind == "flip":
+        for _ in range(rng.choice([1, 1, 8])):
+            made[(at + rng.randrange(64)) % len(made)] ^= 1 << rng.randrange(8)
+    elif kind == "number":
+        made[at : at + 8] = rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
+    elif kind == "cut":
+        del made[at:]
+    else:
+        made = bytearray() if kind == "empty" else made + rng.choice([b"\0", b"\n{", b"x" * 100])
+    return bytes(made)
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Let the process have so much memory more than it has."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _outcome(read: Read, path: Path) -> str:
+    try:
+        with limited(60), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(), _bounded():
+            warnings.simplefilter("ignore")
+            read(path)
+    except LoopqError as error:
+        return "refused" if "\n" not in str(error) else f"more than a line: {str(error)[:300]!r}"
+    except _Late:
+        return "takes more than a minute"
+    except Exception as error:  # noqa: BLE001  # what is looked for
+        return f"{type(error).__name__}: {error}"[:300]
+    return "read"
+
+
+def readers(base: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
+    """Change one file, read it, and put it back."""
+    counts = Counts()
+    there: list[tuple[str, Path, Read]] = []
+    for make in KINDS:
+        (base / make.__name__).mkdir()
+        there += [
+            (f"{make.__name__}/{name}", base / make.__name__ / name, read)
+            for name, read in make(base / make.__name__).items()
+        ]
+    for name, path, read in there:
+        assert _outcome(read, path) == "read", f"{name}: {_outcome(read, path)}"
+    for number in range(n_cases):
+        if time.monotonic() > until:
+            break
+        name, path, read = there[number % len(there)]
+        whole = path.read_bytes()
+        made = changed(whole, name, rng)
+        replace(path, made)
+        result = _outcome(read, path)
+        replace(path, whole)
+        counts.outcomes[f"{name.split('/')[0]}: {result.partition(':')[0]}"] += 1
+        if result not in ("read", "refused"):
+            counts.failures.append(f"case {number}, {name}: {result}")
+    return counts

@@ -153,7 +153,8 @@ class Side(ABC):
         )
 
     def finish(self, n_gradients: int) -> None:
-        """Turn the sums of all gradients into what is kept."""
+        """Turn the sums of all gradients into what is kept: nothing to do."""
+        return
 
     def end(self) -> None:
         """Add up what a backward pass gave.

@@ -62,7 +62,7 @@ def test_settings_are_refused_before_the_model_is_looked_for(tmp_path):
             "damping goes with method gptq or gptq-cd or trellis; method rtn would not read",
         ),
         ({"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
-        ({"allocate_score": "fisher"}, "allocate_score goes with allocate"),
+        ({"fit_score": "fisher"}, "fit_score goes with fit"),
         ({"inputs": "all"}, "unknown inputs 'all'"),
     ]:
         with pytest.raises(ConfigError, match=match):

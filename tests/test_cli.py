@@ -58,8 +58,8 @@ def test_a_file_in_the_place_of_a_folder_is_said_before_any_work(tmp_path, comma
     "args",
     [
         ["--threads", "-1"],
-        ["--allocate", "many"],
-        ["--allocate-bits", "3,x"],
+        ["--fit", "many"],
+        ["--fit-bits", "3,x"],
         ["--layer", "bits=8"],
         ["--bits", "x"],
     ],

@@ -197,7 +197,7 @@ COMMANDS: dict[str, Callable[[str, Place, Place], Result]] = {
     "run": generated,
     "diagnose": diagnosed,
     "quantize, best": quantized("--preset", "best"),
-    "quantize, allocate": quantized("--preset", "fast", "--allocate", "3.5"),
+    "quantize, allocate": quantized("--preset", "fast", "--fit", "3.5"),
     "quantize, own text": quantized("--preset", "fast", "--calibration", "self"),
     "quantize, bfloat16": quantized("--preset", "fast", "--dtype", "bfloat16"),
 }

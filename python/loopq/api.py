@@ -20,6 +20,7 @@ from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
 from loopq.inference.restore import load_checkpoint
+from loopq.layers.layer import Dequantized
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model, to_device
 from loopq.run import together
@@ -33,7 +34,7 @@ from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
 from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out
-from loopq.storage.model_files import model_tensors
+from loopq.storage.model_files import is_streamed, model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.depths import Depths
 from loopq.terminal.progress import Silent
@@ -316,7 +317,10 @@ def evaluate(
             )
     measured = compare(
         loaded.system,
-        {name: weights_of(checkpoint) for name, checkpoint in named.items()},
+        {
+            name: Dequantized(c.layers) if is_streamed(loaded.model) else weights_of(c)
+            for name, c in named.items()
+        },
         tokens,
         n_steps=n_steps,
         seeds=seeds,

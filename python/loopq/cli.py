@@ -248,7 +248,9 @@ def _say(message: str) -> None:
 
 def _as_options(args: argparse.Namespace, message: str) -> str:
     """Call the settings that a message is about by the names of their options."""
-    options = {a.dest: a.option_strings[0] for a in args.parser._actions if a.default is argparse.SUPPRESS}
+    # Of several options of one setting the first that was added names it.
+    actions = [a for a in reversed(args.parser._actions) if a.default is argparse.SUPPRESS]
+    options = {a.dest: a.option_strings[0] for a in actions}
     if message.partition(" ")[0] not in options:
         return message
     return re.sub(r"^\w+|(?<= goes with )\w+", lambda name: options.get(name[0], name[0]), message)

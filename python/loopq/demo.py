@@ -128,7 +128,10 @@ def run(
                 variants[name] = weights_of(checkpoint)
                 sizes[name] = checkpoint.n_bytes
                 if label == VARIANTS[-1][0] and not layers:
-                    layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
+                    layers = [
+                        {"layer": layer.name, **layer.report, "grid": layer.grid.label}
+                        for layer in solved.values()
+                    ]
     measured = compare(
         loaded.system, variants, held_out, seeds=seeds, count_bytes=loaded.count_bytes, execution=execution
     )

@@ -63,3 +63,18 @@ def test_a_real_kill_loses_nothing_that_was_written(saved_model, tmp_path, comma
     for path in whole.rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
+
+
+@pytest.mark.parametrize("kind", [(), ("--hessian",)])
+def test_several_depths_give_the_bytes_of_quantize(saved_model, tmp_path, command, kind):
+    common = ("--n-prompts", 4, "--seq-len", 16)
+    shape = ("--group-size", 32, "--method", "gptq")
+    assert (
+        command("collect", saved_model, *common, *kind, "--n-steps", "1,3", "--out", tmp_path / "dump")[0]
+        == 0
+    )
+    assert command("solve", tmp_path / "dump", *shape, "--out", tmp_path / "solved")[0] == 0
+    done = command("quantize", saved_model, *common, *shape, "--n-steps", "1,3", "--out", tmp_path / "whole")
+    assert done[0] == 0, done
+    for name in ("model.safetensors", "loopq.json", "report.jsonl"):
+        assert (tmp_path / "solved" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -51,7 +51,7 @@ def test_help_all_shows_every_option_once_in_its_group(command):
     words = " ".join(text.split())
     assert "(default 128)" in words
     assert "method gptq, gptq-cd, trellis: --damping X" in words
-    assert "how bits are divided between layers: --allocate BUDGET" in words
+    assert "how a size is divided between layers: --fit BUDGET" in words
     # What is off, or the model's own, has no default to show.
     assert "default None" not in text
     assert "default none)" in text.partition("--rotation KIND")[2]

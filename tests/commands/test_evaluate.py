@@ -6,13 +6,16 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+import loopq
 from benches.zoo.store import save_model
 from loopq.evaluate.stats import mcnemar_exact, wilson
 from loopq.models.load import load_model
+from loopq.systems.base import Batch
 from tests.support.evaluated import FEW
 from tests.support.systems import small
 
@@ -139,3 +142,71 @@ def test_a_model_with_a_task_is_asked_it_in_every_command(tmp_path, command):
     (tmp_path / "text.txt").write_text("What is said here is said once. " * 9)
     plain = command("evaluate", model, out, "--text", tmp_path / "text.txt", "--seq-len", 16, *few)[1]
     assert ("of text.txt" in plain, "McNemar" in plain) == (True, False)
+
+
+def _as_llama_perplexity(full, found, targets):
+    """KL and same top token of positions by the arithmetic of llama-perplexity: base log-probabilities in 16 bits."""
+    kl, same = [], []
+    for base, logits, _ in zip(full, found, targets, strict=True):
+        low = np.float32(max(base.min(), base.max() - 16))
+        scale = np.float32((base.max() - low) / 65535)
+        log_sum = np.float32(np.log(np.exp(base - base.max()).astype(np.float64).sum()))
+        stored = np.where(base > low, np.rint((base - low) / scale), 0).astype(np.uint16)
+        p = scale * stored.astype(np.float32) + (low - base.max() - log_sum)
+        q = logits - logits.max() - np.float32(np.log(np.exp(logits - logits.max()).astype(np.float64).sum()))
+        kept = p > -16
+        kl.append(float((np.exp(p[kept]) * (p[kept] - q[kept])).sum()))
+        same.append(int(logits.argmax()) == int(p.argmax()))
+    return np.array(kl), np.array(same)
+
+
+def test_chunks_are_scored_as_llama_perplexity_scores_them(saved_model, quantized, tmp_path, command):
+    text = tmp_path / "held-out.txt"
+    text.write_text("She sells sea shells on the sea shore, and the shells she sells are hers. " * 4)
+    asked = ("--text", text, "--seq-len", 32, "--llama-cpp-style")
+    code, shown, _ = command("evaluate", saved_model, quantized, *asked)
+    row = json.loads(command("evaluate", saved_model, quantized, *asked, "--json")[1])[1]["tokens"]
+    model, other = load_model(saved_model), loopq.load(quantized)
+    ids = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int64)
+    kl, same = [], []
+    for chunk in range(len(ids) // 32):
+        piece = ids[32 * chunk : 32 * (chunk + 1)]
+        batch = Batch(torch.from_numpy(piece[None]), (chunk,), 0)
+        full, found = (m.system.rollout(batch, 3)[0, 16:31].float().numpy() for m in (model, other))
+        for total, values in zip((kl, same), _as_llama_perplexity(full, found, piece[17:]), strict=True):
+            total.extend(values)
+    assert code == 0
+    assert row["n_scored"] == len(kl) == 15 * (len(ids) // 32)
+    assert row["kl"] == pytest.approx(np.mean(kl), rel=2e-3)
+    assert row["kl_error"] == pytest.approx(np.std(kl) / (len(kl) - 1) ** 0.5, rel=2e-2)
+    assert row["quantiles"][50] == pytest.approx(np.median(kl), rel=5e-3)
+    assert row["quantiles"][99] == pytest.approx(np.quantile(kl, 0.99), rel=5e-3)
+    assert row["same_top"] == pytest.approx(np.mean(same), abs=1.5 / len(kl))
+    assert f"{row['kl']:.6f} ± {row['kl_error']:.6f}" in shown
+
+
+def test_chunks_are_cut_from_a_text_alone(saved_model, quantized, tmp_path, command):
+    (tmp_path / "p.jsonl").write_text('{"text": "some words"}\n' * 3)
+    asked = ("evaluate", saved_model, quantized, "--llama-cpp-style")
+    code, _, err = command(*asked, "--text", tmp_path / "p.jsonl")
+    assert (code, "chunks are cut from a text, and this has prompts" in err) == (2, True)
+    code, _, err = command(*asked, "--seq-len", 3)
+    assert (code, "--seq-len 3: half of a chunk is context" in err) == (2, True)
+
+
+def test_several_depths_are_one_table_and_one_picture(saved_model, quantized, tmp_path, command):
+    page = tmp_path / "depths.html"
+    asked = ("evaluate", saved_model, quantized, *FEW, "--n-steps", "1,3")
+    code, text, _ = command(*asked, "--html", page)
+    assert code == 0
+    assert text.count("perplexity") == 1
+    rows = json.loads(command(*asked, "--json")[1])
+    assert [(r["n_steps"], r["name"]) for r in rows[::2]] == [(1, "full precision"), (3, "full precision")]
+    for depth, row in zip((1, 3), rows[1::2], strict=True):
+        (alone,) = json.loads(command(*asked[:-1], depth, "--json")[1])[1:]
+        assert row["kl"] == alone["kl"]
+        assert row["tokens_per_second"] > 0
+        assert re.search(rf"^ *{depth} +{re.escape(str(quantized))} +{row['kl']:.5f}", text, re.MULTILINE)
+    shown = page.read_text()
+    assert shown.count("<svg") == 1
+    assert f"{rows[3]['kl']:.5f}" in shown

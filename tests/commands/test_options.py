@@ -38,7 +38,7 @@ def test_every_setting_has_its_option(name):
     else:
         value = (choices_of(leaf.annotation) or [leaf.default])[-1]
         value = {
-            "allocate": 3.25,
+            "fit": 3.25,
             "beam": 8,
             "rounds": 3,
             "rank_threshold": 0.01,
@@ -95,7 +95,7 @@ def test_wrong_memory_and_overrides_are_refused(args, capsys):
 
 @pytest.mark.parametrize(("text", "budget"), [("3.25", 3.25), ("4", 4.0), ("900K", 900 * 1024), ("1B", 1)])
 def test_a_budget_is_bits_or_bytes(text, budget):
-    found = given(PARSER.parse_args([*BASE, "--allocate", text]), QuantConfig)["allocate"]
+    found = given(PARSER.parse_args([*BASE, "--fit", text]), QuantConfig)["fit"]
     assert (found, type(found)) == (budget, type(budget))
 
 

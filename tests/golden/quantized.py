@@ -171,12 +171,12 @@ def solved(case):
 
 def beyond():
     """Cases whose settings are objects: bits under a budget."""
-    from loopq.run.budget import Allocate
+    from loopq.run.budget import Fit
 
-    few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4}
+    few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4, "levels": ("even",)}
     return {
-        "allocate-ablation": {**G, "allocate": Allocate(4.0, **few)},
-        "allocate-fisher": {**G, "allocate": Allocate(3500, score="fisher", **few)},
+        "allocate-ablation": {**G, "fit": Fit(7111, **few)},
+        "allocate-fisher": {**G, "fit": Fit(8211, score="fisher", **few)},
     }
 
 

@@ -41,8 +41,8 @@ def measured(*found):
 
 
 def weight(name, **more):
-    return {"name": name, "shape": [64, 128], "n_bytes": 4096, "bits": 4, "group_size": 32, "method": "gptq-cd",
-            "steps": [0, 1, 2], "error": 0.03, "error_rtn": 0.06} | more  # fmt: skip
+    return {"name": name, "shape": [64, 128], "n_bytes": 4096, "bits": 4, "grid": "INT4", "group_size": 32,
+            "method": "gptq-cd", "steps": [0, 1, 2], "error": 0.03, "error_rtn": 0.06} | more  # fmt: skip
 
 
 def left(name, reason, **more):

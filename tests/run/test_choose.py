@@ -18,11 +18,12 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     base = ["quantize", str(tiny_folder), "--calibration", str(text), "--n-prompts", "8", "--seq-len", "24",
             "--method", "gptq-cd", "--rank-threshold", "none", "--threads", "1"]  # fmt: skip
     extra = ["--metric", "loop", "--inputs", "asymmetric", "--alpha", "0.5", "--step-weights", "balanced",
-             "--damping-kind", "diagonal", "--allocate", "3.5", "--allocate-score", "fisher",
-             "--allocate-bits", "2,4", "--allocate-group-sizes", "16"]  # fmt: skip
+             "--damping-kind", "diagonal", "--bits-per-weight", "13.3", "--fit-score", "fisher",
+             "--fit-bits", "2,4", "--fit-group-sizes", "16"]  # fmt: skip
     assert main([*base, *extra, "--out", str(tmp_path / "q")]) == 0
     said = capsys.readouterr().out
-    assert "bits: 3." in said
+    assert "fit: " in said
+    assert "bits, even levels, groups of 16" in said
     assert "score fisher" in said
     kept = json.loads((tmp_path / "q" / "loopq.json").read_text())
     settings = kept["settings"]
@@ -30,5 +31,5 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     report = loopq.formats.native.read(tmp_path / "q").layers["transformer.adapter.weight"].report
     assert (report["metric"], report["inputs"], report["alpha"]) == ("loop", "asymmetric", 0.5)
     assert (report["step_weighting"], report["damping_kind"]) == ("balanced", "diagonal")
-    assert main([*base, "--allocate-n-prompts", "3", "--out", str(tmp_path / "r")]) == 2
-    assert "--allocate-n-prompts goes with --allocate" in capsys.readouterr().err
+    assert main([*base, "--fit-n-prompts", "3", "--out", str(tmp_path / "r")]) == 2
+    assert "--fit-n-prompts goes with --fit" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import loopq
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
-from loopq.run.budget import Allocate
+from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig, flat_names
 from tests.support.runs import digest
 
@@ -66,15 +66,15 @@ def test_every_keyword_of_a_run_is_a_flat_name():
         "method",
         "damping",
         "metric_draws",
-        "allocate_score",
-        "allocate",
+        "fit_score",
+        "fit",
         "alpha",
         "layer",
     } <= flat_names()
 
 
 def test_plain_data_that_is_damaged_is_refused():
-    data = QuantConfig.of(Override("a*", {"bits": 8}), allocate=Allocate(3.5)).to_json()
+    data = QuantConfig.of(Override("a*", {"bits": 8}), fit=Fit(3.5)).to_json()
     assert QuantConfig.from_json(json.loads(json.dumps(data))).to_json() == data
     for change, match in [
         ({"colour": 1}, "QuantConfig: expected an object with the keys .*; got .*colour"),
@@ -82,7 +82,7 @@ def test_plain_data_that_is_damaged_is_refused():
         ({"layer": None}, "layer must be LayerConfig; got None"),
         ({"inputs": {"name": "both"}}, "unknown inputs 'both'"),
         ({"overrides": [{"pattern": "*"}]}, "override: expected an object with a pattern and changes"),
-        ({"allocate": {"score": "fisher"}}, "Allocate: expected an object"),
+        ({"fit": {"score": "fisher"}}, "Fit: expected an object"),
         ({"rank_threshold": "small"}, "rank_threshold must be a finite number or None; got 'small'"),
     ]:
         with pytest.raises(ConfigError, match=match):

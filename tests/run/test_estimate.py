@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from loopq.run import estimate as module
-from loopq.run.budget import Allocate
+from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration, estimate
 from tests.support.accelerator import DEVICE, accelerator
@@ -48,9 +48,9 @@ def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
 
     layers = len(run_of(tiny, tokens).tasks)
     assert extra() == ""
-    measured = extra(allocate=Allocate(3.25, bits=(3, 4), group_sizes=(16,), n_prompts=4))
+    measured = extra(fit=Fit(3.25, bits=(3, 4), levels=("even",), group_sizes=(16,), n_prompts=4))
     assert measured == f"; besides, about: bits by ablation {4 * 2 * layers * 0.5:.0f} s"
-    predicted = extra(allocate=Allocate(3.25, "fisher", n_prompts=4))
+    predicted = extra(fit=Fit(3.25, "fisher", n_prompts=4))
     assert predicted == "; besides, about: bits by fisher 6 s"
 
 

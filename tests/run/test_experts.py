@@ -275,8 +275,8 @@ def test_one_row_for_each_position_cannot_be_had_of_experts(loaded, tokens):
 @pytest.mark.parametrize("score", ["fisher", "ablation"])
 def test_bits_can_be_divided_between_experts(loaded, tokens, score):
     result = loopq.quantize(
-        loaded, tokens, method="gptq", group_size=8, allocate=7.6, allocate_score=score,
-        allocate_bits=(3, 4), allocate_group_sizes=(8,), allocate_n_prompts=2,
+        loaded, tokens, method="gptq", group_size=8, fit=17500, fit_score=score,
+        fit_bits=(3, 4), fit_group_sizes=(8,), fit_n_prompts=2,
     )  # fmt: skip
     assert {layer.grid.bits for layer in result.layers.values()} <= {3, 4}
 

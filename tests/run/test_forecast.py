@@ -5,13 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.models.build import build_shape
 from loopq.run.config import QuantConfig
-from loopq.run.forecast import forecast
+from loopq.run.forecast import Forecast, forecast
+from loopq.settings.execution import Execution
+from loopq.systems.base import LoopedSystem
 from tests.support.vendors import dory, inkling
+
+_PLAIN = QuantConfig().with_metric("inputs")
+
+
+def _told(system: LoopedSystem, memory: int, config: QuantConfig = _PLAIN, batch_size: int = 8) -> Forecast:
+    prompts = TokenSet((np.zeros(64, np.int64),) * 16, "a text", "windows")
+    return forecast(system, config, prompts, Execution(memory=memory, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("kind", [dory, inkling])
@@ -22,17 +33,22 @@ def test_less_memory_takes_more_passes_then_streams_then_is_refused(kind: Any, t
     system = build_shape(tmp_path)
     assert all(p.is_meta for p in system.model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    plenty = forecast(system, QuantConfig(), 1024, memory=1 << 30)
+    plenty = _told(system, 1 << 30)
     assert (plenty.weights, plenty.held, plenty.n_passes) == (weights, weights, 1)
     assert plenty.peak <= plenty.limit
     assert plenty.output < weights
-    less = forecast(system, QuantConfig(), 1024, memory=plenty.held + plenty.most - plenty.sums // 2)
+    less = _told(system, plenty.held + plenty.most - plenty.sums // 2)
     assert less.n_passes > 1
     assert not less.streamed
-    streamed = forecast(system, QuantConfig(), 1024, memory=weights + plenty.most - plenty.sums - 1)
+    streamed = _told(system, weights + plenty.most - plenty.sums - 1)
     assert streamed.streamed
     assert streamed.held < weights
     assert streamed.seconds["reading weights"] > 0
     assert "layer by layer" in "\n".join(streamed.lines())
+    alone = _told(system, streamed.limit, batch_size=1)
+    assert alone.seconds["reading weights"] > 2 * streamed.seconds["reading weights"]
+    default = _told(system, 1 << 30, QuantConfig())
+    assert default.seconds["gradients"] > plenty.seconds["gradients"] == 0
+    assert default.sums > plenty.sums
     with pytest.raises(ConfigError, match="above the limit"):
-        forecast(system, QuantConfig(), 1024, memory=1000)
+        _told(system, 1000)

@@ -47,5 +47,5 @@ def test_a_dump_says_what_it_cannot_do(dump):
         loopq.solve(dump, metric="loop")
     with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers"):
         loopq.solve(dump, inputs="asymmetric")
-    with pytest.raises(ConfigError, match="allocate runs the model"):
-        loopq.solve(dump, allocate=3.5)
+    with pytest.raises(ConfigError, match="fit runs the model"):
+        loopq.solve(dump, fit=3.5)

@@ -19,7 +19,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
-from loopq.run.budget import Allocate
+from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings.declare import (
     Chosen,
@@ -261,8 +261,8 @@ EVERY = [
     *(QuantConfig.of(inputs=name, exclude=("a*",), include=("b",)) for name in INPUTS.names()),
     QuantConfig.of(inputs="asymmetric", alpha=0.25, sweeps=3, preset="best", metric_draws=2),
     QuantConfig.of(method="gptq", damping=0.1, damping_kind="tail", scales="static", act_order=True),
-    QuantConfig.of(allocate=Allocate(3.25, "fisher", (2, 4), (16,), 3)),
-    QuantConfig.of(allocate=Allocate(900), rank_threshold=None, rotation="random:16", rotation_seed=3),
+    QuantConfig.of(fit=Fit(3.25, "fisher", (2, 4), (16,), 3)),
+    QuantConfig.of(fit=Fit(900), rank_threshold=None, rotation="random:16", rotation_seed=3),
     QuantConfig.of(Override("a*", {"bits": 8}), Override("re:b$", {"method": "rtn", "steps": "first"})),
 ]
 
@@ -322,8 +322,9 @@ def subparser(command):
 
 
 def options_of(command):
-    """Actions of a command by the flat name that they set."""
-    return {a.dest: a for a in subparser(command)._actions if a.dest is not argparse.SUPPRESS}
+    """Actions of a command by the flat name that they set; of several the first."""
+    actions = reversed(subparser(command)._actions)
+    return {a.dest: a for a in actions if a.dest is not argparse.SUPPRESS}
 
 
 def test_every_flat_name_has_an_option_whose_help_tells_its_default():
@@ -382,7 +383,7 @@ def said(command, flags):
 def test_options_reach_the_settings():
     arguments = ["quantize", "model", "--out", "q", "--preset", "best", "--bits", "3", "--asymmetric", "--damping", "0",
                  "--scale-bits", "none", "--unsigned-scales", "--no-refit", "--inputs", "asymmetric", "--alpha", "0.5",
-                 "--allocate", "900K", "--allocate-bits", "2,4",
+                 "--fit", "900K", "--fit-bits", "2,4",
                  "--layer", "a*=>bits=8,metric=inputs", "--exclude", "x", "--exclude", "y"]  # fmt: skip
     found = quant_config(parser().parse_args(arguments))
     expected = QuantConfig.of(
@@ -396,7 +397,7 @@ def test_options_reach_the_settings():
         refit=False,
         inputs="asymmetric",
         alpha=0.5,
-        allocate=Allocate(900 * 1024, bits=(2, 4)),
+        fit=Fit(900 * 1024, bits=(2, 4)),
         exclude=("x", "y"),
     )
     assert found == expected

@@ -40,7 +40,7 @@ def inkling_config(**changes: Any) -> Any:
                 "rel_extent": 16, "n_layers_per_attn_res_block": 2, "moe_intermediate_size": 16,
                 "n_routed_experts": 4, "num_experts_per_tok": 2, "loop_layer_index_start": 2,
                 "loop_layer_index_end": 4, "loop_num_passes": 3, "loop_gate_rank": 8}  # fmt: skip
-    found: Any = transformers.Inkling2LoopTextConfig(**SIZES, **settings, **changes)
+    found: Any = transformers.Inkling2LoopTextConfig(**{**SIZES, **settings, **changes})
     return found
 
 
@@ -54,6 +54,40 @@ def inkling(**changes: Any) -> Any:
             if "norm" not in name:
                 parameter.normal_(std=0.2)
     return model
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A stack of experts as Inkling's files hold NVFP4, and its values: two codes in a byte, a scale for 16 values.
+
+    The first of two is in the lower half; a factor for each expert is `amax / outer_scale_denominator`.
+    """
+    denominator, amax = torch.tensor(2688.0), weight.abs().amax(dim=(1, 2))
+    factor = (amax / denominator)[:, None, None, None]
+    groups = weight.unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1, keepdim=True) / (6 * factor)).clamp(2**-6, 448).to(torch.float8_e4m3fn)
+    scaled = groups / (scale.float() * factor)
+    codes = (scaled.abs()[..., None] - _E2M1).abs().argmin(-1)
+    values = _E2M1[codes] * scaled.sign() * scale.float() * factor
+    codes = (codes + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
+    stored = {
+        name: codes[..., ::2] | codes[..., 1::2] << 4,
+        f"{name}_scale": scale[..., 0],
+        f"{name}_amax": amax,
+        f"{name}_outer_scale_denominator": denominator,
+    }
+    return stored, values.flatten(-2)
+
+
+def mxfp8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A stack of experts as Inkling's files hold MXFP8, and its values: a power of two for 32 values."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponent = groups.abs().amax(-1, keepdim=True).log2().floor() - 8
+    codes = (groups / exponent.exp2()).to(torch.float8_e4m3fn)
+    stored = {name: codes.flatten(-2), f"{name}_scale": (exponent[..., 0] + 127).to(torch.uint8)}
+    return stored, (codes.float() * exponent.exp2()).flatten(-2)
 
 
 def rename(folder: Path, names: Any) -> None:

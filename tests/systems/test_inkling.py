@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import loopq
 from loopq.models.check import check_model
@@ -13,7 +15,7 @@ from loopq.models.load import load_model
 from loopq.storage.files import map_tensors
 from loopq.systems.base import Batch
 from tests.support.conformance import Conformance
-from tests.support.vendors import check_round_trip, inkling, inkling_config, tokens
+from tests.support.vendors import check_round_trip, inkling, inkling_config, logits, mxfp8, nvfp4, tokens
 
 
 class TestInkling(Conformance):
@@ -44,6 +46,12 @@ def test_any_number_of_passes(tmp_path: Path) -> None:
         gates = {p.invocations for p in shared if p.role == "message"}
         assert gates == ({passes - 1} if passes > 1 else set())
         assert {p.invocations for p in shared if p.role == "expert"} == {1, passes}
+
+
+def test_a_loop_with_full_attention_forgets_nothing(tmp_path: Path) -> None:
+    inkling(num_hidden_layers=8, loop_layer_index_end=6).save_pretrained(tmp_path)
+    report = check_model(load_model(tmp_path))
+    assert report.ok, report.lines()
 
 
 def test_bfloat16_leaves_float32_gates_and_codes_multiply(tmp_path: Path) -> None:
@@ -86,6 +94,55 @@ def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(batch.input_ids, use_cache=False).logits
     assert (again.system.rollout(batch, 3) - expected).norm() < 0.3 * expected.norm()
+
+
+def test_the_padded_head_is_rounded_without_its_padding(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    import loopq.integrations.transformers
+
+    sizes = {"hidden_size": 64, "vocab_size": 136, "unpadded_vocab_size": 128}
+    inkling(**sizes).save_pretrained(tmp_path / "inkling")
+    settings = {"group_size": 16, "method": "rtn", "outside": 8}
+    result = loopq.quantize(tmp_path / "inkling", tokens(2), out=tmp_path / "codes", **settings)
+    assert result.layers["lm_head.weight"].shape == (128, 64)
+    assert "model.llm.unembed.weight" not in result.dense
+    coded = loopq.load(tmp_path / "codes", quantized=True)
+    assert type(coded.model.lm_head).__name__ == "QuantLinear"
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "codes", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        found = model.eval()(torch.from_numpy(tokens(1)), use_cache=False).logits
+    torch.testing.assert_close(found, logits(coded), rtol=1e-4, atol=1e-4)
+
+
+def test_published_experts_in_nvfp4_and_mxfp8_are_a_source(tmp_path: Path) -> None:
+    model = inkling(moe_intermediate_size=32)
+    model.save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    exact: dict[str, torch.Tensor] = {}
+    for key in [key for key in tensors if key.endswith(("w13_weight", "w2_weight"))]:
+        # The loop's experts are in NVFP4, the others in MXFP8.
+        in_loop = int(key.split(".layers.")[1].split(".")[0]) in (2, 3)
+        stored, exact[key] = (nvfp4 if in_loop else mxfp8)(key, tensors.pop(key))
+        tensors |= stored
+    (tmp_path / "published").mkdir()
+    save_file(tensors, tmp_path / "published" / "model.safetensors", {"format": "pt"})
+    shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "published")
+    own = {key: t for key, t in tensors.items() if "_weight_" not in key and key not in exact}
+    save_file(own | exact, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    found, expected = (load_model(tmp_path / name) for name in ("published", "plain"))
+    for name, parameter in expected.model.named_parameters():
+        assert torch.equal(found.model.get_parameter(name), parameter), name
+    streamed = load_model(tmp_path / "published", memory=1)
+    assert torch.equal(logits(streamed), logits(expected))
+    settings = {"group_size": 16, "method": "rtn"}
+    results = [loopq.quantize(m, tokens(2), **settings) for m in (found, expected, streamed)]
+    assert len(results[0].layers) == len(results[1].layers)
+    for result in results[1:]:
+        assert all(layer.same_as(results[0].layers[name]) for name, layer in result.layers.items())
 
 
 def test_export_holds_gates_whose_files_have_no_module_for_them(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from loopq.storage.lock import locked
 from loopq.storage.model_files import model_tensors, write_files
 from loopq.storage.schema import Count, Sha256, checked
 from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.depths import Depths
 from loopq.terminal.progress import Progress, Silent
 from loopq.terminal.table import size
 
@@ -535,6 +536,7 @@ def _write_manifest(
         ties=ties,
         loopq_version=native.__version__,
         metrics=tuple(metrics),
+        depths=job.system.depths if isinstance(job.system, Depths) else (),
     )
     manifest.write(out)
     return _finish(out)

@@ -32,7 +32,8 @@ class TokenSet:
         What the tokens are, for the report.
     packing : str
         "windows": the text as one string, cut in windows of equal length, what is left over dropped;
-        "prompts": one sequence for each record.
+        "prompts": one sequence for each record; "chunks": the text cut as llama.cpp's llama-perplexity does, where a
+        position is scored only if its next token is in the chunk too.
     scored_from : int
         First position whose logits count, in every sequence, when models are compared and when gradients are taken:
         those before it are the question of a task.

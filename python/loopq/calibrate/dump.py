@@ -142,6 +142,7 @@ class Manifest:
     ties: dict[Name, Name]
     loopq_version: str
     metrics: tuple[MetricFile, ...] = ()
+    depths: tuple[Depth, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together, also before they are written."""
@@ -183,7 +184,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the folder is a dump from then on."""
-        write_json(folder / MANIFEST, sealed(FORMAT, vars(self)))
+        said = {name: value for name, value in vars(self).items() if name != "depths" or value}
+        write_json(folder / MANIFEST, sealed(FORMAT, said))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -544,7 +546,7 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
                 f"{dump.folder}: holds a loop metric, which cannot be added to another: its gradients are weighed by "
                 "the Hessian of all prompts. Collect on all prompts at once, or the parts without --metric"
             )
-        for what in ("system", "n_steps", "parameters", "input_groups", "model", "ties"):
+        for what in ("system", "n_steps", "depths", "parameters", "input_groups", "model", "ties"):
             if getattr(m, what) != getattr(first, what):
                 raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")
         if {k: sorted(v) for k, v in m.rows.items()} != {k: sorted(v) for k, v in first.rows.items()}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64
+#: Tokens of a chunk of `evaluation_chunks`, and more chunks than a text has.
+CHUNK, _ALL = 512, 1 << 62
 #: Share of the tokens of a calibration text that are drawn at random, where no share is asked for.
 RANDOM_TOKENS = 0.05
 
@@ -161,8 +164,41 @@ def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None =
     return _tokens(loaded, prompts, take or Take(), "evaluation")
 
 
-def _tokens(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:
-    tokens = _read(loaded, prompts, take, use)
+def evaluation_chunks(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
+    """Read a held-out text in chunks of 512 tokens, as llama.cpp's llama-perplexity does; as `evaluation_tokens`.
+
+    The text begins with the tokenizer's special tokens. They also replace the first tokens of every chunk. The first
+    half of a chunk is context and is not scored.
+
+    Raises
+    ------
+    ConfigError
+        These are prompts, not a text.
+    """
+    take = take or Take(seq_len=CHUNK)
+    if take.seq_len < 4:
+        raise ConfigError(f"seq_len {take.seq_len}: half of a chunk is context; give at least 4 tokens")
+    served = take.served(loaded)
+    first, encode = served.first, served.encode
+    whole = dataclasses.replace(served, encode=lambda text: [*first, *encode(text)], first=())
+    tokens = _tokens(loaded, prompts, take.changed(n_prompts=take.n_prompts or _ALL), "evaluation", whole)
+    if tokens.packing != "windows":
+        raise ConfigError(
+            f"{tokens.source}: chunks are cut from a text, and this has prompts; give a text file"
+        )
+    begun = tuple(
+        np.concatenate([np.asarray(first, np.int64), ids[len(first) :]]) for ids in tokens.sequences
+    )
+    half = take.seq_len // 2
+    return dataclasses.replace(
+        tokens, sequences=begun, packing="chunks", scored_from=half, n_first=len(first)
+    )
+
+
+def _tokens(
+    loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: Served | None = None
+) -> TokenSet:
+    tokens = _read(loaded, prompts, take, use, served or take.served(loaded))
     known = _n_vocabulary(loaded)
     if known is not None:
         check_vocabulary(tokens, known)
@@ -186,7 +222,7 @@ def _known_tokens(loaded: LoadedModel) -> NDArray[np.int64] | None:
     return np.setdiff1d(np.arange(min(n_rows, n_known)), sorted(marks))
 
 
-def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:
+def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: Served) -> TokenSet:
     if isinstance(prompts, TokenSet):
         return prompts.take(0, take.n_prompts) if take.n_prompts is not None else prompts
     count = take.n_prompts
@@ -202,14 +238,14 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenS
                 "bytes: give it a text (--calibration FILE, --text FILE)"
             )
         text = zoo.calibration_text() if use == "calibration" else zoo.evaluation_text()
-        return windows(text.decode(), loaded.encode, take.seq_len, count, f"embedded {use} text")
+        return windows(text.decode(), served.encode, take.seq_len, count, f"embedded {use} text")
     if isinstance(prompts, str) and prompts == SELF and use == "calibration":
         known = _known_tokens(loaded)
         if known is None:
             raise ConfigError("calibration 'self': the model's config has no vocab_size; give a file")
-        return written(loaded.system, take.served(loaded).first, known, take.seq_len, count)
+        return written(loaded.system, served.first, known, take.seq_len, count)
     if isinstance(prompts, str | Path):
-        return read_tokens(Path(prompts), take.served(loaded), take.seq_len, count)
+        return read_tokens(Path(prompts), served, take.seq_len, count)
     given: list[Any] = list(prompts)
     if given and all(np.ndim(ids) == 0 for ids in given):
         whole = np.asarray([int(i) for i in given], dtype=np.int64)

@@ -7,12 +7,16 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
+
+from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, execution, load
 from loopq.errors import ConfigError
 from loopq.models.build import build_shape
 from loopq.run.config import QuantConfig
+from loopq.run.estimate import duration
 from loopq.run.forecast import forecast
 from loopq.terminal.table import render
 
@@ -23,7 +27,7 @@ _PROMPTS = 128
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_source(parser)
-    add_execution(parser, only=("seed", "memory", "threads"))
+    add_execution(parser, only=("seed", "memory", "threads", "batch_size"))
     parser.add_argument(
         "--plan",
         action="store_true",
@@ -63,15 +67,15 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
     how = execution(args)
     system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
-    found = forecast(
-        system,
-        QuantConfig(),
-        _PROMPTS * CalibrationTake().seq_len,
-        n_steps=args.n_steps,
-        memory=how.memory,
-        threads=how.threads,
+    tokens = TokenSet((np.zeros(CalibrationTake().seq_len, np.int64),) * _PROMPTS, "a text", "windows")
+    found, fast = (
+        forecast(system, config, tokens, how, args.n_steps)
+        for config in (QuantConfig(), QuantConfig().preset("fast"))
     )
     print("\n".join(found.lines()))
+    print(
+        f"with --preset fast, without loop metrics: {fast.n_passes} passes, {duration(sum(fast.seconds.values()))}"
+    )
     return int(found.peak > found.limit)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from loopq.api import at_depths
 from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
 from loopq.calibrate.select import select
@@ -81,7 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what the processes of torchrun wait for each other before the work begins (default %(default)s)",
     ).rare = True  # type: ignore[attr-defined]
     add_text(parser, "calibration", CalibrationTake)
-    add_source(parser)
+    add_source(parser, several=True)
     add_patterns(
         parser,
         {
@@ -96,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
     """Collect and print what the dump holds."""
     ranks, shown = ranks_of_environment()
     _check(args, ranks)
-    loaded = load(args)
+    loaded, depth = at_depths(load(args), args.n_steps)
     with shown as progress:
         how = execution(args, progress=progress)
         tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
         selection = select(
             loaded.system,
             tokens,
-            n_steps=args.n_steps,
+            n_steps=depth,
             include=args.include,
             exclude=args.exclude,
             rounded=True,
@@ -112,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
         job = Collection(loaded.system, tokens, selection, how, loaded.side_files)
         out = Path(args.out)
         if args.hessian:
-            steps = parse_steps(args.steps or "all", selection.n_steps)
+            most = max(p.invocations for p in selection.parameters)
+            steps = None if args.steps is None else parse_steps(args.steps, most)
             gradients = None
             if args.metric == "loop":
                 n_draws = args.metric_draws or PRESETS["best"]["metric_draws"]

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.api import evaluate
+from loopq.api import evaluate, open_any
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import Take, evaluation_tokens
+from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -26,22 +26,23 @@ from loopq.commands.options import (
     take,
     whole,
 )
-from loopq.commands.output import measurement_table
+from loopq.commands.output import measurement_table, spread_table
 from loopq.commands.page import known
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
-from loopq.inference.generate import decode
+from loopq.inference.generate import decode, speed
 from loopq.models.load import LoadedModel
-from loopq.report.card import check_card, write_card
+from loopq.report.depths import write_depths
 from loopq.report.page import write_page
 from loopq.report.tasks import task_table
 from loopq.terminal.progress import Line
 
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
+  loopq evaluate MODEL Q --n-steps 1,2,4           one table, with tokens per second at each depth
   loopq evaluate MODEL Q --tasks arc_easy,lambada --task-data DATA --limit 200
   loopq evaluate Q1 Q2 --tasks hellaswag --task-data DATA       the second against the first"""
 
@@ -88,7 +89,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="write a page: what was done to every weight, its error at every step, KL against bytes, prompts that "
         "changed most",
     )
-    parser.add_argument("--card", action="store_true", help="write a model card (README.md) into each DIR")
+    parser.add_argument(
+        "--llama-cpp-style",
+        action="store_true",
+        help=f"as llama-perplexity --kl-divergence: chunks of --seq-len (default {CHUNK}) tokens of the whole text, "
+        "the first half of each not scored; mean, median and 99 %% of the KL, same top token",
+    )
 
 
 def tasks(text: str) -> list[str]:
@@ -106,19 +112,17 @@ def run(args: argparse.Namespace) -> int:
     _refuse(args)
     for folder in args.checkpoints:
         check_readable(folder)
-        if args.card:
-            check_card(Path(folder))
     if args.tasks:
         return _run_tasks(args)
     if args.html:
         check_place(args.html)
     loaded = load(args)
-    tokens = evaluation_tokens(loaded, args.text, take(args))
+    read = evaluation_chunks if args.llama_cpp_style else evaluation_tokens
+    tokens = read(loaded, args.text, take(args, CHUNK if args.llama_cpp_style else Take().seq_len))
     checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
-    *others, args = each_depth(args)
-    tables = [measure(one, loaded, checkpoints, tokens, args.n_seeds) for one in (*others, args)]
-    summaries, said = tables[-1]
-    cards = write_cards(args, loaded, args.checkpoints, summaries, said) if args.card else []
+    if isinstance(args.n_steps, tuple):
+        return _run_depths(args, loaded, checkpoints, tokens)
+    summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
     if args.html:
         write_page(
             args.html,
@@ -126,16 +130,9 @@ def run(args: argparse.Namespace) -> int:
             **known(args, loaded, checkpoints, tokens),
         )
     if args.json:
-        told = (
-            [s | {"n_steps": said["n_steps"]} for found, said in tables for s in found]
-            if others
-            else summaries
-        )
-        print(json.dumps(told, indent=1))
+        print(json.dumps(summaries, indent=1))
     else:
-        for found, about in tables[:-1]:
-            print_measured(found, about)
-        print_measured(summaries, said, cards)
+        print_measured(summaries, said)
         print(f"page: {args.html}\n" if args.html else "", end="")
     return 0
 
@@ -145,7 +142,7 @@ def _refuse(args: argparse.Namespace) -> None:
     of_prompts = {
         "--text": args.text,
         "--n-seeds": args.n_seeds != 1,
-        "--card": args.card,
+        "--llama-cpp-style": args.llama_cpp_style,
         "--html": args.html,
     }
     of_prompts |= {f"--{name.replace('_', '-')}": hasattr(args, name) for name in Take().flat()}
@@ -157,10 +154,38 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.tasks and args.task_data is None:
         raise ConfigError("--tasks: their files are needed as well: --task-data DIR")
-    if isinstance(args.n_steps, tuple) and (args.tasks or args.card or args.html):
-        raise ConfigError("--n-steps: --tasks, --card and --html are about one depth; give one")
+    if isinstance(args.n_steps, tuple) and args.tasks:
+        raise ConfigError("--n-steps: --tasks are about one depth; give one")
     if not args.tasks and not args.checkpoints:
         raise ConfigError("name a checkpoint to compare with the model: DIR; or --tasks")
+
+
+def _run_depths(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    checkpoints: Mapping[str, Checkpoint],
+    tokens: TokenSet,
+) -> int:
+    """Measure at several depths, with the speed of generation; print one table."""
+    rows: list[dict[str, Any]] = []
+    for one in each_depth(args):
+        summaries, said = measure(one, loaded, checkpoints, tokens, args.n_seeds)
+        rows += [summary | {"n_steps": one.n_steps} for summary in summaries]
+    prompt = tokens.sequences[0].tolist()
+    for name in (rows[0]["name"], *checkpoints):
+        # Codes stay packed, as `loopq run` has them.
+        model = open_any(name, quantized=True) if name in checkpoints else loaded
+        for row in (row for row in rows if row["name"] == name):
+            row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
+    if args.html:
+        write_depths(args.html, str(args.model or args.python), rows, said)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    print_measured(rows, said | {"n_steps": ", ".join(map(str, args.n_steps))})
+    print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
+    print(f"page: {args.html}\n" if args.html else "", end="")
+    return 0
 
 
 def _run_tasks(args: argparse.Namespace) -> int:
@@ -203,7 +228,7 @@ def measure(
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
         summary["kl_by_prompt"] = measurement.kl.mean(axis=0).tolist()
-    if tokens.scored_from and loaded.system.output == "logits":
+    if tokens.scored_from and tokens.packing != "chunks" and loaded.system.output == "logits":
         answers = [Metric("answer", m.answered[0]) for m in measured]
         for summary, metric in zip(summaries, answers, strict=True):
             summary["answers"] = metric.to_json(None if metric is answers[0] else answers[0])
@@ -223,29 +248,16 @@ def for_page(
     return {"model": str(args.model or args.python), "on": said, "weights": summaries, "prompts": prompts}
 
 
-def write_cards(
-    args: argparse.Namespace,
-    loaded: LoadedModel,
-    folders: Sequence[str],
-    summaries: Sequence[dict[str, Any]],
-    said: dict[str, Any],
-) -> list[Path]:
-    """Write a model card into each checkpoint's folder."""
-    name = str(args.model or args.python)
-    return [
-        write_card(Path(folder), name, loaded.folder, [summaries[0], {**summary, "name": "quantized"}], said)
-        for folder, summary in zip(folders, summaries[1:], strict=True)
-    ]
-
-
-def print_measured(
-    summaries: Sequence[dict[str, Any]], said: dict[str, Any], cards: Sequence[Path] = ()
-) -> None:
-    """Print the table, on what it was measured, and where the cards are."""
+def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:
+    """Print the table, and on what it was measured."""
     print(
         f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, initial "
         f"states of each: {said['n_seeds']}, the same in every row"
     )
+    if "tokens" in summaries[-1]:
+        print(spread_table(summaries))
+        print(f"{summaries[-1]['tokens']['n_scored']} positions scored, the second half of each chunk")
+        return
     print(measurement_table(summaries))
     print(
         "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
@@ -253,8 +265,6 @@ def print_measured(
     if "answers" in summaries[0]:
         head = {"task": said["source"], "n_cut": 0}
         print(task_table([head | {"weights": s["name"]} | s["answers"] for s in summaries]))
-    for path in cards:
-        print(f"model card: {path}")
 
 
 COMMANDS.register("evaluate")(

@@ -199,11 +199,16 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
     add_settings(parser, QuantConfig, without=hidden)
+    if model:
+        text = "as --fit X: bits for each weight of the model, all tensors of the file included"
+        more: Any = {"type": float, "metavar": "X", "default": argparse.SUPPRESS, "help": text}
+        group = group_of(parser, group_title(leaves(QuantConfig)["fit"]))
+        group.add_argument("--bits-per-weight", dest="fit", **more).rare = True
     add_layers(parser, include=model)
 
 
 #: What `solve` has no options for: it has no model to run.
-_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "allocate")
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit")
 _METRIC = ("metric", "passes")
 _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
 
@@ -371,9 +376,9 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
     add_settings(parser, settings, title=title)
 
 
-def take(args: argparse.Namespace) -> Take:
-    """Read how much of the prompts is taken."""
-    return Take().changed(**given(args, Take))
+def take(args: argparse.Namespace, seq_len: int = Take().seq_len) -> Take:
+    """Read how much of the prompts is taken; `seq_len` where no length is asked for."""
+    return Take(seq_len=seq_len).changed(**given(args, Take))
 
 
 def calibration_take(args: argparse.Namespace) -> CalibrationTake:

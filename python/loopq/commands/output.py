@@ -37,7 +37,7 @@ class _Report:
     metric: str | None = None
     n_zeroed_groups: int = 0
     n_subnormal_scales: int = 0
-    levels: str | None = None
+    grid: str | None = None
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -56,7 +56,7 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
             r.method_asked,
             r.method_done,
             *[r.metric or "inputs"] * has["metric"],
-            f"INT{r.bits}" if r.levels is None else f"{r.levels} {r.bits}",
+            r.grid or f"INT{r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
             _rows(r.n_rows, r.step_rows),
@@ -141,7 +141,9 @@ def spans(steps: Sequence[int]) -> str:
 def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Return the table of an evaluation: one line for each set of weights; intervals where the summaries have them."""
     hidden = summaries[0]["output"] == "hidden"
+    depths: list[str | None] = [str(s["n_steps"]) for s in summaries if "n_steps" in s]
     columns: list[tuple[str, list[str | None]]] = [
+        *[("steps", depths)] * bool(depths),
         ("weights", [s["name"] for s in summaries]),
         ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]
@@ -158,9 +160,26 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
             ("perplexity", [f"{s['perplexity']:.4f}" for s in summaries]),
             ("bits/byte", [None if b is None else f"{b:.4f}" for b in per_byte]),
         ]
+    if "tokens_per_second" in summaries[0]:
+        speeds = [s["tokens_per_second"] for s in summaries]
+        columns.append(("tokens/s", [None if v is None else f"{v:.1f}" for v in speeds]))
     if any("n_bytes" in s for s in summaries):
         columns.append(("bytes", [size(s["n_bytes"]) if "n_bytes" in s else None for s in summaries]))
     return render([head for head, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+
+
+def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
+    """Return what llama.cpp's llama-perplexity prints of KL divergences, one line for each set of weights."""
+    rows = []
+    for s in summaries:
+        t = s["tokens"]
+        marks = [_divergence(v) for v in (t["quantiles"][50], *(t["quantiles"][i] for i in (90, 99, 100)))]
+        top = f"{100 * t['same_top']:.3f} ± {100 * t['same_top_error']:.3f} %"
+        kl = f"{t['kl']:.6f} ± {t['kl_error']:.6f}"
+        rows.append((s["name"], kl, *marks, top, f"{t['perplexity']:.4f}"))
+    return render(
+        ("weights", "mean KLD", "median", "90 %", "99 %", "maximum", "same top p", "perplexity"), rows
+    )
 
 
 def _divergence(value: float) -> str:
@@ -174,7 +193,7 @@ def _ends(interval: Sequence[float] | None) -> str | None:
 
 def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     reports = [
-        {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes}
+        {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes, "grid": x.grid.label}
         for x in checkpoint.layers.values()
     ]
     print(layer_table(reports))
@@ -200,10 +219,26 @@ def extras(settings: dict[str, Any]) -> list[str]:
     if "allocation" in settings:
         a = settings["allocation"]
         lines.append(
-            f"bits: {a['bits_a_weight']:.3f} a weight, {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}; "
-            f"score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
+            f"fit: {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}, {a['bits_a_weight']:.3f} bits for "
+            f"each weight of the model; score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
         )
+        lines.append(_choices(a))
     return lines
+
+
+def _choices(allocation: dict[str, Any]) -> str:
+    """A line for each set of layers that were given one grid, the costliest first."""
+    total, rows = allocation["predicted_cost"] or 1.0, []
+    for c in sorted(allocation["chosen"], key=lambda c: -c["cost"]):
+        name = c["layers"][0] + (f" and {len(c['layers']) - 1} more" if c["layers"][1:] else "")
+        if "outside" in c:
+            grid = f"outside the loop: {c['outside'] or 'as it was'}" + (" bits" if c["outside"] else "")
+        else:
+            grid = f"{c['bits']} bits, {c['levels']} levels, groups of {c['group_size']}"
+        rows.append(
+            (name, grid, size(c["n_bytes"]), _divergence(c["cost"]), f"{100 * c['cost'] / total:.1f} %")
+        )
+    return render(("layers", "chosen", "bytes", "predicted KL", "share"), rows)
 
 
 def _dumped_rows(parameter: Any, rows: dict[int, int] | None) -> str | int | None:

@@ -12,8 +12,9 @@ import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
 from loopq.commands import COMMANDS, Command
+from loopq.commands.card import card_of
 from loopq.commands.diagnose import QUICK
-from loopq.commands.evaluate import for_page, measure, print_measured, write_cards
+from loopq.commands.evaluate import for_page, measure, print_measured
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -52,7 +53,7 @@ _EXAMPLES = """examples:
   loopq quantize MODEL --out DIR                   INT4, groups of 128
   loopq quantize MODEL --out DIR --preset best     more accurate, slower
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
-  loopq quantize MODEL --out DIR --allocate 3.25   bits by layer under a budget
+  loopq quantize MODEL --out DIR --fit 12GB        grids that fit a size
 `loopq evaluate MODEL DIR` says how far the result is from the original;
 docs/quantizers.md has measured comparisons"""
 
@@ -145,8 +146,9 @@ def run(args: argparse.Namespace) -> int:
             print_measured(*measure(one, loaded, {str(out): written}, text))
         summaries, said = measure(args, loaded, {str(out): written}, text)
         measured = for_page(args, loaded, text, summaries, said)
-        cards = [] if target.one_file else write_cards(args, loaded, [str(out)], summaries, said)
-        print_measured(summaries, said, cards)
+        print_measured(summaries, said)
+        if not target.one_file:
+            print(f"model card: {card_of(args, loaded, str(out), summaries, said)}")
     if args.html:
         found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
         write_page(
@@ -154,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"page: {args.html}")
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
-    if config.layer == plain and config.allocate is None:
+    if config.layer == plain and config.fit is None:
         print(_HINT, file=sys.stderr)
     return 0
 

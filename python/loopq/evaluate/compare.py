@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ class Measurement:
         What the system's rollout returns.
     n_bytes : int, optional
         Bytes of all weights, quantized or not, where known.
+    by_token : ndarray, float64, shape (3, n_seeds, n_scored), optional
+        KL, same top-1 token and negative log-likelihood of every scored position, of chunks alone.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Measurement:
     bytes_per_token: float | None
     output: str
     n_bytes: int | None = None
+    by_token: NDArray[np.float64] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -89,12 +92,50 @@ class Measurement:
             data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         if self.n_bytes is not None:
             data["n_bytes"] = self.n_bytes
-        return data
+        return data | ({} if self.by_token is None else spread(*self.by_token.reshape(3, -1)))
 
     def kl_interval(self) -> Interval | None:
         """95 % bootstrap interval over prompts of the mean KL; None for fewer than two prompts."""
         per_prompt = self.kl.mean(axis=0)
         return mean_interval(per_prompt) if per_prompt.size > 1 else None
+
+
+def spread(
+    kl: NDArray[np.float64], same: NDArray[np.float64], nll: NDArray[np.float64]
+) -> dict[str, dict[str, Any]]:
+    """What llama.cpp's llama-perplexity prints of positions' KL divergences.
+
+    Parameters
+    ----------
+    kl, same, nll : ndarray, float64, shape (n_scored)
+        KL to full precision, whether the top-1 token is the same, negative log-likelihood of the next token.
+
+    Returns
+    -------
+    dict
+        "tokens": how many positions; mean of the KL with its standard error, its quantiles from 0 to 100 % and that of
+        99.9 % (linear between two positions), the share of same top-1 tokens with its standard error, and perplexity.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> spread(np.arange(101.0), np.ones(101), np.ones(101))["tokens"]["quantiles"][99]
+    99.0
+    """
+    n, rest = kl.size, max(kl.size - 1, 1)
+    share = float(same.mean())
+    return {
+        "tokens": {
+            "n_scored": n,
+            "kl": float(kl.mean()),
+            "kl_error": float((kl.var() / rest) ** 0.5),
+            "quantiles": np.quantile(kl, np.linspace(0.0, 1.0, 101)).tolist(),
+            "kl_99.9": float(np.quantile(kl, 0.999)),
+            "same_top": share,
+            "same_top_error": (share * (1.0 - share) / rest) ** 0.5,
+            "perplexity": math.exp(float(nll.mean())),
+        }
+    }
 
 
 def compare(
@@ -148,23 +189,40 @@ def compare(
     names = ["full precision", *variants]
     held = {name: placed(system, weights) for name, weights in variants.items()}
     scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
+    # Chunks are of one length, and few values a position are kept beside its logits.
+    each: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
+    chunks = tokens.packing == "chunks" and system.output == "logits"
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
     for row, seed in enumerate(seeds):
         for batch in tokens.batches(execution.batch_size, seed):
             reference = _output(system, batch, depth)
             columns = list(batch.prompts)
-            scores[names[0]][:, row, columns] = _score(system, reference, reference, batch, scored_from)
-            for name, weights in held.items():
-                with replaced(system, weights):
-                    out = _output(system, batch, depth)
-                scores[name][:, row, columns] = _score(system, reference, out, batch, scored_from)
+            outputs = (reference, *_outputs(system, held.values(), batch, depth))
+            for name, out in zip(names, outputs, strict=True):
+                scores[name][:, row, columns], values = _score(
+                    system, reference, out, batch, scored_from, chunks
+                )
+                each[name] += [values] if chunks else []
             progress.advance(len(columns))
     progress.stop()
     width = _bytes_per_token(tokens, count_bytes)
-    return [
-        Measurement(name, *scores[name], width, system.output)  # type: ignore[call-arg]
+    kept = {
+        name: np.concatenate(each[name], axis=1).reshape(3, len(seeds), -1) if chunks else None
         for name in names
-    ]
+    }
+    found = []
+    for name in names:
+        kl, agreement, nll, answered = scores[name]
+        of_name = Measurement(name, kl, agreement, nll, answered, width, system.output, by_token=kept[name])
+        found.append(of_name)
+    return found
+
+
+def _outputs(system: LoopedSystem, variants: Iterable[Weights], batch: Batch, depth: int) -> Iterator[Tensor]:
+    for weights in variants:
+        with replaced(system, weights):
+            out = _output(system, batch, depth)
+        yield out
 
 
 def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:
@@ -186,14 +244,20 @@ def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 
 
 def _score(
-    system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int
-) -> NDArray[np.float64]:
-    """KL, agreement, negative log-likelihood and whether the answer is right, shape (4, n_prompts)."""
+    system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int, chunks: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """KL, agreement, negative log-likelihood and whether the answer is right, shape (4, n_prompts); and the first three
+    of each position, shape (3, n). Chunks leave out the position that has no next token.
+    """
     import torch
 
     if system.output == "hidden":
-        return _score_hidden(reference, out)
+        return _score_hidden(reference, out), np.zeros((3, 0))
     targets = system.to_device(batch.input_ids)[:, 1:]
+    if chunks:
+        same = out is reference
+        reference = reference[:, :-1]
+        out = reference if same else out[:, :-1]
     found = [
         _tokens(reference[:, part], out[:, part], targets[:, part], same=out is reference)
         for part in _pieces(reference.shape, first)
@@ -201,7 +265,11 @@ def _score(
     kl, same, nll, right = (torch.cat(values, 1) for values in zip(*found, strict=True))
     answered = (right if first else right[:, -1:]).all(-1)
     means = (kl.mean(-1), same.double().mean(-1), nll.mean(-1), answered.double())
-    return np.stack([v.cpu().numpy() for v in means])
+    each = (kl, same.double(), nll) if chunks else ()
+    return (
+        np.stack([v.cpu().numpy() for v in means]),
+        np.stack([v.flatten().cpu().numpy() for v in each]) if each else np.zeros((3, 0)),
+    )
 
 
 def _pieces(shape: Sequence[int], first: int) -> list[slice]:

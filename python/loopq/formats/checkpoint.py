@@ -33,7 +33,7 @@ class Checkpoint:
 
     Parameters
     ----------
-    layers : dict of str to QuantizedLayer
+    layers : mapping of str to QuantizedLayer
         By parameter name, in order of first invocation.
     dense : dict of str to RawTensor
         Every other tensor of the model, once.
@@ -45,7 +45,7 @@ class Checkpoint:
         Config and tokenizer files.
     """
 
-    layers: dict[str, QuantizedLayer]
+    layers: Mapping[str, QuantizedLayer]
     dense: dict[str, RawTensor]
     ties: dict[str, str]
     settings: dict[str, Any]
@@ -105,7 +105,12 @@ class Checkpoint:
         return {
             "n_bytes": self.n_bytes,
             "layers": [
-                {**x.settings(), "n_bytes": x.n_bytes, "bits_per_weight": 8 * x.n_bytes / x.codes.size}
+                {
+                    **x.settings(),
+                    "grid": x.grid.label,
+                    "n_bytes": x.n_bytes,
+                    "bits_per_weight": 8 * x.n_bytes / x.codes.size,
+                }
                 for x in self.layers.values()
             ],
             "dense": [{"name": n, "dtype": t.dtype, "shape": list(t.shape)} for n, t in self.dense.items()],

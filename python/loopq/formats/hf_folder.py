@@ -19,7 +19,7 @@ CONFIG = "config.json"
 QUANTIZE_CONFIG = "quantize_config.json"
 SHARDS = "model.safetensors.index.json"
 KEY = "quantization_config"
-CARD = "README.md"
+CARD, PICTURE = "README.md", "card.png"
 #: Patterns of what belongs to a model beside its weights, of its weights, and of weights that can run code.
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 WEIGHTS = ("*.safetensors",)

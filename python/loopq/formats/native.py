@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from loopq import _native
 from loopq.errors import CheckpointError
@@ -17,7 +21,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.storage.files import MAX_SIZE, inside, map_tensors, read_bytes, read_json, write_json
+from loopq.storage.files import MAX_SIZE, RawTensor, inside, map_tensors, read_bytes, read_json, write_json
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, write_files
 from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
 from loopq.terminal.table import size
@@ -66,15 +70,13 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
 
     The same checkpoint gives the same bytes: no time, path or host is in it.
     """
-    tensors = dict(checkpoint.check("the checkpoint").dense)
-    for layer in checkpoint.layers.values():
-        tensors.update(layer.tensors())
+    tensors, values = _packed(checkpoint.check("the checkpoint"))
     texts = {**checkpoint.side_files, REPORT: report_lines(checkpoint.layers.values()).encode()}
     if CONFIG in texts:
         # Without it transformers would leave the quantized layers at random values.
         told = describe_layers(checkpoint.layers.values(), checkpoint.ties)
         texts[CONFIG] = add_own(texts[CONFIG], told)
-    files = write_files(folder, tensors, texts, {"format": "pt", "loopq": _native.__version__})
+    files = write_files(folder, tensors, texts, {"format": "pt", "loopq": _native.__version__}, values)
     index = {
         "loopq_version": _native.__version__,
         "settings": checkpoint.settings,
@@ -83,6 +85,18 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         "files": files,
     }
     write_json(folder / INDEX, sealed(FORMAT, index))
+
+
+def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str], RawTensor]]:
+    """Return all tensors, without the data of the largest of each layer, and what makes each: one layer at a time."""
+    tensors, owners = dict(checkpoint.dense), {}
+    for layer in checkpoint.layers.values():
+        found = layer.tensors()
+        largest = max(found, key=lambda name: found[name].data.size)
+        owners[largest] = layer
+        size = np.broadcast_to(np.uint8(0), found[largest].data.shape)
+        tensors |= found | {largest: dataclasses.replace(found[largest], data=size)}
+    return tensors, lambda name: owners[name].tensors()[name] if name in owners else tensors[name]
 
 
 def read_index(folder: Path) -> Index:
@@ -101,10 +115,28 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def read(folder: Path) -> Checkpoint:
+class _Unpacked(Mapping[str, QuantizedLayer]):
+    """Layers of a file, unpacked when they are asked for."""
+
+    def __init__(self, index: Index, reader: TensorReader, reports: Mapping[str, dict[str, Any]]) -> None:
+        self._settings = {s.name: s for s in index.layers}
+        self._reader, self._reports = reader, reports
+
+    def __getitem__(self, name: str) -> QuantizedLayer:
+        return QuantizedLayer.from_tensors(self._settings[name], self._reader, self._reports.get(name, {}))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings)
+
+    def __len__(self) -> int:
+        return len(self._settings)
+
+
+def read(folder: Path, *, hold: bool = True) -> Checkpoint:
     """Read a checkpoint folder to plain arrays; needs no torch.
 
-    Tensors that are not quantized stay in the file, mapped (`map_tensors`).
+    Tensors that are not quantized stay in the file, mapped (`map_tensors`); without `hold` all do, and a layer is
+    unpacked each time that it is asked for.
 
     Raises
     ------
@@ -115,7 +147,11 @@ def read(folder: Path) -> Checkpoint:
     check_files(folder, index.files)
     reader = TensorReader(str(folder / TENSORS), map_tensors(folder / TENSORS))
     reports = read_report(folder / REPORT)
-    layers = {s.name: QuantizedLayer.from_tensors(s, reader, reports.get(s.name, {})) for s in index.layers}
+    unpacked = _Unpacked(index, reader, reports)
+    layers: Mapping[str, QuantizedLayer] = dict(unpacked) if hold else unpacked
+    if not hold:
+        # A look at each checks it, and says which tensors are those of layers.
+        deque(unpacked.values(), maxlen=0)
     side = [e.file for e in index.files if e.file not in (TENSORS, REPORT)]
     dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
     files = {name: read_bytes(folder / name, MAX_SIZE) for name in side}
@@ -147,6 +183,12 @@ class Native(Format):
     def read(self, path: Path) -> Checkpoint:
         """Read the folder; see the function `read`."""
         return read(path)
+
+    def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
+        """As of `Format`; one layer at a time is unpacked."""
+        again = read(path, hold=False)
+        checkpoint.compare(again, path)
+        return again
 
     def read_settings(self, path: Path) -> Object:
         """Return the settings from the index alone."""

@@ -299,7 +299,9 @@ class QuantizedFolder(Format):
         if not layers and reader.tensors is stored:
             raise CheckpointError(f"{path}: config.json says {self.name}, but there is no quantized layer")
         dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
-        side = hf_folder.side_files(path, frozenset({RECORD, store.REPORT, hf_folder.CARD}))
+        side = hf_folder.side_files(
+            path, frozenset({RECORD, store.REPORT, hf_folder.CARD, hf_folder.PICTURE})
+        )
         if (path / RECORD).exists():
             return self._recorded(path, layers, dense, side).check(path)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -372,8 +374,7 @@ class QuantizedFolder(Format):
             (
                 layer["name"],
                 "x".join(map(str, layer["shape"])),
-                f"INT{layer['bits']}",
-                "symmetric" if layer["symmetric"] else "asymmetric",
+                layer["grid"],
                 layer["group_size"] if layer["group_size"] != -1 else "row",
                 size(layer["n_bytes"]),
                 f"{layer['bits_per_weight']:.3f}",
@@ -388,7 +389,7 @@ class QuantizedFolder(Format):
             ragged = f", ragged groups: {facts['ragged']}" if facts["ragged"] else ""
             origin = f"exported by loopq {facts['exported_by_loopq']}{ragged}; converting back gives the same bytes"
         return [
-            render(("layer", "shape", "grid", "kind", "group", "bytes", "bits a weight"), rows),
+            render(("layer", "shape", "grid", "group", "bytes", "bits a weight"), rows),
             f"format {facts['format']}, {len(facts['dense'])} dense tensors; {size(facts['n_bytes_files'])} on disk, "
             f"{size(facts['n_bytes'])} as a native checkpoint",
             origin,

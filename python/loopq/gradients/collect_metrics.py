@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,14 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
 from loopq.errors import ConfigError, SystemContractError
-from loopq.gradients.scores import draw_labels
-from loopq.gradients.unroll import unroll
+from loopq.gradients.backward import Backward
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.storage.journal import Journal, Snapshots
-from loopq.systems.base import LoopedSystem, model_code
+from loopq.storage.model_files import source_of, to_torch
+from loopq.systems.base import LoopedSystem, SharedParameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,58 +166,9 @@ def reached(
     from loopq.gradients.sketch import Reached  # lazy: loopq imports without torch
 
     side = Reached()
-    for _ in _Backward(system, tokens, n_steps, 1, seed).run(side, tasks, 0, 1):
+    for _ in Backward(system, tokens, n_steps, 1, seed).run(side, tasks, 0, 1):
         pass
     return side.names
-
-
-@dataclass
-class _Backward:
-    """Backward passes of drawn labels, prompt by prompt.
-
-    Notes
-    -----
-    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
-    Hidden states: the product with normal noise, the same thing for a square error.
-    """
-
-    system: LoopedSystem
-    tokens: TokenSet
-    n_steps: int
-    n_draws: int
-    seed: int
-    _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
-        """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
-        from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
-
-        batches = itertools.islice(self.tokens.batches(1, self.seed), first, last)
-        with Taps(self.system, tasks, side) as taps:
-            for done, batch in enumerate(batches, first):
-                prompt = batch.prompts[0]
-                side.begin(prompt, 0)
-                with model_code(f"gradient of prompt {prompt}"):
-                    out = unroll(self.system, batch, self.n_steps).float()
-                    out = self.tokens.scored(out, self.system.output)
-                    for draw in range(self.n_draws):
-                        if draw:
-                            side.begin(prompt, draw)
-                        whole = draw + 1 == self.n_draws
-                        taps.backward(self._target(out, prompt, draw), last=whole)
-                        yield done + whole
-
-    def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
-        import torch  # lazy: loopq imports without torch
-
-        if self.system.output == "logits":
-            logp = out.log_softmax(-1)
-            # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
-            if (prompt, draw) not in self._labels:
-                self._labels[prompt, draw] = draw_labels(logp, [self.seed, prompt, draw])
-            return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()
-        noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
-        return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()
 
 
 @dataclass
@@ -235,7 +185,14 @@ class _Collector:
     def __post_init__(self) -> None:
         self.n_prompts = len(self.tokens.sequences)
         self.rank = rank_of(self.n_prompts)
-        self.backward = _Backward(self.system, self.tokens, self.n_steps, self.n_draws, self.execution.seed)
+        self.backward = Backward(
+            self.system,
+            self.tokens,
+            self.n_steps,
+            self.n_draws,
+            self.execution.seed,
+            self.execution.batch_size,
+        )
         self._roots: dict[str, Tensor] = {}
         self._sizes: dict[str, Tensor] = {}
 
@@ -298,8 +255,14 @@ class _Collector:
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
                 found[key] = whole, self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
-            weight = p.matrix(self.system.parameter(p).detach())
+            weight = p.matrix(self._weight(p))
             self._sizes[task.name] = weight.float().square() @ energy
+
+    def _weight(self, parameter: SharedParameter) -> Tensor:
+        stream = source_of(self.system.model)
+        if stream is None:
+            return self.system.parameter(parameter).detach()
+        return self.system.to_device(to_torch(stream[parameter.name]))
 
     def _scales(self) -> dict[str, Tensor]:
         """Factor of each output: one over the root of its energy d, which is raised where d r is far below its mean.

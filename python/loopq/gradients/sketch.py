@@ -8,13 +8,14 @@ average and Y Y^T is A'^-1, (g Om)(g Om)^T is g H'^-1 g^T on average and (g^T Y)
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -126,8 +127,17 @@ class Sketch:
 class Side(ABC):
     """What is kept of a layer's input, and what is done when the gradient of its output arrives."""
 
+    #: Attributes that hold what is known of the gradient that is being taken.
+    _of_gradient: ClassVar[tuple[str, ...]] = ("_products", "_last", "_thin")
+
     def __init__(self) -> None:
         self._products: dict[str, Kept] = {}
+
+    def twin(self) -> Side:
+        """Return another that adds to the same sums, for a prompt whose gradient is taken at the same time."""
+        other = copy.copy(self)
+        vars(other).update({name: {} for name in self._of_gradient})
+        return other
 
     @abstractmethod
     def begin(self, prompt: int, draw: int) -> None:
@@ -405,10 +415,11 @@ class Taps:
                 f"layer {p.name}: its module returns something else than one row of {p.out_features} for each of "
                 f"{rows.shape[0]} input rows: use metric 'inputs' there"
             )
-        kept = self.side.keep(task, rows)
+        side = self.side
+        kept = side.keep(task, rows)
 
         def take(kept: Kept, gradient: Tensor) -> None:
-            self.side.take(p.name, kept, gradient.reshape(-1, p.out_features))
+            side.take(p.name, kept, gradient.reshape(-1, p.out_features))
 
         # What is a view, or begins the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
+from loopq.storage.model_files import is_streamed
 from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
         return _whole(system, batch, n_steps)
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)
-    recompute = _activation_bytes(system, batch, n_steps) > ACTIVATION_BYTES
+    # Layers that are read for each visit are computed again by themselves.
+    recompute = not is_streamed(system.model) and _activation_bytes(system, batch, n_steps) > ACTIVATION_BYTES
     for t in range(system.n_updates(n_steps)):
         if recompute:
             state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,38 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
     # A token is kept while those before it have less than top_p together: the first one always is.
     kept = probability * (probability.cumsum(-1) - probability < settings.top_p)
     return int(order[kept.multinomial(1, generator=generator)])
+
+
+def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: int = 16) -> float | None:
+    """Measure how fast text comes.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    n_steps : int
+        Depth.
+    prompt : sequence of int
+        Token ids, half of which are read before and some of which follow.
+    n_tokens : int
+        Tokens to time, at most.
+
+    Returns
+    -------
+    float or None
+        Tokens per second after the prompt, one at a time; None of a model that generates no text.
+    """
+    try:
+        decoder = Decoder(system, n_steps, Generation())
+    except ConfigError:
+        return None
+    first = max(1, len(prompt) // 2)
+    ends = range(first + 1, min(len(prompt), first + n_tokens) + 1)
+    decoder(prompt[:first])
+    start = time.perf_counter()
+    for end in ends:
+        decoder(prompt[:end])
+    return len(ends) / (time.perf_counter() - start) if ends else None
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:

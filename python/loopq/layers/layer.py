@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -207,6 +207,22 @@ class QuantizedLayer:
     def with_transform(self, transform: Transform) -> QuantizedLayer:
         """Return the layer for another basis of its input."""
         return dataclasses.replace(self, transform=transform)
+
+
+class Dequantized(Mapping[str, NDArray[np.float32]]):
+    """Weights of layers in the model's orientation, each made when it is asked for."""
+
+    def __init__(self, layers: Mapping[str, QuantizedLayer]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._layers[name].in_model_orientation()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
 
 def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | None:

@@ -33,13 +33,13 @@ def wrap(
         Argument of the module's forward that sets the number of steps: takes discovery for any class.
     """
     given = model.model if isinstance(model, LoopedSystem) else model
-    check_values(given)
     # Dropout would calibrate on noise of its own.
     notes: tuple[str, ...] = (
         ("the model was in train mode: it is in eval mode now",) if given.training else ()
     )
     inside, done = (given.eval(), ()) if isinstance(model, LoopedSystem) else plain(given.eval())
     notes += done
+    check_values(inside)
     if isinstance(model, LoopedSystem):
         system = model
     elif depth is None and fitting_systems(inside):

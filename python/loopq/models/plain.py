@@ -6,6 +6,8 @@ import copy
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from loopq.models.offloaded import device_of, is_offloaded, tensors_of, unhooked
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -23,11 +25,14 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     model : nn.Module
         The very module where nothing is to be done; else modules of its own that share its parameters and buffers:
         without what `torch.compile`, `DataParallel` and their like put around them, and with the weights that
-        parametrizations (weight_norm, spectral_norm and others) compute as plain parameters.
+        parametrizations (weight_norm, spectral_norm and others) compute as plain parameters. What accelerate keeps on
+        the disk or elsewhere (`device_map`) is read for each visit of a layer.
     notes : tuple of str
         What was done.
     """
     inside = _inside(model)
+    if is_offloaded(inside):
+        return _streamed(inside)
     computed = [name for name, m in inside.named_modules() if _is_computed(m)]
     wrapped = inside is not model or any(_inside(m) is not m or _is_compiled(m) for m in inside.modules())
     if not wrapped and not computed:
@@ -37,6 +42,17 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         f"{name}: its weight is computed from other parameters; what comes out is kept" for name in computed
     ]
     return _copied(inside, {}), tuple(notes)
+
+
+def _streamed(inside: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """A copy of a module whose layers are read from where accelerate keeps them."""
+    from loopq.models.stream import Stream  # lazy: loopq imports without torch
+
+    made, device = _copied(inside, {}), device_of(inside)
+    stream = Stream(made, tensors_of(inside), renamed=False)
+    if device != "cpu":
+        stream.move(device)
+    return made, ("weights that are kept elsewhere (device_map) are read layer by layer",)
 
 
 def _inside(module: Any) -> Any:
@@ -85,6 +101,7 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
     for table in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
         made.__dict__[table] = copy.copy(module.__dict__[table])
     made.__dict__["_compiled_call_impl"] = None
+    unhooked(made.__dict__, made)
     if _is_computed(module):
         _fold(module, made)
     for name, child in made._modules.items():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.storage.model_files import is_streamed, source_of
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -21,11 +23,12 @@ Weights = Mapping[str, "NDArray[np.float32] | Tensor"]
 def placed(system: LoopedSystem, weights: Weights) -> Weights:
     """Weights on the model's device in the model's own type, to be put in more than once.
 
-    On the processor they stay as they are: a second copy of each would be memory for little time.
+    On the processor they stay as they are: a second copy of each would be memory for little time. So do those of a
+    model that is read layer by layer.
     """
     import torch  # lazy: loopq imports without torch
 
-    if system.device.type == "cpu":
+    if system.device.type == "cpu" or is_streamed(system.model):
         return weights
     return {
         name: torch.as_tensor(given).to(system.weight(name).device, system.weight(name).dtype)
@@ -37,7 +40,8 @@ def placed(system: LoopedSystem, weights: Weights) -> Weights:
 def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     """Put other weights into the model, and the old ones back afterwards, also after an error.
 
-    The memory of the old ones is not written to: whoever reads it meanwhile finds what was there.
+    The memory of the old ones is not written to: whoever reads it meanwhile finds what was there. Those of a model that
+    is read layer by layer are taken from `weights` at each visit.
 
     Parameters
     ----------
@@ -46,23 +50,40 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     weights : mapping of str to ndarray, float32, or of what `placed` gives
         Parameter name to new values in the model's own orientation.
     """
-    import torch  # lazy: loopq imports without torch
+    from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-    parameters = {name: system.weight(name) for name in weights}
+    parameters, stream = {name: system.weight(name) for name in weights}, source_of(system.model)
+    visited: dict[str, Any] = {}
+    if isinstance(stream, Stream):
+        visited = {name: p for name, p in parameters.items() if stream.visits(p)}
+        parameters = {name: p for name, p in parameters.items() if name not in visited}
     for name, parameter in parameters.items():
-        if tuple(parameter.shape) != tuple(weights[name].shape):
-            raise CheckpointError(
-                f"layer {name}: weights of shape {list(weights[name].shape)}, the model has {list(parameter.shape)}"
-            )
+        _check_shape(name, parameter, weights[name])
     saved = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            given = weights[name]
-            if isinstance(given, np.ndarray):
-                # Never the array itself: the caller's.
-                given = torch.empty_like(parameter.data).copy_(torch.from_numpy(np.ascontiguousarray(given)))
-            parameter.data = given
-        yield
+            parameter.data = _given(name, parameter, weights)
+        later = {id(p): functools.partial(_given, name, p, weights) for name, p in visited.items()}
+        with stream.others(later) if isinstance(stream, Stream) else contextlib.nullcontext():
+            yield
     finally:
         for name, parameter in parameters.items():
             parameter.data = saved[name]
+
+
+def _check_shape(name: str, parameter: Tensor, given: NDArray[np.float32] | Tensor) -> None:
+    if tuple(parameter.shape) != tuple(given.shape):
+        raise CheckpointError(
+            f"layer {name}: weights of shape {list(given.shape)}, the model has {list(parameter.shape)}"
+        )
+
+
+def _given(name: str, parameter: Tensor, weights: Weights) -> Tensor:
+    """A weight to be put in: never the array itself, which is the caller's."""
+    import torch  # lazy: loopq imports without torch
+
+    given = weights[name]
+    _check_shape(name, parameter, given)
+    if isinstance(given, np.ndarray):
+        return torch.empty_like(parameter.data).copy_(torch.from_numpy(np.ascontiguousarray(given)))
+    return given

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import raw, set_source, to_torch
 from loopq.storage.names import names_of
+from loopq.systems.base import setting
 from loopq.systems.experts import Experts, unfuse
 from loopq.systems.files import find_names
 
@@ -18,18 +20,25 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+#: No other values than those of the files.
+_OWN: Mapping[int, Any] = {}
+
+
 class Stream(Mapping[str, RawTensor]):
     """Weights of a model's layers, read when a layer is visited and forgotten after it.
 
     As a mapping it gives every tensor of the model under its name in the files, one layer in memory at a time.
+    `before_visit` is called before each visit of a layer.
 
     Parameters
     ----------
     model : nn.Module
-        Of a class of transformers, with parameters that take no memory. Afterwards its experts are modules, what
-        belongs to no layer is in memory, and a parameter of a layer has its values only while the layer runs.
+        With parameters that take no memory. Afterwards its experts are modules, what
+        belongs to no layer is in memory, and parameters of a layer have their values until another is visited.
     tensors : mapping of str to RawTensor
         Mapped tensors of its files.
+    renamed : bool
+        Whether they have the names, and the layout, of files; else those of the model.
 
     Raises
     ------
@@ -37,10 +46,11 @@ class Stream(Mapping[str, RawTensor]):
         The files lack a parameter.
     """
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor], *, renamed: bool = True) -> None:
         import torch  # lazy: loopq imports without torch
 
-        find_names(model, tensors)
+        if renamed:
+            find_names(model, tensors)
         self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
         self._shapes = _Shapes(model, dict(model.named_parameters()))
@@ -56,10 +66,17 @@ class Stream(Mapping[str, RawTensor]):
         unfuse(model)
         for name, tensor in self._read(rest).items():
             _put(model, name, tensor)
-        model.tie_weights()
-        find_names(model, tensors)
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()
+        if renamed:
+            find_names(model, tensors)
+        # By themselves: an adapter may run a model whose list has only some of them for a while.
+        self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
+        self._there: tuple[str, Any] = ("", None)
+        self._others: Mapping[int, Callable[[], Tensor]] = _OWN
+        self.before_visit: Callable[[], None] = lambda: None
         set_source(model, self)
 
     def move(self, device: str) -> None:
@@ -93,10 +110,8 @@ class Stream(Mapping[str, RawTensor]):
                 module, _, last = name.rpartition(".")
                 empty = nn.Parameter(_empty(tensor, self._device), requires_grad=False)
                 self._model.get_submodule(module)._parameters[last] = empty
-        for prefix in self._blocks:
-            block = self._model.get_submodule(prefix.rstrip("."))
-            block.register_forward_pre_hook(lambda *_, prefix=prefix: self._enter(prefix))
-            block.register_forward_hook(lambda *_, prefix=prefix: self._leave(prefix), always_call=True)
+        for prefix, block in self._members.items():
+            block.forward = functools.partial(self._visit, prefix, block.forward)
         return places | dict.fromkeys(self._stored(""), "")
 
     def _stored(self, prefix: str) -> dict[str, RawTensor]:
@@ -114,28 +129,56 @@ class Stream(Mapping[str, RawTensor]):
             for name, tensor in found.items()
         }
 
-    def _enter(self, prefix: str) -> None:
-        for name, tensor in self._read(self._blocks[prefix]).items():
-            _fill(self._model, name, tensor)
+    def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; a backward pass visits it again, so that the inputs of a visit are all that it keeps."""
+        import torch  # lazy: loopq imports without torch
+        from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
-    def _leave(self, prefix: str) -> None:
-        for parameter in self._model.get_submodule(prefix.rstrip(".")).parameters():
-            parameter.data = _empty(parameter, self._device)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.before_visit()
+            self._enter(prefix)
+            return forward(*args, **kwargs)
+
+        return (
+            checkpoint(run, *args, use_reentrant=False, **kwargs)
+            if torch.is_grad_enabled()
+            else run(*args, **kwargs)
+        )
+
+    def visits(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has its values only while its layer is visited."""
+        return any(parameter is own for member in self._members.values() for own in member.parameters())
 
     @contextlib.contextmanager
-    def _inside(self, prefix: str) -> Iterator[None]:
-        self._enter(prefix)
-        try:
+    def others(self, values: Mapping[int, Callable[[], Tensor]]) -> Iterator[None]:
+        """Visit layers with other values of some parameters, by their id; what is read as a mapping stays as it is."""
+        with setting(self, _others=values):
             yield
-        finally:
-            self._leave(prefix)
+
+    def _enter(self, prefix: str) -> None:
+        """Read a layer, in the place of the one that was read last."""
+        before, others = self._there
+        if prefix == before and others is self._others:
+            return
+        if before:
+            for parameter in self._members[before].parameters():
+                parameter.data = _empty(parameter, self._device)
+        self._there = ("", None)
+        for name, tensor in self._read(self._blocks[prefix]).items():
+            _fill(self._members[prefix], name.removeprefix(prefix), tensor)
+        for parameter in self._members[prefix].parameters() if self._others else ():
+            if id(parameter) in self._others:
+                parameter.data = self._others[id(parameter)]()
+        self._there = (prefix, self._others)
 
     def __getitem__(self, name: str) -> RawTensor:
         prefix = self._places[name]
         if prefix != self._last[0] or not self._last[1]:
             self._last = ("", {})
-            with self._inside(prefix) if prefix else contextlib.nullcontext():
-                self._last = (prefix, self._stored(prefix))
+            if prefix:
+                with setting(self, _others=_OWN):
+                    self._enter(prefix)
+            self._last = (prefix, self._stored(prefix))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
@@ -149,7 +192,7 @@ class _Shapes:
     """What conversions ask of a model: types of its parameters as they were with experts in stacks."""
 
     def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.config, self._parameters = model.config, parameters
+        self.config, self._parameters = getattr(model, "config", None), parameters
         self._buffers = dict(model.named_buffers())
 
     def get_parameter(self, name: str) -> nn.Parameter:
@@ -198,10 +241,10 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[last] = tensor
 
 
-def _fill(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
     """Give a parameter, a buffer, or the layers of a stack of experts their values for a while."""
     place, _, last = name.rpartition(".")
-    module = model.get_submodule(place)
+    module = layer.get_submodule(place)
     if isinstance(module, Experts):
         module.fill(last, tensor)
     elif last in module._parameters:

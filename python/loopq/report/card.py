@@ -11,7 +11,8 @@ from typing import Any
 from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.convert import inspect_any
-from loopq.formats.hf_folder import CARD
+from loopq.formats.hf_folder import CARD, PICTURE
+from loopq.report.style import INK, SERIES, canvas, label, styled
 from loopq.storage.files import write_text
 from loopq.terminal.table import size
 
@@ -22,23 +23,24 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def write_card(
     folder: Path,
-    model: str,
+    model: str | None,
     base: Path | None,
     measured: Sequence[Mapping[str, Any]],
     text: Mapping[str, Any],
 ) -> Path:
-    """Write README.md into a checkpoint folder.
+    """Write README.md into a checkpoint folder, and beside it a picture where chunks were measured.
 
     Parameters
     ----------
     folder : Path
         Checkpoint of any format that loopq reads.
-    model : str
-        What the full-precision model was asked for by: a hub id is named in the card, a folder by its last part.
+    model : str or None
+        What the full-precision model was asked for by: a hub id is named in the card, a folder by its last part. None:
+        nothing was measured, and the card has the name of the folder.
     base : Path, optional
         The model's folder, whose own card may name a licence.
     measured : sequence of mapping
-        `Measurement.summary` of full precision and of the checkpoint, and "kl_95" where there is an interval.
+        `Measurement.summary` of full precision and of the checkpoint, and "kl_95" where there is an interval; or none.
     text : mapping
         `TokenSet.describe` of the prompts, with "n_steps" and "n_seeds".
 
@@ -55,12 +57,20 @@ def write_card(
     check_card(folder)
     found = inspect_any(folder)
     name = (
-        model
+        folder.name
+        if model is None
+        else model
         if _HUB_ID.fullmatch(model) and base is not None and not Path(model).exists()
         else Path(model).name
     )
     lines = [*_front(found, name, _licence(base)), f"# {name}, {_TITLE}", ""]
-    lines += [*_what(found), "", *_table(measured), "", _measured_on(text), "", *_made(found, name), ""]
+    lines += [*_what(found), ""]
+    if measured:
+        lines += [*_table(measured), "", _measured_on(text), ""]
+    if measured and "tokens" in measured[-1]:
+        _picture(folder / PICTURE, measured[-1]["tokens"])
+        lines += [f"![KL by token]({PICTURE})", ""]
+    lines += [*_made(found, name if model is not None else "MODEL"), ""]
     path = folder / CARD
     return write_text(path, "\n".join(lines))
 
@@ -111,8 +121,7 @@ def _what(found: Mapping[str, Any]) -> list[str]:
     grids: dict[str, int] = {}
     for layer in layers:
         group = "one scale a row" if layer["group_size"] == -1 else f"groups of {layer['group_size']}"
-        kind = "symmetric" if layer["symmetric"] else "asymmetric"
-        grid = f"INT{layer['bits']}, {group}, {kind}, {layer['scale_dtype']} scales"
+        grid = f"{layer['grid']}, {group}, {layer['scale_dtype']} scales"
         grids[grid] = grids.get(grid, 0) + 1
     packed, whole = size(sum(layer["n_bytes"] for layer in layers)), size(found["n_bytes"])
     of = f" of system `{settings['system']}`" if settings.get("system") else ""
@@ -135,6 +144,8 @@ def _table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
         if hidden
         else ["weights", "KL (nats)", "agreement", "perplexity"]
     )
+    each = "tokens" in measured[-1]
+    heads += ["median KL", "99 % KL"] * each
     rows = []
     for m in measured:
         ends = m.get("kl_95")
@@ -144,15 +155,38 @@ def _table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
             if hidden
             else [f"{100 * m['agreement']:.2f} %", f"{m['perplexity']:.4f}"]
         )
+        if each:
+            cells += [f"{m['tokens']['quantiles'][i]:.3g}" for i in (50, 99)]
         rows.append([m["name"], kl, *cells, size(m["n_bytes"])])
     return [f"| {' | '.join(row)} |" for row in ([*heads, "bytes"], ["---"] * (len(heads) + 1), *rows)]
 
 
+def _picture(path: Path, tokens: Mapping[str, Any]) -> None:
+    """Which share of the tokens has a larger KL."""
+    with styled("card"):
+        figure, axes = canvas(6.4, 3.2)
+        kl = [max(v, 1e-7) for v in tokens["quantiles"]]
+        axes.plot(kl, [100 - i for i in range(len(kl))], color=SERIES[0][0])
+        for i, name in ((50, "median"), (99, "99 %")):
+            axes.plot(kl[i], 100 - i, "o", color=SERIES[0][0])
+            axes.annotate(f"{name}: {kl[i]:.2g}", (kl[i], 100 - i), (6, 6), textcoords="offset points")
+        axes.axvline(tokens["kl"], color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xscale("log")
+        label(axes, "KL of a token to full precision [nats], dotted: mean", "tokens with a larger KL [%]")
+        figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
 def _measured_on(text: Mapping[str, Any]) -> str:
+    scored = (
+        " Chunks as of llama.cpp's `llama-perplexity --kl-divergence`: the second half of each is scored."
+        if text["packing"] == "chunks"
+        else ""
+    )
     return (
         f"Measured by `loopq evaluate` on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}, "
         f"at {text['n_steps']} steps, {text['n_seeds']} initial states of each, the same for both. KL to full "
         "precision, mean over tokens, with a 95 % bootstrap interval over prompts; agreement: same most probable token."
+        + scored
     )
 
 

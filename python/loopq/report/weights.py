@@ -33,7 +33,7 @@ def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = 
     Returns
     -------
     list of dict
-        "name", "shape", "n_bytes"; of a quantized one "bits", "group_size", and where known "method", "steps",
+        "name", "shape", "n_bytes"; of a quantized one "bits", "grid", "group_size", and where known "method", "steps",
         "error" and "error_rtn": ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration rows X, and that of rounding to
         nearest; of any other "dtype" and "reason".
     """
@@ -42,7 +42,7 @@ def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = 
     rows: list[dict[str, Any]] = []
     for layer in checkpoint.layers.values():
         row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.grid.bits,
-               "group_size": layer.grid.group_size}  # fmt: skip
+               "grid": layer.grid.label, "group_size": layer.grid.group_size}  # fmt: skip
         rows.append(row | solved(layer.report))
     for name, tensor in checkpoint.dense.items():
         row = {
@@ -133,7 +133,7 @@ def _sentence(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _grid(row: Mapping[str, Any]) -> str:
     group = "a scale for each row" if row["group_size"] == -1 else f"groups of {row['group_size']}"
-    return f"INT{row['bits']}, {group}"
+    return f"{row['grid']}, {group}"
 
 
 def _name(short: str) -> Cell:
@@ -187,7 +187,7 @@ def _beside(
                 error = row["error"]
                 group = "row" if row["group_size"] == -1 else f"g{row['group_size']}"
                 cells += [
-                    Cell(f"INT{row['bits']} {group}", "short"),
+                    Cell(f"{row['grid']} {group}", "short"),
                     number(None if error is None else 100 * error, ".2f"),
                 ]
         table_rows.append(cells)

@@ -1,29 +1,37 @@
-"""Bits and group size of each layer under a byte budget."""
+"""The grid of each layer, and what becomes of the matrices outside the loop, within a size of the file."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.evaluate.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
 from loopq.quantizers.config import Override
 from loopq.quantizers.task import Task
-from loopq.run.budget import Allocate, Candidate, choose_bits
+from loopq.run.budget import Candidate, Fit, choose
 from loopq.run.config import QuantConfig
+from loopq.run.outside import round_outside
 from loopq.run.plan import Plan
 from loopq.run.solving import solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.steps import Calibration
+from loopq.storage.weights import ModelWeights
+
+#: Bytes of a tensor's entry in the head of a safetensors file, beside its name, and tensors of a quantized layer.
+_ENTRY, _TENSORS = 61, 3
+#: Bits that the matrices outside the loop may be given, unless they stay as they are.
+_OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
 
 
-def allocate(plan: Plan, source: ModelSource, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
-    """Choose bits and group size of every layer of a run, the same for layers that read the same input.
+def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, dict[str, Any]]:
+    """Choose the grid of every layer of a run, the same for layers that read the same input, and "outside".
 
     Parameters
     ----------
@@ -31,7 +39,7 @@ def allocate(plan: Plan, source: ModelSource, asked: Allocate) -> tuple[QuantCon
         Its layers are quantized open loop, by its settings, as every candidate asks.
     source : ModelSource
         The model.
-    asked : Allocate
+    asked : Fit
         Budget, score and candidates.
 
     Returns
@@ -45,51 +53,100 @@ def allocate(plan: Plan, source: ModelSource, asked: Allocate) -> tuple[QuantCon
     -----
     Inference engines put q, k and v, or gate and up, into one matrix of one scheme; these are the layers of one input.
     """
-    sums = source.all_steps(plan, "allocate")
-    config = dataclasses.replace(plan.config, allocate=None)
-    plain = config.layer.changed(step_weights=Calibration().step_weights)
-    if plain.method.gradients:
-        plain = plain.changed(metric="inputs")
-    # By layer, bits and group size; an override may have fixed either: then several candidates are one and the same.
-    sizes: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-    weights: dict[tuple[str, str], NDArray[np.float32]] = {}
-    for bits in asked.bits:
-        for group in asked.group_sizes:
-            settings = dataclasses.replace(config, layer=plain.changed(bits=bits, group_size=group))
-            # Scores compare layers, one at a time: each on the inputs of full precision.
-            candidate = source.plan(settings.changed(inputs="open"))
-            for name, layer in solve_from(candidate, source, sums).items():
-                grid = layer.grid
-                sizes[name, bits, group] = grid.bits, grid.group_size, layer.n_bytes
-                weights[_key(name, grid.bits, grid.group_size)] = layer.in_model_orientation()
-    costs = _costs(plan, source, weights, asked)
-    candidates = []
-    for names in _alike(plan.tasks):
-        for bits, group in itertools.product(asked.bits, asked.group_sizes):
-            found = [(name, *sizes[name, bits, group]) for name in names]
-            n_bytes, cost = sum(n for *_, n in found), sum(costs[_key(n, b, g)] for n, b, g, _ in found)
-            candidates.append(Candidate(names, bits, n_bytes, cost, group))
-    n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in plan.tasks)
-    chosen = choose_bits(candidates, asked.n_bytes(n_weights))
-    grids = {}
-    for c in chosen:
-        for name in c.layers:
-            own_bits, own_group, _ = sizes[name, c.bits, c.group_size]
-            grids[name] = {"bits": own_bits, "group_size": own_group}
+    config = dataclasses.replace(plan.config, fit=None)
+    outside = _outside(dataclasses.replace(plan, config=config), source, asked)
+    candidates = [*_inside(plan, source, asked), *outside]
+    tensors = source.weights.tensors
+    n_weights = sum(math.prod(t.shape) for t in tensors.values())
+    rest = _rest(source.weights, {name for c in candidates for name in c.layers})
+    chosen = choose(candidates, asked.n_bytes(n_weights) - rest, rest)
+    n_bytes = rest + sum(c.n_bytes for c in chosen)
+    grids = {name: grid for c in chosen if c not in outside for name, grid in c.choice.items()}
     own = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
-    n_bytes = sum(c.n_bytes for c in chosen)
+    for c in (c for c in chosen if c in outside):
+        config = dataclasses.replace(config, outside=c.choice[c.layers[0]]["outside"])
     return dataclasses.replace(config, overrides=(*config.overrides, *own)), {
         "asked": asked.to_json(),
         "budget_bytes": asked.n_bytes(n_weights),
         "n_bytes": n_bytes,
         "bits_a_weight": 8 * n_bytes / n_weights,
         "predicted_cost": sum(c.cost for c in chosen),
+        "chosen": [
+            {"layers": list(c.layers), "n_bytes": c.n_bytes, "cost": c.cost, **c.choice[c.layers[0]]}
+            for c in chosen
+        ],
         "layers": grids,
     }
 
 
-def _key(name: str, bits: int, group_size: int) -> tuple[str, str]:
-    return name, f"INT{bits} g{group_size}"
+def _rest(weights: ModelWeights, named: set[str]) -> int:
+    """Bytes of all that is not chosen: other tensors, and the head of the file."""
+    head = sum(
+        _TENSORS * (len(name) + len("_packed") + _ENTRY) + 16 if name in named else len(name) + _ENTRY
+        for name in weights.tensors
+    )
+    return head + sum(int(t.data.size) for name, t in weights.tensors.items() if name not in named)
+
+
+def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
+    """Candidates of the loop's layers, each quantized by the run's method without gradients."""
+    # Rounding reads no text.
+    observed = any(task.input_group for task in plan.tasks)
+    sums = source.all_steps(plan, "fit") if observed else source.sums(dataclasses.replace(plan, tasks=()))
+    config = dataclasses.replace(plan.config, fit=None)
+    plain = config.layer.changed(step_weights=Calibration().step_weights)
+    if plain.method.gradients:
+        plain = plain.changed(metric="inputs")
+    # An override may have fixed a part of the grid: then several candidates are one and the same.
+    found: list[dict[str, tuple[dict[str, Any], str, int]]] = []
+    weights: dict[tuple[str, str], NDArray[np.float32]] = {}
+    for choice in asked.grids(plain.grid.symmetric):
+        settings = dataclasses.replace(config, layer=plain.changed(**choice))
+        # Scores compare layers, one at a time: each on the inputs of full precision.
+        candidate = source.plan(settings.changed(inputs="open"))
+        grids = {t.name: t.config.grid for t in candidate.tasks}
+        of_grid = {}
+        for name, layer in solve_from(candidate, source, sums).items():
+            own = {key: getattr(grids[name], key) for key in choice}
+            label = f"{layer.grid.label} g{layer.grid.group_size}"
+            of_grid[name] = (own, label, layer.n_bytes)
+            weights[name, label] = layer.in_model_orientation()
+        found.append(of_grid)
+    costs = _costs(plan, source, weights, asked)
+    candidates = []
+    for names in _alike(plan.tasks):
+        for of_grid in found:
+            n_bytes = sum(of_grid[name][2] for name in names)
+            cost = sum(costs[name, of_grid[name][1]] for name in names)
+            candidates.append(Candidate(names, n_bytes, cost, {name: of_grid[name][0] for name in names}))
+    return candidates
+
+
+def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
+    """Candidates of all matrices outside the loop together: as they are, 8 bits, 4 bits; or only what was asked for."""
+    job, own = source.job, plan.config.outside
+    rounded = {
+        outside: round_outside(
+            dataclasses.replace(plan, config=dataclasses.replace(plan.config, outside=outside)), source
+        )
+        for outside in (_OUTSIDE if own is None else (own,))
+    }
+    names = tuple(next(iter(rounded.values())))
+    if not names:
+        return []
+    variants = {
+        str(outside): {name: layer.in_model_orientation() for name, layer in layers.items()}
+        for outside, layers in rounded.items()
+    }
+    tokens, seed = job.tokens.take(0, asked.n_prompts), source.execution.seed
+    _, *found = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
+    kept: list[tuple[Any, int, float]] = [
+        (outside, sum(layer.n_bytes for layer in layers.values()), float(m.kl.mean()))
+        for (outside, layers), m in zip(rounded.items(), found, strict=True)
+    ]
+    if own is None:
+        kept.append((None, sum(int(source.weights.tensors[name].data.size) for name in names), 0.0))
+    return [Candidate(names, size, cost, {n: {"outside": o} for n in names}) for o, size, cost in kept]
 
 
 def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
@@ -104,7 +161,7 @@ def _costs(
     plan: Plan,
     source: ModelSource,
     weights: Mapping[tuple[str, str], NDArray[np.float32]],
-    asked: Allocate,
+    asked: Fit,
 ) -> dict[tuple[str, str], float]:
     job, execution, journal = source.job, source.execution, source.journal(plan, "scores")
     progress = execution.progress

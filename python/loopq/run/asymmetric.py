@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
 from loopq.errors import naming
-from loopq.layers.layer import QuantizedLayer
+from loopq.layers.layer import Dequantized, QuantizedLayer
 from loopq.quantizers.base import Problem
 from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
@@ -23,6 +23,7 @@ from loopq.run.solving import solve, solve_parts
 from loopq.run.source import Layers, ModelSource
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings.declare import setting
+from loopq.storage.model_files import is_streamed
 
 
 @INPUTS.register("asymmetric")
@@ -79,8 +80,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
             solved = {name: layer for name, layer in saved.items() if layer is not None}
             if len(solved) < len(group):
                 solved = _Group(source, inputs, sweep).solve(group, done)
-                for layer in solved.values():
-                    save_layer(journal, layer, part)
+                solved = {name: save_layer(journal, layer, part) for name, layer in solved.items()}
             done.update(solved)
             progress.advance(len(group))
     progress.stop()
@@ -126,7 +126,8 @@ class _Group:
         input_group = tasks[0].input_group
         if input_group is None:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
-        current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
+        others = Dequantized({n: layer for n, layer in done.items() if n not in weights})
+        current = others if is_streamed(source.job.system.model) else dict(others)
         paired = collect_pairs(source.job, [input_group], current, per_step=steps_apart(tasks))[input_group]
         solved = [self._problem(t, weights[t.name], paired) for t in tasks]
         layers = quantize_all([(t.config, p) for t, p in zip(tasks, solved, strict=True)])

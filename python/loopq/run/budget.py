@@ -1,13 +1,14 @@
-"""A budget of bits or bytes, and the cheapest choice of one candidate for each set of layers under it."""
+"""A size of the file, and the cheapest choice of one candidate for each set of layers within it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import BITS, PER_CHANNEL
+from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, parse_text, setting
 from loopq.settings.execution import parse_bytes
 
@@ -19,14 +20,14 @@ def parse_budget(text: str) -> float | int:
 
 
 @dataclass(frozen=True)
-class Allocate(Settings):
-    """How bits are divided between layers.
+class Fit(Settings):
+    """How a size is divided between layers.
 
     Parameters
     ----------
     budget : float or int
-        Budget that bits and group size of each layer are chosen under: bits a weight, with scales and zero points, as
-        in 3.25; or bytes of all quantized layers, as in 900K.
+        Size of the file with all weights, which grids are chosen for: bits for each weight of the model, as in 3.25,
+        or bytes, as in 12GB.
     score : {"ablation", "fisher"}
         Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the
         loop predict.
@@ -36,6 +37,8 @@ class Allocate(Settings):
         Group sizes that a layer may be given.
     n_prompts : int
         Calibration prompts that the cost is taken on.
+    levels : tuple of str
+        Levels that a layer may be given: even, uneven.
     """
 
     budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
@@ -43,19 +46,32 @@ class Allocate(Settings):
     bits: tuple[int, ...] = setting(BITS)
     group_sizes: tuple[int, ...] = setting((32, 64, 128))
     n_prompts: int = setting(16, at_least=1)
+    levels: tuple[str, ...] = setting(("even", "uneven"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.bits or not self.group_sizes:
-            raise ConfigError("bits and group sizes of an allocation: give one or more of each")
+        if not self.bits or not self.group_sizes or not self.levels:
+            raise ConfigError("bits, levels and group sizes to choose from: give one or more of each")
         wrong = sorted(set(self.bits) - set(BITS))
         if wrong:
             raise ConfigError(f"bits must be of {', '.join(map(str, BITS))}; got {wrong[0]}")
+        if not set(self.levels) <= {"even", "uneven"}:
+            raise ConfigError(f"levels to choose from are even and uneven; got {', '.join(self.levels)}")
         for size in self.group_sizes:
             if size != PER_CHANNEL and size < 1:
                 raise ConfigError(f"group_sizes must be -1 (per channel) or at least 1; got {size}")
         if not self.budget > 0:
             raise ConfigError(f"budget must be above 0; got {self.budget!r}")
+
+    def grids(self, symmetric: bool = True) -> list[dict[str, Any]]:
+        """Settings of every grid that a layer may be given; codes with zero points have even levels."""
+        return [
+            {"bits": bits, "group_size": group, "levels": levels}
+            for bits in self.bits
+            for levels in self.levels
+            for group in self.group_sizes
+            if levels == "even" or (symmetric and bits in UNEVEN)
+        ]
 
     def n_bytes(self, n_weights: int) -> int:
         """The budget in bytes for that many weights."""
@@ -64,30 +80,27 @@ class Allocate(Settings):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to quantize layers that are quantized alike.
+    """One way to store layers that are stored alike.
 
     Parameters
     ----------
     layers : tuple of str
         Parameter names.
-    bits : int
-        Bits of a code.
     n_bytes : int
         Bytes that the layers then take.
     cost : float
         What the model then loses, in the same unit for all candidates.
-    group_size : int
-        Input columns of a scale.
+    choice : mapping of str to dict
+        Settings of each layer.
     """
 
     layers: tuple[str, ...]
-    bits: int
     n_bytes: int
     cost: float
-    group_size: int
+    choice: Mapping[str, dict[str, Any]]
 
 
-def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]:
+def choose(candidates: Sequence[Candidate], budget: int, fixed: int = 0) -> list[Candidate]:
     """Choose one candidate for all layers so that the sum of costs is least and the bytes stay within the budget.
 
     Parameters
@@ -95,7 +108,9 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
     candidates : sequence of Candidate
         All candidates; no layer belongs to two different sets of layers.
     budget : int
-        Bytes.
+        Bytes of these layers.
+    fixed : int
+        Bytes of all else, which are not chosen.
 
     Returns
     -------
@@ -116,11 +131,12 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
     for candidate in candidates:
         sets.setdefault(candidate.layers, []).append(candidate)
     if not sets:
-        raise ConfigError("nothing to allocate: no candidates")
+        raise ConfigError("nothing to choose: no candidates")
     least = sum(min(c.n_bytes for c in of_set) for of_set in sets.values())
     if least > budget:
         raise ConfigError(
-            f"the budget is {budget} bytes; the smallest candidate of every layer takes {least}"
+            f"the file is to have {budget + fixed} bytes; its smallest has {least + fixed}: raise the budget, or give "
+            "--fit-bits and --fit-group-sizes smaller candidates"
         )
     rest = least
     front: list[tuple[int, float, tuple[Candidate, ...]]] = [(0, 0.0, ())]

@@ -11,7 +11,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
-from loopq.run.budget import Allocate
+from loopq.run.budget import Fit
 from loopq.run.inputs import Inputs
 from loopq.settings.declare import Settings, block, choice, leaves, optional, setting
 from loopq.settings.patterns import check_syntax
@@ -55,8 +55,8 @@ class QuantConfig(Settings):
         Bits, or type of GGUF, of the matrices outside the loop (embedding tables, heads, layers before and after it),
         which are rounded to nearest with searched scales; they stay as they are when absent. In loopq's own format and
         in GGUF alone.
-    allocate : Allocate, optional
-        Bits and group size of each layer under a budget.
+    fit : Fit, optional
+        Grid of each layer, and what becomes of the matrices outside the loop, within a size of the file.
     """
 
     layer: LayerConfig = block(LayerConfig)
@@ -66,7 +66,7 @@ class QuantConfig(Settings):
     exclude: tuple[str, ...] = setting((), option=False)
     rank_threshold: float | None = setting(None, at_least=0.0, at_most=0.99)
     outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0"] | None = setting(None)
-    allocate: Allocate | None = optional(Allocate, "allocate")
+    fit: Fit | None = optional(Fit, "fit")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class QuantConfig(Settings):
         """Whether any code depends on calibration prompts: not where all layers are rounded or left dense."""
         named = [o.changes["method"] for o in self.overrides if "method" in o.changes]
         others = [QUANTIZERS.get(m) if isinstance(m, str) else m for m in named]
-        return self.allocate is not None or any(m.needs_hessian for m in (self.layer.method, *others))
+        return self.fit is not None or any(m.needs_hessian for m in (self.layer.method, *others))
 
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:

@@ -117,12 +117,12 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
         need[f"inputs {inputs.name}"] = max(one, default=0)
     elif inputs.runs_between:
         need[f"inputs {inputs.name}"] = everything
-    asked = plan.config.allocate
+    asked = plan.config.fit
     if asked is not None:
         n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
-        candidates = len(asked.bits) * len(asked.group_sizes)
+        candidates = len(asked.grids())
         each = 4 if asked.score == "ablation" else 12
-        need["allocate"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
+        need["fit"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
     limit = source.execution.memory
     what = max(need, key=lambda name: need[name])
     if limit is not None and need[what] > limit:
@@ -142,10 +142,10 @@ def seconds_of(metric: MetricCost, rollout: float, device: torch.device) -> floa
 
 def _extra(plan: Plan, source: ModelSource) -> str:
     """What choosing bits takes besides the quantization, by the timed rollout."""
-    asked = plan.config.allocate
+    asked = plan.config.fit
     if asked is None:
         return ""
-    candidates = len(asked.bits) * len(asked.group_sizes) * len(plan.tasks)
+    candidates = len(asked.grids()) * len(plan.tasks)
     # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
     n_prompts = min(asked.n_prompts, len(source.job.tokens.sequences))
     rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)

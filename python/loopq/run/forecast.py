@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
+from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import core_rate, duration
 from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
-from loopq.settings.execution import available_bytes
+from loopq.settings.execution import Execution, available_bytes
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.table import size
 
@@ -32,11 +34,11 @@ class Forecast:
     held : int
         Bytes of weights in memory at once: all, or the largest layer twice and what belongs to none.
     sums : int
-        Bytes of the Hessians of all distinct inputs.
+        Bytes of the Hessians of all distinct inputs, and of the loop metrics of all layers.
     most : int
-        Bytes of Hessians and solves in one pass.
+        Bytes of these and of the solves in one pass.
     codes : int
-        Bytes of codes and scales, a byte for each code, as they are held until they are written.
+        Bytes of disk that codes take until they are written, a byte for each.
     output : int
         Bytes of the checkpoint.
     limit : int
@@ -46,7 +48,7 @@ class Forecast:
     n_tokens : int
         Tokens of the calibration set.
     seconds : mapping of str to float
-        Of rollouts, Hessians, solves and reading, from rates measured now.
+        Of rollouts, gradients, Hessians, solves and reading, from rates measured now.
     """
 
     weights: int
@@ -68,7 +70,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Bytes in memory at most."""
-        return self.held + max(self.most, self.codes)
+        return self.held + self.most
 
     def lines(self) -> list[str]:
         """Return the forecast as lines to print."""
@@ -77,9 +79,10 @@ class Forecast:
         fits = "" if self.peak <= self.limit else "; this is above the limit: take a machine with more memory"
         return [
             f"weights: {size(self.weights)} ({self.weights:,} bytes), {how}: {size(self.held)} at once",
-            f"Hessians: {size(self.sums)} of all inputs, {size(self.most)} at once with the largest solve, in "
-            f"{self.n_passes} passes over {self.n_tokens:,} tokens",
-            f"codes until they are written: {size(self.codes)}; checkpoint: {size(self.output)}",
+            f"Hessians and loop metrics: {size(self.sums)} of all layers, {size(self.most)} at once with the largest "
+            f"solve, in {self.n_passes} passes over {self.n_tokens:,} tokens",
+            f"disk: checkpoint {size(self.output)}, and until it is written {size(self.codes)} for codes and "
+            f"{size(self.output)} for solved layers",
             f"memory: {size(self.peak)} ({self.peak:,} bytes) of {size(self.limit)}{fits}",
             f"time: {duration(sum(self.seconds.values()))} ({sum(self.seconds.values()):.0f} seconds: {parts})",
         ]
@@ -88,28 +91,24 @@ class Forecast:
 def forecast(
     system: LoopedSystem,
     config: QuantConfig,
-    n_tokens: int,
-    *,
+    tokens: TokenSet,
+    execution: Execution,
     n_steps: int | None = None,
-    memory: int | None = None,
-    threads: int = 1,
 ) -> Forecast:
-    """Tell what a quantization without gradients will take.
+    """Tell what a quantization will take.
 
     Parameters
     ----------
     system : LoopedSystem
         Adapter of a model, which may have no values (device "meta").
     config : QuantConfig
-        Settings; a metric that is left open is "inputs".
-    n_tokens : int
-        Tokens of the calibration set.
+        Settings; a metric that is left open is "loop".
+    tokens : TokenSet
+        Calibration set, whatever tokens are in it.
+    execution : Execution
+        Threads, prompts that run together, and the limit of memory, here for everything; what is free when absent.
     n_steps : int, optional
         Depth; the model's own when absent.
-    memory : int, optional
-        Limit in bytes; what is free when absent.
-    threads : int
-        Threads of the core.
 
     Notes
     -----
@@ -117,30 +116,38 @@ def forecast(
     by the number that are chosen for a token.
     """
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
-    tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("inputs")).tasks
+    tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("loop")).tasks
     widths = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
+    metric = metric_cost(tasks, tokens)
     sums = {group: 8 * width * (width + 1) for group, width in widths.items()}
     largest = max(sums.values(), default=0)
     solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
+    largest += max((metric_cost([t], tokens).memory for t in tasks), default=0)
     weights, layer = _weights(system)
-    limit = memory if memory is not None else available_bytes() or weights
+    limit = execution.memory if execution.memory is not None else available_bytes() or weights
     held = weights if weights + solve + largest <= limit else layer
     room = limit - held - solve
     if room < largest:
         raise ConfigError(
-            f"one layer takes {size(held)}, a Hessian {size(largest)}, a solve {size(solve)}: together above the limit "
-            f"of {size(limit)}"
+            f"one layer takes {size(held)}, its Hessian and loop metric {size(largest)}, a solve {size(solve)}: "
+            f"together above the limit of {size(limit)}"
         )
-    total = sum(sums.values())
+    total = sum(sums.values()) + metric.memory
     n_passes = max(1, -(-total // room))
     codes, output = _stored(tasks, weights)
     shares = _shares(system, tasks)
+    threads, n_tokens = execution.threads, tokens.n_tokens
     seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, threads)
+    # Forward and backward, and where weights are read again for the way back, forward once more.
+    gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
+    seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
     if held < weights:
         again = sum(
             (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
         )
-        seconds["reading weights"] = n_passes * (weights + again) / _DISK
+        visits = -(-len(tokens.sequences) // execution.batch_size)
+        visits += 2 * -(-metric.n_gradients // (execution.batch_size if system.interleaves else 1))
+        seconds["reading weights"] = n_passes * visits * (weights + again) / _DISK
     most = min(total, room) + solve
     return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
 
@@ -150,13 +157,12 @@ def _numbers(p: SharedParameter) -> int:
 
 
 def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
-    """Bytes of codes and scales in memory, and of the checkpoint, whose other tensors have 16 bits."""
+    """Bytes of codes, and of the checkpoint, whose other tensors have 16 bits."""
     p = [(t.parameter, t.config.grid.grid()) for t in tasks]
     scales = sum(grid.n_groups(q.in_features) * q.out_features for q, grid in p)
     packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
-    return sum(_numbers(q) for q, _ in p) + 4 * scales, max(
-        0, weights - 2 * sum(_numbers(q) for q, _ in p)
-    ) + packed + 2 * scales
+    codes = sum(_numbers(q) for q, _ in p)
+    return codes, max(0, weights - 2 * codes) + packed + 2 * scales
 
 
 def _seconds(

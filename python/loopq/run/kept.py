@@ -75,4 +75,4 @@ class Kept:
                     "layers that it holds instead"
                 )
         dense = {n: self.dense.get(n, t) for n, t in checkpoint.dense.items() if n not in self.layers}
-        return dataclasses.replace(checkpoint, layers=checkpoint.layers | self.layers, dense=dense)
+        return dataclasses.replace(checkpoint, layers={**checkpoint.layers, **self.layers}, dense=dense)

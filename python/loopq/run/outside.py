@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
-from loopq.run.plan import Plan
+from loopq.run.plan import LEAST, Plan, outside
 from loopq.run.source import Layers, ModelSource
-from loopq.storage.names import names_of
-from loopq.systems.base import declare
-
-#: Matrices with fewer rows or columns stay as they are: gates and the like, whose bytes do not count.
-LEAST = 64
 
 
 def round_outside(plan: Plan, source: ModelSource) -> Layers:
@@ -38,23 +32,9 @@ def round_outside(plan: Plan, source: ModelSource) -> Layers:
 
 def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
     """The layers that `round_outside` rounds."""
-    import torch  # lazy: loopq imports without torch
-
     asked = plan.config.outside
     if asked is None:
         return []
-    system = source.job.system
-    names, tensors = names_of(system.model), source.weights.tensors
-    listed = {owner for p in source.job.selection.parameters for owner in p.owners}
-    listed |= {name.rpartition(".")[0] for name in system.left_out()}
-    found: list[tuple[str, dict[str, Any]]] = []
-    for module, holder in system.model.named_modules():
-        tensor = tensors.get(names.in_file(f"{module}.weight"))
-        if tensor is None or module in listed or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
-            continue
-        product = isinstance(holder, torch.nn.Linear | torch.nn.Embedding)
-        if product or type(holder).__name__ == "Conv1D":
-            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
     grid = plan.config.layer.grid
     if isinstance(asked, str):
         grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
@@ -65,4 +45,5 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
         if grid.grid().bits != asked:  # a type of GGUF has bits of its own
             grid = dataclasses.replace(grid, levels="even")
     config = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
-    return [Task(p, config, (), None) for p in declare(system.model, found, 1)]
+    job = source.job
+    return [Task(p, config, (), None) for p in outside(job.system, job.selection.parameters)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from loopq.errors import ConfigError
 from loopq.quantizers import Method
@@ -13,7 +14,10 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.settings.patterns import check_patterns
 from loopq.settings.steps import parse_steps
-from loopq.systems.base import SharedParameter
+from loopq.systems.base import LoopedSystem, SharedParameter, declare
+
+#: Matrices outside the loop with fewer rows or columns stay as they are: gates and the like, whose bytes do not count.
+LEAST = 64
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,26 @@ class Plan:
             t.input_group and (list(t.steps) != steps[t.input_group] or t.step_weights != "sum")
             for t in self.tasks
         )
+
+
+def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[SharedParameter, ...]:
+    """Declare the weights of linear layers and tables that are neither listed by an adapter nor left out by it."""
+    from torch import nn  # lazy: loopq imports without torch
+
+    known = {owner for p in listed for owner in p.owners}
+    known |= {name.rpartition(".")[0] for name in system.left_out()}
+    # A tied weight has the first of its names.
+    first = {name for name, _ in system.model.named_parameters()}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for module, holder in system.model.named_modules():
+        weight = holder._parameters.get("weight")
+        if module in known or f"{module}.weight" not in first:
+            continue
+        if weight.ndim != 2 or min(weight.shape) < LEAST:
+            continue
+        if isinstance(holder, nn.Linear | nn.Embedding) or type(holder).__name__ == "Conv1D":
+            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
+    return declare(system.model, found, 1)
 
 
 def _task(

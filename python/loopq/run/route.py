@@ -34,7 +34,7 @@ def prepare(source: Source, config: QuantConfig) -> Plan:
 def carry_out(plan: Plan, source: Source) -> Checkpoint:
     """Choose bits where a budget is given, solve all layers, and put them and the rest of the model together."""
     facts = {}
-    asked, model = plan.config.allocate, source.with_model()
+    asked, model = plan.config.fit, source.with_model()
     if asked is not None and model is not None:
         config, facts["allocation"] = allocate(plan, model, asked)
         plan = source.plan(config)

@@ -69,9 +69,7 @@ class Solver:
         solved: dict[str, QuantizedLayer] = {}
         for some in self._together(tasks):
             for layer, new in self.each(some):
-                if new:
-                    save_layer(self.journal, layer)
-                solved[layer.name] = layer
+                solved[layer.name] = save_layer(self.journal, layer) if new else layer
                 progress.advance()
         progress.stop()
         apart = sum(layer.report.get("solved_on") == "cpu" for layer in solved.values())
@@ -207,9 +205,14 @@ def _group_of(task: Task) -> tuple[Any, ...]:
     return (task.input_group, task.steps, task.step_weights) if task.input_group else (None, task.name)
 
 
-def save_layer(journal: Journal, layer: QuantizedLayer, part: str = "") -> None:
-    """Save a solved layer; `part` tells several of one name apart."""
+def save_layer(journal: Journal, layer: QuantizedLayer, part: str = "") -> QuantizedLayer:
+    """Save a solved layer and return it with its codes on the disk; `part` tells several of one name apart."""
     journal.save(f"{part}{layer.name}", layer.tensors(), settings=layer.settings(), report=dict(layer.report))
+    return _shelved(journal, layer)
+
+
+def _shelved(journal: Journal, layer: QuantizedLayer) -> QuantizedLayer:
+    return layer if journal.shelf is None else replace(layer, codes=journal.shelf.put(layer.codes))
 
 
 def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer | None:
@@ -219,7 +222,8 @@ def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer |
         return None
     where = f"{journal.folder}, {name}"
     settings = checked(LayerSettings, found.facts["settings"], where, CheckpointError)
-    return QuantizedLayer.from_tensors(settings, TensorReader(where, found.tensors), found.facts["report"])
+    reader = TensorReader(where, found.tensors)
+    return _shelved(journal, QuantizedLayer.from_tensors(settings, reader, found.facts["report"]))
 
 
 def account(

@@ -23,7 +23,7 @@ from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import passes
-from loopq.run.plan import Plan, steps_by_input
+from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
@@ -148,6 +148,9 @@ class ModelSource(Source):
             rounded=True,
             seed=execution.seed,
         )
+        if config.outside is not None:
+            # A table that files keep in another layout has the model's own name from here on.
+            outside(system, selection.parameters)
         if system.device.type != "cpu":
             # A device loads its kernels in the first rollout: another is timed, and its result waited for.
             began = time.monotonic()
@@ -200,15 +203,11 @@ class ModelSource(Source):
 
     def plan(self, config: QuantConfig) -> Plan:
         """As of `Source`."""
-        streamed = is_streamed(self.job.system.model)
-        config = config.with_metric("inputs") if streamed else config
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if streamed and (
-            any(t.gradients for t in plan.tasks) or config.inputs.runs_between or config.allocate
-        ):
+        if is_streamed(self.job.system.model) and config.fit:
             raise ConfigError(
-                "the model's weights are read layer by layer: gradients (metric loop), inputs of a second rollout and "
-                "allocate need them in memory; take --metric inputs --inputs open, or a machine with more memory"
+                "the model's weights are read layer by layer: fit needs them in memory; give --bits and --layer, "
+                "or take a machine with more memory"
             )
         return plan
 
@@ -323,6 +322,7 @@ class DumpSource(Source):
         return {
             "system": manifest.system,
             "n_steps": manifest.n_steps,
+            **({"depths": list(manifest.depths)} if manifest.depths else {}),
             "seed": manifest.seed,
             "calibration": manifest.calibration,
         }
@@ -410,5 +410,5 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
     refuse_outside(config, f"{who} cannot", instead)
-    if config.allocate is not None:
-        raise ConfigError(f"allocate runs the model, which {who} cannot: {instead}")
+    if config.fit is not None:
+        raise ConfigError(f"fit runs the model, which {who} cannot: {instead}")

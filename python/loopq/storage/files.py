@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import secrets
 import shutil
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,9 +209,14 @@ def file_order(tensors: Mapping[str, RawTensor]) -> list[str]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, RawTensor],
+    metadata: Mapping[str, str] | None = None,
+    values: Callable[[str], RawTensor] | None = None,
 ) -> str:
     """Write a safetensors file whole; return its SHA-256 in hexadecimal.
+
+    With `values` the data of `tensors` counts for its size alone, and each tensor is made when it is written.
 
     The safetensors library writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file
     once more.
@@ -226,9 +232,9 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     total = hashlib.sha256()
     with replacing(path) as temporary, temporary.open("wb") as file:
-        parts: list[bytes | memoryview] = [struct.pack("<Q", len(text)) + text]
-        parts += [tensors[name].data.data for name in order]
-        for part in parts:
+        read = values or tensors.__getitem__
+        head: list[bytes | memoryview] = [struct.pack("<Q", len(text)), text]
+        for part in itertools.chain(head, (read(name).data.data for name in order)):
             file.write(part)
             total.update(part)
     return total.hexdigest()

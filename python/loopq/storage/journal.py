@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -15,6 +16,7 @@ from urllib.parse import quote, unquote
 from loopq.errors import LoopqError
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.storage.lock import Claims
+from loopq.storage.shelf import Shelf
 
 #: Seconds between two snapshots of sums that grow, and how many times as long as the last one took, where that is more.
 SNAPSHOT_SECONDS, SNAPSHOT_TIMES = 60.0, 9.0
@@ -99,6 +101,14 @@ class Journal:
         if metadata.get("key") != self.key or metadata.get("sha256") != _digest(tensors, text):
             return None
         return Piece(tensors, dict(json.loads(text)))
+
+    @cached_property
+    def shelf(self) -> Shelf | None:
+        """Where arrays of pieces wait on the disk; None where nothing is saved."""
+        if self.folder is None:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Shelf(self.folder)
 
     def has(self, name: str) -> bool:
         """Whether there is a file of a piece; `find` says whether it is whole."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,8 +119,9 @@ def write_files(
     tensors: Mapping[str, RawTensor],
     files: Mapping[str, bytes],
     metadata: Mapping[str, str] | None = None,
+    values: Callable[[str], RawTensor] | None = None,
 ) -> list[FileEntry]:
-    """Write `model.safetensors` and other files; return an entry for each, sorted by name.
+    """Write `model.safetensors`, as of `write_tensors`, and other files; return an entry for each, sorted by name.
 
     Raises
     ------
@@ -134,7 +135,7 @@ def write_files(
     for name, data in files.items():
         with replacing(folder / name) as temporary:
             temporary.write_bytes(data)
-    digest = write_tensors(folder / TENSORS, tensors, metadata)
+    digest = write_tensors(folder / TENSORS, tensors, metadata, values)
     entries.append(FileEntry(TENSORS, digest, (folder / TENSORS).stat().st_size))
     return sorted(entries, key=lambda entry: entry.file)
 

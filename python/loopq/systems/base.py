@@ -225,6 +225,9 @@ class LoopedSystem(ABC):
         Whether the initial state is drawn, so that pairing of runs matters.
     keeps_graph : bool
         Whether `rollout` keeps what gradients need; set by `differentiable`, and read by every `rollout`.
+    interleaves : bool
+        Whether a `rollout` at the model's own depth changes nothing of the model for a while, so that several can run
+        in turns, a layer each.
     """
 
     name: ClassVar[str]
@@ -240,6 +243,7 @@ class LoopedSystem(ABC):
     output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
+    interleaves: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -323,11 +327,11 @@ class LoopedSystem(ABC):
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[None]:
         """Let rollouts keep what gradients need inside the block."""
-        self.keeps_graph = True
+        before, self.keeps_graph = self.keeps_graph, True
         try:
             yield
         finally:
-            self.keeps_graph = False
+            self.keeps_graph = before
 
     def left_out(self) -> dict[str, str]:
         """Parameters that the loop uses but `shared_parameters` does not list: name and reason.

@@ -40,6 +40,7 @@ class Inkling(LoopedSystem):
     summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
     checkpoints = (("Inkling-2-Mini", 9408),)
     transformers = ">=5.24"
+    interleaves = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -91,14 +92,16 @@ class Inkling(LoopedSystem):
         return [*inner, *outputs, *found[at:]]
 
     def left_out(self) -> dict[str, str]:
-        """What is float32, chooses experts, has few outputs, or runs once."""
-        left = {"lm_head.weight": "runs once, after all layers, and is padded in the files"}
+        """What is float32, chooses experts, or has few outputs."""
+        left = {}
         for name, parameter in self.model.get_submodule(self._layers).named_parameters():
             module = name.rpartition(".")[0]
             if module.endswith((*_FLOAT32, "mlp.gate")):
                 left[f"{self._layers}.{name}"] = "declared float32, and stays so"
             elif module.endswith(_SMALL) and parameter.ndim == 2:
                 left[f"{self._layers}.{name}"] = "a few outputs for each head"
+            elif name.endswith("attention_input.query"):
+                left[f"{self._layers}.{name}"] = "queries for the states of earlier blocks, a few vectors"
             elif name.endswith("relative_position_bias.proj"):
                 left[f"{self._layers}.{name}"] = (
                     "a bank of position profiles, used without a call of its module"

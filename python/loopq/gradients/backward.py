@@ -1,0 +1,116 @@
+"""Backward passes of drawn labels, prompt by prompt, or several in turns where layers are read for each visit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loopq.calibrate.data import TokenSet
+from loopq.gradients.scores import draw_labels
+from loopq.gradients.turns import Turns
+from loopq.gradients.unroll import unroll
+from loopq.quantizers.task import Task
+from loopq.storage.model_files import source_of
+from loopq.systems.base import Batch, LoopedSystem, model_code, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.gradients.sketch import Side, Taps
+    from loopq.models.stream import Stream
+
+
+@dataclass
+class Backward:
+    """Backward passes of drawn labels, prompt by prompt.
+
+    Notes
+    -----
+    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
+    Hidden states: the product with normal noise, the same thing for a square error.
+    """
+
+    system: LoopedSystem
+    tokens: TokenSet
+    n_steps: int
+    n_draws: int
+    seed: int
+    at_once: int = 1
+    _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
+        """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
+        from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
+        from loopq.models.stream import Stream  # lazy: loopq imports without torch
+
+        batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))
+        stream = source_of(self.system.model)
+        with Taps(self.system, tasks, side) as taps:
+            own_depth = self.system.interleaves and self.n_steps == self.system.n_steps
+            if isinstance(stream, Stream) and own_depth and self.at_once > 1:
+                yield from self._together(taps, stream, batches, first)
+                return
+            for done, batch in enumerate(batches, first):
+                for whole in self._prompt(taps, batch):
+                    yield done + whole
+
+    def _prompt(self, taps: Taps, batch: Batch) -> Generator[bool, None, None]:
+        """Take the gradients of one prompt; yield after each whether it was the last."""
+        prompt, side = batch.prompts[0], taps.side
+        side.begin(prompt, 0)
+        with model_code(f"gradient of prompt {prompt}"):
+            out = unroll(self.system, batch, self.n_steps).float()
+            out = self.tokens.scored(out, self.system.output)
+            for draw in range(self.n_draws):
+                if draw:
+                    side.begin(prompt, draw)
+                whole = draw + 1 == self.n_draws
+                taps.backward(self._target(out, prompt, draw), last=whole)
+                yield whole
+
+    def _together(
+        self, taps: Taps, stream: Stream, batches: Sequence[Batch], done: int
+    ) -> Generator[int, None, None]:
+        """Take gradients of several prompts in turns, so that a layer is read once for a visit of all of them."""
+        whole = taps.side
+        for at in range(0, len(batches), self.at_once):
+            some = batches[at : at + self.at_once]
+            turns = Turns([functools.partial(self._piece, taps, batch, whole.twin()) for batch in some])
+
+            def give(turns: Turns = turns) -> None:
+                own = taps.side
+                turns.give()
+                taps.side = own
+
+            with setting(stream, before_visit=give), self.system.differentiable():
+                turns.run()
+            taps.side = whole
+            # What is saved in between must not hold some prompts of those that are done together.
+            yield from [done + at] * (len(some) * self.n_draws - 1)
+            yield done + at + len(some)
+
+    def _piece(self, taps: Taps, batch: Batch, side: Side) -> None:
+        import torch  # lazy: loopq imports without torch
+
+        # A device's own thread would wait for itself: no other prompt could have a turn there.
+        with torch.autograd.set_multithreading_enabled(False):
+            taps.side = side
+            deque(self._prompt(taps, batch), maxlen=0)
+
+    def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
+        import torch  # lazy: loopq imports without torch
+
+        if self.system.output == "logits":
+            logp = out.log_softmax(-1)
+            # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
+            if (prompt, draw) not in self._labels:
+                self._labels[prompt, draw] = draw_labels(logp, [self.seed, prompt, draw])
+            return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()
+        noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
+        return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()

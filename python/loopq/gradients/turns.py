@@ -1,0 +1,86 @@
+"""Several pieces of work one after the other, in parts: each goes on until it gives its turn to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+#: How long a thread that was stopped may take to end.
+_PATIENCE = 60.0
+
+
+class _Stopped(Exception):
+    """Another piece failed: this one is not needed any more."""
+
+
+class Turns:
+    """Threads of which one runs at a time, in a fixed order.
+
+    So that pieces which need the same weights one after the other need them together: each waits where it begins to
+    use them (`give`), and when all are there they are read once.
+
+    Parameters
+    ----------
+    pieces : sequence of callable
+        Run in turns, the first one first.
+    """
+
+    def __init__(self, pieces: Sequence[Callable[[], None]]) -> None:
+        self._pieces, self._left = pieces, list(range(len(pieces)))
+        self._now, self._changed = 0, threading.Condition()
+        self._numbers: dict[int, int] = {}
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run all pieces to their end; the first error of one stops all, and is raised."""
+        threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in self._left]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as stopped:
+            self._fail(stopped)
+            for thread in threads:
+                thread.join(_PATIENCE)
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def give(self) -> None:
+        """Let all others run to where they give their turn; no other thread than those of the pieces has one."""
+        number = self._numbers.get(threading.get_ident())
+        if number is not None:
+            with self._changed:
+                self._pass(number)
+                self._wait(number)
+
+    def _run(self, number: int) -> None:
+        self._numbers[threading.get_ident()] = number
+        try:
+            with self._changed:
+                self._wait(number)
+            self._pieces[number]()
+        except _Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001
+            self._fail(error)
+        finally:
+            with self._changed:
+                self._pass(number)
+                self._left.remove(number)
+
+    def _pass(self, number: int) -> None:
+        at = self._left.index(number)
+        self._now = self._left[(at + 1) % len(self._left)]
+        self._changed.notify_all()
+
+    def _wait(self, number: int) -> None:
+        self._changed.wait_for(lambda: self._now == number or self._error is not None)
+        if self._error is not None:
+            raise _Stopped
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

@@ -1,0 +1,71 @@
+"""A model at several depths on one page: KL, agreement and speed by the number of loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopq.report.markup import Cell, number, page_html, section, table
+from loopq.report.style import Picture, canvas, label, line, styled, whole_numbers
+from loopq.storage.files import write_text
+
+
+def write_depths(
+    out: str | Path, model: str, rows: Sequence[Mapping[str, Any]], text: Mapping[str, Any]
+) -> Path:
+    """Write the page.
+
+    Parameters
+    ----------
+    out : path
+        HTML file.
+    model : str
+        What the model was asked for by.
+    rows : sequence of mapping
+        `Measurement.summary` of each set of weights at each depth, with "n_steps" and "tokens_per_second".
+    text : mapping
+        `TokenSet.describe` of the prompts.
+
+    Returns
+    -------
+    Path
+        The file.
+    """
+    intro = (
+        f"{text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}. KL and agreement: to full "
+        "precision at the same depth. Tokens per second: one text on the machine that measured."
+    )
+    hidden = rows[0]["output"] == "hidden"
+    heads = ["loops", "weights", "squared relative error" if hidden else "KL [nats per token]"]
+    heads += ["cosine" if hidden else "same token [%]", "tokens per second"]
+    cells: list[list[Cell | str]] = [
+        [
+            number(row["n_steps"], "d"), Cell(row["name"]), number(row["kl"], ".5f"),
+            number(row["agreement"] * (1 if hidden else 100), ".5f" if hidden else ".2f"),
+            number(row["tokens_per_second"], ".1f"),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    picture = _picture(rows, heads[2:])
+    body = section("depths", picture.title, picture.svg() + table("Depths", heads, cells))
+    return write_text(Path(out), page_html(f"{model} by number of loops", intro, body, {"rows": list(rows)}))
+
+
+def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture:
+    with styled("depths"):
+        figure, panels = canvas(9.6, 3.2, 3)
+        names_of = list(dict.fromkeys(row["name"] for row in rows))
+        for axes, key, name in zip(panels, ("kl", "agreement", "tokens_per_second"), names, strict=True):
+            scale = 100.0 if "%" in name else 1.0
+            for index, weights in enumerate(names_of):
+                own = [row for row in rows if row["name"] == weights and row[key] is not None]
+                if own and (index or key == "tokens_per_second"):
+                    depths, values = zip(*((row["n_steps"], scale * row[key]) for row in own), strict=True)
+                    line(axes, index, depths, values, weights)
+            whole_numbers(axes.xaxis)
+            label(axes, "loops [number]", name if "[" in name else f"{name} [number]")
+        (panels[-1] if panels[-1].lines else panels[0]).legend()
+    return Picture(
+        "depths", "By the number of loops", "Left: lower is better; others: higher is better.", figure
+    )

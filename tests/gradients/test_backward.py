@@ -1,0 +1,87 @@
+"""Gradients of several prompts in turns: equal to those one by one, and a layer is read once for a visit of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loopq.calibrate.data import TokenSet
+from loopq.gradients.backward import Backward
+from loopq.gradients.sketch import Kept, Reached
+from loopq.models.load import load_model
+from loopq.models.stream import Stream
+from loopq.quantizers.task import Task
+from loopq.run.config import QuantConfig
+from loopq.run.plan import Plan
+from loopq.storage.model_files import source_of
+from tests.support.vendors import inkling, tokens
+
+
+class _Sums(Reached):
+    """Sums of each gradient, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, float]] = []
+
+    def products(self, name: str, kept: Kept, gradient: torch.Tensor) -> Kept:
+        return (gradient.sum(),)
+
+    def add(self, name: str, products: Kept) -> None:
+        self.found.append((name, float(products[0])))
+
+
+def _gradients(
+    folder: Path, at_once: int, n_draws: int = 1
+) -> tuple[list[tuple[str, float]], list[int], int]:
+    loaded = load_model(folder, memory=1)
+    stream = source_of(loaded.model)
+    assert isinstance(stream, Stream)
+    reads: list[Any] = []
+    inner = stream._read
+    stream._read = lambda keys: reads.append(keys) or inner(keys)  # type: ignore[method-assign, func-returns-value]
+    parameters = loaded.system.shared_parameters(3)
+    tasks: tuple[Task, ...] = Plan.of(parameters, {p.name: p.name for p in parameters}, QuantConfig()).tasks
+    side = _Sums()
+    prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
+    done = list(Backward(loaded.system, prompts, 3, n_draws, 0, at_once).run(side, tasks, 0, 3))
+    return side.found, done, len(reads)
+
+
+def test_turns_give_the_gradients_of_one_prompt_after_the_other(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path)
+    alone, steps, n_alone = _gradients(tmp_path, 1)
+    together, at_end, n_together = _gradients(tmp_path, 3)
+    assert together == alone
+    assert (steps, at_end) == ([1, 2, 3], [0, 0, 3])
+    # Ten visits there and ten back, where the first layer is there already; and each prompt begins where another ended.
+    assert (n_together, n_alone) == (19, 3 * 19 - 2)
+    some, between, _ = _gradients(tmp_path, 2)
+    assert (some, between) == (alone, [0, 2, 3])
+
+
+def test_several_draws_of_a_prompt_are_taken_in_turns(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path)
+    alone, _, _ = _gradients(tmp_path, 1, n_draws=2)
+    together, at_end, _ = _gradients(tmp_path, 3, n_draws=2)
+    assert sorted(together) == sorted(alone)
+    assert at_end == [0, 0, 0, 0, 0, 3]
+
+
+def test_an_error_in_a_turn_is_raised(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, memory=1)
+    calls: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("second prompt")
+
+    loaded.model.model.layers[3].self_attn.register_forward_hook(fail)
+    prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
+    with pytest.raises(MemoryError, match="second prompt"):
+        list(Backward(loaded.system, prompts, 3, 1, 0, 3).run(_Sums(), (), 0, 3))

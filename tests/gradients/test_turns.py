@@ -1,0 +1,42 @@
+"""Pieces of work run in turns, in one order; the error of one is the error of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from loopq.gradients.turns import Turns
+
+
+def _noting(notes: list[tuple[str, int]], name: str, n: int, give: Callable[[], None]) -> Callable[[], None]:
+    def piece() -> None:
+        for i in range(n):
+            notes.append((name, i))
+            give()
+
+    return piece
+
+
+def test_each_goes_on_until_it_gives_its_turn_and_one_may_end_before_others() -> None:
+    notes: list[tuple[str, int]] = []
+    turns: list[Turns] = []
+    pieces = [_noting(notes, name, n, lambda: turns[0].give()) for name, n in (("a", 3), ("b", 1), ("c", 2))]
+    turns.append(Turns(pieces))
+    turns[0].give()
+    turns[0].run()
+    assert notes == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("c", 1), ("a", 2)]
+
+
+def test_an_error_stops_all() -> None:
+    notes: list[tuple[str, int]] = []
+    turns: list[Turns] = []
+
+    def failing() -> None:
+        turns[0].give()
+        raise ValueError("second turn")
+
+    turns.append(Turns([_noting(notes, "a", 100, lambda: turns[0].give()), failing]))
+    with pytest.raises(ValueError, match="second turn"):
+        turns[0].run()
+    assert notes == [("a", 0), ("a", 1)]

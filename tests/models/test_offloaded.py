@@ -1,0 +1,82 @@
+"""Modules whose weights accelerate keeps on the disk or elsewhere give the bytes of those in memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loopq
+from loopq.errors import ConfigError
+from loopq.models.from_python import wrap
+from loopq.storage.model_files import is_streamed
+from loopq.systems.base import Batch
+from loopq.systems.dory import Dory
+from loopq.systems.experts import unfuse
+from tests.support.interop.people import FOLDER
+from tests.support.vendors import dory, inkling, tokens
+
+_SETTINGS = {"group_size": 16, "method": "gptq"}
+
+
+@pytest.fixture(autouse=True)
+def _accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of this environment, or else that of `make interop`."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+    pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed; run `make interop`")
+
+
+def _device_map(model: Any) -> dict[str, str]:
+    rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+    layers = {f"model.layers.{i}": ("disk", "cpu")[i % 2] for i in range(len(model.model.layers))}
+    return dict.fromkeys(["lm_head", *rest], "cpu") | layers
+
+
+@pytest.mark.parametrize("kind", [dory, inkling])
+def test_parts_on_the_disk_are_read_layer_by_layer(kind: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    plain = kind()
+    plain.save_pretrained(tmp_path / "model")
+    given = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=_device_map(plain), offload_folder=str(tmp_path / "elsewhere")
+    ).eval()
+    assert any(p.is_meta for p in given.parameters())
+    loaded = wrap(given)
+    assert is_streamed(loaded.model)
+    found = loopq.quantize(loaded, tokens(), **_SETTINGS)
+    unfuse(plain)
+    expected = loopq.quantize(plain, tokens(), **_SETTINGS)
+    assert set(found.layers) == set(expected.layers)
+    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
+    assert found.dense.keys() == expected.dense.keys()
+    # The module that was given still runs by its hooks.
+    ids = torch.from_numpy(tokens(1))
+    with torch.no_grad():
+        assert torch.equal(given(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
+    assert any(p.is_meta for p in given.parameters())
+
+
+def test_accelerates_own_offloading(tmp_path: Path) -> None:
+    import accelerate
+
+    plain, given = dory(), dory()
+    accelerate.disk_offload(given, tmp_path, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in given.parameters())
+    batch = Batch(torch.from_numpy(tokens(1)), (0,))
+    expected = Dory(plain).rollout(batch, 3)
+    assert torch.equal(wrap(given).system.rollout(batch, 3), expected)
+    elsewhere = dory()
+    accelerate.cpu_offload(elsewhere, execution_device=torch.device("cpu"))
+    assert torch.equal(wrap(elsewhere).system.rollout(batch, 3), expected)
+
+
+def test_an_adapter_around_such_a_module_is_refused(tmp_path: Path) -> None:
+    import accelerate
+
+    given = dory()
+    accelerate.cpu_offload(given, execution_device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="no values"):
+        wrap(Dory(given))

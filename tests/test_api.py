@@ -86,3 +86,13 @@ def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpo
     checkpoint.settings["system"] = "ouro"
     with pytest.raises(CheckpointError, match="other: a checkpoint of system 'ouro'; the model is 'huginn'"):
         loopq.evaluate(loaded, {"other": checkpoint}, tokens)
+
+
+def test_packages_that_a_function_hides_can_be_named():
+    import loopq.diagnose.rank as rank
+    import loopq.evaluate.stats as stats
+
+    assert rank.FOCAL == 1e-3
+    assert stats.wilson(1, 2).estimate == 0.5
+    assert callable(loopq.diagnose)
+    assert callable(loopq.evaluate)

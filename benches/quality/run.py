@@ -18,12 +18,12 @@ from typing import Any
 
 import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
+from benches.quality.variants import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
 from benches.zoo import folders
 from loopq import zoo
 from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.errors import LoopqError
 from loopq.paper.models import Sizes, prepare_model
-from loopq.paper.quality import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent / "record"

@@ -373,9 +373,7 @@ def diagnose(
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
     depth = loaded.system.n_steps if n_steps is None else n_steps
-    context = Context(
-        loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution, train=tokens
-    )
+    context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
     return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
 
 

@@ -74,13 +74,15 @@ def test_problems_stand_behind_solved_ones_that_are_drawn_for_each(tmp_path: Pat
         {"question": "Two?", "answer": "#### 2"},
     )
     (tmp_path / TASKS["gsm8k"].files[1]).write_text("\n".join(map(json.dumps, solved)))
-    draw = random.Random(1234)
-    expected = []
-    for question, answer in (("One?", "1\n#### 1"), ("Two?", "#### 2")):
-        shots = "".join(f"Question: Q{n}?\nAnswer: So.\n#### {n}\n\n" for n in draw.sample(range(9), 5))
-        expected.append(Item(f"{shots}Question: {question}\nAnswer:", (answer,)))
-    assert read_items("gsm8k", tmp_path) == expected
-    assert read_items("gsm8k", tmp_path, 1) == expected[:1]
+    for task, n_shots in (("gsm8k_8", 8), ("gsm8k", 5)):
+        draw = random.Random(1234)
+        expected = []
+        for question, answer in (("One?", "1\n#### 1"), ("Two?", "#### 2")):
+            drawn = draw.sample(range(9), n_shots)
+            shots = "".join(f"Question: Q{n}?\nAnswer: So.\n#### {n}\n\n" for n in drawn)
+            expected.append(Item(f"{shots}Question: {question}\nAnswer:", (answer,)))
+        assert read_items(task, tmp_path) == expected
+        assert read_items(task, tmp_path, 1) == expected[:1]
     (tmp_path / TASKS["gsm8k"].files[1]).write_text(json.dumps(solved[0]))
     with pytest.raises(ConfigError, match=r"train\.jsonl: 1 solved problems; a prompt has 5"):
         read_items("gsm8k", tmp_path)

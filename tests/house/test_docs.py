@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from loopq.cli import main, parse
+from loopq.cli import main, parse, parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"])
@@ -94,6 +94,23 @@ def test_command_is_read(page, command):
         assert stopped.value.code == 0
     else:
         assert parse(words).run
+
+
+def test_options_that_sentences_name_exist():
+    (commands,) = parser()._subparsers._group_actions
+    known = {name: set(sub._option_string_actions) for name, sub in commands.choices.items()}
+    wrong, seen = [], 0
+    for page in PAGES:
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for command in re.findall(r"`loopq ([a-z][^`]*)`", prose):
+            name, *words = command.split()
+            options = {w.partition("=")[0] for w in words if w.startswith("--")}
+            seen += bool(options)
+            # `loopq COMMAND` stands for any; what is wrong is a command or an option that there is not.
+            if options - known.get(name, set()) or (name.islower() and name not in known):
+                wrong.append(f"{page.name}: loopq {command}")
+    assert not wrong
+    assert seen > 20
 
 
 @pytest.mark.slow

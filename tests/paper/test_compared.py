@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loopq.paper.compared import ALL, ONE, RTN, answers, below, closed
+from loopq.paper.compared import ALL, ONE, RTN, answers, below, closed, closer, grown, most
 from tests.support.paper import found
 
 
@@ -38,3 +38,19 @@ def test_gap_closed_is_the_share_of_the_kl_of_rounding() -> None:
     given = {"variants": {RTN: {"kl": [2.0, 4.0]}, ALL: {"kl": [1.0, 0.5]}, ONE: {"kl": [4.0, 5.0]}}}
     assert closed(given, ALL) == pytest.approx(0.75)
     assert closed(given, ONE) == pytest.approx(-0.5)
+
+
+def test_differences_below_the_resolution_and_few_units_decide_nothing() -> None:
+    worse = np.linspace(1e-5, 2e-5, 40)
+    assert closer("m", "", worse / 10, worse).holds is None
+    assert closer("m", "", 100 * worse, 1000 * worse).holds is True
+    assert closer("m", "", [0.1] * 4, [0.2] * 4).holds is None
+    assert closer("m", "", [0.1] * 5, [0.2] * 5).holds is True
+    three, one = [(True,) * 3, (True,)]
+    assert answers(found(a=([1.0] * 9, [*three, *[0] * 6]), b=([1.0] * 9, [0] * 9)), "a", "b").holds is None
+    assert most("m", "", [*one * 4]).holds is None
+    assert most("m", "", [*one * 9, False]).holds is True
+    assert most("m", "", [*one * 5, False, False, False]).holds is None
+    assert most("m", "", [False] * 9).holds is False
+    assert grown("m", "", [3, 4, 5, 6, 7], [1, 1, 2, 2, 2], bound=2.0).holds is True
+    assert grown("m", "", [43], [1]).holds is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loopq.paper.quality import RTN, TRAJECTORY, related
+from benches.quality.variants import RTN, TRAJECTORY, related
 
 
 def record(variant, kl, draw=0):

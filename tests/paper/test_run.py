@@ -6,13 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
 from loopq.paper import run
 from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, ONE, RTN, bars, curves, table
+from loopq.paper.shown import PaperTable, Shown
 from loopq.terminal.progress import Silent
-from tests.support.paper import bench, save
+from tests.support.browser import CUT, SMALL, WIDE, needs_browser, opened
+from tests.support.paper import bench, found, save
+
+#: Sizes of the letters of all figures on the screen, and where the headings of the panels of one stand.
+LETTERS = """
+[...document.querySelectorAll("svg text")].map((t) => parseFloat(getComputedStyle(t).fontSize)
+  * t.closest("svg").getBoundingClientRect().width / t.closest("svg").viewBox.baseVal.width)
+"""
+TOPS = """
+[...document.querySelectorAll("#figure-curves text")].filter((t) => t.textContent.endsWith("_small"))
+  .map((t) => t.getBoundingClientRect().top)
+"""
 
 
 @pytest.mark.parametrize("kind", ["ouro", "mamba", "coconut", "control"])
@@ -22,11 +36,8 @@ def test_a_model_has_the_tables_that_it_can_have(kind: str, tmp_path: Path) -> N
     names = ("rank", "depth-curve", "components", "mamba", "horizon", "algorithm")
     made = {name: run.make(name, [one], None, Silent()) for name in names}
     refused = {name for name, m in made.items() if m.refused}
-    expected = (
-        {"components", "mamba"}
-        if kind in ("ouro", "coconut")
-        else {"components", "mamba", "horizon", "depth-curve"}
-    )
+    # One step is no evidence about loops: of such a model there is the scan alone.
+    expected = {"components", "mamba"} if kind in ("ouro", "coconut") else set(names)
     assert refused == expected - ({"mamba"} if kind == "mamba" else set())
     for m in made.values():
         assert len(m.found) + len(m.refused) == 1
@@ -47,3 +58,39 @@ def test_one_model_that_fails_does_not_stop_the_others(
     made = run.make("bits-per-byte", [bad, good], None, Silent())
     assert made.refused == {"bad": "no"}
     assert [f["model"] for f in made.found] == ["good"]
+
+
+@needs_browser
+def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = {RTN: 1.0, ONE: 0.7, ALL: 0.5, "GPTQ, all steps, adapter rotated": 0.4}
+    founds = [
+        found(**{n: ((k * rng.uniform(0.9, 1.1, 8)).tolist(), [1.0] * 8) for n, k in names.items()})
+        | {"model": f"{kind}_small"}
+        for kind in ("huginn", "ouro", "rllama", "loopformer")
+    ]
+    series = {f"{n} prompts, step 0": (range(1, 9), rng.uniform(90, 95, 8)) for n in (16, 64)}
+    text = "The same text."
+    shown = Shown(
+        [table(founds, "A table", text)],
+        pictures=lambda: [
+            bars(founds, "bars", "Bars", text),
+            curves([(f["model"], series) for f in founds], "curves", "Curves", text, ("x [1]", "y [%]")),
+            curves([("one", series)], "one", "One model", text, ("x [1]", "y [%]")),
+        ],
+    )
+    entry = PaperTable(("Table 1",), "Title", "What it showed.", None, lambda founds: shown)
+    page = run.write([run.Made("rank", entry, (), {}, shown)], tmp_path)
+    assert page.read_text("utf-8").count(f">{text}<") == 1
+    sizes = set()
+    with opened(tmp_path / "profile") as browser:
+        for width in (1280, 1100):
+            browser.show(page, width=width)
+            assert browser.ask(SMALL) == []
+            assert browser.ask(CUT) == []
+            assert browser.ask(WIDE) == []
+            sizes |= set(browser.ask(LETTERS))
+        assert max(sizes) / min(sizes) < 1.35
+        # Four panels stand in two rows, of three and one.
+        tops = [round(y) for y in browser.ask(TOPS)]
+        assert tops[0] == tops[1] == tops[2] < tops[3]

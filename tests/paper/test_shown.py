@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from benches import paper
 from benches.pages import within
 from loopq.errors import ConfigError
-from loopq.paper.shown import TABLES, find
+from loopq.evaluate.stats import Interval
+from loopq.paper.shown import TABLES, Claim, find
 
 # Figures 1a to 5, Tables 1 to 26, and Algorithm 1.
 LABELS = [
@@ -26,6 +28,32 @@ def test_every_table_and_figure_has_one_home() -> None:
     assert find("table-6") == find("figure-3") == find("horizon")
     with pytest.raises(ConfigError, match=r"no table 'table-99'.*horizon.*figure-1a"):
         find("table-99")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "n", "below", "holds"),
+    [
+        (0.1, 0.3, 5, False, True),
+        (0.1, 0.3, 5, True, False),
+        (-0.3, -0.1, 5, False, False),
+        (-0.3, -0.1, 5, True, True),
+        (-0.1, 0.1, 5, False, None),
+        (0.0, 0.1, 5, False, None),
+        (0.1, 0.3, 4, False, None),
+        (0.1, 0.1, 2, True, None),
+    ],
+)
+def test_a_verdict_needs_an_interval_that_excludes_the_other(
+    low: float, high: float, n: int, below: bool, holds: bool | None
+) -> None:
+    interval = Interval(0.2, low, high, 0.95, "test", n)
+    claim = Claim("m", "more", "numbers", interval, below=below)
+    assert claim.holds is holds
+    assert claim.to_json()["holds"] is holds
+    assert Claim("m", "more", "numbers", None).holds is None
+    for why in ("below the resolution", "p is not below 0.05"):
+        assert dataclasses.replace(claim, why_open=why).holds is None
+        assert f"is left open (numbers; {why})" in dataclasses.replace(claim, why_open=why).line()
 
 
 def test_the_document_lists_what_the_registry_holds() -> None:

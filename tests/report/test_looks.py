@@ -13,7 +13,7 @@ import itertools
 import pytest
 
 from loopq.report import page
-from tests.support.browser import FAINT, WIDE, check, needs_browser, opened
+from tests.support.browser import CUT, FAINT, SMALL, WIDE, check, needs_browser, opened
 
 pytestmark = needs_browser
 
@@ -60,6 +60,13 @@ def test_everything_can_be_read_and_nothing_is_cut_off(browser, path, look):
     assert (corner < 40) if look.startswith("dark") else (corner == 255)
     n_hidden = browser.ask(HIDDEN)
     assert (n_hidden == 0) if look.startswith("print") else (n_hidden > 4)
+
+
+@pytest.mark.parametrize("width", [1280, 1100])
+def test_on_a_desk_no_letter_is_small_and_no_figure_is_cut(browser, path, width):
+    browser.show(path, width=width)
+    assert browser.ask(SMALL) == []
+    assert browser.ask(CUT) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -155,6 +155,23 @@ WIDE = """
   return box.width && box.right > innerWidth + 1 && !e.parentElement.closest(".scroll, .plot, pre, svg");
 }).map((e) => e.tagName + "." + e.className)
 """
+#: Letters of figures and tables that are shown smaller than 9 pixels.
+SMALL = """
+[...document.querySelectorAll("svg text, td, th, figcaption, caption, li")].map((e) => {
+  const svg = e.closest("svg"), box = svg?.viewBox.baseVal;
+  const scale = box?.width ? svg.getBoundingClientRect().width / box.width : 1;
+  return [e.textContent.trim(), parseFloat(getComputedStyle(e).fontSize) * scale];
+}).filter(([text, size]) => text && size < 9)
+"""
+#: Figures and maps that have to be scrolled to be seen, and letters of a figure that its frame cuts.
+CUT = """
+[...document.querySelectorAll("figure .scroll, .plot")].filter((e) => e.scrollWidth > e.clientWidth + 1)
+  .map((e) => e.ariaLabel || e.className).concat([...document.querySelectorAll("svg text")].filter((t) => {
+  const inner = t.getBoundingClientRect(), outer = t.closest("svg").getBoundingClientRect();
+  return inner.left < outer.left - 1 || inner.right > outer.right + 1 || inner.top < outer.top - 1
+    || inner.bottom > outer.bottom + 1;
+}).map((t) => t.textContent))
+"""
 FIGURES = """
 [...document.querySelectorAll("figure[id]")].map((f) => {
   const box = f.querySelector("svg").getBoundingClientRect();

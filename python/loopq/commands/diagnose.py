@@ -35,7 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_source(
         parser,
-        "embedded model (huginn_small), folder or hub id; or a dump of `loopq collect`, for which torch is not needed",
+        "embedded model (huginn_small), folder or hub id; or a dump of `loopq collect`, for which SciPy is needed, and "
+        "not torch",
     )
     parser.add_argument("--html", metavar="FILE", help="write the result as one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the result as data")

@@ -35,7 +35,7 @@ class Context:
         Seed of the initial states where no others are named, prompts that run together, threads, memory for Hessians,
         folder of what is finished, progress.
     train : TokenSet, optional
-        Prompts of the trained rank-4 update.
+        Prompts of the trained rank-4 update; those of `tokens` that no run compares weights on when absent.
     """
 
     system: LoopedSystem
@@ -78,6 +78,13 @@ class Context:
     def prompts(self) -> TokenSet:
         """Prompts of the runs that compare weights."""
         return self.tokens.take(0, self.config.n_prompts)
+
+    @cached_property
+    def training(self) -> TokenSet | None:
+        """Prompts to train on, none of which is in `prompts`; None where all are."""
+        measured = self.config.n_prompts
+        rest = self.tokens.take(measured) if len(self.tokens.sequences) > measured else None
+        return self.train or rest
 
     @property
     def n_seeds(self) -> int:

@@ -134,9 +134,10 @@ class Comparison:
         return pooled
 
     def to_json(self) -> dict[str, Any]:
-        """Means over prompts at every step, and the pooled agreement."""
+        """Means over prompts at every step, the pooled agreement, and each prompt's values at the `last` step."""
         out: dict[str, Any] = {
             "steps": list(self.steps),
+            "last": {"output_error": self.output_error[:, -1].tolist()},
             "n_prompts": len(self.positions),
             "n_positions": int(self.positions.sum()),
             "output_error": self.curve("output_error").tolist(),
@@ -150,6 +151,8 @@ class Comparison:
                 "agreement": self.curve("agreement").tolist(),
                 "agreement_pooled": self.pooled_agreement().tolist(),
                 "kl": self.curve("kl").tolist(),
+                "last": out["last"]
+                | {"agreement": self.agreement[:, -1].tolist(), "kl": self.kl[:, -1].tolist()},
             }
         return out
 

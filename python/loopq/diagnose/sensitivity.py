@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 def ablation(
     context: Context, config: LayerConfig, *, parameters: Sequence[SharedParameter] | None = None
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, dict[str, Any]]:
     """Round one layer at a time and measure the change of the output (Li, Table 16).
 
     Parameters
@@ -42,7 +42,8 @@ def ablation(
     dict of str to dict
         For each layer `changed`: share of positions whose top-1 prediction differs, mean over all steps (the last
         alone without a single-step function); `output_error`: relative error of the output, mean over steps;
-        `changed_last`, `kl_last`, `output_error_last`: at the last step. `changed`, `changed_last` and `kl_last`
+        `changed_last`, `kl_last`, `output_error_last`: at the last step; `by_prompt`: the first that there is, of
+        each prompt. `changed`, `changed_last` and `kl_last`
         are None where the output is hidden states.
 
     Notes
@@ -56,9 +57,10 @@ def ablation(
     return {name: _ablated(run) for name, run in found.items()}
 
 
-def _ablated(run: Comparison) -> dict[str, float | None]:
+def _ablated(run: Comparison) -> dict[str, Any]:
     error = run.curve("output_error")
-    out: dict[str, float | None] = {
+    out: dict[str, Any] = {
+        "by_prompt": run.output_error.mean(axis=1).tolist(),
         "changed": None,
         "changed_last": None,
         "kl_last": None,
@@ -68,6 +70,7 @@ def _ablated(run: Comparison) -> dict[str, float | None]:
     if run.matches is not None:
         agreement = run.curve("agreement")
         out |= {
+            "by_prompt": (1.0 - run.agreement.mean(axis=1)).tolist(),
             "changed": float(1.0 - agreement.mean()),
             "changed_last": float(1.0 - agreement[-1]),
             "kl_last": float(run.curve("kl")[-1]),

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -159,14 +160,14 @@ def _hellaswag(path: Path) -> Iterator[Item]:
             yield Item(found.query, found.choices, found.gold)
 
 
-def _gsm8k(test: Path, train: Path) -> Iterator[Item]:
+def _gsm8k(test: Path, train: Path, n_shots: int = _N_SHOTS) -> Iterator[Item]:
     """Each problem behind solved ones, which are drawn as the harness draws them: by its seed, problem by problem."""
     solved = [f"Question: {p.question}\nAnswer: {p.answer}" for p in _records(train, {"question": _Problem})]
-    if len(solved) < _N_SHOTS:
-        raise ConfigError(f"{train}: {len(solved)} solved problems; a prompt has {_N_SHOTS}")
+    if len(solved) < n_shots:
+        raise ConfigError(f"{train}: {len(solved)} solved problems; a prompt has {n_shots}")
     draw = random.Random(_DRAW_SEED)
     for problem in _records(test, {"question": _Problem}):
-        shots = draw.sample(solved, _N_SHOTS)
+        shots = draw.sample(solved, n_shots)
         yield Item("\n\n".join([*shots, f"Question: {problem.question}\nAnswer:"]), (problem.answer,))
 
 
@@ -221,12 +222,15 @@ class Task:
     read: Callable[..., Iterator[Item]]
 
 
+_GSM8K = ("gsm8k/test.jsonl", "gsm8k/train.jsonl")
 TASKS: Mapping[str, Task] = {
     "lambada": Task("lambada_openai 1.0", "last word", ("lambada/lambada_test.jsonl",), _lambada),
     "arc_easy": Task("arc_easy 1.0", "choices", ("arc/arc_easy_test.jsonl",), _arc),
     "arc_challenge": Task("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
     "hellaswag": Task("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
-    "gsm8k": Task("gsm8k 3.0", "number", ("gsm8k/test.jsonl", "gsm8k/train.jsonl"), _gsm8k),
+    "gsm8k": Task("gsm8k 3.0", "number", _GSM8K, _gsm8k),
+    # As Li, App. Q has it; the solved problems hold the chain of thought.
+    "gsm8k_8": Task("gsm8k 3.0, num_fewshot 8", "number", _GSM8K, partial(_gsm8k, n_shots=8)),
     "wikitext": Task("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,11 +25,15 @@ from loopq.run.solving import solve_from
 from loopq.run.source import Layers, ModelSource
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
-from loopq.storage.journal import fingerprint
+from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import model_tensors
 
 # Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
 ADAPTER_DAMPING = 0.1
+# Blocks of the rotation; narrower inputs are cut by what divides them.
+ROTATION = "hadamard:512"
+# What is held against a planted column or channel: small groups, and little weight on step 0.
+CURE_GROUP, CURE_ALPHA = 32, "0.05"
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,25 @@ class Bench:
         How work is carried out.
     n_steps : int, optional
         Depth; the system's default when absent.
+    saved : Journal, optional
+        Where parts of the table that is being made are saved.
     """
 
     source: Source
     settings: BenchSettings
     execution: Execution
     n_steps: int | None = None
+    saved: Journal | None = None
+
+    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Part of a table: read where an earlier run of the same command saved it, else made and saved."""
+        piece = self.saved.find(name) if self.saved else None
+        if piece is not None:
+            return dict(json.loads(piece.facts["found"]))
+        found = make()
+        if self.saved:
+            self.saved.save(name, found=json.dumps(found))
+        return found
 
     @property
     def system(self) -> Any:
@@ -138,6 +156,25 @@ class Bench:
         """Names of the layers that join state and embedding."""
         return tuple(p.name for p in self.collected.job.selection.observed if p.role == "adapter")
 
+    def cures(self) -> dict[str, QuantConfig]:
+        """Variants that undo the harm of what was planted: groups, rotation of those layers, less weight on step 0."""
+        source = self.source
+        if not source.planted:
+            return {}
+        turned = tuple(Override(n, {"rotation": ROTATION}) for n in source.planted_in)
+        small = {"group_size": CURE_GROUP}
+        cures = {
+            f"RTN, groups of {CURE_GROUP}": self.rtn(**small),
+            f"GPTQ, groups of {CURE_GROUP}": self.gptq("all", **small),
+        }
+        # An outlier is in the adapter, which the tables rotate anyway.
+        if source.planted_in != self.adapters:
+            cures["RTN, planted layers rotated"] = self.rtn(*turned)
+            cures["GPTQ, planted layers rotated"] = self.gptq("all", *turned)
+        if source.planted == "spike" and self.depth > 1:
+            cures[f"GPTQ, alpha = {CURE_ALPHA}"] = self.gptq("all", step_weights=f"alpha={CURE_ALPHA}")
+        return cures
+
     def rtn(self, *overrides: Override, **changes: Any) -> QuantConfig:
         """Settings of rounding to nearest, as the paper rounds."""
         return self._config(overrides, {"method": "rtn", "scale_search": "max"} | changes)
@@ -184,6 +221,7 @@ class Bench:
         sizes = {n: sum(q.n_bytes for q in v.values()) for n, v in layers.items()}
         return self.head() | {
             "bytes_per_token": measured[0].bytes_per_token,
+            "cures": [name for name in self.cures() if name in layers],
             "variants": {m.name: _plain(m, sizes.get(m.name)) for m in measured},
         }
 
@@ -198,7 +236,7 @@ class Bench:
 
     def head(self) -> dict[str, Any]:
         """What every result begins with."""
-        return {"model": self.model.name, "n_steps": self.depth, "output": self.system.output}
+        return {"model": self.source.name, "n_steps": self.depth, "output": self.system.output}
 
     def changed(self, **changes: Any) -> Bench:
         """The same model with other settings; Hessians are shared."""

@@ -6,25 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopq.evaluate.stats import (
     Interval,
     bootstrap,
     gap_closed,
+    geometric_mean_ratio,
     mcnemar_exact,
     mean_interval,
     paired_proportion_difference,
     wilson,
 )
 from loopq.paper.shown import Claim, Found, Shown, Table
-from loopq.report.style import SERIES, Picture, canvas, label, line, styled, whole_numbers
+from loopq.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.terminal.table import short
 
 if TYPE_CHECKING:
     from loopq.paper.bench import Bench
     from loopq.run.config import QuantConfig
 
+Values = Sequence[float] | NDArray[np.float64]
 N_RESAMPLES = 10_000
+#: Two mean errors that are closer than this, in nats, change nothing that a reader of text or scores can see.
+RESOLUTION = 1e-4
 FULL = "full precision"
 RTN, ONE, ALL = "RTN", "GPTQ, one step", "GPTQ, all steps"
 TEXT = (
@@ -36,23 +41,72 @@ TEXT = (
 HEADER = ("model", "variant", "KL", "95 %", "agreement", "last token right", "bits per byte", "kB")
 
 
+def without_logits(bench: Bench) -> str | None:
+    """Without logits nothing is predicted, and no text or answer has a likelihood."""
+    return None if bench.system.output == "logits" else "the model has no logits, so it predicts no token"
+
+
+def without_exposed(bench: Bench) -> str | None:
+    """What is compared with the core needs an exposed layer, and its predictions logits."""
+    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
+    why = None if exposed else "no layer is feedback-exposed: each has an identity path around it"
+    return without_logits(bench) or why
+
+
 def three(bench: Bench) -> dict[str, QuantConfig]:
     """Return the variants of Li, Table 2: rounding, GPTQ on step 0, GPTQ on the trajectory."""
     return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}
 
 
-def ratio(found: Found, top: str, bottom: str) -> Interval:
-    """Ratio of the mean KL of two variants, with its paired bootstrap over prompts."""
-    a, b = (found["variants"][name]["kl"] for name in (top, bottom))
-    return bootstrap([a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
+def ratio(top: Values, bottom: Values) -> Interval:
+    """Ratio of two means over the same units, with its paired bootstrap."""
+    return bootstrap([top, bottom], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
+
+
+def closer(model: str, text: str, better: Values, worse: Values, words: str = "KL ratio") -> Claim:
+    """Claim that the first of two errors is smaller, each given by prompt: KL, or a squared relative error."""
+    means = [float(np.mean(values)) for values in (better, worse)]
+    if abs(means[0] - means[1]) < RESOLUTION:
+        numbers = f"{means[0]:.3g} against {means[1]:.3g}"
+        return Claim(model, text, numbers, None, why_open=f"they differ by less than {RESOLUTION:g}")
+    interval = ratio(better, worse)
+    return Claim(model, text, f"{words} {span(interval, 3)}", interval, 1.0, below=True)
+
+
+def higher(model: str, text: str, more: Values, less: Values, what: str = "points of agreement") -> Claim:
+    """Claim that the first of two shares is higher, each given by prompt."""
+    gain = mean_interval(100 * (np.asarray(more) - np.asarray(less)), n_resamples=N_RESAMPLES)
+    return Claim(model, text, f"{gain.estimate:+.1f} {what} [{gain.low:+.1f}, {gain.high:+.1f}]", gain)
+
+
+def most(model: str, text: str, wins: Sequence[bool], of: str = "layers") -> Claim:
+    """Claim that something is so in most layers: Wilson's interval of their share has to exclude a half."""
+    share = wilson(sum(wins), len(wins)) if wins else None
+    return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5)
+
+
+def grown(model: str, text: str, after: Values, before: Values, bound: float = 1.0) -> Claim:
+    """Claim that a count grows by more than a factor, in the geometric mean over the layers' inputs."""
+    interval = geometric_mean_ratio(after, before, n_resamples=N_RESAMPLES)
+    return Claim(model, text, f"{span(interval, 2)} times over {interval.n} inputs", interval, bound)
+
+
+def span(interval: Interval, digits: int) -> str:
+    """Write an interval as text: "0.500 [0.400, 0.600]"."""
+    low, high = (f"{end:.{digits}f}" for end in (interval.low, interval.high))
+    return f"{interval.estimate:.{digits}f} [{low}, {high}]"
 
 
 def below(found: Found, better: str, worse: str, text: str | None = None) -> Claim:
     """Claim that one variant is closer to full precision than another, judged by the interval of the ratio of KL."""
-    interval = ratio(found, better, worse)
-    holds = True if interval.high < 1 else False if interval.low > 1 else None
-    numbers = f"KL ratio {interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-    return Claim(found["model"], text or f"{better} is closer than {worse}", holds, numbers)
+    kl = (found["variants"][name]["kl"] for name in (better, worse))
+    return closer(found["model"], text or f"{better} is closer than {worse}", *kl)
+
+
+def cured(found: Found, harmed: str, kind: str) -> list[Claim]:
+    """Claims that what is held against a planted column or channel helps: of a planted model alone."""
+    names = [n for n in found["variants"] if n in found.get("cures", ()) and n.startswith(kind)]
+    return [below(found, name, harmed) for name in names]
 
 
 def answers(found: Found, better: str, worse: str) -> Claim | None:
@@ -64,10 +118,16 @@ def answers(found: Found, better: str, worse: str) -> Claim | None:
     only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
     p = mcnemar_exact(only_a, only_b)
     gain = paired_proportion_difference(only_a, only_b, len(x), n_resamples=N_RESAMPLES)
-    holds = None if p >= 0.05 else gain.estimate > 0
-    numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
     text = f"{better} gets more last tokens right than {worse}"
-    return Claim(found["model"], text, holds, f"{numbers}, exact McNemar p = {p:.3g}")
+    return paired_shares(found["model"], text, gain, p)
+
+
+def paired_shares(model: str, text: str, gain: Interval, p: float) -> Claim:
+    """Claim that one share of the same answers is larger: the bootstrap has to exclude 0, and McNemar's test."""
+    numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    # The bootstrap of few discordant answers is too narrow; the exact test is not.
+    why = "" if p < 0.05 else "p is not below 0.05"
+    return Claim(model, text, f"{numbers}, exact McNemar p = {p:.3g}", gain, why_open=why)
 
 
 def bits_per_byte(found: Found, name: str) -> list[float] | None:
@@ -113,15 +173,14 @@ def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Pictur
     """Draw the KL of every variant with its interval, a panel for each model."""
     with styled(name):
         longest = max(len(f["variants"]) for f in founds)
-        figure, many = canvas(4.4 * len(founds) + 1.6, 1.2 + 0.34 * longest, len(founds))
-        for axes, found in zip(np.atleast_1d(many), founds, strict=True):
+        figure, many = panels(len(founds), 6.0, 1.2 + 0.34 * longest, across=2)
+        for axes, found in zip(many, founds, strict=True):
             names = [n for n in found["variants"] if n != FULL][::-1]
             spans = [mean_interval(found["variants"][n]["kl"], n_resamples=N_RESAMPLES) for n in names]
             middle = np.array([s.estimate for s in spans])
             reach = np.array([[s.estimate - s.low for s in spans], [s.high - s.estimate for s in spans]])
             axes.errorbar(middle, range(len(names)), xerr=reach, fmt="o", color=SERIES[0][0], capsize=3)
-            axes.set_yticks(range(len(names)), names, fontsize=8)
-            axes.set_xlim(left=0)
+            axes.set_yticks(range(len(names)), names)
             axes.margins(y=0.1)
             what = "KL to full precision [nats]" if found["output"] == "logits" else "squared error [ratio]"
             label(axes, what, "", found["model"])
@@ -129,7 +188,7 @@ def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Pictur
 
 
 def curves(
-    panels: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]],
+    models: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]],
     name: str,
     title: str,
     caption: str,
@@ -138,19 +197,24 @@ def curves(
 ) -> Picture:
     """Draw named series of (x, y), a panel for each model."""
     with styled(name):
-        figure, many = canvas(4.6 * len(panels) + 0.8, 3.4, len(panels))
-        for axes, (heading, series) in zip(np.atleast_1d(many), panels, strict=True):
+        figure, many = panels(len(models))
+        for axes, (heading, series) in zip(many, models, strict=True):
             for index, (text, (x, y)) in enumerate(series.items()):
                 line(axes, index, x, y, text, markevery=0.1 if len(x) > 40 else None)
             if log:
                 axes.set_xscale("log")
                 axes.set_yscale("log")
-            else:
-                axes.set_ylim(bottom=0)
+            elif all(float(x).is_integer() for xs, _ in series.values() for x in xs):
                 whole_numbers(axes.xaxis)
-            if len(series) > 1:
-                axes.legend(loc="best", fontsize=8)
             label(axes, *axes_labels, heading)
+        # One legend for all, where no panel has its curves.
+        handles = {
+            text: drawn
+            for axes in many
+            for drawn, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if len(handles) > 1:
+            figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(len(many), 2))
     return Picture(name, title, caption, figure)
 
 

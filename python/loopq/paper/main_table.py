@@ -154,6 +154,11 @@ def measure_model(
     }
 
 
+def on_grid(found: Mapping[str, Any], bits: int, group: int) -> dict[str, Mapping[str, Any]]:
+    """Variants of one grid, by name."""
+    return {a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (bits, group)}
+
+
 def _calibration_sets(text: TokenSet, n_seeds: int) -> list[TokenSet]:
     each = len(text.sequences) // n_seeds
     if each < 1:

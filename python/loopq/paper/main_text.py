@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import Interval, bootstrap, cluster_rate, gap_closed, mean_interval, student
-from loopq.paper.main_table import ALL, GRIDS, ONE, RTN
-from loopq.paper.shown import Table
+from loopq.evaluate.stats import Interval, cluster_rate, gap_closed, mean_interval, student
+from loopq.paper.compared import closer, ratio
+from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, on_grid
+from loopq.paper.shown import Claim, Table
 
 N_RESAMPLES = 10_000
 Floats = NDArray[np.float64]
@@ -44,22 +45,15 @@ def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
         out["bits_per_byte"] = _interval(bits(np.array(found["full_precision"])))
     grids = []
     for n_bits, group in GRIDS:
-        variants = {
-            a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (n_bits, group)
-        }
+        variants = on_grid(found, n_bits, group)
         rtn = _per_prompt(variants[RTN]["kl"])
         rows = {
             name: _variant(variant, rtn, found["full_precision"], variants[RTN]["nll"], bits)
             for name, variant in variants.items()
         }
-        pairs = {
-            f"{a} / {b}": _ratio(_per_prompt(variants[a]["kl"]), _per_prompt(variants[b]["kl"]))
-            for a, b in ((ALL, RTN), (ALL, ONE), (ONE, RTN))
-        }
-        grids.append(
-            {"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs}
-            | words(pairs, bool(found["looped"]))
-        )
+        claims = comparisons(found["model"], variants)
+        pairs = {name: _json(claim.interval) for name, claim in claims.items() if claim.interval}
+        grids.append({"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs} | words(claims))
     out["grids"] = grids
     out["states"] = _states(found["states"])
     return out
@@ -84,13 +78,6 @@ def _interval(values: Floats) -> dict[str, float]:
     return _json(mean_interval(values, n_resamples=N_RESAMPLES))
 
 
-def _ratio(top: Floats, bottom: Floats) -> dict[str, float]:
-    """Paired prompt bootstrap of a ratio of means."""
-    return _json(
-        bootstrap([top, bottom], lambda a, b, axis: a.mean(axis) / b.mean(axis), n_resamples=N_RESAMPLES)
-    )
-
-
 def _variant(
     variant: Mapping[str, Any],
     rtn: Floats,
@@ -101,13 +88,13 @@ def _variant(
     kl = _per_prompt(variant["kl"])
     by_seed = [float(np.mean(k)) for k in variant["kl"]]
     gaps = [gap_closed(value, float(rtn.mean()), 0.0) for value in by_seed]
-    ratio = _ratio(kl, rtn)
+    left = _json(ratio(kl, rtn))
     out: dict[str, Any] = {
         "n_bytes": variant["n_bytes"],
         "kl": _interval(kl),
         "agreement": _interval(_per_prompt(variant["agreement"])),
         "gap_closed": {
-            "estimate": 1 - ratio["estimate"], "low": 1 - ratio["high"], "high": 1 - ratio["low"]
+            "estimate": 1 - left["estimate"], "low": 1 - left["high"], "high": 1 - left["low"]
         },
         "kl_by_seed": by_seed,
         "gap_closed_by_seed": gaps,
@@ -124,39 +111,42 @@ def _variant(
     return out
 
 
-def words(ratios: Mapping[str, Mapping[str, float]], looped: bool) -> dict[str, Any]:
-    """Decide from ratios of KL with their intervals whether the ordering of Li, Table 2 holds.
+def comparisons(model: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Claim]:
+    """Claims on the KL of one grid's variants (Li, Table 2): each pair of N steps, one step and rounding.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    variants : mapping of str to dict
+        Results of `loopq.paper.main_table` by variant.
+    """
+    kl = {name: _per_prompt(v["kl"]) for name, v in variants.items()}
+    pairs = ((ALL, RTN), (ALL, ONE), (ONE, RTN))
+    return {f"{a} / {b}": closer(model, f"{a} better than {b}", kl[a], kl[b]) for a, b in pairs}
+
+
+def words(claims: Mapping[str, Claim]) -> dict[str, Any]:
+    """Say from `comparisons` whether the ordering of Li, Table 2 holds.
 
     Returns
     -------
     dict
-        `holds`: N steps are better than rounding and than one step, both intervals below 1; None for a model
-        without a loop over depth. `in_words`: the same as a sentence.
+        `holds`: N steps are better than rounding and than one step; False where they are worse than either, None
+        where that is left open. `in_words`: the same as a sentence.
     """
-    if not looped:
-        return {
-            "holds": None,
-            "in_words": "every weight is called once: one step is the whole trajectory, and both variants are the same",
-        }
-    rtn, one, first = (ratios[k] for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}"))
-    found = {}
-    for name, ratio in ((RTN, rtn), (ONE, one)):
-        found[name] = "better" if ratio["high"] < 1 else "worse" if ratio["low"] > 1 else "level"
-    holds = set(found.values()) == {"better"}
+    tell = {True: "better than", False: "worse than", None: "not significantly different from"}
+    found = [claims[f"{ALL} / {other}"].holds for other in (RTN, ONE)]
+    holds = False if False in found else None if None in found else True
     if holds:
         text = "holds: N steps are better than both"
     else:
-        tell = {"better": "better than", "worse": "worse than", "level": "not significantly different from"}
-        parts = [f"{tell[found[name]]} {'rounding' if name == RTN else 'one step'}" for name in (RTN, ONE)]
-        text = f"does not hold: N steps are {parts[0]} and {parts[1]}"
-    one_step = (
-        "worse than"
-        if first["low"] > 1
-        else "better than"
-        if first["high"] < 1
-        else "not significantly different from"
-    )
-    return {"holds": holds, "in_words": f"{text}; one step is {one_step} rounding"}
+        verdict = "is left open" if holds is None else "does not hold"
+        text = f"{verdict}: N steps are {tell[found[0]]} rounding and {tell[found[1]]} one step"
+    return {
+        "holds": holds,
+        "in_words": f"{text}; one step is {tell[claims[f'{ONE} / {RTN}'].holds]} rounding",
+    }
 
 
 def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -212,19 +202,15 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
 
 def headline(record: Mapping[str, Any]) -> list[str]:
     """Lines that say for how many models the ordering holds, and for which it does not."""
-    looped = [m for m in record["models"] if m["looped"]]
     lines = []
     for number, (bits, group) in enumerate(GRIDS):
-        cases = [(m["model"], m["grids"][number]) for m in looped]
+        cases = [(m["model"], m["grids"][number]) for m in record["models"]]
         holding = [name for name, g in cases if g["holds"]]
         lines.append(
             f"INT{bits} g{group}: N steps are better than rounding and than one step on {len(holding)} of {len(cases)} "
-            "looped models."
+            "models."
         )
         lines += [f"  {name}: {g['in_words']}." for name, g in cases if not g["holds"]]
-    flat = [m["model"] for m in record["models"] if not m["looped"]]
-    if flat:
-        lines.append(f"No loop over depth, so both calibrations are the same: {', '.join(flat)}.")
     return lines
 
 
@@ -290,7 +276,7 @@ def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
             m["model"], f"INT{g['bits']} g{g['group_size']}",
-            *(_span(g["ratios"][k], 2) for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")),
+            *(_span(g["ratios"].get(k), 2) for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")),
             g["in_words"],
         )
         for m in models

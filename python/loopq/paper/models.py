@@ -69,6 +69,8 @@ class Source:
         Data folder.
     calibration, text : Path or None
         Texts to calibrate and to measure on; those that ship with loopq when absent.
+    planted, planted_in : str, tuple of str
+        What `loopq.paper.planted` planted, and in which weights; empty for a model as it is.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Source:
     data: Path | None = None
     calibration: Path | None = None
     text: Path | None = None
+    planted: str = ""
+    planted_in: tuple[str, ...] = ()
 
     def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
         """Cut the prompts; each draw has calibration prompts of its own."""
@@ -85,7 +89,7 @@ class Source:
             text = own(self.loaded, "calibration", count, draw)
             held_out = own(self.loaded, "evaluation", sizes.n_evaluation, draw)
         else:
-            text, held_out = (self._phonemes if self.name == PLBERT else self._text)(
+            text, held_out = (self._phonemes if self.name.partition("+")[0] == PLBERT else self._text)(
                 sizes, (draw + 1) * count
             )
             text = _stretch(text, draw, count)

@@ -7,7 +7,7 @@ import html
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from loopq.storage.files import write_json, write_text
 from loopq.storage.journal import Journal, fingerprint
 from loopq.terminal.progress import Progress
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Made:
             "labels": list(self.entry.labels),
             "title": self.entry.title,
             "paper": self.entry.paper,
-            "claims": [vars(c) for c in self.shown.claims],
+            "claims": [c.to_json() for c in self.shown.claims],
             "refused": dict(self.refused),
             "models": list(self.found),
         }
@@ -84,12 +84,14 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
     found, refused = [], {}
     for bench in benches if entry.measure else ():
         journal = Journal(work, fingerprint(FORMAT, loopq.__version__, name, bench.key()))
+        bench.saved = journal
         piece = journal.find(bench.source.name)
         if piece is not None:
             progress.note(f"{name}, {bench.source.name}: read from {work}")
             found.append(json.loads(piece.facts["found"]))
             continue
-        why = entry.refuses(bench)
+        alone = bench.depth == 1 and not entry.one_step
+        why = "the model has one step, so no loop" if alone else entry.refuses(bench)
         if why is None:
             progress.note(f"{name}, {bench.source.name}")
             try:
@@ -150,7 +152,13 @@ def _markdown(made: Made) -> str:
 def _section(made: Made) -> str:
     heading, paper, *lines = made.lines()
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    pictures = "".join(figure_html(p) for p in made.shown.pictures()) if made.shown.tables else ""
+    # What a table says is not said again under a figure.
+    said = {t.text for t in made.shown.tables}
+    drawn = []
+    for picture in made.shown.pictures() if made.shown.tables else ():
+        drawn.append(figure_html(replace(picture, caption="") if picture.caption in said else picture))
+        said.add(picture.caption)
+    pictures = "".join(drawn)
     tables = [
         table(heading, t.header, [["-" if c is None else c for c in row] for row in t.rows], caption=t.text)
         for t in made.shown.tables

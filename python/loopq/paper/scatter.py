@@ -25,8 +25,10 @@ def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
                       label=text, markersize=7)  # fmt: skip
         for p in points:
             axes.annotate(p["name"], (p["gain"], 100 * p["gap_closed"]), xytext=(6, 3),
-                          textcoords="offset points", fontsize=8)  # fmt: skip
+                          textcoords="offset points")  # fmt: skip
         axes.set_xscale("log")
+        for which in ("major", "minor"):
+            getattr(axes.xaxis, f"set_{which}_formatter")("{x:g}")
         axes.legend(loc="best")
         label(axes, "largest rank gain, sum of steps over step 0 [ratio]", "gap to full precision closed [%]")
     caption = (

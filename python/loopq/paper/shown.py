@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import Interval
 from loopq.report.style import Picture
 from loopq.settings.registry import Registry
 from loopq.terminal.table import render
@@ -49,9 +50,16 @@ class Table:
         return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
+#: Prompts, items or layers that an interval needs: fewer resample to themselves.
+MIN_UNITS = 5
+
+
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper, held against what was measured on one model.
+    """One statement of the paper, held against what was measured on one model, by one rule for all.
+
+    It holds where the whole paired interval is on the statement's side of the bound, does not hold where the whole
+    interval is on the other side, and is left open otherwise.
 
     Parameters
     ----------
@@ -59,21 +67,50 @@ class Claim:
         Name of the model.
     text : str
         The statement.
-    holds : bool or None
-        Whether it holds; None where the interval leaves it open.
     found : str
         The measured numbers, with their interval.
+    interval : Interval or None
+        Of what the statement is about, paired over prompts, items or layers; None where there is no such interval.
+    bound : float
+        What the interval has to exclude.
+    below : bool
+        The statement says that the quantity is below the bound, not above it.
+    why_open : str
+        Why no interval could decide it, such as a difference below the resolution.
     """
 
     model: str
     text: str
-    holds: bool | None
     found: str
+    interval: Interval | None
+    bound: float = 0.0
+    below: bool = False
+    why_open: str = ""
+
+    @property
+    def undecided(self) -> str:
+        """Why nothing is decided, apart from the interval; empty where it decides."""
+        if self.why_open or self.interval is None:
+            return self.why_open or "no interval"
+        few = self.interval.n < MIN_UNITS
+        return f"{self.interval.n} units, and an interval needs {MIN_UNITS}" if few else ""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it holds; None where it is left open."""
+        if self.undecided or self.interval is None:
+            return None
+        above, below = self.interval.low > self.bound, self.interval.high < self.bound
+        return (below if self.below else above) if above or below else None
 
     def line(self) -> str:
         """Return the claim as one sentence."""
         word = {True: "holds", False: "does not hold", None: "is left open"}[self.holds]
-        return f"{self.model}: {self.text}: {word} ({self.found})"
+        return f"{self.model}: {self.text}: {word} ({'; '.join(filter(None, (self.found, self.undecided)))})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"model": self.model, "text": self.text, "holds": self.holds, "found": self.found}
 
 
 @dataclass(frozen=True)
@@ -116,6 +153,8 @@ class PaperTable:
         Takes the data of all models, of which there are none where `measure` is None.
     refuses : callable
         Takes a bench; says why its model cannot have this table, or None where it can.
+    one_step : bool
+        A model whose rollout is one step can have it: it is no evidence about loops, so most tables refuse it.
     """
 
     labels: tuple[str, ...]
@@ -124,6 +163,7 @@ class PaperTable:
     measure: Callable[[Bench], dict[str, Any]] | None
     show: Callable[[Sequence[Found]], Shown]
     refuses: Callable[[Bench], str | None] = lambda bench: None
+    one_step: bool = False
 
 
 TABLES: Registry[PaperTable] = Registry("table", "loopq.paper.tables")

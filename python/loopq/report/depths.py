@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.report.markup import Cell, number, page_html, section, table
-from loopq.report.style import Picture, canvas, label, line, styled, whole_numbers
+from loopq.report.style import Picture, label, line, panels, styled, whole_numbers
 from loopq.storage.files import write_text
 
 
@@ -54,9 +54,9 @@ def write_depths(
 
 def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture:
     with styled("depths"):
-        figure, panels = canvas(9.6, 3.2, 3)
+        figure, many = panels(3)
         names_of = list(dict.fromkeys(row["name"] for row in rows))
-        for axes, key, name in zip(panels, ("kl", "agreement", "tokens_per_second"), names, strict=True):
+        for axes, key, name in zip(many, ("kl", "agreement", "tokens_per_second"), names, strict=True):
             scale = 100.0 if "%" in name else 1.0
             for index, weights in enumerate(names_of):
                 own = [row for row in rows if row["name"] == weights and row[key] is not None]
@@ -65,7 +65,7 @@ def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture
                     line(axes, index, depths, values, weights)
             whole_numbers(axes.xaxis)
             label(axes, "loops [number]", name if "[" in name else f"{name} [number]")
-        (panels[-1] if panels[-1].lines else panels[0]).legend()
+        (many[-1] if many[-1].lines else many[0]).legend()
     return Picture(
         "depths", "By the number of loops", "Left: lower is better; others: higher is better.", figure
     )

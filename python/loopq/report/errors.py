@@ -63,7 +63,7 @@ def _measured(errors: Mapping[str, Any]) -> str:
         before = f"{name}: " if len(maps) > 1 else ""
         parts += [
             listed([before + line for line in _reading(found)]),
-            '<div class="figures">',
+            '<div class="maps">',
             heat_map(f"{before}Error as it arrives", _short(found["moved"]), shades["moved"]),
             heat_map(f"{before}Added by the weight itself", _short(found["own"]), shades["own"]),
             "</div>",

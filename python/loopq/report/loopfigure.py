@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loopq.lazy import require
-from loopq.report.style import ALARM, INK, MAP, Picture, canvas, label, short_name, short_names, styled
+from loopq.report.style import ALARM, INK, MAP, SMALL, Picture, canvas, label, short_name, short_names, styled
 
 _NAMED_COLUMNS = 8
 
@@ -131,11 +131,11 @@ def _draw_column(
         if named:
             text = short[layer["name"]] if len(column) > 1 else name
             plate = {"facecolor": face, "edgecolor": "none", "pad": 1.0} if exposed else None
-            axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=8, color=ink, bbox=plate)
+            axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=SMALL, color=ink, bbox=plate)
     if named and len(column) > 1:
         # The block's number and the name before it; the rest of the path is the same for all.
         title = ".".join(name.split(".")[-2:])
-        axes.text(x, top + 0.12, title, ha="center", va="bottom", fontsize=8.5, fontweight="bold")
+        axes.text(x, top + 0.12, title, ha="center", va="bottom", fontsize=SMALL, fontweight="bold")
 
 
 def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows: int) -> None:
@@ -153,13 +153,13 @@ def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows:
         [last + 1.0, last + 1.0, -1.0, -1.0], [middle, back, back, middle], color="black", lw=1.3, ls="--"
     )
     axes.annotate("", ((last - 0.2) / 2, back), ((last + 0.2) / 2, back), arrowprops=arrow)
-    axes.text(last / 2, back - 0.15, "fed back: the next step starts here", ha="center", va="top", fontsize=9)
+    axes.text(last / 2, back - 0.15, "fed back: the next step starts here", ha="center", va="top")
     for x, column in enumerate(columns):
         if all(layer["exposed"] for layer in column):
             if len(columns) <= _NAMED_COLUMNS:
                 axes.text(
                     x, (rows + len(column)) / 2 + 0.12, "no identity path",
-                    ha="center", va="bottom", fontsize=8.5, fontweight="bold",
+                    ha="center", va="bottom", fontweight="bold",
                 )  # fmt: skip
             continue
         height = rows + 0.75

@@ -15,9 +15,6 @@ from loopq.report.style import Picture
 
 #: Shades of a heat map, h0 to h6 in page.css, and the most columns that fit a sheet of paper.
 _N_SHADES, _N_COLUMNS = 7, 24
-#: Columns of a map that has room for another beside it.
-_N_NARROW = 10
-_WIDE = ("loop", "ranks", "spectra", "rollout", "feedback")
 
 
 def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None = None) -> str:
@@ -224,16 +221,16 @@ def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Sha
         f"<thead><tr><th scope=col>step</th>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
     )
     readout = '<p class="readout action" aria-hidden="true">Point at a number, or use the arrow keys.</p>'
-    css = "map wide" if len(steps) > _N_NARROW else "map"
-    return f'<figure class="{css}">{scroll(title, inner)}{shades.legend()}{readout}</figure>'
+    return f'<figure class="map">{scroll(title, inner)}{shades.legend()}{readout}</figure>'
 
 
 def figure_html(picture: Picture) -> str:
     """Return a figure with its title and caption as HTML."""
-    wide = ' class="wide"' if picture.name in _WIDE else ""
+    wide = ' class="wide"' if picture.wide else ""
+    said = f"<figcaption>{html.escape(picture.caption)}</figcaption>" if picture.caption else ""
     return (
         f'<figure id="figure-{picture.name}"{wide}><h3>{html.escape(picture.title)}</h3>'
-        f'<div class="plot">{picture.svg()}</div><figcaption>{html.escape(picture.caption)}</figcaption></figure>'
+        f'<div class="plot">{picture.svg()}</div>{said}</figure>'
     )
 
 

@@ -28,11 +28,22 @@ INK = "#111111"
 # Lightness changes evenly, so that the map survives printing in grey; dark is high.
 MAP = "cividis_r"
 
+#: Size of letters inside cells and boxes, in points; all others have that of the style.
+SMALL = 8
+#: Panels in a row.
+ACROSS = 3
+# Inches of the wider of the two columns of a page.
+_COLUMN = 6.3
+
 _RC = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
+    # One size for all letters: they are at least 9 pixels on a screen of 1,100.
     "font.size": 10,
-    "axes.titlesize": 11,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
     "axes.titleweight": "bold",
     "axes.grid": True,
     "grid.alpha": 0.25,
@@ -40,7 +51,7 @@ _RC = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10,
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
     "hatch.linewidth": 0.8,
@@ -67,6 +78,11 @@ class Picture:
     title: str
     caption: str
     figure: Any
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs the whole width of the page, not one of two columns."""
+        return float(self.figure.get_size_inches()[0]) > _COLUMN
 
     def svg(self) -> str:
         """The figure as an SVG element whose ids are unique on the page."""
@@ -99,11 +115,23 @@ def styled(salt: str) -> Iterator[None]:
         yield
 
 
-def canvas(width: float, height: float, n_columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure of the given size in inches and its axes, one or a row of several."""
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure of the given size in inches and its axes."""
+    figure, (axes,) = panels(1, width, height)
+    return figure, axes
+
+
+def panels(n: int, width: float = 4.0, height: float = 3.4, across: int = ACROSS) -> tuple[Any, list[Any]]:
+    """Return a figure with n axes of the given size in inches each, so many in a row."""
+    columns = min(n, across)
+    rows = -(-n // columns)
     figure_module = require("matplotlib.figure")
-    figure = figure_module.Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, n_columns)
+    figure = figure_module.Figure(figsize=(columns * width, rows * height), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.1)
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in every[n:]:
+        spare.remove()
+    return figure, every[:n]
 
 
 def label(axes: Any, x: str, y: str, title: str = "") -> None:

@@ -154,3 +154,17 @@ def test_contraction_bound_holds_on_a_linear_loop():
 def test_a_system_without_steps_cannot_be_continued():
     with pytest.raises(ConfigError, match="blind-toy"):
         displacement.displacement(Context(BlindSystem(LinearLoop()), tokens(), 8), {})
+
+
+def test_one_step_predicts_the_displacement_of_a_linear_loop():
+    system = LinearSystem(LinearLoop(radius=0.3))
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
+    data = tokens(n_prompts=2)
+    found = displacement.predicted(Context(system, data, 60), new)
+    jq = system.model.jacobian(new["adapter.weight"])
+    for row in found:
+        # The loop is linear, so the prediction is exact, and the bound is one.
+        assert row["linear"] == pytest.approx(row["measured"], rel=1e-4)
+        assert row["modulus"] == pytest.approx(np.linalg.norm(jq, 2), rel=1e-2)
+        assert row["measured"] <= row["bound"] * (1 + 1e-6)
+        assert row["bound"] == pytest.approx(row["defect"] / (1 - row["modulus"]))

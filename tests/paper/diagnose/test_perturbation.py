@@ -5,13 +5,16 @@ import pytest
 import torch
 
 from loopq.diagnose import weights
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnose import perturbation
+from loopq.paper.diagnose.sections import perturbation as section
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
 INT4 = LayerConfig.of(bits=4, group_size=-1)
+GROUPED = LayerConfig.of(bits=4, group_size=4)
 
 
 @pytest.fixture
@@ -87,6 +90,7 @@ def test_perturbation_study_compares_places_at_one_norm(system):
     found = perturbation.perturbation_study(
         Context(system, tokens(), 4, rounder=numpy_rounder, train=tokens(seed=5)),
         INT4,
+        GROUPED,
         seeds=(0, 1),
         n_updates=3,
     )
@@ -97,9 +101,51 @@ def test_perturbation_study_compares_places_at_one_norm(system):
     assert all(0 <= r["agreement"] <= 1 for r in found["rows"])
     with pytest.raises(ConfigError, match="needs an exposed layer"):
         perturbation.perturbation_study(
-            Context(BlindSystem(LinearLoop()), tokens(), 4, rounder=numpy_rounder), INT4
+            Context(BlindSystem(LinearLoop()), tokens(), 4, rounder=numpy_rounder), INT4, GROUPED
         )
     with pytest.raises(ConfigError, match="single-step"):
         perturbation.trained_low_rank(Context(BlindSystem(LinearLoop()), tokens(), 4), ["core.weight"], 1.0)
     with pytest.raises(ConfigError, match="name shared parameters"):
         perturbation.trained_low_rank(Context(system, tokens(), 4), ["head.weight"], 1.0)
+
+
+def test_noise_lies_in_its_place_and_has_the_output_error_of_groups(system, monkeypatch):
+    given = {}
+    run = perturbation.run_variants
+
+    def watch(context, variants, **options):
+        given.update(variants)
+        return run(context, variants, **options)
+
+    monkeypatch.setattr(perturbation, "run_variants", watch)
+    context = Context(system, tokens(), 4, rounder=numpy_rounder)
+    perturbation.perturbation_study(context, INT4, GROUPED, seeds=(0,))
+    parameters = {p.name: p for p in context.parameters}
+    for place, name in (("exposed", "adapter.weight"), ("core", "core.weight")):
+        (changed,) = given[f"output-matched noise/{place}/0"].items()
+        assert changed[0] == name
+        plain = weights.weight_of(system, parameters[name])
+        errors = {c: numpy_rounder(plain, c) - plain for c in (INT4, GROUPED)}
+        x = np.random.default_rng(0).normal(size=(5 * 64, plain.shape[1]))
+        sizes = {c: np.linalg.norm(x @ e.T) for c, e in errors.items()}
+        assert abs(sizes[INT4] / sizes[GROUPED] - 1) > 0.05, "the roundings do not differ here"
+        assert np.linalg.norm(x @ (changed[1] - plain).T) == pytest.approx(sizes[GROUPED], rel=0.02)
+        assert set(given[f"random rank 4/{place}/0"]) == {name}
+
+
+def test_a_diagnosis_trains_on_no_prompt_that_it_measures(system, monkeypatch):
+    seen = {}
+
+    def study(context, *args, **options):
+        seen.update(measured=context.tokens.sequences, trained=context.train)
+        return {}
+
+    monkeypatch.setattr(section, "perturbation_study", study)
+    config = DiagnoseConfig(n_prompts=2)
+    section.perturbations(Context(system, tokens(n_prompts=5), 4, config))
+    ids = {id(s) for s in seen["measured"]}
+    assert len(ids) == 2
+    assert len(seen["trained"].sequences) == 3
+    assert not ids & {id(s) for s in seen["trained"].sequences}
+    section.perturbations(Context(system, tokens(n_prompts=2), 4, config))
+    assert seen["trained"] is None

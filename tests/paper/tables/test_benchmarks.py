@@ -12,19 +12,22 @@ from loopq.paper import run
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN
 from loopq.paper.models import open_source
+from loopq.paper.tables import benchmarks
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL
 
 
 @pytest.mark.slow
-def test_tasks_are_scored_on_the_same_items(tmp_path: Path) -> None:
+def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, lines in {
         "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,
-        "arc/arc_challenge_test.jsonl": [{"query": "Question: Two?", "choices": ["one", "two"], "gold": 1}]
-        * 2,
+        **dict.fromkeys(
+            ("arc/arc_easy_test.jsonl", "arc/arc_challenge_test.jsonl"),
+            [{"query": "Question: Two?", "choices": ["one", "two"], "gold": 1}] * 2,
+        ),
     }.items():
-        (tmp_path / place).parent.mkdir()
+        (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / place).write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "hellaswag").mkdir()
     with lzma.open(tmp_path / "hellaswag" / "hellaswag_val.jsonl.xz", "wt") as out:
@@ -32,11 +35,18 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path) -> None:
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was a long day . \n")
     one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1, batch_size=4))
-    made = run.make("benchmarks", [one], None, Silent())
+    scored = []
+    plain = benchmarks.score
+    monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
+    made = run.make("benchmarks", [one], tmp_path / "work", Silent())
     assert not made.refused
     rows = made.shown.tables[0].rows
     assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
-    assert len(made.shown.claims) == 8
+    assert len(made.shown.claims) == 10
+    # Of a run that was killed every variant's score on a task is there already.
+    assert len(scored) == 5 * 5
+    assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
+    assert "eight solved problems" in run.make("gsm8k", [one], None, Silent()).refused["huginn_small"]
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:

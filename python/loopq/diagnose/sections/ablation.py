@@ -20,7 +20,7 @@ def ablation(context: Context) -> dict[str, Any]:
     tokens = context.tokens.take(0, config.n_ablation_prompts)
     chosen = quantizable(context.parameters)
 
-    def rounded_alone(group_size: int) -> dict[str, dict[str, float | None]]:
+    def rounded_alone(group_size: int) -> dict[str, dict[str, Any]]:
         return sensitivity.ablation(context.on(tokens), config.layer(group_size), parameters=chosen)
 
     found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)

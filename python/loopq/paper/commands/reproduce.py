@@ -23,6 +23,8 @@ from loopq.terminal.table import render
 
 _WORK = Path(".cache") / "reproduce"
 ALL = "all"
+# Prompts on which the channel is chosen where something is planted.
+_N_PLANT = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +62,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=_WORK,
         metavar="DIR",
         help="keep each model's results here; what is there is not run again (default %(default)s)",
+    )
+    parser.add_argument(
+        "--plant",
+        choices=("outlier", "spike", "token"),
+        help="measure each model a second time with a loud weight column in the exposed layer, or a loud MLP channel "
+        "at step 0 or at the first token, none of which changes the output",
     )
     add_settings(parser, BenchSettings)
     add_loading(parser)
@@ -102,7 +110,8 @@ def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress
     from loopq import zoo
     from loopq.calibrate.plbert import PLBERT, data_folder
     from loopq.paper.bench import Bench, BenchSettings
-    from loopq.paper.models import open_source
+    from loopq.paper.models import Sizes, open_source
+    from loopq.paper.planted import plant
     from loopq.paper.shown import TABLES
 
     if all(TABLES.get(name).measure is None for name in tables):
@@ -113,8 +122,15 @@ def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress
         raise ConfigError(f"a model is named twice: {', '.join(names)}")
     settings = BenchSettings().changed(**given(args, BenchSettings))
     how = execution(args, progress=progress)
-    sources = [open_source(n, data, args.calibration, args.text, **loading(args)) for n in names]
-    return [Bench(source, settings, how, args.n_steps) for source in sources]
+    benches = []
+    for name in names:
+        for kind in (None, args.plant) if args.plant else (None,):
+            source = open_source(name, data, args.calibration, args.text, **loading(args))
+            if kind:
+                tokens = source.prompts(Sizes(_N_PLANT, 1, 1, settings.seq_len)).calibration
+                source = plant(source, kind, tokens, how)
+            benches.append(Bench(source, settings, how, args.n_steps))
+    return benches
 
 
 COMMANDS.register("reproduce")(

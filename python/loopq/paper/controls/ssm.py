@@ -334,7 +334,7 @@ class AlphaPoint:
     """One row of the identity-injection sweep: medians over prompts and seeds at the last token.
 
     With alpha > 0 slow channels grow without bound, and the absolute error with them, while the relative error
-    settles; read `relative` beside `absolute` and `norm`.
+    settles; read `relative` beside `absolute` and `norm`. `by_prompt`: relative error, mean over seeds.
     """
 
     alpha: float
@@ -342,6 +342,7 @@ class AlphaPoint:
     relative: float
     norm: float
     largest_multiplier: float
+    by_prompt: list[float]
 
 
 def identity_sweep(
@@ -349,7 +350,7 @@ def identity_sweep(
     error_norm: float,
     alphas: Sequence[float] = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     seeds: Sequence[int] = (0, 1, 2),
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of a given norm (Li, Table 21).
 
     Parameters
@@ -384,6 +385,7 @@ def identity_sweep(
                 float(np.median([r.relative[-1] for r in runs])),
                 float(np.median([r.norm[-1] for r in runs])),
                 float(max(scan.decay().max() for scan in scans) + alpha),
+                np.reshape([r.relative[-1] for r in runs], (len(scans), -1)).mean(axis=1).tolist(),
             )
         )
     return [asdict(point) for point in out]

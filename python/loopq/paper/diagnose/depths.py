@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from loopq.diagnose.context import Context
 from loopq.diagnose.rollouts import run_variants
 from loopq.diagnose.weights import quantizable, rounded
@@ -27,17 +29,16 @@ def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) ->
     Returns
     -------
     list of dict
-        `depth`, and `agreement`, `kl` and `output_error` after the last step of that depth.
+        `depth`; after the last step of that depth `agreement`, `kl` (with logits) and `output_error`; in `last` the
+        same by prompt.
     """
     rows = []
     for depth in depths:
         deep = replace(context, n_steps=depth)
         changed = rounded(context.system, quantizable(deep.parameters), config, context.rounder)
         runs = run_variants(deep, {"changed": changed}, read=(depth,), label=f"depth {depth}")
-        found = runs["changed"].to_json()
-        rows.append({"depth": depth} | {k: _last(found[k]) for k in ("agreement", "kl", "output_error")})
+        last = runs["changed"].to_json()["last"]
+        rows.append(
+            {"depth": depth, "last": last} | {k: float(np.mean(values)) for k, values in last.items()}
+        )
     return rows
-
-
-def _last(values: list[float] | None) -> float | None:
-    return None if values is None else values[-1]

@@ -13,6 +13,8 @@ from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import replaced
+from loopq.paper.diagnose.spectral import spectral_norm
+from loopq.paper.diagnose.stepmap import StepMap, final_state, promoted
 
 if TYPE_CHECKING:
     from loopq.diagnose.context import Context
@@ -121,6 +123,60 @@ def _one_batch(
     distance = torch.stack([(a - b).norm(dim=1) for a, b in zip(other, reference, strict=True)], 1)
     norm = torch.stack([a.norm(dim=1) for a in reference], 1)
     return distance.cpu().numpy(), norm.cpu().numpy()
+
+
+def predicted(context: Context, weights: Weights) -> list[dict[str, float | None]]:
+    """Predict the displacement of each prompt from one step at the unchanged loop's final state s (Li, App. H).
+
+    Returns
+    -------
+    list of dict
+        For each prompt `measured`: ||s^q - s|| after as many further updates as the depth, m; `defect`: delta =
+        F^q(s) - F(s) in norm; `linear`: ||sum_(j < m) J^j delta||, J the Jacobian of F^q at s, which tends to
+        ||(I - J)^-1 delta||; `modulus`: ||J||_2; `bound`: ||delta|| / (1 - modulus), None where that is not below 1.
+    """
+    torch = require("torch")
+    system, n_steps = context.system, context.n_steps
+    measured = displacement(context, weights).distance[:, -1].tolist()
+    last = max(system.n_updates(n_steps) - 1, 0)
+    out: list[dict[str, float | None]] = []
+    for batch, distance in zip(context.tokens.batches(1, context.execution.seed), measured, strict=True):
+        with promoted(system.model):
+            embedding, state = final_state(system, batch, n_steps)
+            step = StepMap(system, embedding, last, n_steps)
+            with torch.no_grad():
+                before = step(state)
+            with replaced(system, as_stored(system, weights, n_steps)):
+                with torch.no_grad():
+                    delta = step(state) - before
+                times, _ = step.products(state)
+                pull = step.transposed(state)
+                total, moved = delta, delta
+                for _ in range(n_steps - 1):
+                    moved = times(moved)
+                    total = total + moved
+                modulus = _norm(times, pull, state)
+        defect = float(delta.norm())
+        bound = contraction_bound(defect, modulus) if modulus < 1 else None
+        linear = float(total.norm())
+        out.append(
+            {"measured": distance, "defect": defect, "linear": linear, "modulus": modulus, "bound": bound}
+        )
+    return out
+
+
+def _norm(times: Any, pull: Any, state: Any) -> float:
+    """||J||_2 by products with J and J^T."""
+    torch = require("torch")
+
+    def flat(function: Any) -> Any:
+        def product(v: Floats) -> Floats:
+            out: Floats = function(torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
+            return out.reshape(-1)
+
+        return product
+
+    return spectral_norm(flat(times), flat(pull), state.numel(), tol=1e-3)
 
 
 def contraction_bound(per_step: float, modulus: float) -> float:

@@ -204,6 +204,7 @@ def locations(parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
 def perturbation_study(
     context: Context,
     config: LayerConfig,
+    grouped: LayerConfig,
     *,
     rank: int = 4,
     seeds: Sequence[int] = (0, 1, 2),
@@ -219,6 +220,8 @@ def perturbation_study(
         seed 0.
     config : LayerConfig
         Rounding whose error at the exposed layers sets the norm of the rank-k updates.
+    grouped : LayerConfig
+        Rounding whose output error, of each layer by itself, the Gaussian noise has.
     rank : int
         Rank of the updates.
     seeds : sequence of int
@@ -240,7 +243,9 @@ def perturbation_study(
             f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
         )
     plain = {name: weight_of(system, parameters[name]) for names in where.values() for name in names}
-    changed = rounded(system, [parameters[name] for name in plain], config, context.rounder)
+    changed, target = (
+        rounded(system, [parameters[name] for name in plain], c, context.rounder) for c in (config, grouped)
+    )
     errors = {name: changed[name].astype(np.float64) - plain[name] for name in where["exposed"]}
     size = float(np.sqrt(sum(np.sum(e**2) for e in errors.values())))
     updates: dict[tuple[str, str, int], Updates] = {}
@@ -249,7 +254,7 @@ def perturbation_study(
             shapes = {n: plain[n].shape for n in names}
             updates[f"random rank {rank}", place, seed] = random_low_rank(shapes, size, rank, seed)
             updates["output-matched noise", place, seed] = {
-                n: output_matched_noise(plain[n], changed[n], seed=seed)[0] for n in names[:1]
+                n: output_matched_noise(plain[n], target[n], seed=seed)[0] for n in names[:1]
             }
         if train is not None and system.has_steps and system.output == "logits":
             updates[f"trained rank {rank}", place, seeds[0]] = trained_low_rank(
@@ -271,6 +276,7 @@ def perturbation_study(
                 "norm": float(np.sqrt(sum(np.sum(d**2) for d in update.values()))),
                 "agreement": found["agreement"][-1] if found["agreement"] else None,
                 "output_error": found["output_error"][-1],
+                "last": found["last"],
             }
         )
     return {"norm": size, "locations": where, "rows": rows}

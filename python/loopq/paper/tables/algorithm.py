@@ -10,8 +10,8 @@ import numpy as np
 from loopq.diagnose.proxy import step_proxies
 from loopq.diagnose.weights import weight_of
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, ONE, RTN, three
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.compared import ALL, ONE, RTN, most, three
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.report.style import short_names
 
 TITLE = "Trajectory calibration, layer by layer"
@@ -48,25 +48,10 @@ def show(founds: Sequence[Found]) -> Shown:
             ]
             rows.append((found["model"], short[name], str(la["steps"]), *cells))
         looped = [n for n, la in layers.items() if la["steps"] > 1]
-        wins = sum(total[n][ALL] < total[n][ONE] for n in looped)
-        text = "over the trajectory its solution loses less than that of one step"
-        made.append(
-            Claim(
-                found["model"],
-                text,
-                wins == len(looped) if looped else None,
-                f"{wins} of {len(looped)} layers",
-            )
-        )
-        wins = sum(total[n][ALL] < total[n][RTN] for n in layers)
-        made.append(
-            Claim(
-                found["model"],
-                "and less than rounding",
-                wins == len(layers),
-                f"{wins} of {len(layers)} layers",
-            )
-        )
+        for other, text in ((ONE, "that of one step"), (RTN, "rounding")):
+            wins = [total[n][ALL] < total[n][other] for n in looped]
+            text = f"over the trajectory its solution loses less than {text} in most layers"
+            made.append(most(found["model"], text, wins))
     text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
     header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
     return Shown([Table(TITLE, text, header, tuple(rows))], made)

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.evaluate.stats import bootstrap
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, N_RESAMPLES, ONE, RTN, below, show_variants
+from loopq.paper.compared import ALL, N_RESAMPLES, ONE, RTN, below, show_variants, span
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 
 LAST = "GPTQ, last step"
@@ -42,10 +42,10 @@ def _steps_matter_less(found: Found) -> Claim:
     )
     numbers = (
         f"largest over smallest KL {_spread(kl[:3], 0):.3f} for AWQ, {_spread(kl[3:], 0):.3f} for GPTQ, ratio "
-        f"{interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+        + span(interval, 3)
     )
-    holds = True if interval.high < 1 else False if interval.low > 1 else None
-    return Claim(found["model"], "the step of calibration matters less to AWQ than to GPTQ", holds, numbers)
+    text = "the step of calibration matters less to AWQ than to GPTQ"
+    return Claim(found["model"], text, numbers, interval, 1.0, below=True)
 
 
 def claims(found: Found) -> list[Claim | None]:
@@ -58,11 +58,6 @@ def claims(found: Found) -> list[Claim | None]:
     ]
 
 
-def refuses(bench: Bench) -> str | None:
-    """One step has no other to compare with."""
-    return None if bench.depth > 1 else "the model has one step"
-
-
 TABLES.register("awq")(
     PaperTable(
         ("Table 13",),
@@ -71,6 +66,5 @@ TABLES.register("awq")(
         "14.65, 14.65.",
         measure,
         show_variants("awq", TITLE, "Distance to full precision by the steps of calibration.", claims),
-        refuses,
     )
 )

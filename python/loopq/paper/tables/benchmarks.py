@@ -3,53 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.items import read_items
+from loopq.evaluate.items import Item, read_items
+from loopq.evaluate.requests import longest_input
 from loopq.evaluate.tasks import Metric, score
 from loopq.models.replace import replaced
-from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, three
+from loopq.paper.bench import ROTATION, Bench
+from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
-from loopq.paper.tables.components import ROTATION, TURNED
+from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
 
-TITLE = "Tasks: ARC-C, HellaSwag, LAMBADA, WikiText-2"
-#: Tasks of choices and of a last word, and the metric that stands for each.
+TITLE = "Tasks: ARC, HellaSwag, LAMBADA, WikiText-2"
+PROBLEMS = "Problems of GSM8K behind eight solved ones"
+#: The metric that stands for each task.
 METRICS = {
+    "arc_easy": "acc_norm",
     "arc_challenge": "acc_norm",
     "hellaswag": "acc_norm",
     "lambada": "acc",
     "wikitext": "word_perplexity",
+    "gsm8k_8": "exact_match,strict-match",
 }
-WIKITEXT = "wikitext"
-CHOICES = tuple(task for task in METRICS if task != WIKITEXT)
+WIKITEXT, GSM8K = "wikitext", "gsm8k_8"
+TASKS = tuple(task for task in METRICS if task != GSM8K)
 # An article has hundreds of windows: a tenth of the items of a task of choices.
 ARTICLES = 10
+# Tokens of eight solved problems and one more, about.
+N_PROBLEM = 1024
 
 
-def measure(bench: Bench) -> dict[str, Any]:
-    """Score every variant on the same items of every task."""
+def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
+    """Score every variant on the same items of every task; the scores of a variant on a task are saved as they come."""
     data, n = bench.source.data, bench.settings.n_evaluation
     assert data is not None
-    limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in METRICS}
+    limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in tasks}
     items = {task: read_items(task, data, limit) for task, limit in limits.items()}
     variants: dict[str, Any] = {FULL: {}} | {name: bench.solve(c) for name, c in three(bench).items()}
     if bench.adapters:
         turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)
         variants[TURNED] = bench.solve(bench.gptq("all", *turned))
     out: dict[str, Any] = {}
-    for name, layers in variants.items():
-        weights = {k: q.in_model_orientation() for k, q in layers.items()}
-        with replaced(bench.system, weights):
+    for number, (name, layers) in enumerate(variants.items()):
+        with replaced(bench.system, {k: q.in_model_orientation() for k, q in layers.items()}):
             for task, chosen in items.items():
-                made = score(bench.source.loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
-                metric = made[METRICS[task]]
-                sizes = None if metric.sizes is None else metric.sizes.tolist()
-                out.setdefault(name, {})[task] = {"values": metric.values.tolist(), "sizes": sizes}
+                scored = partial(_score, bench, task, chosen)
+                part = f"{bench.source.name} {task} {number}"
+                out.setdefault(name, {})[task] = bench.once(part, scored)
     return bench.head() | {"variants": out}
+
+
+def measure_problems(bench: Bench) -> dict[str, Any]:
+    """Score every variant on the same problems."""
+    return measure(bench, (GSM8K,))
+
+
+def _score(bench: Bench, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
+    made = score(bench.source.loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
+    metric = made[METRICS[task]]
+    sizes = None if metric.sizes is None else metric.sizes.tolist()
+    return {"values": metric.values.tolist(), "sizes": sizes}
 
 
 def refuses(bench: Bench) -> str | None:
@@ -59,48 +76,61 @@ def refuses(bench: Bench) -> str | None:
     return None if bench.source.data else "tasks need a data folder: give --data DIR or set LOOPQ_DATA"
 
 
+def _refuses_problems(bench: Bench) -> str | None:
+    reads = longest_input(bench.source.loaded)
+    if reads < N_PROBLEM:
+        return f"eight solved problems have about {N_PROBLEM} tokens, and the model reads {reads}"
+    return refuses(bench)
+
+
 def _metric(found: Found, variant: str, task: str) -> Metric:
     made = found["variants"][variant][task]
     sizes = None if made["sizes"] is None else np.array(made["sizes"])
     return Metric(METRICS[task], np.array(made["values"]), sizes)
 
 
+def _tasks(found: Found) -> list[str]:
+    return list(found["variants"][FULL])
+
+
 def _claims(found: Found) -> list[Claim]:
     made = []
     for other in (RTN, ONE):
-        a, b = (_metric(found, name, WIKITEXT) for name in (ALL, other))
-        ratio, _ = a.change(b)
-        holds = True if ratio.high < 1 else False if ratio.low > 1 else None
-        numbers = (
-            f"word perplexity {a.value:.4g} against {b.value:.4g}, ratio {ratio.estimate:.3f} "
-            f"[{ratio.low:.3f}, {ratio.high:.3f}], {a.values.size} articles"
-        )
-        made.append(Claim(found["model"], f"WikiText-2: {ALL} is better than {other}", holds, numbers))
-        for task in CHOICES:
+        for task in _tasks(found):
             x, y = (_metric(found, name, task) for name in (ALL, other))
-            _, p = x.change(y)
-            assert p is not None
-            numbers = f"{100 * x.value:.1f} against {100 * y.value:.1f} %, exact McNemar p = {p:.3g}"
-            better = None if p >= 0.05 else x.value > y.value
-            made.append(Claim(found["model"], f"{task}: {ALL} is better than {other}", better, numbers))
+            change, p = x.change(y)
+            text = f"{task}: {ALL} is better than {other}"
+            if p is not None:
+                made.append(paired_shares(found["model"], text, change, p))
+                continue
+            numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
+            made.append(Claim(found["model"], text, numbers, change, 1.0, below=True))
     return made
+
+
+def _cell(metric: Metric) -> str:
+    i = metric.interval()
+    if metric.sizes is not None:
+        return f"{metric.value:.4g}"
+    return f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]"
 
 
 def show(founds: Sequence[Found]) -> Shown:
     """Accuracy with Wilson intervals, and word perplexity."""
-    rows = []
-    for found in founds:
-        for name in found["variants"]:
-            ends = [_metric(found, name, task).interval() for task in CHOICES]
-            cells = [f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]" for i in ends]
-            rows.append((found["model"], name, *cells, f"{_metric(found, name, WIKITEXT).value:.4g}"))
+    tasks = _tasks(founds[0])
+    rows = [
+        (found["model"], name, *(_cell(_metric(found, name, task)) for task in tasks))
+        for found in founds
+        for name in found["variants"]
+    ]
     text = (
-        "Zero-shot, prompts and scores of lm-evaluation-harness: ARC-C and HellaSwag by the likelihood per character "
-        "(acc_norm), LAMBADA by the greedy last word; word perplexity of WikiText-2 by article, windows as long as the "
-        "model reads. 95 %: Wilson intervals. Li, Table 9 also has GSM8K: `loopq evaluate --tasks gsm8k`."
+        "Prompts and scores of lm-evaluation-harness: ARC and HellaSwag by the likelihood per character (acc_norm), "
+        "LAMBADA by the greedy last word; word perplexity of WikiText-2 by article; "
+        "GSM8K by the number behind ####. 95 %: Wilson intervals."
     )
-    header = ("model", "variant", *CHOICES, "WikiText-2")
-    return Shown([Table(TITLE, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])
+    title = PROBLEMS if tasks == [GSM8K] else TITLE
+    header = ("model", "variant", *tasks)
+    return Shown([Table(title, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])
 
 
 TABLES.register("benchmarks")(
@@ -113,5 +143,16 @@ TABLES.register("benchmarks")(
         measure,
         show,
         refuses,
+    )
+)
+TABLES.register("gsm8k")(
+    PaperTable(
+        ("Section 6.1",),
+        PROBLEMS,
+        "GSM8K strict, 1,319 problems, eight shots: Huginn 34.9, 27.9, 26.9, 35.0 %, R-Llama 50.2, 39.5, 40.3, 45.3 % "
+        "for full precision, rounding, one step, trajectory.",
+        measure_problems,
+        show,
+        _refuses_problems,
     )
 )

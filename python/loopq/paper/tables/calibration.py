@@ -58,5 +58,6 @@ TABLES.register("calibration")(
         "50 questions of GSM8K or 128 windows of WikiText-2; damping of 1 %, 10 % for the adapter; no act-order.",
         measure,
         show,
+        one_step=True,
     )
 )

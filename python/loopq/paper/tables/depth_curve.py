@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.compared import curves
+from loopq.paper.compared import closer, curves, higher, without_logits
 from loopq.paper.diagnose.depths import depth_curve
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.terminal.table import short
 
 TITLE = "Agreement and KL by the number of recurrences"
@@ -21,17 +21,6 @@ def measure(bench: Bench) -> dict[str, Any]:
     return bench.head() | {"rows": rows}
 
 
-def refuses(bench: Bench) -> str | None:
-    """Without logits there is no agreement, and one depth is no curve."""
-    if bench.depth == 1:
-        return "the model has one step"
-    return (
-        None
-        if bench.system.output == "logits"
-        else "the model has no logits, so no predicted token to compare"
-    )
-
-
 def show(founds: Sequence[Found]) -> Shown:
     """One row for each depth."""
     rows, made = [], []
@@ -41,9 +30,10 @@ def show(founds: Sequence[Found]) -> Shown:
             (found["model"], str(r["depth"]), f"{100 * r['agreement']:.1f} %", short(r["kl"])) for r in depths
         ]
         first, last = depths[0], depths[-1]
-        numbers = f"KL {first['kl']:.3g} at depth {first['depth']}, {last['kl']:.3g} at depth {last['depth']}"
-        text = "a deeper rollout is closer to full precision of the same depth"
-        made.append(Claim(found["model"], text, last["kl"] < first["kl"], numbers))
+        text = f"at depth {last['depth']} rounding changes fewer predictions than at depth {first['depth']}"
+        made.append(higher(found["model"], text, last["last"]["agreement"], first["last"]["agreement"]))
+        text = f"at depth {last['depth']} its KL is smaller than at depth {first['depth']}"
+        made.append(closer(found["model"], text, last["last"]["kl"], first["last"]["kl"]))
     text = "All weights of the loop rounded with one scale per row; full precision runs at the same depth."
     header = ("model", "recurrences", "agreement", "KL")
 
@@ -69,6 +59,6 @@ TABLES.register("depth-curve")(
         "0.93: a loop with identity paths forgives the error.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

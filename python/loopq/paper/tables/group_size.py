@@ -7,8 +7,8 @@ from typing import Any
 
 from loopq.diagnose.sections.groups import groups
 from loopq.paper.bench import Bench
-from loopq.paper.compared import curves
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.compared import closer, curves, without_logits
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Group size of rounding"
 
@@ -17,15 +17,6 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Round the whole loop at each group size and compare at every step."""
     tokens = bench.model.evaluation
     return bench.head() | groups(bench.context(n_prompts=len(tokens.sequences)))
-
-
-def refuses(bench: Bench) -> str | None:
-    """Without logits there is no agreement."""
-    return (
-        None
-        if bench.system.output == "logits"
-        else "the model has no logits, so no predicted token to compare"
-    )
 
 
 def _name(size: int) -> str:
@@ -45,10 +36,10 @@ def show(founds: Sequence[Found]) -> Shown:
             rows.append((found["model"], _name(r["group_size"]), *cells, f"{r['kl'][-1]:.3g}"))
         series = {_name(r["group_size"]): (r["steps"], [100 * v for v in r["agreement"]]) for r in sizes}
         panels.append((found["model"], series))
-        last = {r["group_size"]: r["kl"][-1] for r in sizes}
-        numbers = ", ".join(f"{_name(g)} {kl:.3g}" for g, kl in last.items())
-        worst = max(last, key=lambda g: float(last[g])) == -1
-        made.append(Claim(found["model"], "one scale per row is the worst", worst, f"KL {numbers}"))
+        grouped = max((r for r in sizes if r["group_size"] != -1), key=lambda r: float(r["kl"][-1]))
+        row = next(r for r in sizes if r["group_size"] == -1)
+        text = f"the worst group size, {grouped['group_size']}, is closer than one scale per row"
+        made.append(closer(found["model"], text, grouped["last"]["kl"], row["last"]["kl"]))
     text = "Top-1 agreement with full precision, the whole loop rounded; initial states are paired."
     header = ("model", "group size", "early", "later", "last", "KL, last")
 
@@ -66,6 +57,6 @@ TABLES.register("group-size")(
         "Huginn after 32 steps: 88.4, 87.5, 86.5, 83.9 % for groups of 32 to 256, 7.6 % with one scale per row.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

@@ -8,11 +8,12 @@ from typing import Any
 from loopq.diagnose.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
 from loopq.diagnose.rollouts import run_variants
 from loopq.evaluate.stats import mean_interval
-from loopq.paper.bench import Bench
-from loopq.paper.compared import N_RESAMPLES, curves
+from loopq.paper.bench import CURE_GROUP, Bench
+from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
+GROUPED = f"groups of {CURE_GROUP}"
 WORDS = {
     "none": "none (other initial state)",
     EXPOSED: "exposed layers",
@@ -25,26 +26,21 @@ WORDS = {
 def measure(bench: Bench) -> dict[str, Any]:
     """Compare every step's prediction with full precision, from the same initial state and from another one."""
     context = bench.context()
-    config = context.config.layer(-1)
-    weights = injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
     found = {}
-    for pairing, other in (("paired", None), ("unpaired", bench.execution.seed + 1)):
-        runs = run_variants(context, weights, variant_seed=other)
-        found[pairing] = {
-            name: run.to_json() | {"per_prompt": [r[-1] for r in run.agreement.tolist()]}
-            for name, run in runs.items()
-        }
-        if not bench.system.state_is_random:
-            break
+
+    def weights(group_size: int) -> dict[str, Any]:
+        config = context.config.layer(group_size)
+        return injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
+
+    kinds = [("paired", -1, None), ("unpaired", -1, bench.execution.seed + 1)]
+    if bench.source.planted:
+        kinds.insert(1, (GROUPED, CURE_GROUP, None))
+    for pairing, group_size, other in kinds:
+        if other is not None and not bench.system.state_is_random:
+            continue
+        runs = run_variants(context, weights(group_size), variant_seed=other)
+        found[pairing] = {name: run.to_json() for name, run in runs.items()}
     return bench.head() | {"runs": found}
-
-
-def refuses(bench: Bench) -> str | None:
-    """Agreement needs logits, and the comparison an exposed layer."""
-    if bench.system.output != "logits":
-        return "the model has no logits, so no predicted token to compare"
-    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
-    return None if exposed else "no layer is feedback-exposed: each has an identity path around it"
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -53,7 +49,7 @@ def show(founds: Sequence[Found]) -> Shown:
     for found in founds:
         for pairing, runs in found["runs"].items():
             for name, run in runs.items():
-                end = mean_interval(run["per_prompt"], n_resamples=N_RESAMPLES)
+                end = mean_interval(run["last"]["agreement"], n_resamples=N_RESAMPLES)
                 rows.append(
                     (
                         found["model"], pairing, WORDS[name], f"{100 * run['agreement'][0]:.1f} %",
@@ -66,6 +62,9 @@ def show(founds: Sequence[Found]) -> Shown:
             WORDS[n]: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items() if n != "none"
         }
         panels.append((found["model"], series))
+        if GROUPED in found["runs"]:
+            ends = (r[EXPOSED]["last"]["agreement"] for r in (found["runs"][GROUPED], runs))
+            made.append(higher(found["model"], f"{GROUPED} undo the damage in {WORDS[EXPOSED]}", *ends))
         made += [_claim(found["model"], runs, CORE, EXPOSED), _claim(found["model"], runs, GAUSSIAN, EXPOSED)]
     text = (
         "Top-1 agreement with full precision, mean over prompts. Paired runs start from the state of full precision, "
@@ -82,15 +81,8 @@ def show(founds: Sequence[Found]) -> Shown:
 
 
 def _claim(model: str, runs: Any, better: str, worse: str) -> Claim:
-    pairs = zip(runs[better]["per_prompt"], runs[worse]["per_prompt"], strict=True)
-    gain = mean_interval([a - b for a, b in pairs], n_resamples=N_RESAMPLES)
-    holds = True if gain.low > 0 else False if gain.high < 0 else None
-    numbers = (
-        f"{100 * gain.estimate:+.1f} points of agreement [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-    )
-    return Claim(
-        model, f"damage of rounding in {WORDS[worse]} is larger than in {WORDS[better]}", holds, numbers
-    )
+    text = f"damage of rounding in {WORDS[worse]} is larger than in {WORDS[better]}"
+    return higher(model, text, *(runs[name]["last"]["agreement"] for name in (better, worse)))
 
 
 TABLES.register("injection")(
@@ -101,6 +93,6 @@ TABLES.register("injection")(
         "another initial state 98.9 %. R-Llama: adapter 49.1 %, core 74.8 %, both 34.6 %.",
         measure,
         show,
-        refuses,
+        without_exposed,
     )
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from loopq.evaluate.stats import Interval, wilson
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three
+from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three, without_logits
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Wilson intervals of the scores"
@@ -30,11 +30,6 @@ def measure(bench: Bench) -> dict[str, Any]:
     return bench.measure(three(bench))
 
 
-def refuses(bench: Bench) -> str | None:
-    """Without logits nothing is answered."""
-    return None if bench.system.output == "logits" else "the model has no logits, so it predicts no token"
-
-
 def _cells(i: Interval) -> tuple[str, str]:
     return f"{100 * i.estimate:.1f} %", f"[{100 * i.low:.1f}, {100 * i.high:.1f}]"
 
@@ -46,16 +41,16 @@ def show(founds: Sequence[Found]) -> Shown:
         interval = wilson(hits, N_PAPER)
         rows.append((f"{model} (paper)", name, f"{hits} of {N_PAPER}", *_cells(interval)))
         same += f"{100 * interval.low:.1f}, {100 * interval.high:.1f}" == printed
-    made = [
-        Claim("paper", "its intervals come out of its counts", same == len(PAPER), f"{same} of {len(PAPER)}")
-    ]
+    made: list[Claim] = []
     for found in founds:
         for name, v in found["variants"].items():
             hits, n = int(sum(v["answered"])), len(v["answered"])
             rows.append((found["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
         made += [c for c in (answers(found, ALL, RTN), answers(found, ALL, ONE)) if c is not None]
     text = "Correct answers of GSM8K (paper), prompts whose last token is predicted (models); 95 % Wilson intervals."
-    return Shown([Table(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))], made)
+    table = Table(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
+    line = f"Of the paper's intervals {same} of {len(PAPER)} come out of its counts."
+    return Shown([table], made, lines=[line])
 
 
 TABLES.register("intervals")(
@@ -66,6 +61,6 @@ TABLES.register("intervals")(
         "rounding, one step, trajectory.",
         measure,
         show,
-        refuses,
+        without_logits,
     )
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from loopq.diagnose.survey import diagnose
 from loopq.paper.bench import Bench
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.report.loopfigure import draw
 from loopq.report.style import short_names
 
@@ -24,7 +24,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def show(founds: Sequence[Found]) -> Shown:
     """One drawing for each model."""
-    rows, made = [], []
+    rows, lines = [], []
     for found in founds:
         layers = found["drawing"]["layers"]
         short = short_names([layer["name"] for layer in layers])
@@ -35,11 +35,7 @@ def show(founds: Sequence[Found]) -> Shown:
             cells = (shape, layer["role"], str(layer["invocations"]), path)
             rows.append((found["model"], short[layer["name"]], *cells))
         numbers = ", ".join(short[n] for n in exposed) or "none"
-        made.append(
-            Claim(
-                found["model"], "a layer stands in the loop without an identity path", bool(exposed), numbers
-            )
-        )
+        lines.append(f"{found['model']}: layers in the loop without an identity path: {numbers}.")
     text = "Layers of one step, in order; calls: times that a rollout runs the layer."
     header = ("model", "layer", "shape", "role", "calls", "identity path")
 
@@ -47,7 +43,7 @@ def show(founds: Sequence[Found]) -> Shown:
         drawn = [(f["model"], draw(f["drawing"])) for f in founds]
         return [dataclasses.replace(p, name=f"loop-{i}", title=n) for i, (n, p) in enumerate(drawn)]
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([Table(TITLE, text, header, tuple(rows))], (), pictures, lines)
 
 
 TABLES.register("loop")(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from loopq.paper import main_table, main_text
 from loopq.paper.bench import Bench
 from loopq.paper.main_table import ALL, ONE, RTN
 from loopq.paper.scatter import gain_scatter
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown
 
 
 def measure(bench: Bench) -> dict[str, Any]:
@@ -28,19 +29,22 @@ def show(founds: Sequence[Found]) -> Shown:
     """Tables, sentences and the scatter of `loopq.paper.main_text`."""
     record = main_text.summarize(founds)
     made, points = [], []
-    for model in record["models"]:
-        for grid in model["grids"]:
-            r = grid["ratios"][f"{ALL} / {RTN}"]
-            numbers = f"KL ratio to rounding {r['estimate']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
-            text = f"INT{grid['bits']} g{grid['group_size']}: N steps are better than rounding and one step"
-            made.append(Claim(model["model"], text, grid["holds"], f"{numbers}; {grid['in_words']}"))
+    for found, model in zip(founds, record["models"], strict=True):
+        for bits, group in main_table.GRIDS:
+            claims = main_text.comparisons(found["model"], main_table.on_grid(found, bits, group))
+            made += [
+                dataclasses.replace(
+                    claims[f"{ALL} / {other}"], text=f"INT{bits} g{group}: {ALL} better than {other}"
+                )
+                for other in (RTN, ONE)
+            ]
         grid = model["grids"][0]
         points.append(
             {
                 "name": model["model"],
                 "gain": max(layer["gain"] or 1.0 for layer in model["ranks"]["layers"]),
                 "gap_closed": grid["variants"][ALL]["gap_closed"]["estimate"],
-                "one_step_better": grid["ratios"][f"{ONE} / {RTN}"]["estimate"] < 1,
+                "one_step_better": grid["variants"][ONE]["gap_closed"]["estimate"] > 0,
             }
         )
     return Shown(main_text.tables(record), made, lambda: [gain_scatter(points)], main_text.headline(record))

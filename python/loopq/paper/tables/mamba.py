@@ -9,10 +9,10 @@ import numpy as np
 
 from loopq.errors import SystemContractError
 from loopq.paper.bench import Bench
-from loopq.paper.compared import curves
+from loopq.paper.compared import closer, curves, higher
 from loopq.paper.controls import ssm
 from loopq.paper.controls.rounding import round_signed
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Errors in a selective scan"
 # Li, App. N: 5 prompts, and token positions 8 and 32 of the growth.
@@ -26,8 +26,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     layer = len(mixers) // 2
     prompts = [s.tolist() for s in bench.model.evaluation.take(0, N_PROMPTS).sequences]
     study = ssm.component_study(model, prompts, [layer], seeds=(0,), early_late=EARLY_LATE)
-    a_log = mixers[0].A_log.detach().double().cpu().numpy()
-    norm = float(np.linalg.norm(round_signed(a_log, 4, a_log.shape[1]) - a_log))
+    weight = mixers[0].A_log.detach().double().cpu().numpy()
+    norm = float(np.linalg.norm(round_signed(weight, 4, weight.shape[1]) - weight))
     scans = [ssm.capture(model, layer, ids) for ids in prompts]
     components = [
         {k: row[k] for k in ("component", "perturbation", "growth", "error_norm")}
@@ -36,7 +36,11 @@ def measure(bench: Bench) -> dict[str, Any]:
         for row in study
     ]
     sweep = ssm.identity_sweep(scans, norm)
-    return bench.head() | {"layer": layer, "norm": norm, "components": components, "alphas": sweep}
+    a_log = next(row for row in study if (row["component"], row["perturbation"]) == ("A_log", "int4"))
+    growth = [[p["relative"][token] for p in a_log["prompts"]] for token in EARLY_LATE]
+    return bench.head() | {
+        "layer": layer, "norm": norm, "components": components, "alphas": sweep, "growth": growth
+    }  # fmt: skip
 
 
 def refuses(bench: Bench) -> str | None:
@@ -50,7 +54,7 @@ def refuses(bench: Bench) -> str | None:
 
 def show(founds: Sequence[Found]) -> Shown:
     """Growth by component; relative error, absolute error and size of the state by the identity term."""
-    parts, sweep, made, panels = [], [], [], []
+    parts, sweep, made, panels, lines = [], [], [], [], []
     for found in founds:
         for row in found["components"]:
             growth = None if row["growth"] is None else f"{row['growth']:.2f}x"
@@ -62,18 +66,16 @@ def show(founds: Sequence[Found]) -> Shown:
             sizes = (f"{p['absolute']:.3g}", f"{p['norm']:.3g}", f"{p['largest_multiplier']:.2f}")
             sweep.append((found["model"], f"{p['alpha']:.2f}", f"{p['relative']:.3f}", change, *sizes))
         by = {r["component"]: r for r in found["components"] if r["perturbation"] == "int4"}
-        numbers = f"{by['A_log']['start']:.2g} at token 0, {by['A_log']['late']:.2g} at token {EARLY_LATE[1]}"
-        grows = by["A_log"]["late"] > by["A_log"]["start"] == 0
-        made.append(Claim(found["model"], "the error of A_log starts at 0 and grows", grows, numbers))
-        still = by["out_proj"]["late"] == 0
-        made.append(Claim(found["model"], "out_proj moves no state", still, f"{by['out_proj']['late']:.2g}"))
-        last = found["alphas"][-1]
-        numbers = (
-            f"relative error {base:.3f} to {last['relative']:.3f}, absolute {found['alphas'][0]['absolute']:.3g} to "
-            f"{last['absolute']:.3g}"
+        lines.append(
+            f"{found['model']}: error by A_log at token 0: {by['A_log']['start']:.2g}; by out_proj at token "
+            f"{EARLY_LATE[1]}: {by['out_proj']['late']:.2g}."
         )
+        text = f"the error by A_log grows from token {EARLY_LATE[0]} to {EARLY_LATE[1]}"
+        early_late = found["growth"]
+        made.append(higher(found["model"], text, early_late[1], early_late[0], "percent of the state"))
+        first, last = found["alphas"][0]["by_prompt"], found["alphas"][-1]["by_prompt"]
         text = "an identity term lowers the relative error"
-        made.append(Claim(found["model"], text, last["relative"] < base, numbers))
+        made.append(closer(found["model"], text, last, first, "error ratio"))
         curve = [(p["alpha"], p["relative"]) for p in found["alphas"]]
         series: Any = {"relative error": tuple(zip(*curve, strict=True))}
         panels.append((found["model"], series))
@@ -101,7 +103,7 @@ def show(founds: Sequence[Found]) -> Shown:
             )
         ]
 
-    return Shown([one, two], made, pictures)
+    return Shown([one, two], made, pictures, lines)
 
 
 TABLES.register("mamba")(
@@ -114,5 +116,6 @@ TABLES.register("mamba")(
         measure,
         show,
         refuses,
+        one_step=True,
     )
 )

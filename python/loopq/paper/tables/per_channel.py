@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopq.paper.bench import Bench
-from loopq.paper.compared import answers, below, show_variants
+from loopq.paper.bench import ROTATION, Bench
+from loopq.paper.compared import answers, below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
-from loopq.paper.tables.components import ROTATION, refuses
+from loopq.paper.tables.components import refuses
 from loopq.quantizers.config import Override
 
 PLAIN, TURNED, CALIBRATED = "RTN", "RTN, adapter rotated", "GPTQ, all steps, adapter rotated"
@@ -19,7 +19,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     row = bench.changed(group_size=-1)
     turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)
     return row.measure(
-        {PLAIN: row.rtn(), TURNED: row.rtn(*turned), CALIBRATED: row.gptq("all", *turned)},
+        {PLAIN: row.rtn(), TURNED: row.rtn(*turned), CALIBRATED: row.gptq("all", *turned)} | row.cures(),
     )
 
 
@@ -29,6 +29,7 @@ def claims(found: Found) -> list[Claim | None]:
         below(found, TURNED, PLAIN),
         below(found, CALIBRATED, TURNED),
         answers(found, CALIBRATED, PLAIN),
+        *cured(found, PLAIN, "RTN, "),
     ]
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from loopq.paper.bench import Bench
+from loopq.paper.compared import higher, without_exposed
 from loopq.paper.diagnose.sections.perturbation import perturbations
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Perturbations other than rounding"
 
@@ -19,37 +20,30 @@ def measure(bench: Bench) -> dict[str, Any]:
     return bench.head() | perturbations(bench.context())
 
 
-def refuses(bench: Bench) -> str | None:
-    """The comparison needs an exposed layer, logits, and a state to train through."""
-    if bench.system.output != "logits":
-        return "the model has no logits, so no predicted token to compare"
-    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
-    return None if exposed else "no layer is feedback-exposed: each has an identity path around it"
-
-
 def show(founds: Sequence[Found]) -> Shown:
     """Agreement by kind and place, mean over seeds."""
     rows, made = [], []
     for found in founds:
         kinds = dict.fromkeys(r["perturbation"] for r in found["rows"])
         for kind in kinds:
-            mean = {
-                place: float(
-                    np.mean(
-                        [
-                            r["agreement"]
-                            for r in found["rows"]
-                            if (r["perturbation"], r["location"]) == (kind, place)
-                        ]
-                    )
+            # By prompt, mean over seeds.
+            same = {
+                place: np.mean(
+                    [
+                        r["last"]["agreement"]
+                        for r in found["rows"]
+                        if (r["perturbation"], r["location"]) == (kind, place)
+                    ],
+                    axis=0,
                 )
                 for place in ("exposed", "core")
             }
-            gap = 100 * (mean["core"] - mean["exposed"])
-            cells = (f"{100 * mean['exposed']:.1f} %", f"{100 * mean['core']:.1f} %", f"{gap:+.1f}")
+            mean = {place: 100 * float(values.mean()) for place, values in same.items()}
+            gap = mean["core"] - mean["exposed"]
+            cells = (f"{mean['exposed']:.1f} %", f"{mean['core']:.1f} %", f"{gap:+.1f}")
             rows.append((found["model"], kind, *cells))
             text = f"{kind}: the adapter suffers more than the core"
-            made.append(Claim(found["model"], text, gap > 0, f"{gap:+.1f} points"))
+            made.append(higher(found["model"], text, same["core"], same["exposed"]))
     text = "Top-1 agreement with full precision after all steps; rank-4 updates have one norm at both places."
     header = ("model", "perturbation", "adapter", "core", "core - adapter [points]")
     return Shown([Table(TITLE, text, header, tuple(rows))], made)
@@ -63,6 +57,6 @@ TABLES.register("perturbation")(
         "Gaussian noise of matched output error 89.3 and 96.5 %.",
         measure,
         show,
-        refuses,
+        without_exposed,
     )
 )

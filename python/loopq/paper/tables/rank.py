@@ -7,8 +7,8 @@ from typing import Any
 
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
-from loopq.paper.compared import curves
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.compared import curves, grown
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.report.style import short_names
 
 TITLE = "Rank of each layer's input, step by step"
@@ -51,10 +51,9 @@ def show(founds: Sequence[Found]) -> Shown:
         panels.append(
             (found["model"], {short[n]: (range(len(s)), s) for n in chosen if (s := layers[n]["per_step"])})
         )
-        top = layers[order[0]]
-        text = "a later step has more directions than step 0 over the same positions"
-        numbers = f"{short[order[0]]}: {top['per_step'][0]} at step 0, {max(top['per_step'])} at most"
-        made.append(Claim(found["model"], text, max(top["per_step"]) > top["per_step"][0], numbers))
+        text = "the last step has more directions than step 0 over the same positions"
+        steps = [layer["per_step"] for layer in layers.values() if len(layer["per_step"]) > 1]
+        made.append(grown(found["model"], text, [s[-1] for s in steps], [s[0] for s in steps]))
     text = f"Eigenvalues of H_t above {FOCAL:g} of the largest; gain: rank of the sum over that of step 0."
     title = "Rank by step"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, ONE, RTN, closed, ratio, three
+from loopq.paper.compared import ALL, ONE, RTN, below, closed, grown, three
 from loopq.paper.main_table import rank_survey
 from loopq.paper.scatter import gain_scatter
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Rank survey and recovery"
 HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one step against RTN", "gap closed")
@@ -25,16 +25,15 @@ def _row(found: Found) -> dict[str, Any]:
     layers = {layer["layer"]: layer for layer in found["ranks"]["layers"]}
     low = layers[found["ranks"]["bottleneck"]]
     top = max(layers.values(), key=lambda layer: layer["gain"] or 0.0)
-    against = ratio(found, ONE, RTN)
-    word = "better" if against.high < 1 else "worse" if against.low > 1 else "level"
+    one_step = below(found, ONE, RTN)
     return {
         "name": found["model"],
         "bottleneck": low["class"],
         "step0": low["first"] / low["n_inputs"],
         "gain": top["gain"] or 1.0,
         "gain_of": top["class"],
-        "one_step": word,
-        "one_step_better": against.estimate < 1,
+        "one_step": {True: "better", False: "worse", None: "level"}[one_step.holds],
+        "one_step_better": closed(found, ONE) > 0,
         "gap_closed": closed(found, ALL),
     }
 
@@ -50,11 +49,11 @@ def show(founds: Sequence[Found]) -> Shown:
         for p in points
     )  # fmt: skip
     made = []
-    for p in points:
-        text = "some layer's rank at least doubles over the trajectory"
-        made.append(Claim(p["name"], text, p["gain"] >= 2, f"largest gain {p['gain']:.2f}x"))
-        text = "trajectory calibration closes part of the gap"
-        made.append(Claim(p["name"], text, p["gap_closed"] > 0, f"{100 * p['gap_closed']:.0f} % of the KL"))
+    for found in founds:
+        gains = [layer["gain"] for layer in found["ranks"]["layers"] if layer["gain"] is not None]
+        text = "the inputs' ranks at least double over the trajectory"
+        made.append(grown(found["model"], text, gains, [1.0] * len(gains), 2.0))
+        made.append(below(found, ALL, RTN, "trajectory calibration closes part of the gap"))
     text = (
         "Bottleneck: the layers' input with the lowest rank at step 0 over its width; gain: rank of the sum of all "
         "steps over that of step 0; gap closed: share of the KL of rounding that trajectory calibration removes."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.compared import below, show_variants
+from loopq.paper.compared import below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.paper.tables.components import refuses
 from loopq.quantizers.config import Override
@@ -23,7 +23,7 @@ def measure(bench: Bench) -> dict[str, Any]:
         turned = tuple(Override(n, {"rotation": kind}) for n in bench.adapters)
         variants[f"INT4 GPTQ, {name}"] = row.gptq("all", *turned, bits=4)
         variants[f"INT8 RTN, {name}"] = row.rtn(*turned, bits=8)
-    return row.measure(variants)
+    return row.measure(variants | row.cures())
 
 
 def claims(found: Found) -> list[Claim | None]:
@@ -32,6 +32,7 @@ def claims(found: Found) -> list[Claim | None]:
     return [
         *(below(found, name, NONE) for name in names),
         below(found, names[0], names[2], "Hadamard is closer than random"),
+        *cured(found, NONE, "GPTQ, "),
     ]
 
 

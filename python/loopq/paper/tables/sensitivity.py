@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from loopq.diagnose.sections.ablation import ablation
+from loopq.evaluate.stats import Interval
 from loopq.paper.bench import Bench
+from loopq.paper.compared import higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.report.style import short_names
 
@@ -17,6 +21,14 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Round each layer alone; measure random-direction gain and Hessian trace."""
     found = bench.head() | ablation(bench.context())
     return found | {"exposed": [p.name for p in bench.system.shared_parameters(bench.depth) if p.exposed]}
+
+
+def _fisher(rho: float, n: int) -> Interval:
+    """95 % interval of a rank correlation by Fisher's transformation, variance 1.06 / (n - 3)."""
+    half = 1.96 * float(np.sqrt(1.06 / max(n - 3, 1)))
+    middle = np.arctanh(np.clip(rho, -1 + 1e-9, 1 - 1e-9))
+    low, high = (float(end) for end in np.tanh([middle - half, middle + half]))
+    return Interval(rho, low, high, 0.95, "Fisher's transformation", n)
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -36,14 +48,15 @@ def show(founds: Sequence[Found]) -> Shown:
         rho = found["table"]["spearman"]["random-direction gain"]
         if rho is not None:
             text = "the gain of random directions does not rank the layers as their damage does"
-            made.append(Claim(found["model"], text, rho < 0.5, f"Spearman correlation {rho:+.2f}"))
+            interval = _fisher(rho, len(places))
+            numbers = f"Spearman correlation {rho:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+            made.append(Claim(found["model"], text, numbers, interval, 0.5, below=True))
+        alone = {name: layer["per_channel"] for name, layer in found["layers"].items()}
         for name in found["exposed"]:
-            p = places[name]
-            numbers = (
-                f"place {p['ablation']} of {len(places)} in groups, {p['ablation per channel']} per channel"
-            )
-            text = f"{short[name]} does the most damage when rounded alone per channel"
-            made.append(Claim(found["model"], text, p["ablation per channel"] == 1, numbers))
+            next_worst = max((n for n in alone if n != name), key=lambda n: float(alone[n][key]))
+            text = f"{short[name]} does more damage than any other layer when rounded alone per channel"
+            pair = (alone[name]["by_prompt"], alone[next_worst]["by_prompt"])
+            made.append(higher(found["model"], text, *pair, f"points beyond {short[next_worst]}"))
     text = (
         "Damage: share of predictions that change (of models without logits: error of the output) when this layer "
         "alone is rounded, mean over steps; the other columns are places, 1 for the most sensitive."

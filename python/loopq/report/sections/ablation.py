@@ -39,9 +39,8 @@ def ablations(d: Diagnosis) -> Picture | None:
                 xytext=(7, 0),
                 textcoords="offset points",
                 va="center",
-                fontsize=7.5,
             )
-        axes.set_yticks(range(len(order)), [short[n] for n in order], fontsize=8)
+        axes.set_yticks(range(len(order)), [short[n] for n in order])
         axes.margins(x=0.25)
         axes.grid(axis="y", visible=False)
         what = "predictions changed [%]" if logits else "output error [%]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from loopq.report.sections import FIGURES, Diagnosis, Part, in_legend_order
-from loopq.report.style import Picture, canvas, label, line, styled
+from loopq.report.style import Picture, label, line, panels, styled
 
 
 def feedback(d: Diagnosis) -> Picture | None:
@@ -15,8 +15,8 @@ def feedback(d: Diagnosis) -> Picture | None:
         return None
     settings = found["settings"]
     with styled("feedback"):
-        figure, many = canvas(4.6 * len(settings) + 0.6, 3.5, len(settings))
-        for axes, (setting, curves) in zip(np.atleast_1d(many), in_legend_order(settings), strict=True):
+        figure, many = panels(len(settings))
+        for axes, (setting, curves) in zip(many, in_legend_order(settings), strict=True):
             for i, (columns, curve) in enumerate(in_legend_order(curves)):
                 ratio = curve["ratio"]
                 text = columns + (f": x{ratio['estimate']:.2f}" if ratio else "")

@@ -6,7 +6,7 @@ import numpy as np
 
 from loopq.report.markup import Cell, described, number, percent_cell
 from loopq.report.sections import FIGURES, TABLES, Diagnosis, Part
-from loopq.report.style import Picture, canvas, label, line, styled, whole_numbers
+from loopq.report.style import Picture, label, line, panels, styled, whole_numbers
 
 VARIANT_NAMES = {
     "none": "none",
@@ -28,8 +28,8 @@ def rollout_error(d: Diagnosis) -> Picture | None:
         return None
     logits = next(iter(paired.values()))["agreement"] is not None
     with styled("rollout"):
-        figure, many = canvas(10.5 if logits else 6.0, 3.6, 2 if logits else 1)
-        left, *right = np.atleast_1d(many)
+        figure, many = panels(2 if logits else 1, 5.6, 3.6)
+        left, *right = many
         for i, (name, run) in enumerate((n, paired[n]) for n in VARIANT_NAMES if n in paired and n != "none"):
             error = run["state_error"] or run["output_error"]
             line(left, i, range(1, len(error) + 1), 100 * np.array(error), VARIANT_NAMES[name])
@@ -41,7 +41,7 @@ def rollout_error(d: Diagnosis) -> Picture | None:
         for axes in right:
             label(axes, _STEP, "same top-1 prediction [% of positions]")
             axes.set_ylim(0, 102)
-        for axes in np.atleast_1d(many):
+        for axes in many:
             whole_numbers(axes.xaxis)
     settings = found["per channel"]["settings"]
     caption = (

@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from loopq.report.sections import FIGURES, Diagnosis, Part, in_legend_order
-from loopq.report.style import INK, MAP, Picture, canvas, label, line, short_names, styled, whole_numbers
+from loopq.report.style import (
+    INK,
+    MAP,
+    SMALL,
+    Picture,
+    canvas,
+    label,
+    line,
+    panels,
+    short_names,
+    styled,
+    whole_numbers,
+)
 
 
 def rank_map(d: Diagnosis) -> Picture | None:
@@ -29,14 +41,14 @@ def rank_map(d: Diagnosis) -> Picture | None:
         figure, axes = canvas(min(13.0, 4.5 + 0.5 * len(steps)), max(3.4, 1.5 + 0.3 * len(names)))
         image = axes.imshow(table, aspect="auto", cmap=MAP, vmin=0, vmax=100)
         axes.set_xticks(range(len(steps) + 1), [*map(str, steps), "sum"])
-        axes.set_yticks(range(len(names)), [short[n] for n in names], fontsize=8)
+        axes.set_yticks(range(len(names)), [short[n] for n in names])
         axes.axvline(len(steps) - 0.5, color="#808080", linewidth=2)
         axes.grid(False)
         if len(steps) <= 17:
             light = {key: table[key] < 55 for key in counts}
             for (i, j), n in counts.items():
                 ink = INK if light[i, j] else "white"
-                axes.text(j, i, f"{n:,}", ha="center", va="center", fontsize=7, color=ink)
+                axes.text(j, i, f"{n:,}", ha="center", va="center", fontsize=SMALL, color=ink)
         label(axes, "recurrence step [index]", "input of layer [name]")
         figure.colorbar(image, ax=axes, label="directions above the threshold [% of the width]")
     caption = (
@@ -55,8 +67,8 @@ def spectra(d: Diagnosis) -> Picture | None:
     names = ranks["drawn"]
     short = short_names(ranks["layers"])
     with styled("spectra"):
-        figure, many = canvas(4.2 * len(names) + 0.5, 3.4, len(names))
-        for axes, name in zip(np.atleast_1d(many), names, strict=True):
+        figure, many = panels(len(names))
+        for axes, name in zip(many, names, strict=True):
             layer = ranks["layers"][name]
             for i, (key, text) in enumerate(
                 (("first", "step 0"), ("last", "last step"), ("all", "sum of all steps"))
@@ -66,11 +78,11 @@ def spectra(d: Diagnosis) -> Picture | None:
                 value = np.maximum(np.array(curve["value"]) / top, 1e-12)
                 line(axes, i, curve["index"], value, text, markevery=0.2)
             axes.axhline(ranks["threshold"], color="#666666", linewidth=1, linestyle=":")
-            axes.annotate(f"{ranks['threshold']:g}", (1, ranks["threshold"]), fontsize=8, va="bottom")
+            axes.annotate(f"{ranks['threshold']:g}", (1, ranks["threshold"]), va="bottom")
             axes.set_xscale("log")
             axes.set_yscale("log")
             label(axes, "index of the eigenvalue [number]", "eigenvalue / largest [ratio]", short[name])
-        np.atleast_1d(many)[0].legend(loc="lower left")
+        many[0].legend(loc="lower left")
     caption = (
         "Eigenvalues of the input Hessian, largest first, each curve relative to its largest. The dotted line is the "
         "threshold of the rank. Shown are the layer with the lowest rank over width at step 0, the one whose rank "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from loopq.diagnose.context import Context
@@ -14,15 +15,16 @@ def perturbations(context: Context) -> dict[str, Any]:
     """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
     config = context.config
     return perturbation_study(
-        context.on(context.prompts),
+        replace(context, tokens=context.prompts, train=context.training),
         config.layer(PER_CHANNEL),
+        config.layer(config.group_size),
         seeds=config.seeds,
         n_updates=config.n_updates,
     )
 
 
 def _rollouts(context: Context) -> int:
-    trained = 6 * context.config.n_updates if context.train else 0
+    trained = 6 * context.config.n_updates if context.training else 0
     return len(context.prompts.sequences) * (4 * len(context.config.seeds) + 1) + trained
 
 

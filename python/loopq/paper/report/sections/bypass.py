@@ -28,7 +28,6 @@ def bypass(d: Diagnosis) -> Picture | None:
                 f"{-100 * r['attenuation']:+.0f} %",
                 ha="center",
                 va="bottom",
-                fontsize=9,
             )
         axes.set_xticks(place, [f"{r['radius']:g}" for r in rows])
         axes.margins(y=0.4)

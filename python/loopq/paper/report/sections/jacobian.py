@@ -23,7 +23,7 @@ def jacobian(d: Diagnosis) -> Picture | None:
             jitter = (np.arange(len(accepted)) + 1) / (len(accepted) + 1) - 0.5
             axes.plot(i + 0.5 * jitter, [m["radius"] for m in accepted], "o", color="#0072B2", alpha=0.8)
         axes.axhline(1.0, color=ALARM, linestyle="--", linewidth=1.2)
-        axes.annotate("above 1 a direction grows", (-0.4, 1.0), fontsize=8, va="bottom")
+        axes.annotate("above 1 a direction grows", (-0.4, 1.0), va="bottom")
         axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])

@@ -1,0 +1,106 @@
+"""What large models have and small ones lack, planted without changing the function: a loud column, a loud activation.
+
+A hook in front of a layer divides one input channel by a power of two, and the weight's column is multiplied by it. So
+no bit of the output moves, while the layer that is quantized, and its Hessian, are those of a model with an outlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hooks import Observer
+from loopq.errors import ConfigError
+from loopq.paper.models import Source
+from loopq.settings.execution import Execution
+
+if TYPE_CHECKING:
+    from loopq.systems.base import LoopedSystem, SharedParameter
+
+#: Factor of the weight's column: the channel of its input has the inverse.
+FACTORS = {"outlier": 64.0, "spike": 1 / 256, "token": 1 / 256}
+
+
+def plant(source: Source, kind: str, tokens: TokenSet, execution: Execution | None = None) -> Source:
+    """Plant what large models have into a loaded model.
+
+    Parameters
+    ----------
+    source : Source
+        Its model is changed in place; it computes the same function.
+    kind : {"outlier", "spike", "token"}
+        "outlier": the largest column of each feedback-exposed weight is 64 times larger, its input smaller. "spike": in
+        each MLP of the loop the channel of the down projection with most of its energy at step 0 is 256 times larger,
+        its column smaller. "token": the channel with most of its energy at the first token is.
+    tokens : TokenSet
+        Prompts on which channels are chosen.
+    execution : Execution, optional
+        Seed and batch size.
+
+    Raises
+    ------
+    ConfigError
+        The model has no layer of that kind.
+    """
+    system = source.loaded.system
+    shared = system.shared_parameters(system.n_steps)
+    if kind == "outlier":
+        chosen = {p: int(_matrix(system, p).norm(dim=0).argmax()) for p in shared if p.exposed}
+    else:
+        downs = [p for p in shared if p.role == "mlp" and p.in_features > p.out_features and p.owners]
+        chosen = _loud(system, downs, tokens, kind, execution or Execution()) if downs else {}
+    if not chosen:
+        what = "feedback-exposed layer" if kind == "outlier" else "MLP with a down projection in its loop"
+        raise ConfigError(f"{source.name}: no {kind} can be planted, for it has no {what}")
+    for p, column in chosen.items():
+        _scale(system, p, column, FACTORS[kind])
+    return dataclasses.replace(
+        source, name=f"{source.name}+{kind}", planted=kind, planted_in=tuple(p.name for p in chosen)
+    )
+
+
+def _matrix(system: LoopedSystem, p: SharedParameter) -> Any:
+    return p.matrix(system.parameter(p).detach())
+
+
+def _loud(
+    system: LoopedSystem, layers: list[SharedParameter], tokens: TokenSet, kind: str, execution: Execution
+) -> dict[SharedParameter, int]:
+    """Channel of each layer whose share of the energy at step 0, or at the first token, is largest.
+
+    Channels below the median there are left out: a share of next to nothing says nothing.
+    """
+    here: dict[str, Any] = {}
+    total: dict[str, Any] = {}
+
+    def add(p: SharedParameter, step: int, rows: Any) -> None:
+        energy = rows.double().square()
+        each = energy.reshape(-1, tokens.sequences[0].size, energy.shape[-1])
+        there = each[:, 0] if kind == "token" else each.flatten(0, 1) if step == 0 else each[:0, 0]
+        here[p.name] = here.get(p.name, 0.0) + there.sum(0)
+        total[p.name] = total.get(p.name, 0.0) + energy.sum(0)
+
+    with Observer(system, layers, add) as observer:
+        for batch in tokens.batches(execution.batch_size, execution.seed):
+            with observer.rollout(batch):
+                system.rollout(batch, system.n_steps)
+    found = {}
+    for p in layers:
+        share = here[p.name] / total[p.name].clamp_min(1e-30)
+        share[here[p.name] < here[p.name].median()] = 0.0
+        found[p] = int(share.argmax())
+    return found
+
+
+def _scale(system: LoopedSystem, p: SharedParameter, column: int, factor: float) -> None:
+    """Multiply a column of the weight by a power of two, and divide the channel of its input."""
+    _matrix(system, p)[:, column].mul_(factor)
+
+    def quiet(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        scaled = args[0].clone()
+        scaled[..., column].div_(factor)
+        return (scaled, *args[1:])
+
+    for owner in p.owners:
+        system.model.get_submodule(owner).register_forward_pre_hook(quiet)

@@ -1,0 +1,63 @@
+"""Li, Fig. 3 and Sec. 5: agreement with full precision at every step, by the steps of calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopq.diagnose.rollouts import run_variants
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+
+TITLE = "Agreement by step"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Run full precision and the three variants of the main table from the same states."""
+    weights = {n: {k: q.dequantize() for k, q in bench.solve(c).items()} for n, c in three(bench).items()}
+    found = run_variants(bench.context(), weights)
+    return bench.head() | {"runs": {name: run.to_json() for name, run in found.items()}}
+
+
+def refuses(bench: Bench) -> str | None:
+    """A prediction at every step needs logits and single steps."""
+    return without_logits(bench) or (
+        None if bench.system.has_steps else "the model has no single-step function"
+    )
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """Agreement after every step; the verdict is on the last."""
+    rows, made, panels = [], [], []
+    for found in founds:
+        runs = found["runs"]
+        for name, run in runs.items():
+            shown = ", ".join(f"{100 * a:.1f}" for a in run["agreement"])
+            rows.append((found["model"], name, shown, f"{100 * run['agreement_pooled'][-1]:.1f} %"))
+        panels.append(
+            (found["model"], {n: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items()})
+        )
+        for other in (RTN, ONE):
+            ends = (runs[name]["last"]["agreement"] for name in (ALL, other))
+            made.append(higher(found["model"], f"{ALL} agrees at more positions than {other}", *ends))
+    text = "Top-1 agreement with full precision after 1, 2, ... steps, mean over prompts; pooled: over positions."
+    header = ("model", "variant", "by step [%]", "last, pooled")
+    axes = ("recurrence steps done [number]", "same top-1 prediction [%]")
+    return Shown(
+        [Table(TITLE, text, header, tuple(rows))],
+        made,
+        lambda: [curves(panels, "agreement", TITLE, text, axes)],
+    )
+
+
+TABLES.register("agreement")(
+    PaperTable(
+        ("Section 5",),
+        TITLE,
+        "Huginn, INT4 g128 after 32 steps: rounding 88.0 %, one step 88.2 %, all steps 92.5 %.",
+        measure,
+        show,
+        refuses,
+    )
+)

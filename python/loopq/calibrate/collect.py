@@ -555,8 +555,8 @@ class Gradients(Protocol):
 
     def collect(
         self, sums: HessianSet, input_groups: Sequence[str], work: Path
-    ) -> Mapping[str, GradientSums]:
-        """Return the sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
+    ) -> Mapping[str, tuple[tuple[int, ...], GradientSums]]:
+        """Return steps and sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
 
 
 @dataclass(frozen=True)
@@ -639,10 +639,10 @@ class HessianDump:
             sums.run_pass(input_groups, work=work)
             if gradients:
                 counts = (gradients.n_prompts, gradients.n_draws)
-                for name, found in gradients.collect(sums, input_groups, work / "metric").items():
+                for name, (over, found) in gradients.collect(sums, input_groups, work / "metric").items():
                     file = f"metrics/{len(metrics):03d}.safetensors"
                     digest = write_gradient_sums(out / file, found)
-                    metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, *counts))
+                    metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, over, *counts))
             for input_group in input_groups:
                 file = f"hessians/{len(files):03d}.safetensors"
                 digest = write_accumulator(out / file, sums.accumulators[input_group])

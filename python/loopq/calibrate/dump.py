@@ -84,10 +84,11 @@ class DumpFile(FileEntry):
 
 @dataclass(frozen=True)
 class MetricFile(FileEntry):
-    """The loop metric of a parameter, over some draws of labels for each of the first prompts."""
+    """The loop metric of a parameter over some steps, and some draws of labels for each of the first prompts."""
 
     file: _Number
     parameter: str
+    steps: tuple[int, ...]
     n_prompts: Positive
     n_draws: Positive
 
@@ -304,11 +305,10 @@ class Dump:
                 f"{self.folder}: no loop metric of layer {name}: collect again with --metric loop, or take metric "
                 "'inputs' here"
             )
-        have = sorted(self.manifest.rows[self.manifest.input_groups[name]])
-        if list(steps) != have:
+        if tuple(steps) != entry.steps:
             raise DumpError(
-                f"{self.folder}: layer {name}: its loop metric is over steps {shown(have)}; {shown(list(steps))} asked "
-                "for: collect again with those"
+                f"{self.folder}: layer {name}: its loop metric is over steps {shown(list(entry.steps))}; "
+                f"{shown(list(steps))} asked for: collect again with those"
             )
         parameter = next(p for p in self.manifest.parameters if p.name == name)
         path = self.folder / entry.file

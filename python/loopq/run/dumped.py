@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loopq.calibrate.collect import Collection, HessianSet
@@ -26,25 +26,30 @@ class MetricOfDump:
         What is collected.
     n_prompts, n_draws : int
         Prompts that gradients are taken on, and label draws for each.
+    steps : mapping of str to tuple of int
+        By parameter name; of others the steps that the Hessian sums.
     """
 
     job: Collection
     n_prompts: int
     n_draws: int
+    steps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Collection, most: int | None, n_draws: int) -> MetricOfDump:
         """Take at most so many of the prompts; all where no number is given."""
         return cls(job, n_gradient_prompts(most, len(job.tokens.sequences)), n_draws)
 
-    def collect(self, sums: HessianSet, input_groups: Sequence[str], work: Path) -> dict[str, GradientSums]:
-        """Return the sums of each parameter that reads one of the inputs, over the steps that are summed there."""
+    def collect(
+        self, sums: HessianSet, input_groups: Sequence[str], work: Path
+    ) -> dict[str, tuple[tuple[int, ...], GradientSums]]:
+        """Return steps and sums of each parameter that reads one of the inputs."""
         config = QuantConfig.of(
             method="gptq-cd", metric="loop", metric_prompts=self.n_prompts, metric_draws=self.n_draws
         )
         job = self.job
         tasks = [
-            dataclasses.replace(t, steps=tuple(sums.steps[t.input_group]))
+            dataclasses.replace(t, steps=self.steps.get(t.name, tuple(sums.steps[t.input_group])))
             for t in Plan.of(job.selection.parameters, job.selection.input_groups, config).tasks
             if t.input_group is not None and t.input_group in input_groups
         ]
@@ -52,7 +57,8 @@ class MetricOfDump:
         found = collect_metrics(
             sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
         )
-        return {name: GradientSums(m.left, m.right) for name, m in found.items()}
+        over = {t.name: t.steps for t in tasks}
+        return {name: (over[name], GradientSums(m.left, m.right)) for name, m in found.items()}
 
 
 @dataclass(frozen=True)
@@ -83,4 +89,6 @@ class Needs:
             for t in tasks
         )
         asked = {t.gradients for t in tasks if t.gradients}
-        return cls(steps, apart, MetricOfDump.of(job, *asked.pop()) if asked else None)
+        own = {t.name: t.steps for t in tasks}
+        metric = dataclasses.replace(MetricOfDump.of(job, *asked.pop()), steps=own) if asked else None
+        return cls(steps, apart, metric)

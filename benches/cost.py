@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_common(parser, n_calibration=16)
+    add_common(parser, n_calibration=64)
     parser.add_argument("--preset", action="append", choices=ROWS, help="only these (default: all)")
     parser.add_argument("--layer", action="append", type=int, help="only these layers (default: 12 to 17)")
     parser.add_argument("--grid", default="3:64", help="BITS:GROUP (default %(default)s)")

@@ -69,8 +69,9 @@ impl Layer {
         if self.grid.symmetric && self.grid.bits <= 4 {
             let len = 1 << self.grid.bits;
             let gaps: Vec<i32> = noise(len, seed).iter().map(|v| 1 + (v % 14) as i32).collect();
-            let below = -1 - (noise(1, seed + 1)[0] % 100) as i32;
-            let level = |k: usize| (below + gaps[..k].iter().sum::<i32>()) as i8;
+            // At most 14 gaps of 14: every level fits below 127.
+            let first = -127 + (noise(1, seed + 1)[0] % 43) as i32;
+            let level = |k: usize| (first + gaps[..k].iter().sum::<i32>()) as i8;
             let mut levels: Vec<i8> = (0..len).map(level).collect();
             // The outermost products must fit too.
             (levels[0], levels[len - 1]) = (-127, 127);

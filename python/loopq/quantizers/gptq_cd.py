@@ -30,8 +30,6 @@ class Metric(Settings):
         Label draws for each prompt. They apply to metric loop.
     prompts : int, optional
         With metric loop, the maximum number of calibration prompts for gradients; all when absent.
-    prompts : int, optional
-        With metric loop: most calibration prompts that gradients are taken on; all when absent.
     """
 
     kind: Literal["auto", "inputs", "loop"] = setting("auto")

@@ -1,1 +1,1 @@
-"""What a setting is: its declaration, registries, patterns of names, steps, and how work is carried out."""
+"""Settings: declarations and registries, patterns of names, choices of steps, and execution."""

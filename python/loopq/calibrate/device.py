@@ -126,7 +126,7 @@ class Sums:
     dim : int
         Columns of a row.
     steps : sequence of int
-        Summed steps. Others are refused.
+        Summed steps.
     per_step : bool
         Keep each step separate.
     threads : int

@@ -1,1 +1,1 @@
-"""Settings: declarations and registries, patterns of names, choices of steps, and execution."""
+"""Declarations, registries, name patterns and step choices of settings, and settings of execution."""

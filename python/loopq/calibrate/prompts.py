@@ -45,9 +45,9 @@ class Take(Settings):
     Parameters
     ----------
     n_prompts : int, optional
-        Number of prompts; all when absent. A text then gives 128 for calibration and 64 for evaluation.
+        Number of prompts; all when absent, of a text 128 for calibration and 64 for evaluation.
     seq_len : int
-        Tokens of a prompt. A text is cut into windows of this length, and longer prompts are truncated to it.
+        Tokens of a prompt: a text is cut into windows of this length, and longer prompts are truncated to it.
     field : str, optional
         Text fields of a jsonl or parquet record, joined by commas ("question,answer"). The default is "text", or all
         text fields if there is no "text".

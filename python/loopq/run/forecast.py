@@ -36,7 +36,7 @@ class Forecast:
     sums : int
         Bytes of the Hessians of all distinct inputs, and of the loop metrics of all layers.
     most : int
-        Bytes of these and of the solves in one pass. It is the maximum.
+        Bytes of these and of the solves in one pass.
     codes : int
         Bytes of disk for codes before writing, one byte per code.
     output : int

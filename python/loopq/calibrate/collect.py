@@ -229,7 +229,7 @@ class HessianSet:
         return acc
 
     def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
-        """Divide the input groups into passes that fit in the memory limit, largest group first (first fit).
+        """Divide the input groups into few passes within the memory limit: the largest first, each where it fits.
 
         `need` returns the bytes of a pass over some input groups; their accumulators' bytes when absent.
 

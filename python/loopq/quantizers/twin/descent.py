@@ -30,7 +30,7 @@ class Rows:
     gradient : Tensor, float64, (L, rows, d)
         D S.
     scale, zero : Tensor, float32, (L, rows, groups)
-        Scales and zero points. Codes are biased.
+        Scales and zero points. Zero points belong to biased codes.
     loss : Tensor, float64, (L, rows)
         The loss of each row. Every change updates it.
     active : Tensor, bool, (L, rows)

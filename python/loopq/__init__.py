@@ -1,15 +1,15 @@
 """Quantizer for looped (recurrent-depth) transformers.
 
-Needs numpy and safetensors; everything that runs a model needs the extra "torch".
+It needs numpy and safetensors. Functions that run a model need the extra "torch".
 """
 
 import signal
 import sys
 
-# While the program `loopq` imports, Ctrl-C ends it on the spot: some modules take it for a failed import, and the rest
-# is a traceback. Where loopq is a library nothing is changed. Nothing is imported before that which can be spared.
+# While the program `loopq` imports, Ctrl-C ends it at once. Otherwise some modules would report a failed import, others
+# a traceback. As a library loopq changes nothing. Only necessary modules are imported before.
 if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loopq", "loopq.exe"):
-    # Until there is a handler that says so.
+    # Until a handler with a message exists.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from loopq.terminal.interrupts import end_at_once
 
@@ -23,8 +23,8 @@ from loopq.run.config import QuantConfig
 from loopq.run.export import export
 from loopq.settings.execution import Execution
 
-# These functions hide the packages of the same name. `import loopq.diagnose.rank as rank` finds what they hide by the
-# function's name.
+# These functions hide the packages of the same name. `import loopq.diagnose.rank as rank` finds the hidden package by
+# the function's name.
 for _hides in (diagnose, evaluate):
     _hides.__name__ = f"loopq.{_hides.__qualname__}"
 

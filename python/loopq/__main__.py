@@ -11,14 +11,14 @@ PATIENCE = 0.7
 
 
 def main() -> int:
-    """Set right what closed streams would spoil, and run the command line.
+    """Repair closed streams and run the command line.
 
     Returns
     -------
     int
-        The exit code, as of `loopq.cli.main`.
+        The exit code, as in `loopq.cli.main`.
     """
-    # A stream that was closed (`2>&-`) leaves its number to the next file, which would get what is printed.
+    # A closed stream (`2>&-`) leaves its number to the next file, and that file would receive the output.
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -28,10 +28,10 @@ def main() -> int:
     try:
         code = run(patience=PATIENCE)
     except KeyboardInterrupt:
-        # Between the end of a command and that of its handler.
+        # Ctrl-C came between the end of a command and the end of its handler.
         code = INTERRUPTED
     if code == INTERRUPTED:
-        # Whoever interrupts waits: what modules do as they go takes longer than the rest.
+        # The user waits: the exit handlers of modules take longer than the rest.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

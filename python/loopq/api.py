@@ -66,45 +66,45 @@ def quantize(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Embedded model, folder or hub id; a model that is loaded already; or any torch module that is called with
-        token ids: one of a published class gets its adapter, the loop of another is discovered by one run.
+        Embedded model, folder, hub id, loaded model, or any torch module that takes token ids. Published classes have
+        an adapter. For other modules loopq runs the model once and discovers its loop.
     calibration : TokenSet, token ids, path, or None
         Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`).
     config : QuantConfig, optional
-        Settings.
+        Settings of the run.
     out : path, optional
-        Folder for the checkpoint. The same call resumes a run that was interrupted.
+        Folder for the checkpoint. The same call resumes an interrupted run.
     n_steps : int or several, optional
-        Depth of the rollout; the model's own when absent. Of several each prompt is run at each, and steps count on
-        from one depth to the next (`loopq.systems.depths.Depths`).
+        Depth of the rollout; the model's own when absent. With several depths each prompt runs at each depth. Steps
+        count on from one depth to the next (`loopq.systems.depths.Depths`).
     write : str or callable, optional
-        A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
-        run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
+        Name of a format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format
+        that cannot hold the result is refused before the run. The default is loopq's own format.
     ranks : loopq.run.together.Ranks, optional
-        This process among those that torchrun started, which divide the work.
+        This process among those started by torchrun. They divide the work.
     keep : sequence of str
-        Patterns of tensors in the model's files that stay bit for bit as they are, codes of a quantized file too.
+        Patterns of tensors in the model's files that stay bit for bit unchanged. Codes of a quantized file may too.
     requantize : bool
-        Take a folder that loopq wrote as the model. Folders that other tools quantized are always taken.
+        Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
     **options
-        Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
-        ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
-        "seq_len" and "random_tokens", by which a calibration text has 0.05 of its tokens drawn at random.
+        Settings by their flat names. They replace those of `config`. Settings of `QuantConfig` ("bits", "method",
+        "steps", ...) and "preset" are allowed. Settings of `Execution` ("threads", "seed", "memory", ...) are too.
+        "n_prompts", "seq_len" and "random_tokens" apply to prompts. By default 0.05 of a text's tokens are random.
 
     Returns
     -------
     Checkpoint
-        Quantized layers with a report each, and the rest of the model.
+        Quantized layers, each with a report, and the rest of the model.
 
     Raises
     ------
     LoopqError
-        Bad settings, calibration or model; the message names the layer and the step.
+        Settings, calibration or model are invalid. The message names the layer and the step.
 
     Notes
     -----
-    H = sum over the steps chosen of X_t^T X_t, X_t the rows that a layer reads at its t-th invocation in the
-    full-precision rollout; the method minimises tr(D H D^T) over the weight's error D, or what its settings say.
+    H = sum of X_t^T X_t over the chosen steps. X_t holds the rows that a layer reads at its t-th invocation in the
+    full-precision rollout. The method minimises tr(D H D^T) over the weight's error D, or the loss of its settings.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def _prepared(
     n_steps: int | None,
     execution: Execution,
 ) -> tuple[Plan, ModelSource]:
-    """Plan a quantization of a model and say what it takes."""
+    """Plan a quantization of a model and report its cost."""
     tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
     loaded.system.look(tokens.first(execution.seed))
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
@@ -169,38 +169,37 @@ def solve(
     shard: tuple[int, int] | None = None,
     **options: Any,
 ) -> Checkpoint | None:
-    """Quantize from a calibration dump; needs no torch and gives the very bytes of `quantize`.
+    """Quantize from a calibration dump. It needs no torch and gives the same bytes as `quantize`.
 
     Parameters
     ----------
     dump : path
         Dump of rows or of Hessians.
     config : QuantConfig, optional
-        Settings, the same for all processes.
+        Settings. All processes must have the same settings.
     out : path, optional
-        Folder for the checkpoint. The same call resumes a run that was interrupted.
+        Folder for the checkpoint. The same call resumes an interrupted run.
     several : bool
-        Share the work with any number of processes, on any machines that see the same folders. Each claims layers that
-        nobody has claimed; one that is killed loses those that it was solving, which others take over. The process
-        that finds all layers solved writes the checkpoint.
+        Share the work with any number of processes, on any machines that see the same folders. Each process claims
+        unclaimed layers. If it is killed, others take over its layers. The process that finds all layers solved writes
+        the checkpoint.
     shard : (int, int), optional
-        K of N, from 1, as one of several: solve the K-th of N parts of the layers and wait for no others, as in a job
-        array.
+        K of N, from 1: solve the K-th of N parts of the layers without waiting for others, as in a job array.
     **options
-        Settings by their flat names, as of `quantize`.
+        Settings by their flat names, as in `quantize`.
 
     Returns
     -------
     Checkpoint or None
-        Quantized layers with a report each, and the rest of the model. None as one of several where layers of other
-        shards are missing, or another process is writing the checkpoint.
+        Quantized layers, each with a report, and the rest of the model. With several processes it is None if layers of
+        other shards are missing, or if another process writes the checkpoint.
 
     Raises
     ------
     ConfigError
-        Several without `out`, or a shard that is not there.
+        `several` is given without `out`, or the shard does not exist.
     DumpError
-        The dump is truncated or altered, or lacks a step that is asked for.
+        The dump is truncated or altered, or lacks a requested step.
     CheckpointError
         `out` holds something else.
     """
@@ -230,18 +229,18 @@ def load(
     Parameters
     ----------
     folder : path or Checkpoint
-        Checkpoint, native or of any format in `loopq.formats.FORMATS`.
+        Checkpoint in any format of `loopq.formats.FORMATS`. The native format is one of them.
     model : LoadedModel, optional
-        A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
+        Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
-        Hold codes and scales instead of dequantized weights, in `loopq.inference.linear.QuantLinear`: packed for the
-        processor, and packed anew for the int4 kernel when the model is moved to a GPU. A layer whose module is no
-        `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
+        Keep codes and scales instead of dequantized weights, in `loopq.inference.linear.QuantLinear`. They are packed
+        for the CPU, and repacked for the int4 kernel when the model moves to a GPU. Modules other than `nn.Linear` keep
+        the dequantized weight. The report's notes name these layers and the reason.
     activations : "float" or "int8"
-        With ``quantized=True``: "int8" rounds the input of each quantized layer to 8 bits, by one scale for each token
-        and group (W4A8), which is faster where a product is not bound by memory, and less exact.
+        With ``quantized=True``, "int8" rounds each quantized layer's input to 8 bits (W4A8). Every token and group has
+        one scale. This is faster where a product is not memory-bound, but less exact.
     trust_remote_code : bool
-        Allow code that came with the model to run.
+        Allow code from the model's files to run.
 
     Returns
     -------
@@ -273,18 +272,17 @@ def evaluate(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Full-precision model.
+        Full-precision model. The same kinds as in `quantize` are accepted.
     checkpoints : sequence of paths, or mapping of str to Checkpoint
-        Checkpoints of that model, native or of any format in `loopq.formats.FORMATS`; or results of `quantize` by
-        name.
+        Checkpoints of that model in any format of `loopq.formats.FORMATS`. Results of `quantize` are given by name.
     text : TokenSet, token ids, path, or None
-        Held-out prompts; None takes the evaluation text that ships with loopq.
+        Held-out prompts. None takes the evaluation text that ships with loopq.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     seeds : sequence of int
-        Seeds of the initial states; each prompt starts from the same state in every set of weights.
+        Seeds of the initial states. A prompt has the same initial state for every set of weights.
     **options
-        "n_prompts" and "seq_len", and those of `Execution`.
+        "n_prompts" and "seq_len", and settings of `Execution`.
 
     Returns
     -------
@@ -294,7 +292,7 @@ def evaluate(
     Raises
     ------
     CheckpointError
-        A checkpoint is damaged, or of another system.
+        A checkpoint is damaged, or belongs to another system.
 
     Examples
     --------
@@ -309,7 +307,7 @@ def evaluate(
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
     for name, checkpoint in named.items():
-        # A file that another tool wrote does not say; its names and shapes are compared with the model's.
+        # Files of other tools lack this entry. Their names and shapes are compared with the model's.
         if checkpoint.settings["system"] not in (None, loaded.system.name):
             raise CheckpointError(
                 f"{name}: a checkpoint of system {checkpoint.settings['system']!r}; "
@@ -342,29 +340,29 @@ def diagnose(
     name: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure what the loop does to its own error: ranks by step, exposure, ablation, spectral radius.
+    """Measure the effect of the loop on its own error: ranks by step, exposure, ablation, spectral radius.
 
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Full-precision model.
+        Full-precision model. The same kinds as in `quantize` are accepted.
     calibration : TokenSet, token ids, path, or None
-        Prompts, as of `quantize`.
+        Prompts, as in `quantize`.
     config : DiagnoseConfig, optional
-        Settings.
+        Settings of the diagnosis.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     only : sequence of str, optional
-        Sections to run (`loopq.diagnose.sections.SECTIONS`); all that the system can have when absent.
+        Sections to run (`loopq.diagnose.sections.SECTIONS`). By default all sections that the system supports run.
     name : str
-        What the model is called in the result.
+        Name of the model in the result.
     **options
         "n_prompts" and "seq_len" of the prompts, and settings of `Execution`.
 
     Returns
     -------
     dict
-        What `loopq.report.page.write_page` shows; its schema is in `loopq.report`.
+        Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
     """
     from loopq.diagnose.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnose.survey import diagnose as survey  # lazy: keeps `import loopq` quick
@@ -378,14 +376,14 @@ def diagnose(
 
 
 def open_model(model: Model) -> LoadedModel:
-    """Load a model by its name, or wrap one that is there: any torch module goes through discovery."""
+    """Load a model by its name, or wrap a given one. Any torch module goes through discovery."""
     if isinstance(model, LoadedModel):
         return model
     return load_model(model) if isinstance(model, str | Path) else wrap(model)
 
 
 def open_source(model: Model, requantize: bool = False) -> LoadedModel:
-    """Load a model that is to be quantized: as `open_model` does, or the weights of a quantized folder.
+    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder.
 
     Raises
     ------
@@ -400,7 +398,7 @@ def open_source(model: Model, requantize: bool = False) -> LoadedModel:
 
 
 def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
-    """A model whose rollouts run at a depth, or at several, and the depth to ask for."""
+    """Return the model with rollouts at one or several depths, and the depth to use."""
     if n_steps is None or isinstance(n_steps, int):
         return loaded, n_steps
     if len(n_steps) == 1:
@@ -409,16 +407,16 @@ def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple
 
 
 def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:
-    """Load a checkpoint, its layers as codes or dequantized, or else a model in full precision.
+    """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
 
     Parameters
     ----------
     model : str or Path
         Checkpoint of any format, embedded model, folder or hub id.
     quantized : bool
-        As of `load`.
+        As in `load`. It applies to checkpoints.
     **loading
-        As of `load_model`; of a checkpoint "device" and "trust_remote_code" count.
+        As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
     """
     if not is_checkpoint(Path(model)):
         return load_model(model, **loading)
@@ -435,7 +433,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
 def _options(
     config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] | None = CalibrationTake
 ) -> tuple[QuantConfig, Execution, Take]:
-    """Divide keywords between the settings that they belong to; `prompts` are those of prompts, if there are any."""
+    """Divide keywords among their settings; `prompts` is the type of the prompt settings, if any."""
     execution, take = Execution(), (prompts or Take)()
     of_prompts = set(take.flat()) if prompts else set()
     known = flat_names() | set(execution.flat()) | of_prompts | {"preset"}

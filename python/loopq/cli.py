@@ -27,18 +27,18 @@ _FIRST = """first steps:
   loopq evaluate MODEL DIR                       measure what that did to it
 `loopq COMMAND --help` lists the options of a command"""
 
-#: Characters of either end of an error that are printed: a value may be of any length, and it is quoted.
+#: Printed characters at either end of an error. A quoted value may have any length.
 _LONG = 400
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help that names choices as in a|b and keeps a command's name and its text on one line."""
+    """Help that shows choices as a|b and keeps a command's name and text on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
 
     def _format_action(self, action: argparse.Action) -> str:
-        # The line about the choice of a command would say nothing that the commands below it do not.
+        # The line about the choice of a command would repeat the commands below it.
         commands = list(self._iter_indented_subactions(action)) if action.nargs == argparse.PARSER else []
         return "".join(map(self._format_action, commands)) or super()._format_action(action)
 
@@ -56,7 +56,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, and help that shows the common options first, all with ``--help-all``."""
+    """A parser with one-line errors. Its help shows the common options first, and all with ``--help-all``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, add_help=False, allow_abbrev=False, formatter_class=_Formatter)
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
 
     def common_help(self) -> str:
-        """Help with the options that most runs need, each with the first sentence of its text."""
+        """Return help with the common options, each with the first sentence of its text."""
         common = [a for a in self._actions if not getattr(a, "rare", False)]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -86,20 +86,20 @@ class _Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _get_values(self, action: argparse.Action, given: list[str]) -> Any:
-        # What is not there and what is empty are one to the commands: a page that was asked for would not be written.
+        # Commands treat an empty name as absent, so a requested page would not be written.
         if "" in given and action.option_strings and action.metavar in ("FILE", "DIR", "DUMP"):
             raise argparse.ArgumentError(action, "an empty name")
         return super()._get_values(action, given)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is; exit with code 2. The middle of a very long message is left out."""
+        """Print the error and where to find help, and exit with code 2. Very long messages lose their middle."""
         if len(message) > 2 * _LONG:
             message = f"{message[:_LONG]} ... {message[-_LONG:]}"
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
 
 
 def _shortened(action: argparse.Action) -> argparse.Action:
-    """The same option with the first sentence of its text, and with its default."""
+    """Return the option with the first sentence of its text, and with its default."""
     found = copy.copy(action)
     text = action.help or ""
     first, point, _ = text.partition(". ")
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read a command line; an option that the command does not have is an error that names those like it."""
+    """Read a command line. An unknown option is an error that names similar ones."""
     args, unknown = parser().parse_known_args(argv)
     if unknown:
         options = [option for action in args.parser._actions for option in action.option_strings]
@@ -158,7 +158,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _usage(sub: argparse.ArgumentParser) -> str:
-    """What a command cannot do without; the list of options below says the rest."""
+    """Return the required arguments of a command. The list of options below shows the rest."""
     parts = [sub.prog]
     optional = False
     for action in sorted(sub._actions, key=lambda action: bool(action.option_strings)):
@@ -173,19 +173,19 @@ def _usage(sub: argparse.ArgumentParser) -> str:
             parts.append(f"{action.option_strings[0]} {name}")
         else:
             optional = True
-    # A percent sign would be read as a field to fill in.
+    # A percent sign would be read as a format field.
     return " ".join([*map(str, parts), *(["[options]"] if optional else [])]).replace("%", "%%")
 
 
 def main(argv: Sequence[str] | None = None, patience: float | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 1 an error, 2 wrong usage, 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 
-    `patience` is how many seconds after Ctrl-C the process ends at the latest; None waits for what runs.
+    `patience` is the maximum number of seconds from Ctrl-C to the end of the process. None waits for running work.
     """
-    # Threads of torch that spin while they wait take a busy machine's cores from those that work: rollouts of small
-    # models took up to fifteen times as long. It is read when torch is loaded, and changes no result.
+    # Waiting threads of torch spin and take the cores of a busy machine: rollouts of small models took up to fifteen
+    # times as long. Torch reads the variable when it is loaded. It changes no result.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # A closed pipe (`loopq inspect ... | head`) ends the program as it ends any other.
+    # A closed pipe (`loopq inspect ... | head`) ends the program like any other program.
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parse(argv)
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
         code = _run(args)
         sys.stdout.flush()
     except BaseException as error:
-        # A library that was interrupted while it was imported may raise anything.
+        # A library that is interrupted during import may raise any error.
         interrupts.any |= isinstance(error, KeyboardInterrupt)
         if not interrupts.any:
             raise
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command; an error is one line."""
+    """Run the command. An error prints one line."""
     try:
         ranks = Ranks.of_environment()
         if ranks is not None and not args.command.together:
@@ -224,7 +224,7 @@ def _run(args: argparse.Namespace) -> int:
         _say(_as_options(args, str(error)) if wrong else str(error))
         return 2 if wrong else 1
     except (MemoryError, RuntimeError) as error:
-        # torch says it by a RuntimeError.
+        # Torch raises a RuntimeError.
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
         reason = next(iter(str(error).splitlines()), "")
@@ -234,21 +234,21 @@ def _run(args: argparse.Namespace) -> int:
         )
         return 1
     except OSError as error:
-        # Files that loopq reads and writes have messages of their own; this is for what is left.
+        # loopq's own files have their own messages. This handles the rest.
         place = f"{error.filename}: " if error.filename else ""
         _say(f"{place}{error.strerror or error}")
         return 1
 
 
 def _say(message: str) -> None:
-    """Say what is wrong, in one line; the disk that the line goes to may be full too."""
+    """Print an error in one line. The disk behind the stream may be full too."""
     with contextlib.suppress(OSError):
         print(f"loopq: error: {message}", file=sys.stderr, flush=True)
 
 
 def _as_options(args: argparse.Namespace, message: str) -> str:
-    """Call the settings that a message is about by the names of their options."""
-    # Of several options of one setting the first that was added names it.
+    """Replace the settings in a message by the names of their options."""
+    # If a setting has several options, the first added one names it.
     actions = [a for a in reversed(args.parser._actions) if a.default is argparse.SUPPRESS]
     options = {a.dest: a.option_strings[0] for a in actions}
     if message.partition(" ")[0] not in options:
@@ -265,7 +265,7 @@ def _run_file(path: Path) -> None:
 
 
 def _left_behind(args: argparse.Namespace) -> str:
-    """What an interrupted command says that it has saved."""
+    """Return an interrupted command's message about saved progress."""
     command: Command = args.command
     place = command.keeps(args)
     if place is not None and place.exists():

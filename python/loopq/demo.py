@@ -1,4 +1,4 @@
-"""The demo: rounding, GPTQ on one step, on the trajectory and as another tool does it, and loopq's default."""
+"""The demo: rounding, GPTQ on one step, on the trajectory and with another tool's rules, and loopq's default."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from loopq.run.solving import solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
-#: What llm-compressor does by default where its Hessian is summed over all calls: a group's scale from its largest
-#: magnitude and half the range of the codes, taken before the sweep; columns by falling diag H; one hundredth of the
-#: mean as damping.
+#: Defaults of llm-compressor when its Hessian is summed over all calls. A group's scale comes from its largest
+#: magnitude and half the code range, before the sweep. Columns are sorted by falling diag H. Damping is a hundredth
+#: of the mean.
 LLM_COMPRESSOR: dict[str, Any] = {
     "method": "gptq", "scale_search": "half-range", "scales": "static", "act_order": True
 }  # fmt: skip
@@ -51,9 +51,9 @@ PAGES = {
     ),
     PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,)),
 }
-# Prompts that run together, where they are fewer than usual.
+# Batch sizes that are smaller than usual.
 _PAGE_BATCHES = {PLBERT: 2}
-# Prompts of the trained update, and those that are diagnosed.
+# Prompts for training the update, and prompts for the diagnosis.
 _PAGE_TAKES = {"huginn_small": (Take(16), Take(32)), PLBERT: (Take(4), Take(16))}
 
 
@@ -74,28 +74,29 @@ def run(
     model : str
         Name of a zoo model, or a folder.
     grids : sequence of (int, int)
-        Bits and group size.
+        Bits and group size of each grid. All variants use them.
     seeds : sequence of int
-        Initial states of the evaluation, the same for every variant.
+        Initial states of the evaluation. All variants share them.
     metric_seeds : sequence of int
-        Initial states and drawn labels of the loop metric. Variants that take it are solved once for each, and their
-        figures are means.
+        Initial states and drawn labels of the loop metric. Variants with the loop metric are solved once per seed, and
+        their figures are means.
     calibration, evaluation : Take
-        Number and length of prompts. Variants without the loop metric are calibrated on the text as it is.
+        Number and length of prompts. Variants without the loop metric use the unchanged text.
     execution : Execution, optional
         Threads and progress.
 
     Returns
     -------
     dict
-        "reference": the measurement of full precision; "grids": for each grid the measurements and bytes of its
-        variants; "layers": the reports of the last variant's layers on the first grid; and the settings. From two
-        metric seeds on, variants with the loop metric have "kl_by_metric_seed" and the standard deviation "kl_sd".
+        "reference" is the measurement of full precision. "grids" holds the measurements and bytes of the variants for
+        each grid. "layers" holds the layer reports of the last variant on the first grid. The settings follow. With at
+        least two metric seeds, variants with the loop metric also have "kl_by_metric_seed" and the standard deviation
+        "kl_sd".
 
     Raises
     ------
     ConfigError
-        No metric seed.
+        There is no metric seed.
     """
     if not metric_seeds:
         raise ConfigError("the loop metric needs at least one draw: give one metric seed or more")
@@ -117,7 +118,7 @@ def run(
         for label, settings in VARIANTS:
             asked = source.plan(QuantConfig.of(**settings, bits=bits, group_size=group))
             config = choose_metric(asked, source).config
-            # Only the loop metric is drawn: every other variant is solved once, from the text as it is.
+            # Only the loop metric has random draws. Every other variant is solved once, from the unchanged text.
             ours = config.layer.method.gradients
             for number, one in enumerate(drawn if ours else [others]):
                 solved = solve_from(one.plan(config), one, sums if ours else sums_of_others)
@@ -171,9 +172,9 @@ def pages(
     Parameters
     ----------
     out : Path
-        Folder in which `NAME.html` and `NAME.json` are written.
+        Folder for `NAME.html` and `NAME.json`. It is created if needed.
     data : Path, optional
-        Data folder with `models/plbert_kokoro`. Without it PL-BERT is left out, which the second result says.
+        Data folder with `models/plbert_kokoro`. Without it PL-BERT is skipped, and the second result says so.
     execution : Execution, optional
         Threads and progress.
 
@@ -182,7 +183,7 @@ def pages(
     list of Path
         The pages.
     list of str
-        Models that were left out, and why.
+        Skipped models, with the reason.
     """
     execution = execution or Execution()
     out.mkdir(parents=True, exist_ok=True)
@@ -205,7 +206,7 @@ def pages(
 
 
 def _prepared(name: str, data: Path | None) -> tuple[LoadedModel, TokenSet, TokenSet]:
-    """Model of a page, its training prompts, and the prompts that it is diagnosed on."""
+    """Return a page's model, its training prompts, and its diagnosed prompts."""
     takes = dict(zip(("calibration", "evaluation"), _PAGE_TAKES[name], strict=True))
     if name == PLBERT:
         train, held_out = (phonemes(data, use, t.seq_len, t.n_prompts or 1) for use, t in takes.items())
@@ -219,13 +220,13 @@ def _prepared(name: str, data: Path | None) -> tuple[LoadedModel, TokenSet, Toke
 
 
 def _redrawn(source: ModelSource, seed: int) -> ModelSource:
-    """The same source with another seed, and loop metrics of its own."""
+    """Return the same source with another seed and new loop metrics."""
     job = dataclasses.replace(source.job, execution=dataclasses.replace(source.execution, seed=seed))
     return dataclasses.replace(source, job=job, metrics={})
 
 
 def _row(label: str, measurements: Sequence[Measurement], n_bytes: int) -> dict[str, Any]:
-    """Summary of a variant, the mean over its measurements; from two on with the standard deviation between them."""
+    """Summarise a variant by the mean over its measurements. With two or more it adds their standard deviation."""
     mean = {f: np.mean([getattr(m, f) for m in measurements], axis=0) for f in ("kl", "agreement", "nll")}
     summary = dataclasses.replace(measurements[0], name=label, **mean).summary() | {"n_bytes": n_bytes}
     if len(measurements) > 1:

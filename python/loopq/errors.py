@@ -52,7 +52,7 @@ class SystemContractError(LoopqError):
 
 @contextlib.contextmanager
 def naming(layer: str) -> Iterator[None]:
-    """Put a layer's name, once, before what the solver says inside; NumPy's want of memory becomes loopq's."""
+    """Prefix the solver's errors with a layer's name, once. NumPy's memory errors become loopq's."""
     start = f"layer {layer}: "
     try:
         yield

@@ -1,4 +1,4 @@
-"""Optional dependencies: the one place that imports them, with an error that names the extra to install."""
+"""Optional dependencies are imported only here. An error names the extra to install."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def require(module: str, extra: str | None = None) -> Any:
     Parameters
     ----------
     module : str
-        Its name.
+        Name of the module.
     extra : str or None
-        The extra that installs it, where that is not the same for everyone.
+        Extra that installs it, if it depends on the caller.
 
     Raises
     ------
     MissingExtraError
-        The module is not installed; the message gives the command that installs it. Or it cannot be loaded.
+        The module is not installed, and the message gives the command that installs it. Or it cannot be loaded.
     """
     try:
         return importlib.import_module(module)

@@ -1,1 +1,1 @@
-"""Activations of a looped model: which rows each shared layer sees at each recurrence step."""
+"""Activations of a looped model: input rows of each shared layer at each recurrence step."""

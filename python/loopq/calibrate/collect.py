@@ -1,4 +1,4 @@
-"""Run the rollouts of a calibration set and keep what the shared layers saw: as Hessians or as rows."""
+"""Run the rollouts of a calibration set and keep the inputs of the shared layers, as Hessians or as rows."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ ROW_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class Collection:
-    """What is collected from which model: all that fixes every row.
+    """A model, its prompts and settings: everything that determines the collected rows.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter.
+        The model's adapter. It runs the rollouts.
     tokens : TokenSet
         Calibration prompts.
     selection : Selection
-        Parameters, input groups and depth.
+        Parameters, input groups and depth. They come from `select`.
     execution : Execution
-        Seed of the initial states, prompts that run together, threads, memory limit, progress.
+        Seed of the initial states, batch size, threads, memory limit and progress.
     side_files : mapping of str to bytes
-        Config and tokenizer files that go with the model.
+        Config and tokenizer files of the model.
     """
 
     system: LoopedSystem
@@ -83,7 +83,7 @@ class Collection:
 
     @cached_property
     def _weights(self) -> dict[str, str]:
-        """SHA-256 of each tensor of the full-precision model, taken once: gigabytes take seconds."""
+        """SHA-256 of each tensor of the full-precision model. It is cached: gigabytes take seconds."""
         return {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
 
     def fingerprint(self, *more: Any) -> str:
@@ -116,12 +116,12 @@ def _digest(tensor: RawTensor) -> str:
 
 
 class _GroupFilter:
-    """Passes on the rows of input groups and checks that the others really read the same tensor."""
+    """Forward the rows of input groups and check that the other parameters read the same tensor."""
 
     def __init__(self, selection: Selection, sink: Callable[[str, int, Tensor], None]) -> None:
         self._input_groups = selection.input_groups
         self._sink = sink
-        # The tensor of the group's first parameter is kept alive so that its address cannot be another tensor's by now.
+        # The first parameter's tensor is kept alive, so no other tensor can get its address.
         self._last: dict[str, tuple[int, InputKey, Tensor]] = {}
 
     def __call__(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
@@ -147,24 +147,24 @@ def run_rollouts(
     label: str = "collect",
     progress: Progress | None = None,
 ) -> Generator[int, None, None]:
-    """Run batches and hand the rows of each input group to a sink; yield each batch's number when done.
+    """Run batches and pass the rows of each input group to a sink. Yield the number of each finished batch.
 
     Parameters
     ----------
     job : Collection
-        What to run.
+        The model and its prompts. The seed belongs to it.
     sink : callable
         Called with input group, step and rows, Tensor (n_rows, in_features), in the order of the calls.
     only : sequence of str, optional
-        Input groups to observe; all when absent.
+        Input groups to observe. All are observed when absent.
     wanted : callable
-        Asked of each batch when its turn comes.
+        Takes the number of a batch before it runs. Return false to skip the batch.
     first : int
-        Batch to begin with; those before it come last.
+        Batch to begin with. Earlier batches come last.
     label : str
         Name of the stage.
     progress : Progress, optional
-        Told of every prompt; the job's own when absent.
+        Receives every prompt; the job's own when absent.
     """
     progress = progress or job.execution.progress
     chosen = set(job.selection.input_groups.values() if only is None else only)
@@ -188,11 +188,11 @@ class HessianSet:
     Parameters
     ----------
     job : Collection
-        What is collected.
+        Model and prompts.
     steps : mapping of str to list of int
-        For each input group, the steps that are summed.
+        Summed steps of each input group.
     per_step : bool
-        Keep each step's Hessian apart: as many times the memory.
+        Keep each step's Hessian separate. This multiplies the memory by the number of steps.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class HessianSet:
         self.accumulators: dict[str, native.HessianAccumulator] = {}
 
     def n_bytes(self, input_group: str) -> int:
-        """Memory of one accumulator: 16 bytes for each entry of the upper triangle, and of each step kept."""
+        """Memory of one accumulator: 16 bytes per entry of the upper triangle, and per step kept."""
         dim = self._dims[input_group]
         return 8 * dim * (dim + 1) * (len(self.steps[input_group]) if self.per_step else 1)
 
@@ -217,9 +217,9 @@ class HessianSet:
     def accumulator(
         self, input_group: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
-        """Return the accumulator of an input group, which must hold just these steps, or each step apart.
+        """Return the accumulator of an input group. It must hold exactly these steps, or each step separately.
 
-        `per_step` is for sources that sum on demand; what is here is here.
+        `per_step` is for sources that sum on demand. It has no effect here.
         """
         acc = self.accumulators[input_group]
         if not self.per_step and list(steps) != self.steps[input_group]:
@@ -229,14 +229,14 @@ class HessianSet:
         return acc
 
     def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
-        """Divide the input groups into as few passes as fit in the memory limit: the largest first, each where it fits.
+        """Divide the input groups into few passes within the memory limit: the largest first, each where it fits.
 
-        `need` gives the bytes that a pass over some input groups takes; those of their accumulators when absent.
+        `need` returns the bytes of a pass over some input groups; their accumulators' bytes when absent.
 
         Raises
         ------
         ConfigError
-            One input group alone takes more.
+            One input group alone exceeds the limit.
         """
         need = need or (lambda input_groups: sum(map(self.n_bytes, input_groups)))
         limit = self.job.execution.memory
@@ -264,7 +264,7 @@ class HessianSet:
         input_groups : sequence of str
             Input groups of this pass.
         work : Path, optional
-            Folder where sums are saved now and then; those of the same work found there are resumed.
+            Folder for periodic snapshots of the sums. A pass resumes from snapshots of the same work.
         label : str
             Name of the stage.
         """
@@ -279,16 +279,16 @@ class HessianSet:
     def share_pass(
         self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
     ) -> None:
-        """Run what no other process has claimed of a pass, until all its batches are saved in `work`.
+        """Run the unclaimed batches of a pass, until all its batches are saved in `work`.
 
         Parameters
         ----------
         input_groups, work
-            As of `run_pass`, which adds up what is there afterwards.
+            As in `run_pass`, which adds up the saved parts afterwards.
         share : (int, int)
-            Number of this process, from 0, and of all: neighbours begin at other batches.
+            Index of this process, from 0, and number of processes. Each process begins at another batch.
         ended : callable
-            Whether others have ended the whole work and taken `work` away.
+            Whether other processes have finished the whole work and removed `work`.
         """
         first = self.job.n_batches * share[0] // share[1]
         with Journal(work, "").claims() as claims:
@@ -297,7 +297,7 @@ class HessianSet:
             while len(parts.covered()) < self.job.n_batches and not ended():
                 self._run(parts, input_groups, "collect", progress, first)
                 time.sleep(POLL)
-                # What is looked for from now on is whether others are gone.
+                # From now on the process only waits for others, or takes over when one is gone.
                 progress = Silent()
 
     def _pass(self, input_groups: Sequence[str]) -> Pass:
@@ -313,7 +313,7 @@ class HessianSet:
     def _run(
         self, parts: Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
     ) -> None:
-        """Run the batches that a pass wants, and save them now and then."""
+        """Run the wanted batches of a pass and save them periodically."""
         snapshots = Snapshots()
         for _ in run_rollouts(
             self.job,
@@ -327,7 +327,7 @@ class HessianSet:
             if snapshots.due():
                 with snapshots.saving():
                     parts.save()
-        # What others wait for is always saved; what was computed in less than a minute is computed again after a kill.
+        # Other processes wait for shared parts, so these are always saved. Less than a minute of work is recomputed.
         if parts.shared or snapshots.due():
             parts.save()
 
@@ -365,23 +365,23 @@ def collect_rows(
     rows_dtype: str | None = None,
     shard_batches: int = 8,
 ) -> Manifest:
-    """Write an activation dump; one that was interrupted is resumed.
+    """Write an activation dump. An interrupted dump is resumed.
 
     Parameters
     ----------
     job : Collection
-        What is collected.
+        Model and prompts.
     out : Path
-        Folder of the dump.
+        Folder of the dump. It must be new or hold the same unfinished dump.
     rows_dtype : {"float32", "float16", "bfloat16"}, optional
-        Storage type of the rows; the activations' own when absent, so that nothing is rounded.
+        Storage type of the rows. The default is the type of the activations, which needs no rounding.
     shard_batches : int
-        Batches of one shard: what a kill can lose.
+        Batches of one shard. A kill loses at most one shard.
 
     Raises
     ------
     DumpError
-        `out` holds a finished dump, or the beginnings of another, or another run is writing it.
+        `out` holds a finished dump or part of another dump, or another run is writing it.
     """
     kind = rows_dtype or str(next(job.system.model.parameters()).dtype).removeprefix("torch.")
     if kind not in ROW_TYPES:
@@ -394,7 +394,7 @@ def collect_rows(
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Be the only collection into a folder; those of ranks, which divide one, have claims instead."""
+    """Lock a folder for a single collection. Ranks that divide one collection use claims instead."""
     check_named(out, DumpError)
     with locked(out):
         yield
@@ -436,9 +436,9 @@ def _rows_bytes(job: Collection, kind: str) -> int:
 
 
 def _begin(out: Path, key: str) -> bool:
-    """Whether the folder holds a finished dump of this very collection, killed while it cleared up behind itself.
+    """Whether the folder holds this finished dump, killed during its final clean-up.
 
-    What another collection left there is an error.
+    Any other collection in the folder is an error.
     """
     check_named(out, DumpError)
     claim = out / _CLAIM
@@ -452,21 +452,21 @@ def _begin(out: Path, key: str) -> bool:
     elif (out / MANIFEST).exists():
         raise DumpError(f"{out}: holds a finished dump; choose a new folder")
     else:
-        # A kill may have come while the claim itself was written.
+        # A kill may have interrupted the write of the claim itself.
         remove_leftovers(out)
         check_new(out, DumpError)
     return (out / MANIFEST).exists()
 
 
 def _finish(out: Path) -> Manifest:
-    """Remove what only a collection that goes on needs, the claim last."""
+    """Remove the files that only an unfinished collection needs, the claim last."""
     shutil.rmtree(out / "work", ignore_errors=True)
     (out / _CLAIM).unlink(missing_ok=True)
     return Manifest.read(out)
 
 
 def collected(out: Path) -> bool:
-    """Whether there is a dump, with nothing left to clear up behind it."""
+    """Whether a dump exists and its clean-up is complete."""
     return (out / MANIFEST).exists() and not (out / _CLAIM).exists()
 
 
@@ -494,7 +494,7 @@ def _write_shard(
 
 
 def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
-    # A shard has no rows of a step that sent none to an expert.
+    # A shard has no rows for a step that sent none to an expert.
     rows: Rows = {
         p.name: dict.fromkeys(range(p.invocations) if p.routed_in else (), 0)
         for p in job.selection.distinct_inputs
@@ -543,11 +543,11 @@ def _write_manifest(
 
 
 class Gradients(Protocol):
-    """What collects loop metrics beside the Hessians of a dump: calibration itself knows no backward pass."""
+    """Collector of loop metrics for a Hessian dump. Calibration itself runs no backward pass."""
 
     @property
     def n_prompts(self) -> int:
-        """Prompts that gradients are taken on."""
+        """Number of prompts for gradients."""
 
     @property
     def n_draws(self) -> int:
@@ -556,23 +556,23 @@ class Gradients(Protocol):
     def collect(
         self, sums: HessianSet, input_groups: Sequence[str], work: Path
     ) -> Mapping[str, tuple[tuple[int, ...], GradientSums]]:
-        """Return steps and sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
+        """Return steps and sums of each parameter that reads these inputs. Resume from the folder `work`."""
 
 
 @dataclass(frozen=True)
 class HessianDump:
-    """A Hessian dump that is being written: exact sums that parts collected apart can be merged into.
+    """A Hessian dump during writing: exact sums, which can be merged with those of other prompts.
 
     Parameters
     ----------
     sums : HessianSet
-        What is summed.
+        The sums. They also hold the job.
     passes : list of list of str
-        Inputs of each run over the calibration set.
+        Input groups of each run over the calibration set.
     out : Path
-        Folder of the dump.
+        Folder of the dump. Unfinished work lies in its subfolder "work".
     gradients : Gradients or None
-        Collects loop metrics besides.
+        Collector of loop metrics.
     key : str
         Identity of the work.
     """
@@ -593,7 +593,7 @@ class HessianDump:
         per_step: bool = False,
         gradients: Gradients | None = None,
     ) -> HessianDump:
-        """Plan a dump; parameters as of `collect_hessians`."""
+        """Plan a dump. The parameters are those of `collect_hessians`."""
         wanted = {
             p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
             for p in job.selection.distinct_inputs
@@ -603,33 +603,33 @@ class HessianDump:
         return cls(sums, sums.passes(), out, gradients, job.fingerprint(wanted, per_step, *counts))
 
     def work(self, number: int) -> Path:
-        """Folder where sums of a pass are saved."""
+        """Return the folder for the saved sums of a pass."""
         return self.out / "work" / str(number)
 
     @property
     def is_there(self) -> bool:
-        """Whether the dump is whole."""
+        """Whether the dump is complete."""
         return (self.out / MANIFEST).exists()
 
     def begin(self) -> bool:
-        """Claim the folder; whether it holds this very dump already, killed while it cleared up behind itself."""
+        """Claim the folder. Return whether it holds this finished dump, killed during its clean-up."""
         late = _begin(self.out, self.key)
         write_json(self.out / _CLAIM, {"key": self.key})
         return late
 
     def tell(self) -> None:
-        """Say what the collection takes."""
+        """Report the memory and the passes of the collection."""
         held = max((sum(map(self.sums.n_bytes, groups)) for groups in self.passes), default=0)
         self.sums.job.execution.progress.note(
             f"about {held / 2**20:.1f} MiB for Hessians, {len(self.passes)} pass(es) over the text"
         )
 
     def finish(self) -> Manifest:
-        """Clear up behind a dump that is whole."""
+        """Clean up after a complete dump."""
         return _finish(self.out)
 
     def write(self) -> Manifest:
-        """Collect what is not collected yet, pass by pass, and write the dump."""
+        """Collect the missing sums, pass by pass, and write the dump."""
         sums, gradients, out = self.sums, self.gradients, self.out
         files: list[DumpFile] = []
         metrics: list[MetricFile] = []
@@ -661,21 +661,21 @@ def collect_hessians(
     per_step: bool = False,
     gradients: Gradients | None = None,
 ) -> Manifest:
-    """Write a Hessian dump; one that was interrupted is resumed.
+    """Write a Hessian dump. An interrupted dump is resumed.
 
     Parameters
     ----------
     job : Collection
-        What is collected.
+        Model and prompts.
     out : Path
-        Folder of the dump.
+        Folder of the dump. It must be new or hold the same unfinished dump.
     steps : sequence of int, optional
-        Steps to keep; every invocation of each parameter when absent.
+        Steps to keep. All invocations of each parameter are kept when absent.
     per_step : bool
-        Keep each step apart, so that any choice of steps can be made later.
+        Keep each step separate, so that any choice of steps is possible later.
     gradients : Gradients, optional
-        Collects loop metrics besides. A dump with them cannot be merged: gradients are weighed by the Hessian of all
-        prompts.
+        Collector of loop metrics. A dump with loop metrics cannot be merged, because gradients are weighted by the
+        Hessian of all prompts.
     """
     dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
     with _alone(out):

@@ -1,4 +1,4 @@
-"""Token sequences to calibrate and to measure on, with the packing said."""
+"""Token sequences for calibration and evaluation, with their packing."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Token sequences and where they come from.
+    """Token sequences and their origin.
 
     Parameters
     ----------
     sequences : tuple of ndarray, int64, 1-D
-        One for each prompt, none empty.
+        One sequence per prompt. No sequence is empty.
     source : str
-        What the tokens are, for the report.
+        Name of the tokens for the report.
     packing : str
-        "windows": the text as one string, cut in windows of equal length, what is left over dropped;
-        "prompts": one sequence for each record; "chunks": the text cut as llama.cpp's llama-perplexity does, where a
-        position is scored only if its next token is in the chunk too.
+        Way of packing. "windows" cuts the text into windows of equal length and drops the rest. "prompts" has one
+        sequence for each record. "chunks" cuts the text as llama.cpp's llama-perplexity does. There a position is
+        scored only if its next token is in the chunk too.
     scored_from : int
-        First position whose logits count, in every sequence, when models are compared and when gradients are taken:
-        those before it are the question of a task.
+        First scored position of every sequence, for comparisons and gradients. Earlier positions hold a task's
+        question.
     random_tokens : float
-        Share of the tokens that are drawn at random.
+        Share of randomly drawn tokens.
     n_first : int
-        Special tokens that every window begins with, which random ones do not replace.
+        Special tokens at the start of every window. Random tokens do not replace them.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -66,11 +66,11 @@ class TokenSet:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """Total number of tokens."""
         return sum(s.size for s in self.sequences)
 
     def digest(self) -> str:
-        """SHA-256 over lengths and ids: two sets with the same digest are the same tokens, scored alike."""
+        """SHA-256 over lengths and ids. Sets with the same digest have the same tokens and scored positions."""
         total = hashlib.sha256()
         if self.scored_from:
             total.update(b"scored from %d" % self.scored_from)
@@ -84,23 +84,23 @@ class TokenSet:
         return dataclasses.replace(self, sequences=self.sequences[first:last])
 
     def scored(self, outputs: Tensor, output: str) -> Tensor:
-        """Return the logits that count, of shape (n_prompts, n_scored, vocabulary); hidden states count whole."""
+        """Return the scored logits, shape (n_prompts, n_scored, vocabulary). Hidden states are returned whole."""
         return outputs[:, self.scored_from :] if output == "logits" else outputs
 
     def with_random_tokens(self, share: float, known: NDArray[np.int64]) -> TokenSet:
-        """Replace tokens at random places by tokens that are drawn at random, the same at every call.
+        """Replace tokens at random places by random tokens. Every call gives the same result.
 
         Parameters
         ----------
         share : float
             Share of the tokens, on average.
         known : ndarray, int64, 1-D
-            Token ids to draw from, all equally likely.
+            Token ids to draw from. All are equally likely.
 
         Raises
         ------
         ConfigError
-            These are prompts, not a text that was cut: marks of a dialogue or a task stay where they are.
+            The set holds prompts instead of a cut text. The marks of a dialogue or task must stay in place.
         """
         if self.packing != "windows":
             raise ConfigError(f"random_tokens is for text that is cut in windows; {self.source} has prompts")
@@ -115,7 +115,7 @@ class TokenSet:
         return dataclasses.replace(self, sequences=tuple(changed), source=source, random_tokens=share)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for the report."""
+        """Return plain data for the report."""
         found = {
             "source": self.source,
             "packing": self.packing,
@@ -126,7 +126,7 @@ class TokenSet:
         return found | ({"random_tokens": self.random_tokens} if self.random_tokens else {})
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
-        """Yield the prompts in order, neighbours of equal length together, at most `batch_size` at a time."""
+        """Yield the prompts in order. A batch has neighbours of equal length, at most `batch_size`."""
         import torch  # lazy: loopq imports without torch
 
         for numbers in self.plan(batch_size):
@@ -137,11 +137,11 @@ class TokenSet:
         """Return the first prompt alone."""
         import torch  # lazy: loopq imports without torch
 
-        # A copy: prompts of a file are read-only, which torch warns of.
+        # A copy: prompts of a file are read-only, and torch would warn.
         return Batch(torch.from_numpy(self.sequences[0][None].copy()), (0,), seed)
 
     def plan(self, batch_size: int) -> list[list[int]]:
-        """Numbers of the prompts of each batch."""
+        """Return the prompt numbers of each batch."""
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1; got {batch_size}")
         plan: list[list[int]] = []
@@ -155,14 +155,14 @@ class TokenSet:
 
 
 def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
-    """Take sequences of token ids as they are, one prompt each.
+    """Build a set from sequences of token ids, one prompt each.
 
     Parameters
     ----------
     ids : iterable of sequences of int
         Token ids of each prompt.
     source : str
-        What they are, for the report.
+        Name of the tokens for the report.
 
     Examples
     --------
@@ -175,22 +175,22 @@ def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
 def windows(
     text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str, first: Sequence[int] = ()
 ) -> TokenSet:
-    """Encode a text as one string and cut it in windows.
+    """Encode a text as one string and cut it into windows.
 
     Parameters
     ----------
     text : str
-        The text.
+        The text to cut.
     encode : callable
-        Text to token ids, without special tokens.
+        Function from text to token ids. It adds no special tokens.
     seq_len : int
-        Tokens of a window. A remainder shorter than that is dropped.
+        Tokens of a window. A shorter remainder is dropped.
     n_prompts : int or None
-        Windows to keep from the start; None keeps all.
+        Number of windows from the start; None keeps all.
     source : str
         Name of the text for the report.
     first : sequence of int
-        Special tokens that every window begins with, within its length.
+        Special tokens at the start of every window. They count towards its length.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def windows(
 def cut(
     ids: NDArray[np.int64], seq_len: int, n_prompts: int | None, source: str, first: Sequence[int] = ()
 ) -> TokenSet:
-    """Cut the token ids of one text in windows; parameters and errors as of `windows`."""
+    """Cut the token ids of one text into windows. Parameters and errors are those of `windows`."""
     if seq_len < 2 + len(first):
         raise ConfigError(f"seq_len must be at least {2 + len(first)}; got {seq_len}")
     check_count(n_prompts)
@@ -219,18 +219,18 @@ def cut(
 
 
 def check_count(n_prompts: int | None) -> None:
-    """Refuse a number of prompts that is not one."""
+    """Refuse a number of prompts below 1."""
     if n_prompts is not None and n_prompts < 1:
         raise ConfigError(f"n_prompts must be at least 1; got {n_prompts}")
 
 
 def check_vocabulary(tokens: TokenSet, n_tokens: int) -> None:
-    """Refuse token ids that a model of that many tokens does not have.
+    """Refuse token ids outside the model's vocabulary of `n_tokens` tokens.
 
     Raises
     ------
     CalibrationError
-        An id below 0 or not below `n_tokens`; the message names the prompt and its place in it.
+        An id is below 0 or not below `n_tokens`. The message names the prompt and the position.
     """
     for number, sequence in enumerate(tokens.sequences):
         bad = np.flatnonzero((sequence < 0) | (sequence >= n_tokens))

@@ -1,4 +1,4 @@
-"""Rows that lie on an accelerator: summed there in true float32, moved once."""
+"""Sums of rows on an accelerator: summed there in true float32, moved to the host once."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as torch_device
 
-#: Entries of a strip of sums: what is held besides the sums themselves is a few times as large.
+#: Entries of a strip of sums. Temporaries take a few times this size.
 _STRIP = 1 << 24
 #: Bits of the low limb (docs/formats/hessian.md).
 _LIMB_BITS = 62
 
 
 class DeviceSums:
-    """X^T X on the rows' own device: float32 products of each block of rows, added up exactly.
+    """X^T X on the rows' device: float32 products of each block of rows, added exactly.
 
-    Between blocks the sum is the core's (docs/formats/hessian.md): whole numbers in units of 2^-60, so it does not
-    depend on which process, part or call a block came in. Within a block the order of the products is that of the
-    device's library: the bits are those of one kind of device, and of the core only where no product is rounded.
+    Between blocks the sum is the core's (docs/formats/hessian.md): integers in units of 2^-60. It is independent of
+    the process, part or call that adds a block. Within a block the device's library orders the products. Therefore
+    the bits depend on the kind of device. They equal the core's only where no product is rounded.
 
     Parameters
     ----------
     dim : int
         Columns of a row.
     per_step : bool
-        Keep each step apart.
+        Keep each step separate.
     """
 
     def __init__(self, dim: int, *, per_step: bool) -> None:
@@ -48,7 +48,7 @@ class DeviceSums:
         self._top: dict[int, Tensor] = {}
 
     def add(self, step: int, rows: Tensor) -> None:
-        """Add rows of a step, Tensor (n_rows, dim) of any floating type, cut in the blocks of the core."""
+        """Add rows of a step, Tensor (n_rows, dim) of any floating type. Blocks are those of the core."""
         import torch  # lazy: loopq imports without torch
 
         key = step if self._per_step else -1
@@ -66,12 +66,12 @@ class DeviceSums:
                     _add(block[:, i:j].T @ block[:, i:], hi, lo)
 
     def accumulator(self, steps: Sequence[int], threads: int = 0) -> native.HessianAccumulator:
-        """Give the sums as a finished accumulator of these steps, on the host, where the core has so many threads.
+        """Return the sums over these steps as a finished accumulator on the host. `threads` is for the core.
 
         Raises
         ------
         SolveError
-            Rows of a step hold a number above 2^27 in magnitude, or NaN.
+            Rows of a step hold NaN or a number above 2^27 in magnitude.
         """
         import torch  # lazy: loopq imports without torch
 
@@ -111,7 +111,7 @@ def _zeros(rows: int, columns: int, device: torch_device) -> Tensor:
 def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Add float32 sums to their limbs, as the core's `limbs::add` does: value = (hi 2^62 + lo) 2^-60."""
     whole = (sums * 0.25).round_()
-    # At most 2 in magnitude, and both are multiples of the sum's last place: exact.
+    # At most 2 in magnitude. Both are multiples of the sum's last place, so the difference is exact.
     rest = sums.sub_(whole * 4)
     lo += (rest * 2.0**60).round_().long()
     hi += whole.long() + (lo >> _LIMB_BITS)
@@ -119,16 +119,16 @@ def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 
 class Sums:
-    """Sums of rows where they lie: by the core on the processor, by `DeviceSums` elsewhere.
+    """Sums of rows on their device: the core sums on the CPU, `DeviceSums` elsewhere.
 
     Parameters
     ----------
     dim : int
         Columns of a row.
     steps : sequence of int
-        Steps that are summed.
+        Summed steps.
     per_step : bool
-        Keep each step apart.
+        Keep each step separate.
     threads : int
         Threads of the core.
     """
@@ -148,12 +148,12 @@ class Sums:
             self._far.add(step, rows)
 
     def finish(self) -> native.HessianAccumulator:
-        """Give the sums, finished, on the host.
+        """Return the finished sums on the host.
 
         Raises
         ------
         SolveError
-            As of `DeviceSums.accumulator`.
+            As in `DeviceSums.accumulator`.
         """
         far, self._far = self._far, None
         if far is not None and self._near is None:
@@ -172,7 +172,7 @@ class Sums:
 
 
 def to_native(rows: Tensor) -> Any:
-    """Copy rows to an array that the core reads; bfloat16 as its bits."""
+    """Copy rows to an array for the core. A bfloat16 array is passed as its bits."""
     import torch  # lazy: loopq imports without torch
 
     host = rows.detach().to("cpu").contiguous()

@@ -66,7 +66,7 @@ _Number = Annotated[
 
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
-    """Copy input rows to bytes of a storage type ("F32", "F16" or "BF16")."""
+    """Convert input rows to the bytes of a storage type ("F32", "F16" or "BF16")."""
     import torch  # lazy: loopq imports without torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -75,7 +75,7 @@ def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
 
 @dataclass(frozen=True)
 class DumpFile(FileEntry):
-    """A shard of rows, or the Hessian of an input group, each step apart or their sum."""
+    """A shard of rows, or an input group's Hessian, per step or as a sum."""
 
     file: _Number
     input_group: str = ""
@@ -84,7 +84,7 @@ class DumpFile(FileEntry):
 
 @dataclass(frozen=True)
 class MetricFile(FileEntry):
-    """The loop metric of a parameter over some steps, and some draws of labels for each of the first prompts."""
+    """The loop metric of a parameter over some steps, from some label draws for each of the first prompts."""
 
     file: _Number
     parameter: str
@@ -95,14 +95,14 @@ class MetricFile(FileEntry):
 
 @dataclass(frozen=True)
 class GradientSums:
-    """What a loop metric is made of (`loopq.quantizers.loop_metric.LoopMetric`), as arrays.
+    """The arrays of a loop metric (`loopq.quantizers.loop_metric.LoopMetric`).
 
     Parameters
     ----------
     left : tuple of ndarray, float64
-        A, blocks of consecutive outputs, each of shape (b, b).
+        Blocks of A. Each has consecutive outputs and shape (b, b).
     right : ndarray, float64, shape (in_features, in_features)
-        The part of S that gradients give.
+        The gradient part of S.
     """
 
     left: tuple[NDArray[np.float64], ...]
@@ -117,7 +117,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Calibration:
-    """What readers need of the description of the calibration set."""
+    """The part of a calibration set's description that readers need."""
 
     source: str
     n_prompts: Count
@@ -127,7 +127,7 @@ class _Calibration:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dump's `manifest.json` says; the format is specified in docs/formats/dump.md."""
+    """Contents of a dump's `manifest.json`. The format is specified in docs/formats/dump.md."""
 
     kind: Literal["rows", "hessian"]
     system: str
@@ -146,7 +146,7 @@ class Manifest:
     depths: tuple[Depth, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together, also before they are written."""
+        """Refuse inconsistent parts, also before they are written."""
         checked(_Calibration, self.calibration, "calibration", DumpError, others=True)
         names = {p.name: p for p in self.parameters}
         if len(names) != len(self.parameters):
@@ -184,7 +184,7 @@ class Manifest:
             raise DumpError(f"files, model: none, without {TENSORS}, or a name that stands twice")
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json`; the folder is a dump from then on."""
+        """Write `manifest.json`, which completes the dump."""
         said = {name: value for name, value in vars(self).items() if name != "depths" or value}
         write_json(folder / MANIFEST, sealed(FORMAT, said))
 
@@ -200,7 +200,7 @@ class Manifest:
 
 
 class Dump:
-    """A dump opened for reading, every file of it compared with its SHA-256.
+    """A dump opened for reading. Every file is checked against its SHA-256.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class Dump:
     Raises
     ------
     DumpError
-        A file is missing, truncated or altered, or things do not add up.
+        A file is missing, truncated or altered, or the row counts do not match.
     """
 
     def __init__(self, folder: Path, *, threads: int = 0) -> None:
@@ -252,12 +252,12 @@ class Dump:
     def accumulator(
         self, input_group: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
-        """Sum the Hessian of one input group over the steps chosen, streaming from the files.
+        """Sum the Hessian of one input group over the chosen steps, streaming from the files.
 
         Returns
         -------
         HessianAccumulator
-            Finished.
+            The finished accumulator.
         """
         if self.manifest.kind == "hessian":
             return self._stored(input_group, steps)
@@ -297,7 +297,7 @@ class Dump:
         Raises
         ------
         DumpError
-            There are none over these steps, or the file does not fit the parameter.
+            The dump has no sums over these steps, or the file does not fit the parameter.
         """
         entry = next((m for m in self.manifest.metrics if m.parameter == name), None)
         if entry is None:
@@ -315,12 +315,12 @@ class Dump:
         return gradient_sums_from(read_tensors(path, DumpError), parameter, str(path))
 
     def weights(self) -> ModelWeights:
-        """The stored weights of the model; each is read when it is asked for.
+        """Return the stored weights of the model. Each tensor is read on access.
 
         Raises
         ------
         DumpError
-            A weight is missing, or is not of the shape that the manifest says.
+            A weight is missing or differs in shape from the manifest.
         """
         path = self.folder / "model" / TENSORS
         tensors = _FileTensors(path)
@@ -339,7 +339,7 @@ class Dump:
 
 
 class _FileTensors(Mapping[str, RawTensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """The tensors of a safetensors file. Each tensor is read on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -359,7 +359,7 @@ class _FileTensors(Mapping[str, RawTensor]):
 
 @dataclass(frozen=True)
 class _State:
-    """Metadata of a Hessian file: what is no array of the state of docs/formats/hessian.md."""
+    """Metadata of a Hessian file: the state of docs/formats/hessian.md without its arrays."""
 
     spec_version: Literal[1]
     dim: Positive
@@ -371,8 +371,8 @@ class _State:
 def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTensor], dict[str, Any]]:
     """Return the exact state of a finished accumulator as arrays and plain data.
 
-    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for each
-    step that is kept apart.
+    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md). Each separate step
+    has its own pair.
     """
     state: dict[str, Any] = dict(acc.state())
     arrays = {
@@ -389,7 +389,7 @@ def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) ->
     Raises
     ------
     DumpError
-        A state that cannot be.
+        The state is invalid.
     """
     found = checked(_State, state, f"{where}: Hessian state", DumpError)
     reader = TensorReader(where, arrays)
@@ -407,9 +407,9 @@ def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) ->
 
 
 def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
-    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+    """Write the exact state of a finished accumulator and return the SHA-256 of the file.
 
-    Everything but the arrays is JSON under the metadata key "loopq_hessian".
+    Everything except the arrays is JSON under the metadata key "loopq_hessian".
     """
     arrays, state = accumulator_parts(acc)
     return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
@@ -421,7 +421,7 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
     Raises
     ------
     DumpError
-        Not such a file, truncated, or with a state that cannot be.
+        The file is of another kind, truncated, or has an invalid state.
     """
     _, metadata = read_header(path, DumpError)
     state = parse_json(metadata.get("loopq_hessian", "null"), path, DumpError)
@@ -429,7 +429,7 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
 
 
 def write_gradient_sums(path: Path, sums: GradientSums) -> str:
-    """Write the sums of a loop metric, tensors `left.<i>` and `right`; return the SHA-256 of the file."""
+    """Write the sums of a loop metric, tensors `left.<i>` and `right`. Return the SHA-256 of the file."""
     arrays = {f"left.{i:05d}": a for i, a in enumerate(sums.left)} | {"right": sums.right}
     return write_tensors(path, {name: RawTensor.of(a) for name, a in arrays.items()})
 
@@ -437,12 +437,12 @@ def write_gradient_sums(path: Path, sums: GradientSums) -> str:
 def gradient_sums_from(
     arrays: Mapping[str, RawTensor], parameter: SharedParameter, where: str
 ) -> GradientSums:
-    """Read what `write_gradient_sums` wrote.
+    """Read the result of `write_gradient_sums`.
 
     Raises
     ------
     DumpError
-        Tensors of another type or shape, or entries that no sum of squares can have.
+        A tensor has another type or shape, or an entry that is impossible for a sum of squares.
     """
     reader = TensorReader(where, arrays)
     width = parameter.in_features
@@ -466,21 +466,21 @@ def gradient_sums_from(
 
 
 def merge(parts: Sequence[Path], out: Path, progress: Progress | None = None) -> Manifest:
-    """Add Hessian dumps that were collected apart.
+    """Add Hessian dumps that were collected separately.
 
     Parameters
     ----------
     parts : sequence of Path
         Hessian dumps of the same model, system, depth and steps.
     out : Path
-        New dump. The sum is of integers, so that the order of the parts changes no bit of it.
+        New dump. The sum is over integers, so the order of the parts changes no bit.
     progress : Progress, optional
-        Told of a dump that is there already, of a run that was killed when it had written it.
+        Receives a note if a killed run had already written this dump.
 
     Raises
     ------
     DumpError
-        Parts that do not fit together, or the same calibration tokens and seed twice.
+        The parts do not match, or two have the same calibration tokens and seed.
     """
     if len(parts) < 2:
         raise ConfigError("merge needs at least two parts")
@@ -518,7 +518,7 @@ def _merged(parts: Sequence[Path], out: Path) -> Manifest:
 
 
 def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
-    """Write the sum of one input group's Hessians; return its line of the manifest."""
+    """Write the sum of one input group's Hessians and return its manifest entry."""
     steps = sorted(parts[0].manifest.rows[entry.input_group])
     total, *others = (part.accumulator(entry.input_group, steps) for part in parts)
     for other in others:
@@ -529,7 +529,7 @@ def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
 
 
 def _parts_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """Descriptions of the calibration sets that a dump sums up, with their seeds."""
+    """Return the descriptions and seeds of the calibration sets in a dump."""
     own = [manifest.calibration | {"seed": manifest.seed}]
     return list(manifest.calibration.get("parts", own))
 

@@ -1,4 +1,4 @@
-"""Which rows of the trajectory count: the budget of one step spread over all steps."""
+"""A trajectory's Hessian at the row budget of one step, spread over all steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EqualRows:
-    """Hessians of a trajectory from as many rows as one step has.
+    """Hessians of a trajectory from the number of rows of a single step.
 
     Parameters
     ----------
@@ -25,10 +25,10 @@ class EqualRows:
 
     Notes
     -----
-    Every token position is used at one step only: of N successive positions each goes to another of the N steps,
-    in an order drawn from the run's seed. So the rows of all steps together are just as many as those of one step, they
-    come from all steps alike (within one row), and no position counts twice. The result stands in for a
-    `HessianSet` with each step apart.
+    Every token position is used at one step only. Of N successive positions each goes to a different one of the N
+    steps, in an order drawn from the run's seed. Therefore all steps together have as many rows as one step. All steps
+    contribute equally (within one row), and no position counts twice. The result replaces a `HessianSet` with separate
+    steps.
     """
 
     def __init__(self, job: Collection) -> None:
@@ -46,7 +46,7 @@ class EqualRows:
     def accumulator(
         self, input_group: str, steps: Sequence[int], *, per_step: bool = True
     ) -> native.HessianAccumulator:
-        """Return the finished accumulator of an input group; it holds each step apart, whatever is asked."""
+        """Return the finished accumulator of an input group. It always keeps the steps separate."""
         return self._accumulators[input_group]
 
     def _take(self, input_group: str, step: int, rows: Tensor) -> None:
@@ -58,7 +58,7 @@ class EqualRows:
         self._sums[input_group].add(step, rows[torch.from_numpy(mine).to(rows.device)])
 
     def step_of(self, positions: np.ndarray, n_steps: int) -> np.ndarray:
-        """Step at which each position is used, int64, same shape."""
+        """Return the step at which each position is used, int64, same shape."""
         blocks = positions // n_steps
         out = np.empty(positions.shape, dtype=np.int64)
         for block in np.unique(blocks):

@@ -1,4 +1,4 @@
-"""What every source of Hessians is: accumulators in memory, a dump, a part of paired sums, plain arrays."""
+"""Interface of all sources of Hessians: accumulators in memory, dumps, paired sums and plain arrays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StepHessians(Protocol):
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps that are there, ascending."""
+        """Available steps, ascending."""
 
     @property
     def per_step(self) -> bool:
-        """Whether each step's Hessian is there apart, or only the sum over all steps."""
+        """Whether each step's Hessian is available, or only the sum over all steps."""
 
     def n_rows(self, step: int) -> int:
         """Rows of X_t."""
@@ -43,4 +43,4 @@ class Hessians(Protocol):
     """Hessians of every input group of a model."""
 
     def accumulator(self, input_group: str, steps: Sequence[int], *, per_step: bool = False) -> StepHessians:
-        """Return the Hessians of an input group over the steps chosen, each apart if that is asked for."""
+        """Return the Hessians of an input group over the chosen steps, separately if `per_step`."""

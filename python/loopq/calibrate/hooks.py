@@ -1,6 +1,6 @@
 """Owned forward hooks: step t of a parameter is its t-th invocation within one rollout.
 
-An expert is called for some steps only: its steps are the calls of the module that sends rows to it.
+An expert is called at some steps only. Its steps are the calls of the module that sends rows to it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ InputKey = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 class Observer:
-    """Hands the input rows of every shared parameter, step by step, to a sink.
+    """Passes the input rows of every shared parameter, step by step, to a sink.
 
-    Used as a context manager: the hooks are there inside the block and gone after it, also after an error.
-    Each rollout runs in a scope of its own, where invocations are counted from 0 and checked at the end.
+    Use it as a context manager. The hooks exist inside the block and are removed after it, also after an error.
+    Each rollout has its own scope, in which invocations are counted from 0 and checked at the end.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     parameters : sequence of SharedParameter
-        Parameters to watch.
+        Parameters to watch. Others are ignored.
     sink : callable
-        Called with parameter, step and input rows, Tensor (n_rows, in_features), in the order of the calls; not for
-        calls of an expert without rows.
+        Called with parameter, step and input rows, Tensor (n_rows, in_features), in the order of the calls. Calls of
+        an expert without rows are skipped.
     check_finite : bool
         Refuse NaN and infinity.
     """
@@ -79,13 +79,13 @@ class Observer:
 
     @contextlib.contextmanager
     def rollout(self, batch: Batch) -> Iterator[None]:
-        """Scope of one rollout: invocations are counted from 0, and checked when it ends.
+        """Scope of one rollout. Invocations are counted from 0 and checked at its end.
 
         Raises
         ------
         CalibrationError
-            A parameter was never called, or not as often as its system declares; or the model itself failed: the
-            message names the layer and the step that it came to.
+            A parameter is called never, or not as often as its system declares. Or the model itself fails: the message
+            then names the last layer and step.
         """
         if not self._handles:
             raise CalibrationError("the observer is used outside its block: its hooks are not attached")
@@ -98,7 +98,7 @@ class Observer:
                 yield
             self._check_counts()
         except CalibrationError as error:
-            # What the sink raised came through the model, but is none of its errors.
+            # An error of the sink passes through the model, but is not the model's error.
             if any(error.__cause__ is own for own in self._failed):
                 raise self._failed[0] from None
             raise
@@ -107,7 +107,7 @@ class Observer:
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
-        """See the products of weights that no module is called with."""
+        """Observe the products of weights that belong to no called module."""
         if not self._watched:
             yield
             return
@@ -145,7 +145,7 @@ class Observer:
             self._next(name, f"module {name}", invocations)
 
     def _next(self, counted: str, what: str, invocations: int) -> int:
-        """Step of a call of what is counted under a name."""
+        """Return the step of a call and count it under a name."""
         step = self._counts[counted]
         self._counts[counted] = step + 1
         if step >= invocations:
@@ -156,7 +156,7 @@ class Observer:
         return step
 
     def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A call outside a rollout scope (a warm-up, generation) belongs to no step.
+        # A call outside a rollout scope (a warm-up, generation) has no step.
         if self._batch is None:
             return
         value = args[0] if args else next(iter(kwargs.values()))
@@ -205,13 +205,13 @@ class Observer:
 
 
 def damaged_weight(system: LoopedSystem) -> str:
-    """Say which parameter that rollouts use holds NaN, or is a matrix that holds infinity; empty where none does."""
+    """Name a parameter of rollouts that holds NaN, or a matrix that holds infinity. Empty if there is none."""
     import torch  # lazy: loopq imports without torch
 
     for name, tensor in system.model.named_parameters():
         if not tensor.is_floating_point() or name.startswith(system.idle):
             continue
-        # A sum is one pass without memory; only where it is not finite each number is looked at.
+        # A sum is one pass without memory. Single numbers are checked only if it is not finite.
         if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))):
             wrong = tensor.isnan() if tensor.ndim < 2 else ~torch.isfinite(tensor)
             if bool(wrong.any()):
@@ -224,20 +224,20 @@ def damaged_weight(system: LoopedSystem) -> str:
 
 
 def modules_of(system: LoopedSystem, parameters: Iterable[SharedParameter]) -> list[nn.Module]:
-    """Modules that hold some parameters; one object under two names is one module."""
+    """Return the modules that hold some parameters. One object under two names is one module."""
     names = dict(system.model.named_modules(remove_duplicate=False))
     return list({id(names[owner]): names[owner] for p in parameters for owner in p.owners}.values())
 
 
 def input_key(value: Tensor) -> InputKey:
-    """Identity of a tensor's contents as long as it is alive and not written to."""
+    """Identity of a tensor's contents while it is alive and unmodified."""
     return (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value._version)
 
 
 def find_input_groups(
     system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Find the parameters that read the very same input at every invocation, as q, k and v do, and what experts get.
+    """Find parameters that read the same input at every invocation, as q, k and v do, and the rows of experts.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def find_input_groups(
     parameters : sequence of SharedParameter
         Parameters to group.
     batch : Batch
-        Prompts of one rollout, small: its inputs are all held until it ends.
+        Prompts of one small rollout. All its inputs stay in memory until it ends.
     n_steps : int
         Depth.
 
@@ -255,14 +255,14 @@ def find_input_groups(
     input_groups : dict of str to str
         Parameter name to the name of its group's first parameter.
     shares : dict of str to float
-        Of each expert's parameter: its rows, mean over the steps, as a share of the tokens.
+        Rows of each expert's parameter, as a share of the tokens. It is the mean over the steps.
     """
     inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
     n_rows = {p.name: 0 for p in parameters if p.routed_in}
     alive = []
 
     def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
-        # Holding every input keeps its memory from being given to another tensor, so addresses identify.
+        # Holding every input prevents the reuse of its memory, so addresses identify tensors.
         alive.append(rows)
         inputs[parameter.name].append(input_key(rows))
         if parameter.routed_in:
@@ -271,7 +271,7 @@ def find_input_groups(
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
     input_groups: dict[tuple[Any, ...], str] = {}
-    # Rows of a product may be a copy that torch makes for some shapes and not for others: each has a group of its own.
+    # Torch copies the rows of a product for some shapes only, so each product has its own group.
     found = {
         p.name: input_groups.setdefault(tuple(inputs[p.name]) if p.owners else (p.name,), p.name)
         for p in parameters
@@ -284,7 +284,7 @@ def find_input_groups(
 
 
 def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str]) -> dict[str, str]:
-    """Input groups of experts that got no row, as those of another expert of the same module that got some."""
+    """Give experts without rows the input groups of an expert of the same module that has rows."""
     places = {p.name: place for p in parameters if (place := _in_list(p)) is not None}
     names = {place: name for name, place in places.items()}
     within: dict[tuple[str, str], str] = {}
@@ -301,7 +301,7 @@ def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str])
 
 
 def _in_list(parameter: SharedParameter) -> tuple[str, str, str] | None:
-    """Name of an expert's module: up to the expert's number, the number, and the rest."""
+    """Split the name of an expert's module into the part before its number, the number, and the rest."""
     if not parameter.routed_in:
         return None
     parts = re.fullmatch(rf"({re.escape(parameter.routed_in)}\..*?)(\d+)(\..*)", parameter.owners[0])

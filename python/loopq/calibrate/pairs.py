@@ -1,4 +1,4 @@
-"""What a layer should have got and what it will get: inputs of the full-precision and of a quantized rollout."""
+"""Paired inputs of a layer: from the full-precision rollout and from a quantized one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PairedSums:
     Parameters
     ----------
     sums : HessianAccumulator
-        Of the rows (x, x^), 2d wide, each step apart or the sum of all: x from the full-precision rollout, x^ from
-        the quantized one, same prompt, position, step and initial state.
+        Sums of the rows (x, x^), 2d wide, per step or over all steps. The full-precision rollout gives x and the
+        quantized one x^. Both have the same prompt, position, step and initial state.
     dim : int
         d.
     """
@@ -39,7 +39,7 @@ class PairedSums:
     dim: int
 
     def of(self, steps: Sequence[int], weights: Sequence[float] | None = None) -> Moments:
-        """Sum over steps, each times its weight."""
+        """Return the weighted sum over steps."""
         chosen = list(steps)
         both = (
             self.sums.matrix(chosen) if weights is None else self.sums.matrix(chosen, weights=list(weights))
@@ -53,7 +53,7 @@ class PairedSums:
         )
 
     def reference(self) -> ReferenceSums:
-        """What the full-precision rollout alone gave, step by step."""
+        """Return the sums of the full-precision rollout alone, step by step."""
         return ReferenceSums(self.sums, self.dim)
 
 
@@ -64,7 +64,7 @@ class ReferenceSums:
     Parameters
     ----------
     sums : HessianAccumulator
-        As of `PairedSums`.
+        As in `PairedSums`. It is shared, not copied.
     dim : int
         d.
     """
@@ -74,12 +74,12 @@ class ReferenceSums:
 
     @property
     def per_step(self) -> bool:
-        """Whether each step is held apart."""
+        """Whether each step is kept separately."""
         return self.sums.per_step
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps that are there."""
+        """Available steps."""
         return self.sums.steps
 
     def n_rows(self, step: int) -> int:
@@ -97,7 +97,7 @@ class ReferenceSums:
     def matrix(
         self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
     ) -> NDArray[np.float64]:
-        """The sum over steps, each times its weight, shape (d, d)."""
+        """Weighted sum over steps, shape (d, d)."""
         both = self.sums.matrix(steps) if weights is None else self.sums.matrix(steps, weights=weights)
         return np.ascontiguousarray(both[: self.dim, : self.dim], dtype=np.float64)
 
@@ -124,23 +124,23 @@ class Moments:
 def collect_pairs(
     job: Collection, input_groups: Sequence[str], weights: Weights, *, per_step: bool = True
 ) -> dict[str, PairedSums]:
-    """Run every batch twice, with the model's own weights and with others, and pair what the layers saw.
+    """Run every batch with the model's own weights and with others, and pair the layers' inputs.
 
     Parameters
     ----------
     job : Collection
         Model, prompts, seed and selection.
     input_groups : sequence of str
-        Input groups to observe.
+        Input groups to observe. Others are skipped.
     weights : mapping of str to ndarray, float32
-        Weights of the second rollout that differ (`loopq.models.replace.replaced`).
+        Changed weights of the second rollout (`loopq.models.replace.replaced`).
     per_step : bool
-        Hold each step apart; the sum over all steps takes as many times less memory.
+        Keep each step separate. The sum over all steps divides the memory by the number of steps.
 
     Notes
     -----
-    The moments of (x, x^) hold X^T X, X^T X^ and X^^T X^ in one exact accumulator, so that the result is the
-    same bits at any thread count, as all Hessians are.
+    The moments of (x, x^) hold X^T X, X^T X^ and X^^T X^ in one exact accumulator. Therefore the bits are the same
+    at any thread count, as for all Hessians.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -170,7 +170,7 @@ def collect_pairs(
             )
         sums[input_group].add(step, torch.cat([reference, rows.float()], dim=1))
 
-    # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
+    # Closed here instead of by the collector: a stored traceback would keep the hooks on the model.
     with (
         contextlib.closing(run_rollouts(job, keep, only=input_groups, progress=Silent())) as own,
         contextlib.closing(run_rollouts(job, pair, only=input_groups, progress=Silent())) as other,
@@ -178,7 +178,7 @@ def collect_pairs(
         for _ in own:
             with replaced(job.system, weights):
                 next(other)
-        # The last batch is done: asking once more ends the stage.
+        # The last batch is done. One more request ends the stage.
         for _ in other:
             raise CalibrationError("the two rollouts have different numbers of batches")
     return {name: PairedSums(both.finish(), parameters[name].in_features) for name, both in sums.items()}

@@ -1,4 +1,4 @@
-"""Sums of one run over the calibration set in parts: saved now and then, by one process or by several."""
+"""Sums of one run over the calibration set in parts: saved periodically, by one or several processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one run over the calibration set sums up.
+    """Settings of the sums of one run over the calibration set.
 
     Parameters
     ----------
     steps : mapping of str to list of int
-        Of each input of the pass, the steps that are summed.
+        Summed steps of each input in the pass.
     per_step : bool
-        Keep each step's Hessian apart.
+        Keep each step's Hessian separate. The sum over all steps takes less memory.
     batch_tokens : list of int
         Tokens of each batch.
     device : torch.device
-        Where the model runs.
+        Device of the model.
     empty : callable
-        Returns new sums of an input.
+        Returns new sums of an input. They start at zero.
     fingerprint : callable
-        Returns the identity of the work; asked only where something is saved, since it reads all weights.
+        Returns the identity of the work. It reads all weights, so it is called only before saving.
     """
 
     steps: Mapping[str, Sequence[int]]
@@ -53,7 +53,7 @@ class Pass:
 
 @dataclass
 class Range:
-    """Consecutive batches: the first, the one after the last; rows before them and of them, by input and step."""
+    """Consecutive batches `first` to `end` - 1, with the rows before them and their own rows, by input and step."""
 
     first: int
     end: int
@@ -64,13 +64,13 @@ class Range:
 class Parts:
     """The accumulators of one pass, saved part by part so that a kill loses little.
 
-    A block of rows is cut at every 512th row of its step, counted over all batches, wherever calls and parts begin and
-    end. So a part sums up the whole blocks of its batches; rows at either end of a range of batches, whose block has
-    rows elsewhere, are saved beside them. Added up at the end they are the bits of a run without a stop, whichever
-    batches each part has and whichever process wrote it.
+    A block of rows ends at every 512th row of its step, counted over all batches. It does not depend on calls or parts.
+    A part sums the complete blocks of its batches. Rows of incomplete blocks at either end of a range of batches are
+    saved beside the sums. The final total has the bits of an uninterrupted run, for any division into parts and
+    processes.
 
-    With claims, only batches that no other process has claimed are begun. Should one be in two parts all the same,
-    because its owner overslept, one of the parts does not count.
+    With claims, a process begins only batches that no other process has claimed. A batch can still be in two parts if
+    its owner stalled. Then one of the parts does not count.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Parts:
         self._input_groups = list(of.steps)
         self._claims, self._ended = claims, ended
         self._journal = Journal(work, of.fingerprint() if work else "")
-        #: Tokens before each batch, and of all.
+        #: Tokens before each batch, and their total.
         self._tokens = [0, *itertools.accumulate(of.batch_tokens)]
         self._known: dict[str, list[Range]] = {}
         self._counted: list[str] = []
@@ -94,7 +94,7 @@ class Parts:
     def _clear(self) -> None:
         self._ranges: list[Range] = []
         self._sums = {input_group: self._pass.empty(input_group) for input_group in self._input_groups}
-        #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
+        #: Rows of blocks that cross the end of a range, by the index of their first row within the step.
         self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
 
     @property
@@ -103,7 +103,7 @@ class Parts:
         return self._claims is not None
 
     def covered(self) -> set[int]:
-        """Batches that are saved, by this or another process."""
+        """Return the saved batches, of this or another process."""
         for name in set(self._journal.names("part-")) - set(self._known):
             if (piece := self._journal.find(name)) is not None:
                 self._known[name] = [checked(Range, r, name, CalibrationError) for r in piece.facts["ranges"]]
@@ -117,13 +117,13 @@ class Parts:
         return found
 
     def begin(self, number: int) -> bool:
-        """Whether a batch is to be run, and by this process; its rows come next."""
+        """Whether this process must run a batch. If so, its rows come next."""
         if number in self.covered() or self._ended():
             return False
         if self._claims is not None:
             if not self._claims.take(str(number)):
                 return False
-            # It may have been saved between the two looks.
+            # Another process may have saved it between the two checks.
             if number in self.covered():
                 self._claims.release(str(number))
                 return False
@@ -135,7 +135,7 @@ class Parts:
         return True
 
     def _before(self, number: int) -> Rows:
-        """Rows before a batch: counted where all those batches are known, else one for each token."""
+        """Rows before a batch: counted if all those batches are known, otherwise one per token."""
         ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
         known = [r for r in ranges if r.first < number]
         counted = _batches(known) == set(range(number))
@@ -145,7 +145,7 @@ class Parts:
         }
 
     def add(self, input_group: str, step: int, rows: Tensor) -> None:
-        """Take the rows of one invocation."""
+        """Add the rows of one invocation."""
         import torch  # lazy: loopq imports without torch
 
         if step not in self._ranges[-1].rows[input_group]:
@@ -173,19 +173,19 @@ class Parts:
             self._open[input_group, step] = (first + whole, rows[whole:].clone())
 
     def _close(self) -> None:
-        """End a range: rows that wait for those after them are at its edge."""
+        """End a range: rows of incomplete blocks become its edges."""
         for key, (first, rows) in self._open.items():
             self._edges.setdefault(key, {})[first] = rows
         self._open.clear()
 
     def save(self) -> None:
-        """Save what was added since the last part: sums and edges of each input, then its batches: now it counts."""
+        """Save the batches since the last part: sums and edges of each input, then the entry that makes them count."""
         if self._journal.folder is None or not self._ranges:
             return
         self._close()
         name = f"part-{secrets.token_hex(8)}"
         claimed = [str(number) for number in _batches(self._ranges)]
-        # What was taken over meanwhile is done by others.
+        # Other processes run the batches that they took over meanwhile.
         ours = self._claims is None or all(map(self._claims.holds, claimed))
         if ours:
             for i, input_group in enumerate(self._input_groups):
@@ -204,12 +204,12 @@ class Parts:
                 self._claims.release(number, done=ours)
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
-        """Put the edges together and add the parts up.
+        """Join the edges and add the parts.
 
         Raises
         ------
         CalibrationError
-            The sums hold other rows than the rollouts gave.
+            The sums differ in rows from the rollouts.
         """
         import torch  # lazy: loopq imports without torch
 
@@ -234,7 +234,7 @@ class Parts:
         return found
 
     def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
-        """Add up the sums of one input in all parts; the edges go to those in memory."""
+        """Add the sums of one input over all parts. Their edges join those in memory."""
         total = None
         for name in self._counted:
             part = self._journal.find(f"sums-{name}-{number}")
@@ -255,7 +255,7 @@ class Parts:
         return total
 
     def _count_rows(self) -> Rows:
-        """Rows of all batches by input and step; each range must begin where those before it end."""
+        """Count the rows of all batches by input and step. Each range must begin where the previous ones end."""
         rows = self._nothing()
         ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
         for r in sorted(ranges, key=lambda r: r.first):

@@ -1,4 +1,4 @@
-"""PL-BERT, a published looped checkpoint, from a folder of data sets: its weights and the phonemes that it reads."""
+"""PL-BERT, a published looped checkpoint, from a data folder: its weights and its phoneme inputs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FILES = {
 
 
 def data_folder(named: Path | None) -> Path | None:
-    """Return the folder of data sets: the one named, else what LOOPQ_DATA says, else None.
+    """Return the data folder: `named`, else LOOPQ_DATA, else None.
 
     Raises
     ------
     ConfigError
-        There is no such folder.
+        The folder does not exist.
     """
     place = named or Path(os.environ.get("LOOPQ_DATA", ""))
     if place == Path():
@@ -54,7 +54,7 @@ def plbert_folder(data: Path | None) -> Path:
 
 
 def load_plbert(data: Path | None, **loading: Any) -> LoadedModel:
-    """Load PL-BERT, whose weights are stored compressed.
+    """Load PL-BERT. Its weights are stored compressed.
 
     Parameters
     ----------
@@ -76,16 +76,16 @@ def load_plbert(data: Path | None, **loading: Any) -> LoadedModel:
 
 
 def phonemes(data: Path | None, use: str, seq_len: int, n_prompts: int) -> TokenSet:
-    """Cut the paragraphs' phoneme ids, one after the other, in windows.
+    """Concatenate the paragraphs' phoneme ids and cut them into windows.
 
     Parameters
     ----------
     data : Path or None
         Data folder.
     use : {"calibration", "evaluation"}
-        Which text.
+        Name of the text. Each use has its own text.
     seq_len, n_prompts : int
-        Tokens of a window, and windows from the start.
+        Tokens of a window, and number of windows from the start.
     """
     path = plbert_folder(data) / _FILES[use]
     lines = (checked(_Phonemes, x, at, ConfigError, others=True) for at, x in json_lines(path, ConfigError))
@@ -96,6 +96,6 @@ def phonemes(data: Path | None, use: str, seq_len: int, n_prompts: int) -> Token
 
 @dataclass(frozen=True)
 class _Phonemes:
-    """What is read of a line."""
+    """The part of a line that is read."""
 
     ids: tuple[Count, ...]

@@ -1,4 +1,4 @@
-"""Calibration and evaluation prompts for a loaded model, in whatever way they are given."""
+"""Calibration and evaluation prompts for a loaded model, from any kind of source."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64
-#: Tokens of a chunk of `evaluation_chunks`, and more chunks than a text has.
+#: Tokens of a chunk of `evaluation_chunks`, and a number above the chunks of any text.
 CHUNK, _ALL = 512, 1 << 62
-#: Share of the tokens of a calibration text that are drawn at random, where no share is asked for.
+#: Default share of random tokens in a calibration text.
 RANDOM_TOKENS = 0.05
 
-#: Prompts, token ids of each or of one text, a path, or None for the model's own prompts, else for the text that ships
-#: with loopq.
+#: Prompts: a set, token ids of each prompt or of one text, or a path. With None they are the model's own prompts, or
+#: else the text that ships with loopq.
 Prompts = TokenSet | Sequence[Sequence[int]] | Sequence[int] | str | Path | None
-#: In the place of a path: prompts that the model writes.
+#: Instead of a path: prompts that the model writes.
 SELF = "self"
-#: Gives a model prompts of its task: model, "calibration" or "evaluation", number of prompts, and number of the draw.
+#: Returns prompts of a model's task. Takes model, "calibration" or "evaluation", number of prompts, number of the draw.
 PromptSource = Callable[["LoadedModel", str, int, int], TokenSet]
 _SOURCES: dict[str, PromptSource] = {}
 
@@ -45,15 +45,15 @@ class Take(Settings):
     Parameters
     ----------
     n_prompts : int, optional
-        Prompts to take; all when absent, of a text 128 to calibrate and 64 to evaluate.
+        Number of prompts; all when absent, of a text 128 for calibration and 64 for evaluation.
     seq_len : int
-        Tokens of a prompt: a text is cut in windows of this length, and longer prompts to it.
+        Tokens of a prompt: a text is cut into windows of this length, and longer prompts are truncated to it.
     field : str, optional
-        Fields of a record of jsonl or parquet that hold its text, joined by commas ("question,answer"); when absent
-        "text", else all that hold text.
+        Text fields of a jsonl or parquet record, joined by commas ("question,answer"). The default is "text", or all
+        text fields if there is no "text".
     template : bool
-        Apply the tokenizer's chat template to each record: to its "messages", or to its fields as what user and
-        assistant say in turn.
+        Apply the tokenizer's chat template to each record. It uses the record's "messages", or its fields as turns of
+        user and assistant.
     """
 
     n_prompts: int | None = setting(None, at_least=1, common=True)
@@ -62,45 +62,45 @@ class Take(Settings):
     template: bool = setting(False)
 
     def served(self, loaded: LoadedModel) -> Served:
-        """How text becomes token ids of a model."""
+        """Return the conversion of text to token ids of a model."""
         return Served.of(loaded.encode, loaded.tokenizer, self.field or "", self.template)
 
 
 @dataclass(frozen=True)
 class CalibrationTake(Take):
-    """Number and length of calibration prompts, and what is changed in them.
+    """Number and length of calibration prompts, and their share of random tokens.
 
     Parameters
     ----------
     random_tokens : float, optional
-        Share of the tokens of a calibration text that are replaced by tokens drawn from the whole vocabulary; when
-        absent 0.05 of a text that loopq cuts, nothing of prompts, and nothing with preset paper.
+        Share of a calibration text's tokens that are replaced by tokens drawn from the whole vocabulary. The default is
+        0.05 for a text that loopq cuts. It is 0 for prompts and with preset paper.
 
     Notes
     -----
-    A text lacks most tokens of a vocabulary, and what layers do with them is held by no Hessian: a few random ones
-    take a third off the KL on text of another kind (docs/next.md).
+    A text lacks most tokens of a vocabulary, so no Hessian covers them. A few random tokens reduce the KL on another
+    kind of text by a third (docs/next.md).
     """
 
     random_tokens: float | None = setting(None, at_least=0.0, at_most=0.5)
 
 
 def register_prompts(model_type: str, source: PromptSource) -> None:
-    """Let models whose ``config.json`` has this `model_type` be calibrated and measured on prompts of their task.
+    """Register task prompts for calibration and evaluation of models with this `model_type` in ``config.json``.
 
     Parameters
     ----------
     model_type : str
-        Of the models.
+        Type of the models.
     source : callable
-        Takes the loaded model, "calibration" or "evaluation", the number of prompts, and the number of the draw: each
-        has calibration prompts of its own, none of which is an evaluation prompt. Gives the prompts; `scored_from` of
-        them says where questions end.
+        Takes the loaded model, "calibration" or "evaluation", the number of prompts, and the number of the draw. Each
+        draw has its own calibration prompts, which are no evaluation prompts. Returns the prompts; their `scored_from`
+        says where questions end.
 
     Raises
     ------
     ConfigError
-        The type has its prompts.
+        The type already has prompts.
     """
     if model_type in _SOURCES:
         raise ConfigError(f"prompts of model_type {model_type!r} are registered twice")
@@ -108,7 +108,7 @@ def register_prompts(model_type: str, source: PromptSource) -> None:
 
 
 def own_prompts(loaded: LoadedModel) -> PromptSource | None:
-    """Return what gives a model prompts of its task; None for a model of text."""
+    """Return the source of a model's task prompts; None for a text model."""
     return _SOURCES.get(str(loaded.config.get("model_type", "")))
 
 
@@ -120,22 +120,22 @@ def calibration_tokens(
     Parameters
     ----------
     loaded : LoadedModel
-        Gives the tokenizer and the size of the vocabulary.
+        The model. It provides the tokenizer and the size of the vocabulary.
     prompts : TokenSet, token ids, path, or None
-        A path is read by its kind (`loopq.calibrate.read.read_tokens`); "self" lets the model write them; None takes
-        those of `register_prompts`, else the text that ships with loopq, for models that read bytes.
+        A path is read by its kind (`loopq.calibrate.read.read_tokens`). With "self" the model writes the prompts. None
+        takes those of `register_prompts`, or else loopq's own text, for models that read bytes.
     take : Take, optional
-        How much of it; a `CalibrationTake` also says which share of random tokens, and a `Take` leaves all as it is.
+        Number and length. A `CalibrationTake` also sets the share of random tokens. A plain `Take` adds none.
     matters : bool
-        Whether codes depend on it. Where they do not, one prompt shows which layers are called, and any text will do.
+        Whether codes depend on the prompts. If not, one prompt of any text shows which layers are called.
 
     Raises
     ------
     ConfigError
-        None is given for a model that has a tokenizer, and the text matters; or random tokens are asked for where the
-        model does not say how many there are, or in prompts that are no text.
+        `prompts` is None, the text matters, and the model has a tokenizer. Or random tokens are requested although the
+        vocabulary size is unknown, or for prompts that are not text.
     CalibrationError
-        The file cannot be read, or holds token ids that the model does not have.
+        The file cannot be read, or holds token ids outside the vocabulary.
     """
     take = take or Take()
     if prompts is None and not matters and loaded.tokenizer is not None and own_prompts(loaded) is None:
@@ -149,7 +149,7 @@ def calibration_tokens(
         return tokens
     share, known = take.random_tokens, _known_tokens(loaded)
     if share is None:
-        # Tokens that are given stay as they are, and so do prompts: these have marks in their places.
+        # Given tokens stay unchanged, and so do prompts: their marks must keep their places.
         cut = not isinstance(prompts, TokenSet) and tokens.packing == "windows" and matters
         share = RANDOM_TOKENS if cut and known is not None else 0.0
     if not share:
@@ -160,12 +160,12 @@ def calibration_tokens(
 
 
 def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
-    """Read held-out prompts; as `calibration_tokens`, with another text of loopq's."""
+    """Read held-out prompts. It works like `calibration_tokens`, with another built-in text."""
     return _tokens(loaded, prompts, take or Take(), "evaluation")
 
 
 def evaluation_chunks(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
-    """Read a held-out text in chunks of 512 tokens, as llama.cpp's llama-perplexity does; as `evaluation_tokens`.
+    """Read a held-out text in chunks of 512 tokens, as llama.cpp's llama-perplexity does. See `evaluation_tokens`.
 
     The text begins with the tokenizer's special tokens. They also replace the first tokens of every chunk. The first
     half of a chunk is context and is not scored.
@@ -173,7 +173,7 @@ def evaluation_chunks(loaded: LoadedModel, prompts: Prompts, take: Take | None =
     Raises
     ------
     ConfigError
-        These are prompts, not a text.
+        The source holds prompts instead of a text.
     """
     take = take or Take(seq_len=CHUNK)
     if take.seq_len < 4:
@@ -212,7 +212,7 @@ def _n_vocabulary(loaded: LoadedModel) -> int | None:
 
 
 def _known_tokens(loaded: LoadedModel) -> NDArray[np.int64] | None:
-    """Token ids that a text can hold: not the marks of a tokenizer, nor the rows that only fill up a table."""
+    """Token ids that a text can hold, without special tokens and without padding rows of the embedding."""
     n_rows = _n_vocabulary(loaded)
     if n_rows is None:
         return None

@@ -1,4 +1,4 @@
-"""Prompts from files, as engines serve them: with the tokenizer's special tokens, or in its chat template."""
+"""Prompts from files, in the form that engines serve: with the tokenizer's special tokens or its chat template."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _ROLES = ("user", "assistant")
 
 @dataclass(frozen=True)
 class Served:
-    """How text becomes token ids.
+    """Conversion of text to token ids.
 
     Parameters
     ----------
     encode : callable
-        Text to token ids, without special tokens.
+        Function from text to token ids. It adds no special tokens.
     first, last : tuple of int
-        Special tokens that the tokenizer itself puts before and after a text.
+        Special tokens that the tokenizer puts before and after a text.
     tokenizer : object or None
-        Applies the chat template.
+        Tokenizer with the chat template. It may be None.
     field : str
-        Fields of a record that hold text, joined by commas; when empty "text", else all that hold text.
+        Text fields of a record, joined by commas. If empty, it is "text", or else all text fields.
     template : bool
-        Whether the chat template is applied: fields are what user and assistant say in turn.
+        Whether the chat template is applied. Fields are then turns of user and assistant.
     """
 
     encode: Encode
@@ -48,12 +48,12 @@ class Served:
 
     @classmethod
     def of(cls, encode: Encode, tokenizer: Any, field: str = "", template: bool = False) -> Served:
-        """Find a tokenizer's special tokens; without one, or of one that is a plain function, there are none.
+        """Find a tokenizer's special tokens. Without a tokenizer, or with a plain function, there are none.
 
         Raises
         ------
         ConfigError
-            A template is asked for, and the tokenizer has none.
+            A template is requested, but the tokenizer has none.
         """
         if template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("template: the model's tokenizer has no chat template; leave --template out")
@@ -65,12 +65,12 @@ class Served:
         return cls(encode, tuple(whole[:at]), tuple(whole[at + len(plain) :]), tokenizer, field, template)
 
     def ids(self, record: Mapping[str, Any], place: str) -> NDArray[np.int64]:
-        """Token ids of one record: its `input_ids`, its messages or its text.
+        """Return the token ids of one record: its `input_ids`, its messages or its text.
 
         Raises
         ------
         CalibrationError
-            It has none of them, or another kind of value there.
+            The record lacks all of them, or a value has another kind.
         """
         if "input_ids" in record and not self.field:
             return _whole_numbers(record["input_ids"], place)
@@ -119,14 +119,14 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     Parameters
     ----------
     path : Path
-        A ``.jsonl`` or ``.parquet`` file with one prompt a record, a ``.npy`` file with integers (n_prompts, n_tokens),
-        or a text file or a folder of text files, which is cut in windows.
+        A ``.jsonl`` or ``.parquet`` file with one prompt per record, or a ``.npy`` file with integers (n_prompts,
+        n_tokens). Any other file is text, or a folder of text files, and is cut into windows.
     served : Served
-        Text to token ids.
+        Conversion of text to token ids.
     seq_len : int
-        Tokens of a window; longer prompts are cut to as many.
+        Tokens of a window. Longer prompts are truncated.
     n_prompts : int or None
-        Prompts to take from the start.
+        Number of prompts from the start.
 
     Returns
     -------
@@ -136,9 +136,9 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     Raises
     ------
     CalibrationError
-        The file cannot be read as what its name says, or holds no prompt; the message names file and line.
+        The file does not match its extension, or holds no prompt. The message names file and line.
     ConfigError
-        A template is asked for, and the file is text that is cut.
+        A template is requested, but the file is text to be cut.
     """
     check_count(n_prompts)
     if path.suffix in (".jsonl", ".parquet"):
@@ -174,15 +174,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:
-    """Yield every line of a JSON-lines file that is not blank: its place, for messages, and its value.
+    """Yield the place (for messages) and the value of every non-blank line of a JSON-lines file.
 
     Parameters
     ----------
     path : Path
-        File; one whose name ends in ``.xz`` is unpacked as it is read.
+        The file. A file with the suffix ``.xz`` is unpacked while reading.
     error : type of LoopqError
-        What is raised, naming file and line: the file is missing or cannot be read or unpacked, or a line is no JSON in
-        UTF-8 or longer than 256 MiB.
+        Error to raise, with file and line. The file is missing or cannot be read or unpacked, or a line is not JSON in
+        UTF-8 or exceeds 256 MiB.
     """
     check_regular(path, error)
     number = 0
@@ -199,7 +199,7 @@ def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, or all `*.txt` files of a folder in the order of their names."""
+    """Read a UTF-8 text file, or all `*.txt` files of a folder in name order."""
     try:
         if path.is_dir():
             parts = sorted(path.glob("*.txt"))
@@ -217,7 +217,7 @@ def read_text(path: Path) -> str:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """An array file, mapped: a header that says more than the file holds is refused before anything is made for it."""
+    """Map an array file into memory. A header that exceeds the file is refused before any allocation."""
     check_regular(path, CalibrationError)
     try:
         return np.lib.format.open_memmap(path, mode="r")

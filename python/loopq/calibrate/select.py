@@ -1,4 +1,4 @@
-"""Which shared parameters are quantized, which are observed, and which read the same input."""
+"""Choice of the shared parameters to quantize and to observe, and groups of parameters with the same input."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Selection:
     Parameters
     ----------
     parameters : tuple of SharedParameter
-        All that the system declares, with the treatment this run gives them.
+        All parameters that the system declares. Each has its treatment in this run.
     input_groups : dict of str to str
-        For every parameter that is observed, the first parameter that reads the same input.
+        Maps each observed parameter to the first parameter with the same input.
     n_steps : int
-        Depth of the rollout.
+        Depth of the rollout. It is the number of steps.
     shares : dict of str to float
-        Of the parameters of experts: rows of a step, in the rollout of one prompt, as a share of its tokens.
+        Rows of each expert's parameter in a step, as a share of the tokens. One prompt's rollout gives them.
     """
 
     parameters: tuple[SharedParameter, ...]
@@ -48,12 +48,12 @@ class Selection:
 def treat(
     parameters: Sequence[SharedParameter], include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[SharedParameter, ...]:
-    """Apply include and exclude patterns to what a system declares.
+    """Apply include and exclude patterns to the parameters of a system.
 
     Raises
     ------
     ConfigError
-        A pattern that matches no parameter, or nothing left to quantize.
+        A pattern matches no parameter, or nothing is left to quantize.
     """
     check_patterns("pattern", (*include, *exclude), (p.name for p in parameters))
     treated = []
@@ -79,27 +79,27 @@ def select(
     rounded: bool = False,
     seed: int = 0,
 ) -> Selection:
-    """Choose the parameters of a run and find who shares inputs, by one rollout of the first prompt.
+    """Choose the parameters of a run and find shared inputs by one rollout of the first prompt.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     tokens : TokenSet
-        Calibration prompts; the first is run.
+        Calibration prompts. The first one is run.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     include, exclude : sequence of str
-        Patterns of parameter names.
+        Patterns of parameter names. Exclusion wins.
     rounded : bool
-        Observe the inputs of parameters that the paper rounds too.
+        Also observe the inputs of parameters that the paper rounds.
     seed : int
         Seed of the initial state.
 
     Raises
     ------
     NonFiniteError
-        A weight holds NaN or infinity: nothing is run then.
+        A weight holds NaN or infinity. No rollout is run.
     """
     damaged = damaged_weight(system)
     if damaged:

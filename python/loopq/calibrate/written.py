@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to calibrate it by what it says."""
+"""Calibration text that the model writes itself."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _TOGETHER = 16
 def written(
     system: LoopedSystem, first: Sequence[int], known: NDArray[np.int64], seq_len: int, n_prompts: int
 ) -> TokenSet:
-    """Let a model write prompts, each token drawn from its own distribution, the same at every call.
+    """Let a model write prompts by sampling from its own distribution. Every call gives the same result.
 
     Parameters
     ----------
     system : LoopedSystem
-        Adapter of a causal model, run at its own depth.
+        Adapter of a causal model. It runs at its own depth.
     first : sequence of int
-        Special tokens that every prompt begins with. Without any, the first token is drawn from `known`.
+        Special tokens at the start of every prompt. Without any, the first token is drawn from `known`.
     known : ndarray, int64, 1-D
         Token ids that a text can hold.
     seq_len, n_prompts : int
-        Tokens of a prompt, and prompts.
+        Tokens of a prompt, and number of prompts.
 
     Raises
     ------
     ConfigError
-        The model gives hidden states.
+        The model returns hidden states.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -66,7 +66,7 @@ def written(
 
 
 class _Writer:
-    """Logits after the last token, by the model's cache where it has one, else by whole rollouts."""
+    """Logits after the last token. It uses the model's cache if there is one, otherwise whole rollouts."""
 
     def __init__(self, system: LoopedSystem) -> None:
         self._system, self._n_steps = system, system.n_steps

@@ -1,4 +1,4 @@
-"""Backward passes of drawn labels, prompt by prompt, or several in turns where layers are read for each visit."""
+"""Backward passes of drawn labels, prompt by prompt, or several in turns when layers are read for each visit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Backward:
 
     Notes
     -----
-    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
-    Hidden states: the product with normal noise, the same thing for a square error.
+    With logits, the target is the log-likelihood of labels drawn from the model's own distribution, at scored
+    positions. With hidden states it is the product with normal noise, which is the equivalent for a squared error.
     """
 
     system: LoopedSystem
@@ -45,7 +45,7 @@ class Backward:
     _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
-        """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
+        """Pass gradients of some prompts to a side. After each, yield the number of finished prompts."""
         from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
         from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
@@ -61,7 +61,7 @@ class Backward:
                     yield done + whole
 
     def _prompt(self, taps: Taps, batch: Batch) -> Generator[bool, None, None]:
-        """Take the gradients of one prompt; yield after each whether it was the last."""
+        """Compute the gradients of one prompt. After each, yield whether it was the last."""
         prompt, side = batch.prompts[0], taps.side
         side.begin(prompt, 0)
         with model_code(f"gradient of prompt {prompt}"):
@@ -77,7 +77,7 @@ class Backward:
     def _together(
         self, taps: Taps, stream: Stream, batches: Sequence[Batch], done: int
     ) -> Generator[int, None, None]:
-        """Take gradients of several prompts in turns, so that a layer is read once for a visit of all of them."""
+        """Compute gradients of several prompts in turns, so that one read of a layer serves a visit of all of them."""
         whole = taps.side
         for at in range(0, len(batches), self.at_once):
             some = batches[at : at + self.at_once]
@@ -91,14 +91,14 @@ class Backward:
             with setting(stream, before_visit=give), self.system.differentiable():
                 turns.run()
             taps.side = whole
-            # What is saved in between must not hold some prompts of those that are done together.
+            # A save in between must not hold only some of the prompts that run together.
             yield from [done + at] * (len(some) * self.n_draws - 1)
             yield done + at + len(some)
 
     def _piece(self, taps: Taps, batch: Batch, side: Side) -> None:
         import torch  # lazy: loopq imports without torch
 
-        # A device's own thread would wait for itself: no other prompt could have a turn there.
+        # A device's own thread would wait for itself, and no other prompt could have a turn there.
         with torch.autograd.set_multithreading_enabled(False):
             taps.side = side
             deque(self._prompt(taps, batch), maxlen=0)
@@ -108,7 +108,7 @@ class Backward:
 
         if self.system.output == "logits":
             logp = out.log_softmax(-1)
-            # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
+            # With a large vocabulary a draw takes as long as a step of the loop. The prompts ahead reuse it.
             if (prompt, draw) not in self._labels:
                 self._labels[prompt, draw] = draw_labels(logp, [self.seed, prompt, draw])
             return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()

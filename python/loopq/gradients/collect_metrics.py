@@ -1,4 +1,4 @@
-"""Collect loop metrics: gradients of drawn labels through the unrolled loop, summed on either side of a weight."""
+"""Collect loop metrics: gradients of drawn labels through the unrolled loop, summed on both sides of a weight."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
     from loopq.gradients.sketch import Side
 
-#: Columns of the thin matrices of all prompts together, for each output of a block; and most columns of one.
+#: Total columns of all prompts' thin matrices per output of a block; and maximum columns of one matrix.
 COLUMNS, MOST = 8, 256
-#: Share of the prompts that are run ahead, for the scale of each output; and the least of it, as a share of the mean.
+#: Share of the prompts that run ahead for the scale of each output; and the least scale as a share of the mean.
 AHEAD, LEAST_SCALE = 0.125, 0.1
-#: In the place of zero, before a division in single precision.
+#: Replaces zero before a division in single precision.
 _TINY = 1e-30
 
 
 def rank_of(n_prompts: int) -> int:
-    """Columns of a gradient's thin matrix: fewer of each where there are more of them."""
+    """Columns of a gradient's thin matrix. More prompts need fewer columns each."""
     return min(MOST, -(-COLUMNS * BLOCK // n_prompts))
 
 
 def n_ahead(n_prompts: int) -> int:
-    """Prompts that are run ahead."""
+    """Number of prompts that run ahead."""
     return math.ceil(AHEAD * n_prompts)
 
 
 @dataclass(frozen=True)
 class MetricCost:
-    """What the collection of loop metrics takes.
+    """Cost of the collection of loop metrics.
 
     Parameters
     ----------
     n_gradients : int
-        Backward passes, those ahead included.
+        Backward passes, including those that run ahead.
     n_draws : int
-        Of these, of one prompt.
+        Backward passes of one prompt. Each has its own labels.
     multiply_adds : float
         Single-precision products of all gradients with thin matrices.
     memory : int
@@ -69,7 +69,7 @@ class MetricCost:
 
 
 def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
-    """Say what `collect_metrics` will take of some prompts; all zero where no layer asks for a loop metric."""
+    """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric."""
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
@@ -82,15 +82,15 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
         rows = n_tokens * p.invocations
         products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
         products += rank * total * high * (block + rank)
-        # Both sums in single and in double precision; the root on the inputs' side; thin matrices and products.
+        # Both sums in single and double precision; the root on the inputs' side; thin matrices and products.
         memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
-    # While a root is made: the damped matrix, its factor, and what is solved for.
+    # During the computation of a root: the damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)
 
 
 def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
-    """Layers that ask for a loop metric; most prompts and draws for each, which must be the same for all."""
+    """Return maximum prompts and draws, which must be the same for all, and the layers with a loop metric."""
     chosen = [t for t in tasks if t.gradients]
     asked = {t.gradients for t in chosen if t.gradients}
     if len(asked) > 1:
@@ -109,29 +109,29 @@ def collect_metrics(
     execution: Execution,
     journal: Journal,
 ) -> dict[str, LoopMetric]:
-    """Collect the loop metric of every layer that asks for one.
+    """Collect the loop metric of every layer that has one.
 
     Parameters
     ----------
     hessians : Hessians
         Hessians of the layers' inputs.
     system : LoopedSystem
-        Full-precision model.
+        Full-precision model. It runs forward and backward.
     tokens : TokenSet
         Calibration prompts.
     tasks : sequence of Task
-        Layers of the run.
+        Layers of the run. Layers without a loop metric are skipped.
     n_steps : int
         Depth.
     execution : Execution
         Seed of initial states, draws and thin matrices; progress.
     journal : Journal
-        Where the sums are saved now and then, so that a killed run can be resumed.
+        Journal for periodic saves of the sums. A killed run resumes from it.
 
     Returns
     -------
     dict of str to LoopMetric
-        By parameter name; without experts that no gradient reaches.
+        Metrics by parameter name. Experts that receive no gradient are missing.
 
     Raises
     ------
@@ -140,9 +140,9 @@ def collect_metrics(
 
     Notes
     -----
-    Sums and products are single precision, on the model's device (`loopq.gradients.sketch`). S needs the scale of each
-    output, which some prompts that are run ahead give. The same number of threads gives the same bits, another may
-    change last bits.
+    Sums and products are in single precision, on the model's device (`loopq.gradients.sketch`). S needs the scale of
+    each output. Some prompts run ahead and give these scales. The same number of threads gives the same bits. Another
+    number may change the last bits.
     """
     (most, n_draws), chosen = _chosen(tasks)
     chosen = [t for t in chosen if not t.parameter.routed_in or _n_rows(hessians, t)]
@@ -156,7 +156,7 @@ def collect_metrics(
 def reached(
     system: LoopedSystem, tokens: TokenSet, tasks: Sequence[Task], n_steps: int, seed: int
 ) -> set[str]:
-    """Names of the layers that a gradient of the first prompt reaches.
+    """Names of the layers that receive a gradient of the first prompt.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def reached(
 
 @dataclass
 class _Collector:
-    """Some prompts ahead, then all of them."""
+    """Collector that runs some prompts ahead, then all of them."""
 
     system: LoopedSystem
     tokens: TokenSet
@@ -197,7 +197,7 @@ class _Collector:
         self._sizes: dict[str, Tensor] = {}
 
     def run(self, tasks: Sequence[Task], hessians: Hessians) -> dict[str, LoopMetric]:
-        """Return the metrics of the layers that a gradient reaches."""
+        """Return the metrics of the layers that receive a gradient."""
         from loopq.gradients.sketch import Both, Outputs, Sketch  # lazy: loopq imports without torch
 
         sums, progress, ahead = self.sums, self.execution.progress, n_ahead(self.n_prompts)
@@ -239,7 +239,7 @@ class _Collector:
             sums.save()
 
     def _read(self, tasks: Sequence[Task], hessians: Hessians) -> None:
-        """Roots of the inverses of H', one for layers that sum one input over the same steps; and sizes of rows."""
+        """Compute roots of the inverses of H', shared by layers with one input and equal steps, and sizes of rows."""
         import torch  # lazy: loopq imports without torch
 
         from loopq.gradients.sketch import root, seed_of
@@ -265,10 +265,10 @@ class _Collector:
         return self.system.to_device(to_torch(stream[parameter.name]))
 
     def _scales(self) -> dict[str, Tensor]:
-        """Factor of each output: one over the root of its energy d, which is raised where d r is far below its mean.
+        """Factor of each output: one over the root of its energy d, which is raised if d r is far below its mean.
 
-        With r the size of a row, a row that is made larger, with what reads it made smaller, changes nothing. An expert
-        that no prompt ahead is sent to has d = 1 / r.
+        Here r is the size of a row. Scaling a row up and its readers down changes nothing. An expert that receives no
+        prompt ahead has d = 1 / r.
         """
         found = {}
         for name, size in self._sizes.items():
@@ -279,10 +279,10 @@ class _Collector:
         return found
 
     def _reached(self, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
-        """Sums between outputs of the layers that a gradient reaches, which all but experts must be."""
+        """Return the sums between outputs of the layers that receive a gradient. Only experts may receive none."""
         found = dict(self.sums.left)
         for t in tasks:
-            # An expert that was given no row has no gradient, or one of zeros.
+            # An expert without rows has no gradient, or a zero gradient.
             if t.parameter.routed_in and not any(a.any() for a in found.get(t.name, ())):
                 found.pop(t.name, None)
             elif t.name not in found:
@@ -307,9 +307,9 @@ def _summed(hessians: Hessians, task: Task) -> NDArray[np.float64]:
 
 @dataclass
 class _Sums:
-    """Sums of gradients on either side of each weight, saved so that a killed run can be resumed.
+    """Sums of gradients on both sides of each weight, saved so that a killed run can resume.
 
-    Sums are stored as they are and prompts are added in one order: a resumed run has the same bits.
+    Sums are stored exactly, and prompts are added in one order. Therefore a resumed run has the same bits.
     """
 
     journal: Journal
@@ -326,7 +326,7 @@ class _Sums:
         return self.snapshots.due()
 
     def save(self) -> None:
-        """Save the sums, whole, with the prompts of the round that they hold."""
+        """Save the complete sums and their number of prompts in this round."""
         if self.journal.folder is None:
             return
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
@@ -337,7 +337,7 @@ class _Sums:
             self.journal.save("sums", arrays, round=self.round, done=self.done)
 
     def resume(self, system: LoopedSystem) -> None:
-        """Take over saved sums of the same work, if there are any."""
+        """Load saved sums of the same work, if there are any."""
         import torch  # lazy: loopq imports without torch
 
         found = self.journal.find("sums")

@@ -1,4 +1,4 @@
-"""What the quantization of one layer alone costs the model: measured, or predicted from one backward pass.
+"""Cost of the quantization of a single layer for the model: measured, or predicted from one backward pass.
 
 A cost is KL(full precision || quantized) in nats for a position.
 """
@@ -37,18 +37,18 @@ def measured(
     n_steps: int | None = None,
     seed: int = 0,
 ) -> Costs:
-    """Measure what each candidate costs: one rollout each, with that one layer replaced.
+    """Measure the cost of each candidate by one rollout with that layer replaced.
 
     Parameters
     ----------
     system : LoopedSystem
         Full-precision model.
     candidates : mapping of (str, str) to ndarray, float32
-        (parameter name, label) to the layer's quantized weight in the model's orientation.
+        Key (parameter name, label) and the layer's quantized weight. The weight has the model's orientation.
     tokens : TokenSet
         Prompts.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     seed : int
         Seed of the initial states.
     """
@@ -67,35 +67,35 @@ def loop_fisher(
     execution: Execution | None = None,
     journal: Journal | None = None,
 ) -> Costs:
-    """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
+    """Predict these costs from gradients. One backward pass per prompt serves every layer and candidate.
 
     Parameters
     ----------
     system : LoopedSystem
-        Full-precision model with logits for output.
+        Full-precision model with logits as output. Hidden states are refused.
     candidates : mapping of (str, str) to ndarray, float32
-        As of `measured`.
+        As in `measured`.
     tokens : TokenSet
-        Prompts.
+        Prompts. Each needs one backward pass per draw.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     n_draws : int
         Label draws for each prompt.
     execution : Execution, optional
-        Its seed is that of initial states and labels; its progress is told of every prompt.
+        Its seed determines initial states and labels. Its progress receives every prompt.
     journal : Journal, optional
-        Where the sums are saved after every prompt, so that a killed run can be resumed.
+        Journal for the sums after every prompt. A killed run resumes from it.
 
     Notes
     -----
-    With labels drawn from the model itself and g the gradient of their log-likelihood with respect to the shared
-    weight, through all steps that use it,
+    Labels are drawn from the model itself. g is the gradient of their log-likelihood with respect to the shared weight,
+    through all steps that use it. Then
 
-        KL ~ 1/2 E <g, D>^2 / n_positions,  D = W^ - W,
+        KL ~ 1/2 E <g, D>^2 / n_positions,  D = W^ - W.
 
-    which is the quadratic term of the KL in the direction D: scores of different positions are uncorrelated, so
-    one gradient for each prompt is enough. Since g runs through the remaining steps, what the loop does to an
-    error is in it: this is exposure, not the layer's own output error.
+    This is the quadratic term of the KL in the direction D. Scores of different positions are uncorrelated, so one
+    gradient per prompt is enough. Since g runs through the remaining steps, it includes the effect of the loop on an
+    error. It measures exposure, not the layer's own output error.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -165,10 +165,10 @@ def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
 
     Notes
     -----
-    A race: with E_k independent and exponential, argmin_k E_k / p_k has the distribution p. Two processors round p
-    differently; with p' on the other, the label changes with a probability of at most sum_k |p_k - p'_k|. Inverting
-    the cumulative distribution F would make it sum_k |F_k - F'_k|, ten times as much on the embedded model.
-    The E_k are numpy's on every device, whose own generators differ.
+    The draw is a race: for independent exponential E_k, argmin_k E_k / p_k has the distribution p. Two processors round
+    p differently. If the other has p', the label changes with a probability of at most sum_k |p_k - p'_k|. Inversion of
+    the cumulative distribution F would give sum_k |F_k - F'_k|, ten times as much on the embedded model. Numpy draws
+    the E_k for every device, because the devices' own generators differ.
     """
     import torch  # lazy: loopq imports without torch
 

@@ -1,8 +1,8 @@
-"""Products of the loop's gradients with thin matrices, in the backward pass: no weight's gradient is held.
+"""Products of the loop's gradients with thin matrices, in the backward pass, without storing any weight's gradient.
 
-With X_t the rows that a layer reads at step t and G_t the gradient of its output, the gradient of its weight is
-g = sum_t G_t^T X_t, so that g Om = sum_t G_t^T (X_t Om) and g^T Y = sum_t X_t^T (G_t Y). Where Om Om^T is H'^-1 on
-average and Y Y^T is A'^-1, (g Om)(g Om)^T is g H'^-1 g^T on average and (g^T Y)(g^T Y)^T is g^T A'^-1 g.
+X_t holds the rows that a layer reads at step t, and G_t the gradient of its output. The gradient of its weight is
+g = sum_t G_t^T X_t. Therefore g Om = sum_t G_t^T (X_t Om) and g^T Y = sum_t X_t^T (G_t Y). If Om Om^T is H'^-1 on
+average, (g Om)(g Om)^T is g H'^-1 g^T on average. If Y Y^T is A'^-1, (g^T Y)(g^T Y)^T is g^T A'^-1 g.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from loopq.systems.base import LoopedSystem
 
 @functools.lru_cache(maxsize=16)
 def _wave(n: int, device: torch.device) -> Tensor:
-    """The first row but one of the Hartley transform, which all its entries are taken from."""
+    """The second row of the Hartley transform. All entries are taken from it."""
     angles = np.arange(n) * (2.0 * np.pi / n)
     return torch.from_numpy((np.cos(angles) + np.sin(angles)) / np.sqrt(n)).to(device)
 
 
 def _hartley(n: int, columns: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Some columns of the Hartley transform, which is orthogonal for every n, in float64."""
+    """Some columns of the Hartley transform, in float64. It is orthogonal for every n."""
     chosen = torch.from_numpy(np.ascontiguousarray(columns)).to(device)
     return _wave(n, device)[torch.outer(torch.arange(n, device=device), chosen) % n]
 
@@ -49,30 +49,30 @@ def _signs(rng: np.random.Generator, n: int, device: torch.device) -> Tensor:
 def root(
     matrix: NDArray[np.float64], share: float, seed: Sequence[int], n_columns: int, device: torch.device
 ) -> Tensor:
-    """Columns of a root of the inverse of a damped matrix, mixed so that any of them say as much as any others.
+    """Columns of a root of the inverse of a damped matrix, mixed so that all columns are equally informative.
 
     Parameters
     ----------
     matrix : ndarray, float64, shape (n, n)
-        Positive semi-definite.
+        Positive semi-definite matrix. It is not changed.
     share : float
-        Damping, as of `ridged`.
+        Damping, as in `ridged`.
     seed : sequence of int
         Seed of signs and of the order of columns.
     n_columns : int
-        Columns to return, at most n.
+        Number of returned columns. It is at most n.
     device : torch.device
-        Where it is computed.
+        Device of the computation.
 
     Returns
     -------
     Tensor, float32, shape (n, n_columns)
-        Of all n columns C, C C^T is the inverse; of some, n / n_columns times C C^T has it for expectation.
+        With all n columns C, C C^T is the inverse. With fewer, n / n_columns times C C^T is the inverse in expectation.
 
     Notes
     -----
-    C = D L^-T diag(signs) F P with D M D = L L^T of unit diagonal, F the Hartley
-    transform and P a permutation. Unit diagonal: no scaling of a channel costs digits.
+    C = D L^-T diag(signs) F P with D M D = L L^T of unit diagonal. F is the Hartley transform and P a permutation.
+    Because of the unit diagonal, scaling a channel costs no digits.
     """
     n = len(matrix)
     rng = np.random.default_rng(list(seed))
@@ -91,7 +91,7 @@ def seed_of(name: str, seed: int, side: int) -> list[int]:
 
 
 def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], float]:
-    """Columns of the `number`-th gradient: as many as `rank`, one gradient after the other through all; their scale."""
+    """Columns of the `number`-th gradient, and their scale. Each gradient takes the next `rank` columns in a circle."""
     rank = min(rank, n_columns)
     return [(number * rank + i) % n_columns for i in range(rank)], (n / rank) ** 0.5
 
@@ -101,20 +101,20 @@ Kept = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Sketch:
-    """What thin matrices are made of.
+    """Settings of the thin matrices.
 
     Parameters
     ----------
     roots : mapping of str to Tensor
-        Columns of H'^-1/2 by parameter name; the same object for layers with the same input.
+        Columns of H'^-1/2 by parameter name. Layers with the same input share one object.
     rank : int
         Columns of a thin matrix.
     block : int
-        Outputs of a block.
+        Outputs of a block. The last block may be smaller.
     seed : int
         Seed of signs and of the order of columns.
     n_draws : int
-        Draws of a prompt, each with a Y of its own.
+        Draws of a prompt. Each draw has its own Y.
     """
 
     roots: Mapping[str, Tensor]
@@ -125,16 +125,16 @@ class Sketch:
 
 
 class Side(ABC):
-    """What is kept of a layer's input, and what is done when the gradient of its output arrives."""
+    """One side of the sums: it keeps part of a layer's input until the gradient of the output arrives."""
 
-    #: Attributes that hold what is known of the gradient that is being taken.
+    #: Attributes of the current gradient.
     _of_gradient: ClassVar[tuple[str, ...]] = ("_products", "_last", "_thin")
 
     def __init__(self) -> None:
         self._products: dict[str, Kept] = {}
 
     def twin(self) -> Side:
-        """Return another that adds to the same sums, for a prompt whose gradient is taken at the same time."""
+        """Return a copy with the same sums, for a prompt with a simultaneous gradient."""
         other = copy.copy(self)
         vars(other).update({name: {} for name in self._of_gradient})
         return other
@@ -145,11 +145,11 @@ class Side(ABC):
 
     @abstractmethod
     def keep(self, task: Task, rows: Tensor) -> Kept:
-        """Return what is kept of the rows (n_rows, in_features) of a call until its gradient is there."""
+        """Return the part of a call's rows (n_rows, in_features) that is kept until its gradient arrives."""
 
     @abstractmethod
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
-        """Multiply what was kept with the gradient (n_rows, out_features) of a call."""
+        """Multiply the kept part with the gradient (n_rows, out_features) of a call."""
 
     @abstractmethod
     def add(self, name: str, products: Kept) -> None:
@@ -163,18 +163,18 @@ class Side(ABC):
         )
 
     def finish(self, n_gradients: int) -> None:
-        """Turn the sums of all gradients into what is kept: nothing to do."""
+        """Convert the sums of all gradients at the end. The default does nothing."""
         return
 
     def end(self) -> None:
-        """Add up what a backward pass gave.
+        """Add the products of a backward pass to the sums.
 
         Raises
         ------
         NonFiniteError
             A gradient is NaN or infinite.
         """
-        # One look for all layers: a device is waited for once.
+        # One check for all layers waits only once for the device.
         finite = [
             torch.stack([torch.isfinite(x).all() for x in found]).all() for found in self._products.values()
         ]
@@ -187,37 +187,37 @@ class Side(ABC):
 
 
 class Reached(Side):
-    """Notes which layers a gradient reaches, and multiplies nothing."""
+    """Record the layers that receive a gradient, without products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
     def begin(self, prompt: int, draw: int) -> None:
-        """Nothing to choose."""
+        """Do nothing."""
 
     def keep(self, task: Task, rows: Tensor) -> Kept:
-        """Nothing."""
+        """Return nothing."""
         return ()
 
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
-        """Sum of the gradient, to be tested for NaN."""
+        """Return the sum of the gradient, for the NaN test."""
         return (gradient.sum(),)
 
     def add(self, name: str, products: Kept) -> None:
-        """Note the layer."""
+        """Record the layer."""
         self.names.add(name)
 
 
 class Outputs(Side):
-    """Energy of each output, diag(g Om Om^T g^T); layers with one input have one Om.
+    """Energy of each output, diag(g Om Om^T g^T). Layers with one input share one Om.
 
     Parameters
     ----------
     sums : dict
-        Energies by parameter name, which are added to.
+        Energies by parameter name. They are updated.
     sketch : Sketch
-        What Om is made of.
+        Settings of Om.
     """
 
     def __init__(self, sums: dict[str, Tensor], sketch: Sketch) -> None:
@@ -227,16 +227,16 @@ class Outputs(Side):
         self._last: dict[int, tuple[InputKey, Tensor, Tensor]] = {}
 
     def begin(self, prompt: int, draw: int) -> None:
-        """As of `Side`; all draws of a prompt have one Om, so that X_t Om is taken once."""
+        """As in `Side`. All draws of a prompt share one Om, so X_t Om is computed once."""
         self._prompt = prompt
         self._last.clear()
 
     def keep(self, task: Task, rows: Tensor) -> Kept:
-        """X_t Om: once for the layers that read one input."""
+        """Return X_t Om. It is computed once for the layers that read one input."""
         whole = self.sketch.roots[task.name]
         key, found = input_key(rows), self._last.get(id(whole))
         if found is None or found[0] != key:
-            # The rows stay alive, so that their address cannot be another tensor's by now.
+            # The rows stay alive, so no other tensor can get their address.
             chosen, scale = cycled(whole.shape[0], whole.shape[1], self.sketch.rank, self._prompt)
             found = self._last[id(whole)] = key, rows, rows.float() @ (whole[:, chosen] * scale)
         return (found[2],)
@@ -246,7 +246,7 @@ class Outputs(Side):
         return (gradient.float().T @ kept[0],)
 
     def add(self, name: str, products: Kept) -> None:
-        """Add squares of rows."""
+        """Add the squares of the rows."""
         energy = products[0].square().sum(1)
         self._sums[name] = self._sums[name] + energy if name in self._sums else energy
 
@@ -257,19 +257,20 @@ class Both(Outputs):
     Parameters
     ----------
     left, right : dict
-        Sums by parameter name, which are added to.
+        Sums by parameter name. They are updated.
     spread : dict
-        By parameter name and block, the sum over gradients of the squared size of the couplings of (g Om)_b (g Om)_b^T,
-        in units of `scales`.
+        Sum over gradients of the squared size of the couplings of (g Om)_b (g Om)_b^T. It is by parameter name and
+        block, in units of `scales`.
     scales : mapping
-        Factor of each output in Y, by parameter name.
+        Factor of each output in Y. The key is the parameter name.
     sketch : Sketch
-        What Om and Y are made of.
+        Settings of Om and Y.
 
     Notes
     -----
-    Y_b = diag(scale) diag(signs) F P diag(signs'): F the Hartley transform, of which each gradient takes other columns;
-    signs of rows are a layer's, those of columns a gradient's, so that products between blocks vanish on average.
+    Y_b = diag(scale) diag(signs) F P diag(signs'). F is the Hartley transform; each gradient takes other columns of it.
+    The row signs belong to a layer and the column signs to a gradient. Products between blocks therefore vanish on
+    average.
     """
 
     def __init__(
@@ -287,13 +288,13 @@ class Both(Outputs):
         self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
 
     def begin(self, prompt: int, draw: int) -> None:
-        """As of `Side`."""
+        """As in `Side`."""
         super().begin(prompt, draw)
         self._number = prompt * self.sketch.n_draws + draw
         self._thin.clear()
 
     def keep(self, task: Task, rows: Tensor) -> Kept:
-        """X_t Om, and X_t itself."""
+        """Return X_t Om, and X_t itself."""
         return *super().keep(task, rows), rows
 
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
@@ -312,17 +313,17 @@ class Both(Outputs):
         spread = self.spread.setdefault(name, left.new_zeros(len(parts)))
         for i, (block, part) in enumerate(zip(blocks, parts, strict=True)):
             block.addmm_(part, part.T)
-            # The couplings of P P^T have the size of P^T P less the squares of its own diagonal.
+            # The squared size of the couplings of P P^T is that of P^T P minus the squares of P P^T's diagonal.
             unit = part * self._scales[name].split(self.sketch.block)[i][:, None]
             spread[i] += (unit.T @ unit).square().sum() - unit.square().sum(1).square().sum()
         self.right.setdefault(name, right.new_zeros(len(right), len(right))).addmm_(right, right.T)
 
     def finish(self, n_gradients: int) -> None:
-        """Shrink the couplings between outputs by the share of them that is sampling noise.
+        """Shrink the couplings between outputs by their share of sampling noise.
 
-        With C_n the couplings of one gradient and C their mean, the noise in C is estimated by
-        v = (sum ||C_n||^2 - n ||C||^2) / (n (n - 1)), and C (1 - v / ||C||^2) has the least expected error (Ledoit and
-        Wolf, J. Multivariate Analysis 88, 2004). One gradient says nothing of noise: no coupling is kept.
+        C_n are the couplings of one gradient and C is their mean. The noise in C is estimated by v = (sum ||C_n||^2 - n
+        ||C||^2) / (n (n - 1)). C (1 - v / ||C||^2) has the least expected error (Ledoit and Wolf, J. Multivariate
+        Analysis 88, 2004). A single gradient gives no estimate, so no coupling is kept.
         """
         for name, blocks in self.left.items():
             for scale, block, spread in zip(
@@ -345,7 +346,7 @@ class Both(Outputs):
         of_gradient = np.random.default_rng([*seed_of(name, self.sketch.seed, 2), self._number])
         rank, whole = min(self.sketch.rank, n, block), n - n % block
         parts = []
-        # Whole blocks have the same columns, each with signs of its own; the last may be shorter.
+        # Whole blocks have the same columns, but their own signs. The last block may be shorter.
         for first, end, size in ((0, whole, block), (whole, n, n - whole)):
             if first == end:
                 continue
@@ -358,16 +359,16 @@ class Both(Outputs):
 
 
 class Taps:
-    """Hooks that hand inputs and the gradients of outputs of some layers to a `Side`; used as a context manager.
+    """Hooks that pass inputs and output gradients of some layers to a `Side`. Use it as a context manager.
 
-    Inside the block no parameter that a module is called with needs a gradient: the graph begins at the first of them.
+    Inside the block no parameter of a called module needs a gradient. The graph begins at the first of these calls.
     """
 
     def __init__(self, system: LoopedSystem, tasks: Sequence[Task], side: Side) -> None:
         self._system, self.side = system, side
         self._tasks = {id(system.parameter(t.parameter)): t for t in tasks}
         self._parameters = [t.parameter for t in tasks]
-        # No module is called with these: torch gives their gradient, one layer's at a time.
+        # No module is called with these weights. Torch gives their gradients, one layer at a time.
         self._bare = [(t, system.parameter(t.parameter)) for t in tasks if not t.parameter.owners]
         self._stack = contextlib.ExitStack()
         self.anchor = torch.zeros((), device=system.device, requires_grad=True)
@@ -394,7 +395,7 @@ class Taps:
         found = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
         for (task, _), gradient in zip(self._bare, found, strict=True):
             if gradient is not None:
-                # As of a call whose rows are the unit matrix.
+                # This equals a call with the unit matrix as rows.
                 p = task.parameter
                 rows = torch.eye(p.in_features, device=gradient.device)
                 self.side.take(p.name, self.side.keep(task, rows), p.matrix(gradient).T)
@@ -421,13 +422,13 @@ class Taps:
         def take(kept: Kept, gradient: Tensor) -> None:
             side.take(p.name, kept, gradient.reshape(-1, p.out_features))
 
-        # What is a view, or begins the graph, cannot be marked as changed in place.
+        # A view, or a leaf of the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
         return _Tap.apply(own, self.anchor, take, *kept)
 
 
 class _Tap(torch.autograd.Function):  # type: ignore[misc]  # torch does not say its type
-    """The identity, in place, which hands on its gradient; a checkpointed step computes again what it keeps."""
+    """In-place identity that forwards its gradient. A checkpointed step recomputes the kept tensors."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, anchor: Tensor, take: Any, *kept: Tensor) -> Tensor:
@@ -438,7 +439,7 @@ class _Tap(torch.autograd.Function):  # type: ignore[misc]  # torch does not say
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Read once: a checkpointed step computes them again at each reading.
+        # Read once, because a checkpointed step recomputes them at each access.
         kept = ctx.saved_tensors
         ctx.take(kept, gradient)
         return gradient, None, None, *(None for _ in kept)

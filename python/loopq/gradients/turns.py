@@ -1,28 +1,28 @@
-"""Several pieces of work one after the other, in parts: each goes on until it gives its turn to the next."""
+"""Several pieces of work in turns: each piece runs until it gives its turn to the next."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
-#: How long a thread that was stopped may take to end.
+#: Maximum seconds until a stopped thread ends.
 _PATIENCE = 60.0
 
 
 class _Stopped(Exception):
-    """Another piece failed: this one is not needed any more."""
+    """Another piece failed, so this one is no longer needed."""
 
 
 class Turns:
-    """Threads of which one runs at a time, in a fixed order.
+    """Threads that run one at a time, in a fixed order.
 
-    So that pieces which need the same weights one after the other need them together: each waits where it begins to
-    use them (`give`), and when all are there they are read once.
+    Pieces that need the same weights then need them together. Each piece waits before it uses them (`give`). When all
+    pieces have arrived, the weights are read once.
 
     Parameters
     ----------
     pieces : sequence of callable
-        Run in turns, the first one first.
+        Functions to run in turns. The first one begins.
     """
 
     def __init__(self, pieces: Sequence[Callable[[], None]]) -> None:
@@ -32,7 +32,7 @@ class Turns:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Run all pieces to their end; the first error of one stops all, and is raised."""
+        """Run all pieces to their end. The first error stops all and is raised."""
         threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in self._left]
         for thread in threads:
             thread.start()
@@ -48,7 +48,7 @@ class Turns:
             raise self._error
 
     def give(self) -> None:
-        """Let all others run to where they give their turn; no other thread than those of the pieces has one."""
+        """Let all others run until they give their turn. Threads of other work have no turn."""
         number = self._numbers.get(threading.get_ident())
         if number is not None:
             with self._changed:

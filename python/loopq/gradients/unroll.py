@@ -1,4 +1,4 @@
-"""A rollout that gradients flow through, with other tensors in the place of weights."""
+"""A differentiable rollout, with other tensors instead of weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from loopq.systems.base import Batch, LoopedSystem
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Above this, a backward pass computes the inside of each step again.
+#: Above this, a backward pass recomputes the inside of each step.
 ACTIVATION_BYTES = 1 << 30
 
 
 @contextlib.contextmanager
 def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the model compute with tensors that are part of a graph; put its own parameters back afterwards.
+    """Let the model compute with tensors of a graph. Restore its own parameters afterwards.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     weights : mapping of str to Tensor
-        Parameter name to the tensor that every module holding this parameter shall use.
+        Parameter name to its replacement. Every module with this parameter uses it.
     """
     wanted = {id(system.weight(name)): tensor for name, tensor in weights.items()}
     changed: list[tuple[Any, dict[str, Any], list[str]]] = []
@@ -45,34 +45,34 @@ def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None
         for module, before, names in changed:
             for name in names:
                 module.__dict__.pop(name, None)
-            # The whole table goes back, so that the order of a state dict does not change.
+            # The whole table is restored, so the order of a state dict does not change.
             module._parameters.clear()
             module._parameters.update(before)
 
 
 def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    """Run a rollout with gradients: step by step, or as a whole where the system has no single-step function.
+    """Run a rollout with gradients, step by step, or as a whole if the system has no single-step function.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     batch : Batch
-        Prompts; their seeds fix the initial states.
+        Prompts. Their seeds determine the initial states.
     n_steps : int
         Depth.
 
     Returns
     -------
     Tensor
-        What `system.rollout` returns, with a graph. Where the activations of all steps would take more than
-        `ACTIVATION_BYTES`, those inside a step are computed again in the backward pass: memory then holds one
-        state for each step, not one step's activations times the depth.
+        Result of `system.rollout`, with a graph. If the activations of all steps exceed `ACTIVATION_BYTES`, those
+        inside a step are recomputed in the backward pass. Memory then holds one state per step instead of one step's
+        activations times the depth.
 
     Raises
     ------
     SystemContractError
-        The rollout of a system without a single-step function lets no gradient through.
+        The system has no single-step function, and its rollout passes no gradient.
     """
     from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
@@ -80,7 +80,7 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
         return _whole(system, batch, n_steps)
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)
-    # Layers that are read for each visit are computed again by themselves.
+    # Layers that are read for each visit have their own recomputation.
     recompute = not is_streamed(system.model) and _activation_bytes(system, batch, n_steps) > ACTIVATION_BYTES
     for t in range(system.n_updates(n_steps)):
         if recompute:
@@ -101,8 +101,8 @@ def _whole(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 
 
 def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:
-    """Inputs and outputs of all products in float32, twice over for what lies between them."""
-    # Weights may be linked at the moment, so that the model's list of parameters lacks them.
+    """Inputs and outputs of all products in float32, doubled for the activations between them."""
+    # Linked weights are missing from the model's list of parameters.
     found = (getattr(module, "weight", None) for module in system.model.modules())
     width = sum(sum(w.shape) for w in found if w is not None and w.ndim == 2)
     return 8 * width * int(batch.input_ids.numel()) * n_steps

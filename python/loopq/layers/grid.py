@@ -1,4 +1,4 @@
-"""The grid that codes live on: what codes can be, what they stand for, how they are stored."""
+"""The grid of codes: allowed codes, their values, and their storage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Bits = Literal[2, 3, 4, 8]
 ScaleType = Literal["float32", "float16", "bfloat16"]
 ScaleSearch = Literal["max", "half-range", "mse"]
 BITS: tuple[int, ...] = get_args(Bits)
-#: Of types of GGUF too.
+#: Bits including those of GGUF types.
 ALL_BITS = (*BITS, 5, 6)
 SCALE_DTYPES: tuple[str, ...] = get_args(ScaleType)
-#: Significant bits of a scale type, the leading one included.
+#: Significant bits of a scale type, including the leading one.
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
-#: Group size that stands for one scale per output row.
+#: Group size that means one scale per output row.
 PER_CHANNEL = -1
 
 #: Codes, scales, zero points of a layer.
@@ -32,21 +32,21 @@ Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[Any] | None]
 
 
 def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two numbers of 4 bits in a byte, as GGUF has them: the first half of each block in the low halves."""
+    """Pack two 4-bit numbers per byte in GGUF's order: the first half of each block in the low halves."""
     half = values.shape[-1] // 2
     return np.asarray((values[..., :half] & 15) | values[..., half:] << 4, dtype=np.uint8)
 
 
 @dataclass(frozen=True)
 class Grid(ABC):
-    """What the codes of a layer can be and what they stand for; each kind is a file of `loopq.layers.grids`.
+    """Allowed codes of a layer and their values. Each kind is a file of `loopq.layers.grids`.
 
     Parameters
     ----------
     bits : {2, 3, 4, 8}
-        Bits of a code.
+        Bits of a code. GGUF types also use 5 and 6.
     group_size : int
-        Input columns that share a scale; -1: one scale per output row. A last group may be shorter.
+        Input columns that share a scale. With -1 each output row has one scale. A last group may be shorter.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales.
 
@@ -55,14 +55,14 @@ class Grid(ABC):
     name : str
         Name in `loopq.layers.grids.GRIDS`.
     symmetric : bool
-        Signed codes without zero points; else unsigned codes, with a zero point for each group.
+        Signed codes without zero points, or else unsigned codes with a zero point per group.
     plain : bool
-        A code stands for a value of its own times the scale, whatever the codes beside it: what products on any device,
-        rows of a table and the runner take.
+        Whether a code stands for its own value times the scale, independent of neighbouring codes. Products on any
+        device, table rows and the runner require it.
     portable : bool
-        Formats of other tools for integers can hold such codes.
+        Whether other tools' integer formats can hold such codes.
     scale_dtypes : tuple of str
-        Types that scales can be stored in.
+        Allowed storage types of scales.
     """
 
     bits: int
@@ -73,11 +73,11 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
-    #: Whether a scale is any number of its type, whatever those of other groups.
+    #: Whether a scale may be any number of its type, independent of other groups.
     own_scales: ClassVar[bool] = True
     #: Type of zero points, or of offsets.
     zeros_dtype: ClassVar[type[np.generic]] = np.uint8
-    #: Whether scales may be negative; None where the solver is asked.
+    #: Whether scales may be negative; None if the solver decides.
     signed: ClassVar[bool | None] = None
     scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
 
@@ -96,34 +96,34 @@ class Grid(ABC):
     @classmethod
     @abstractmethod
     def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Whether codes of that symmetry, with these facts beside bits, groups and scales, are of this kind."""
+        """Whether codes of this symmetry, with these facts besides bits, groups and scales, are of this kind."""
 
     @classmethod
     def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further arguments from what `more` gives, or from what a file says in its place.
+        """Return further arguments from the entries of `more`, which may come from a file.
 
         Raises
         ------
         ConfigError
-            It says nothing that makes sense.
+            The entries are invalid.
         """
         return dict(more)
 
     def more(self) -> dict[str, Any]:
-        """What a description says besides bits, groups, symmetry and scales: plain data."""
+        """Return plain data of the description besides bits, groups, symmetry and scales."""
         return {}
 
     def fitted(self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int) -> Grid:
-        """Return the grid for one weight (out, in); `energies` (in,) say how much errors of columns count."""
+        """Return the grid for one weight (out, in). `energies` (in,) are the error weights of the columns."""
         return self
 
     @property
     def levels(self) -> NDArray[np.float32] | None:
-        """What each code stands for from the lowest on, in scales; None where that is the code less the zero point."""
+        """Values of the codes in ascending order, in scales. None if the value is the code minus the zero point."""
         return None
 
     def fields(self) -> dict[str, Any]:
-        """Plain data that `loopq.layers.grids.grid_of` makes the grid of, but for `more`."""
+        """Return plain data for `loopq.layers.grids.grid_of`, without `more`."""
         return {
             "bits": self.bits,
             "group_size": self.group_size,
@@ -138,12 +138,12 @@ class Grid(ABC):
 
     @property
     def panels(self) -> bool:
-        """Whether the processor's layout holds such codes."""
+        """Whether the CPU layout supports such codes."""
         return True
 
     @property
     def compressed(self) -> tuple[str, dict[str, Any]] | None:
-        """Format and scheme in compressed-tensors; None where it cannot hold such codes."""
+        """Return format and scheme in compressed-tensors; None if it cannot hold such codes."""
         if not self.portable:
             return None
         channel = self.group_size == PER_CHANNEL
@@ -158,17 +158,17 @@ class Grid(ABC):
 
     @classmethod
     def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any] | None:
-        """Return the settings of a module that compressed-tensors stores in this kind's own format."""
+        """Return the settings of a module in this kind's own compressed-tensors format."""
         return None
 
     @property
     def gguf(self) -> str | None:
-        """Name of the blocks of GGUF that hold such codes bit for bit; None where there are none."""
+        """Name of the GGUF blocks that hold such codes bit for bit; None without such blocks."""
         return None
 
     @property
     def gguf_width(self) -> int:
-        """Weights of a block of GGUF."""
+        """Weights of a GGUF block."""
         return 32
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
@@ -179,18 +179,18 @@ class Grid(ABC):
     def gguf_data(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
     ) -> NDArray[np.uint8]:
-        """Return the blocks of GGUF (out, bytes), of codes in groups as long as a block."""
+        """Return the GGUF blocks (out, bytes) of codes in groups as long as a block."""
         rows = len(codes)
         parts = self.gguf_blocks(codes.reshape(rows, -1, self.gguf_width), scales)
         return np.concatenate(parts, -1).reshape(rows, -1)
 
     def check_columns(self, columns: int) -> None:  # noqa: B027  # most kinds take any
-        """Refuse rows of a width that the kind cannot have.
+        """Refuse row widths that the kind does not support.
 
         Raises
         ------
         ConfigError
-            Says which it has.
+            The message gives the supported widths.
         """
 
     @property
@@ -200,7 +200,7 @@ class Grid(ABC):
 
     @property
     def offset(self) -> int:
-        """What a code is raised by where it is stored: the code of zero, or 0 where codes are unsigned."""
+        """Offset added to a code in storage: the code of zero, or 0 for unsigned codes."""
         return 1 << (self.bits - 1) if self.symmetric else 0
 
     @property
@@ -209,11 +209,11 @@ class Grid(ABC):
         return -self.offset, (1 << self.bits) - 1 - self.offset
 
     def width(self, columns: int) -> int:
-        """Columns of a group in a row of that many."""
+        """Columns of a group in a row of `columns` columns."""
         return columns if self.group_size == PER_CHANNEL else self.group_size
 
     def n_groups(self, columns: int) -> int:
-        """Scales of a row of that many input columns."""
+        """Scales of a row of `columns` input columns."""
         return -(-columns // self.width(columns))
 
     def core(
@@ -224,16 +224,16 @@ class Grid(ABC):
         scale_bits: int | None = None,
         scale_dtype: str | None = None,
     ) -> native.Grid:
-        """Return the grid as the core takes it.
+        """Return the grid in the core's form.
 
         Parameters
         ----------
         scale_search : {"max", "half-range", "mse"}
-            How a solver finds scales.
+            Scale search of a solver.
         signed : bool
-            Let a solver make scales negative.
+            Allow a solver to make scales negative.
         scale_bits : int, optional
-            Significant bits that a solver's scales keep; all of the type when absent.
+            Significant bits of a solver's scales. All bits of the type are kept when absent.
         scale_dtype : str, optional
             Another type that holds the scales exactly.
         """
@@ -249,16 +249,16 @@ class Grid(ABC):
         )
 
     def _native(self) -> dict[str, Any]:
-        """What the core is told besides: how codes stand for values that are not even."""
+        """Return further arguments of the core: the values of codes that are not even."""
         return {}
 
     def check(self, codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None) -> None:
-        """Refuse arrays that no layer on this grid has.
+        """Refuse arrays that are impossible for a layer on this grid.
 
         Raises
         ------
         ConfigError
-            Types or shapes that do not fit together, a code beyond the bits.
+            Types or shapes do not match, or a code exceeds the bits.
         """
         if codes.ndim != 2 or codes.size == 0 or codes.dtype != self.dtype:
             raise ConfigError(
@@ -279,18 +279,18 @@ class Grid(ABC):
     def dequantize(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None = None
     ) -> NDArray[np.float32]:
-        """Return what codes (out, in) stand for, float32."""
+        """Return the values of codes (out, in), float32."""
         return native.dequantize(codes, scales, zeros, self.core())
 
     def n_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of `tensors` without the shape, counted without packing anything."""
+        """Bytes of `tensors` without the shape, counted without packing."""
         words = rows * -(-columns * self.bits // 32)
         return 4 * words + ITEM_SIZE[DTYPE_NAMES[self.scale_dtype]] * rows * self.n_groups(columns)
 
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
     ) -> dict[str, RawTensor]:
-        """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""
+        """Return the stored tensors. Names follow compressed-tensors; docs/formats/checkpoint.md has the layout."""
         return {
             "weight_packed": RawTensor.of(native.pack_dense(codes, self.bits, self.offset)),
             "weight_scale": float_to_raw(scales, DTYPE_NAMES[self.scale_dtype]),
@@ -298,12 +298,12 @@ class Grid(ABC):
         }
 
     def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
-        """Read what `tensors` gave, checking every shape, type and code range.
+        """Read the result of `tensors` and check every shape, type and code range.
 
         Raises
         ------
         CheckpointError
-            Names the file and the tensor.
+            The message names the file and the tensor.
         """
         codes = reader.codes(f"{module}.weight_packed", self.bits, columns, rows, offset=self.offset)
         kind = DTYPE_NAMES[self.scale_dtype]

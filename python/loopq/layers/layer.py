@@ -1,4 +1,4 @@
-"""One quantized layer: codes, scales, and what was done to get them."""
+"""One quantized layer: its codes, its scales, and a report of its quantization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """What an index says of a layer; `QuantizedLayer` describes the fields."""
+    """A layer's entry in an index. `QuantizedLayer` describes the fields."""
 
     name: Name
     bits: AnyBits
@@ -36,7 +36,7 @@ class LayerSettings:
     orientation: Literal["out_in", "in_out", "table", "conv"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
-    #: What the kind of the grid says besides (`Grid.more`).
+    #: Further entries of the grid's kind (`Grid.more`).
     more: Object = field(default_factory=dict, metadata={"others": True})
 
     @property
@@ -50,7 +50,7 @@ class LayerSettings:
         Raises
         ------
         CheckpointError
-            No codes are on such a grid.
+            There is no grid with these settings.
         """
         try:
             return grid_of(
@@ -83,20 +83,20 @@ class QuantizedLayer:
     name : str
         Name of the parameter ("transformer.adapter.weight").
     grid : Grid
-        What the codes can be and what they stand for.
+        Grid of the codes. It determines their values.
     codes : ndarray, int8 or uint8, shape (out_features, in_features)
         Integer codes.
     scales : ndarray, float32, shape (out_features, n_groups)
-        Scales, already rounded to the grid's `scale_dtype`.
+        Scales. They are already rounded to the grid's `scale_dtype`.
     zeros : ndarray, uint8 or float32, shape (out_features, n_groups), or None
-        Zero points of an asymmetric grid, or what a type of GGUF adds to the values of a group.
+        Zero points of an asymmetric grid, or offsets that a GGUF type adds to the values of a group.
     orientation : {"out_in", "in_out", "table", "conv"}
-        How the model stores the weight: outputs first, inputs first, as an embedding table with rows looked up, or
-        outputs first with a third axis of length 1.
+        Storage of the weight in the model. It has outputs first or inputs first. "table" is an embedding table with row
+        lookup. "conv" has outputs first and a third axis of length 1.
     report : mapping of str to Any
-        What was asked, what was done, and what it cost.
+        Settings, results and cost of the quantization.
     transform : Transform, optional
-        Change of the input's basis that the codes are for (`loopq.layers.transforms`); only the native format holds it.
+        Input basis of the codes (`loopq.layers.transforms`). Only the native format holds it.
     """
 
     name: str
@@ -119,12 +119,12 @@ class QuantizedLayer:
         return values if self.transform is None else self.transform.unfold(values)
 
     def stored_values(self) -> NDArray[np.float32]:
-        """Return the weight for the transformed input; without a transform that is the plain one."""
+        """Return the weight for the transformed input. Without a transform this is the plain input."""
         return self.grid.dequantize(self.codes, self.scales, self.zeros)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of `tensors` without the shape, counted without packing anything."""
+        """Bytes of `tensors` without the shape, counted without packing."""
         arrays = {} if self.transform is None else self.transform.arrays()
         return self.grid.n_bytes(*self.shape) + sum(ITEM_SIZE["F16"] * a.size for a in arrays.values())
 
@@ -135,23 +135,23 @@ class QuantizedLayer:
 
     @property
     def model_shape(self) -> tuple[int, ...]:
-        """Shape of the weight as the model stores it."""
+        """Shape of the weight in the model's storage."""
         return stored_shape(self.shape, self.orientation)
 
     def in_model_orientation(self) -> NDArray[np.float32]:
-        """Return the dequantized weight as the model stores it, float32, C-contiguous."""
+        """Return the dequantized weight in the model's storage order, float32, C-contiguous."""
         return as_stored(self.dequantize(), self.orientation)
 
     def tensors(self) -> dict[str, RawTensor]:
-        """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""
+        """Return the stored tensors. Names follow compressed-tensors; docs/formats/checkpoint.md has the layout."""
         out = self.grid.tensors(self.codes, self.scales, self.zeros)
         if self.transform is not None:
-            # Rounded to float16 where they are made, so that nothing is lost here.
+            # They are already rounded to float16, so this loses nothing.
             out |= {name: float_to_raw(a, "F16") for name, a in self.transform.arrays().items()}
         return {f"{self.module}.{key}": tensor for key, tensor in out.items()}
 
     def settings(self) -> dict[str, Any]:
-        """Plain data that, with the tensors, gives the layer back."""
+        """Return plain data that, with the tensors, restores the layer."""
         transform = {} if self.transform is None else {"transform": self.transform.describe()}
         return {
             "name": self.name,
@@ -166,12 +166,12 @@ class QuantizedLayer:
     def from_tensors(
         cls, settings: LayerSettings, reader: TensorReader, report: Mapping[str, Any]
     ) -> QuantizedLayer:
-        """Rebuild a layer from its stored tensors, checking every shape, dtype and code range.
+        """Rebuild a layer from its stored tensors, with checks of every shape, dtype and code range.
 
         Raises
         ------
         CheckpointError
-            Names the file and the tensor.
+            The message names the file and the tensor.
         """
         (rows, columns), module = settings.shape, settings.module
         grid = settings.grid(reader.where)
@@ -197,11 +197,11 @@ class QuantizedLayer:
         )
 
     def on_grid(self, **changes: Any) -> QuantizedLayer:
-        """Return the layer with another group size or scale type of its grid; its arrays must fit that already."""
+        """Return the layer with another group size or scale type of its grid. Its arrays must already fit."""
         return dataclasses.replace(self, grid=dataclasses.replace(self.grid, **changes))
 
     def with_report(self, **more: Any) -> QuantizedLayer:
-        """Return the layer with more in its report."""
+        """Return the layer with additional report entries."""
         return dataclasses.replace(self, report={**self.report, **more})
 
     def with_transform(self, transform: Transform) -> QuantizedLayer:
@@ -210,7 +210,7 @@ class QuantizedLayer:
 
 
 class Dequantized(Mapping[str, NDArray[np.float32]]):
-    """Weights of layers in the model's orientation, each made when it is asked for."""
+    """Weights of layers in the model's orientation. Each is dequantized on access."""
 
     def __init__(self, layers: Mapping[str, QuantizedLayer]) -> None:
         self._layers = layers
@@ -226,7 +226,7 @@ class Dequantized(Mapping[str, NDArray[np.float32]]):
 
 
 def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | None:
-    """Rebuild the change of a layer's input basis, which must be the one that its description says."""
+    """Rebuild a layer's input transform and check it against its description."""
     told, arrays = settings.transform, {}
     if told is None:
         return None
@@ -236,7 +236,7 @@ def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | Non
         name = f"{settings.module}.input_scale"
         arrays["input_scale"] = reader.scales(name, (columns,), ["F16"])
     else:
-        # A rotation is made anew, and takes the square of its block in memory.
+        # A rotation is rebuilt and takes the square of its block in memory.
         rotation = checked(_Rotation, told, where)
         if rotation.dim != columns or rotation.block > columns:
             raise CheckpointError(f"{where}: {shown(told)} for a layer of {columns} inputs")

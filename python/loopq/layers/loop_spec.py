@@ -1,4 +1,4 @@
-"""A loop of layers as ``config.json`` and the command line tell it: ``looped:MODEL[FIRST:LAST]xTIMES``."""
+"""A loop of layers in ``config.json`` and on the command line: ``looped:MODEL[FIRST:LAST]xTIMES``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from loopq.errors import ConfigError
 
-#: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
+#: Maximum depth of a rollout. A larger number is a mistake that would exhaust the machine's memory.
 MAX_STEPS = 1 << 16
-#: Key of a ``config.json`` that makes a dense model a looped one: first layer, the one after the last, times.
+#: Key of a ``config.json`` that loops a dense model: first layer, the one after the last, times.
 LOOP = "looped_layers"
-#: Before the names under "architectures" of such a config.json: the dense model's name would be another model's.
+#: Prefix of the "architectures" in such a config.json, since the plain name belongs to the dense model.
 PREFIX = "Looped"
 _SPEC = re.compile(
     r"looped:(?P<model>.+)\[(?P<first>[0-9]{1,4}):(?P<last>[0-9]{1,4})\]x(?P<times>[0-9]{1,4})"
@@ -20,12 +20,12 @@ _SPEC = re.compile(
 
 
 def parse_spec(spec: str) -> tuple[str, list[int] | None]:
-    """Divide ``looped:MODEL[FIRST:LAST]xTIMES`` into the model and its loop, None for a model without one.
+    """Split ``looped:MODEL[FIRST:LAST]xTIMES`` into the model and its loop; None for a model without a loop.
 
     Raises
     ------
     ConfigError
-        It begins with ``looped:`` and goes on otherwise.
+        The text begins with ``looped:`` but does not follow this syntax.
     """
     if not spec.startswith("looped:"):
         return spec, None
@@ -38,27 +38,27 @@ def parse_spec(spec: str) -> tuple[str, list[int] | None]:
 
 
 def with_loop(config: Mapping[str, Any], loop: Sequence[int]) -> dict[str, Any]:
-    """Return the ``config.json`` of a dense model with a loop; its architectures are named for what it is now."""
+    """Return the ``config.json`` of a dense model with a loop. Its architectures get a prefix."""
     names = config.get("architectures") or []
     return {**config, LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
 
 
 def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]:
-    """Return the numbers of the layers in the order in which they run.
+    """Return the numbers of the layers in their execution order.
 
     Parameters
     ----------
     loop : Any
-        What a ``config.json`` gives as `looped_layers`.
+        Value of `looped_layers` in a ``config.json``. It is not checked yet.
     n_layers : int
-        Layers that there are.
+        Number of layers in the model.
     times : int, optional
-        Runs of the loop; those of `loop` when absent.
+        Runs of the loop. By default `loop` gives them.
 
     Raises
     ------
     ConfigError
-        It is no loop of such a model.
+        The loop is invalid for this model.
     """
     good = isinstance(loop, Sequence) and len(loop) == 3 and all(type(v) is int for v in loop)
     if not good or not (0 <= loop[0] < loop[1] <= n_layers and 1 <= loop[2] <= MAX_STEPS):

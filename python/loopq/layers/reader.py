@@ -1,4 +1,4 @@
-"""Tensors of a file, handed out as they are expected."""
+"""Checked access to the tensors of a file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from loopq.storage.schema import shown
 
 @dataclass(frozen=True)
 class TensorReader:
-    """The tensors of a file (`where`, for messages), handed out only as they are expected; `used`: those that were."""
+    """The tensors of a file, with checks on access. `where` is for messages; `used` holds the names that were read."""
 
     where: str
     tensors: Mapping[str, RawTensor]
     used: set[str] = field(default_factory=set)
 
     def get(self, name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> RawTensor:
-        """Return a tensor; None in `shape` lets that dimension be any.
+        """Return a tensor. None in `shape` allows any size of that dimension.
 
         Raises
         ------
         CheckpointError
-            It is missing, or of another type or shape.
+            The tensor is missing, or has another type or shape.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.where}: tensor {name!r} is missing")
@@ -64,7 +64,7 @@ class TensorReader:
         Raises
         ------
         CheckpointError
-            Bits after the last code are not zero: the shape or the bits are not what the file was written with.
+            Bits after the last code are not zero. Shape or bits then differ from those of the file.
         """
         shape = (n_streams, -(-count * bits // 32))
         stored = self.get(name, ("I32",), shape[::-1] if down else shape).array()

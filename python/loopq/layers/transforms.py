@@ -1,7 +1,7 @@
 """Changes of a layer's input basis: block rotations and channel scales, compensated in the weight.
 
-A layer computes W x. With an invertible T, W x = (W T^-1) (T x). W T^-1 is quantized, in which outliers may be
-spread out; T is applied to the input at run time, or folded back into the dequantized weight.
+A layer computes W x. With an invertible T, W x = (W T^-1) (T x). loopq quantizes W T^-1, which can spread outliers.
+T is applied to the input at run time, or folded back into the dequantized weight.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Transform(Protocol):
         """T H T^T, the Hessian of the transformed input."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain data from which, with `arrays`, the transform can be rebuilt."""
+        """Return plain data that, with `arrays`, restores the transform."""
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Arrays of the transform by name, empty where `describe` is complete."""
+        """Return the arrays of the transform by name. They are empty if `describe` is complete."""
 
 
 def _is_prime(n: int) -> bool:
@@ -55,7 +55,7 @@ def _residues(q: int) -> NDArray[np.int8]:
 
 
 def _paley(n: int) -> NDArray[np.int8] | None:
-    """Paley's constructions for prime fields: I where n - 1 = 3 mod 4, II where n / 2 - 1 = 1 mod 4."""
+    """Paley's constructions for prime fields: I if n - 1 = 3 mod 4, II if n / 2 - 1 = 1 mod 4."""
     if n % 4:
         return None
     if _is_prime(n - 1) and (n - 1) % 4 == 3:
@@ -88,8 +88,8 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
     Returns
     -------
     ndarray, int8, shape (n, n), or None
-        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of two smaller ones,
-        the largest factor first. None where none of these exists.
+        Sylvester's matrix for powers of 2, otherwise Paley's over a prime field. Otherwise it is a Kronecker product of
+        two smaller ones, largest factor first. None if none of these exists.
 
     Examples
     --------
@@ -116,7 +116,7 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
 
 
 def random_orthogonal(n: int, seed: int) -> Matrix:
-    """Orthogonal matrix of the QR factorisation of a Gaussian one, signs made unique, float64, shape (n, n)."""
+    """Orthogonal matrix of the QR factorisation of a Gaussian one, with unique signs, float64, shape (n, n)."""
     q, r = np.linalg.qr(np.random.default_rng([seed, n]).standard_normal((n, n)))
     return np.asarray(q * np.sign(np.diag(r)))
 
@@ -128,12 +128,12 @@ class Rotation:
     Parameters
     ----------
     dim : int
-        Input columns.
+        Input columns. All of them are rotated.
     kind : {"hadamard", "random"}
         Normalised Hadamard matrix, or a random orthogonal matrix.
     block : int
-        Columns that are rotated together. A shorter last block has a matrix of its size. Where no Hadamard matrix of
-        a size is found, a random one is used, and `describe` says so.
+        Columns that are rotated together. A shorter last block has a matrix of its size. If no Hadamard matrix of a
+        size is found, a random one is used, and `describe` says so.
     seed : int
         Seed of the random matrices.
     """
@@ -184,7 +184,7 @@ class Rotation:
         return np.ascontiguousarray((both + both.T) / 2)
 
     def describe(self) -> dict[str, Any]:
-        """Kind, sizes and seed, and which kind of matrix each size has."""
+        """Return kind, sizes and seed, and the kind of matrix for each size."""
         made = {
             str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
             for size in sorted(set(self.sizes()))
@@ -199,7 +199,7 @@ class Rotation:
         }
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Empty: a rotation is rebuilt from its description."""
+        """Return no arrays: a rotation is rebuilt from its description."""
         return {}
 
 
@@ -213,7 +213,7 @@ def _block(kind: str, size: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """Input channel j is divided by s_j, its weight column multiplied (AWQ: Lin et al., arXiv:2306.00978).
+    """Channel scaling: input j is divided by s_j, its weight column multiplied (AWQ: Lin et al., arXiv:2306.00978).
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ class ChannelScale:
 
 
 def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> Transform:
-    """Rebuild a transform; the inverse of `describe` and `arrays`.
+    """Rebuild a transform from the results of `describe` and `arrays`.
 
     Raises
     ------
@@ -268,8 +268,8 @@ class RotationConfig(Settings):
     Parameters
     ----------
     kind : str
-        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. Blocks of SIZE input columns, or one block as
-        wide as the layer, are rotated at run time, the weight against it.
+        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. It rotates blocks of SIZE input columns, or
+        one block as wide as the layer. Inputs are rotated at run time, and the weight is rotated to compensate.
     seed : int
         Seed of random rotations.
     """
@@ -288,6 +288,6 @@ class RotationConfig(Settings):
             )
 
     def of(self, dim: int) -> Rotation | None:
-        """The rotation of a layer of `dim` input columns, or None."""
+        """Return the rotation of a layer of `dim` input columns, or None."""
         kind, _, size = self.kind.partition(":")
         return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)

@@ -1,6 +1,6 @@
-"""Quantizers: a weight and the Hessian of its inputs go in, codes, scales and a report come out.
+"""Quantizers: they take a weight and the Hessian of its inputs and return codes, scales and a report.
 
-Each file holds one method and its settings; a new file that registers itself adds a method.
+Each file holds one method and its settings. To add a method, add a file that registers it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AWQ: channels scaled up by a power of their activation magnitude before rounding."""
+"""AWQ: channels are scaled by a power of their activation magnitude, then rounded."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class AWQ(Method):
     Parameters
     ----------
     scale_search : {"max", "half-range", "mse"}
-        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
-        the range of the codes from zero; mse: that of least squared error on a shrink grid.
+        Scale of a group. `max` gives the largest magnitude the highest code. `half-range` places it half the code range
+        from zero. `mse` takes the scale of least squared error on a shrink grid.
 
     Notes
     -----
-    W diag(s) is rounded, s_j = a_j^p, with the power p of least tr(D H D^T) out of 0, 0.05, ..., 0.95; a_j is the root
-    mean square of channel j over the rows of the steps chosen. s is scaled so that the geometric mean of its extremes
-    is 1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
-    before. Power 0 is plain rounding. Clipping is not searched.
+    The method rounds W diag(s) with s_j = a_j^p, where a_j is the root mean square of channel j over the chosen steps.
+    It takes the power p in 0, 0.05, ..., 0.95 with the least tr(D H D^T). s is normalised so that the geometric mean of
+    its extremes is 1, and stored in float16. Inputs are divided by s at run time, or s is folded into the preceding
+    layer. Power 0 is plain rounding. Clipping is not searched.
     """
 
     name: ClassVar[str] = "awq"
@@ -60,7 +60,7 @@ class AWQ(Method):
 
 
 def channel_scale(magnitude: NDArray[np.float64], power: float) -> NDArray[np.float32]:
-    """s = a^p over the geometric mean of its extremes; 1 for channels without activation. float16 values."""
+    """s = a^p over the geometric mean of its extremes, with float16 values. Channels without activation get 1."""
     live = magnitude > 0
     scale = np.where(live, np.where(live, magnitude, 1.0) ** power, np.nan)
     if not live.any():

@@ -1,4 +1,4 @@
-"""What a quantizer is given and what it gives back."""
+"""Input and output of a quantizer."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Problem:
     name : str
         Name of the parameter.
     target : ndarray, float32, shape (out_features, in_features)
-        What the codes should stand for, outputs first whatever the model's storage: the weight, or the shifted target
-        of asymmetric calibration.
+        Values that the codes approximate. Outputs come first for every model storage. The target is the weight, or the
+        shifted target of asymmetric calibration.
     hessian : ndarray, float64, shape (in_features, in_features), or None
-        H = X^T X over the rows of the steps chosen; None where the layer is not observed.
+        H = X^T X over the rows of the chosen steps. It is None when the layer is not observed.
     grid : GridSettings
         Grid of the codes.
     orientation : {"out_in", "in_out"}
-        How the model stores the weight.
+        Order in which the model stores the weight. The codes do not depend on it.
     threads : int
-        Threads; 0 takes all cores. It changes no code.
+        Threads; 0 takes all cores. Their number changes no code.
     shared : dict
-        Cache of the input group: what depends on H alone (its factor) is computed once and stored here.
+        Cache of the input group. It holds results that depend on H alone, such as its factor.
     metric : LoopMetric, optional
-        Loop metric of the layer, for methods that ask for gradients.
+        Loop metric of the layer, for methods that use gradients.
     device : str
-        The model's device. On another than the CPU a method's twin in torch solves, where it has one.
+        The model's device. On devices other than the CPU the method's torch twin solves, if there is one.
     """
 
     name: str
@@ -62,18 +62,18 @@ class Problem:
 
     @cached_property
     def codes_on(self) -> Grid:
-        """The grid of the codes, fitted to the target where it is of that kind."""
+        """The grid of the codes, fitted to the target if the grid is of a fitted kind."""
         energies = None if self.hessian is None else np.diag(self.hessian).copy()
         return self.grid.grid().fitted(self.target, energies, self.threads)
 
     @property
     def is_common(self) -> bool:
-        """Whether the codes have values of their own and scales of a type that torch rounds to."""
+        """Whether each code has its own value, and scales have a type that torch rounds to."""
         found = self.codes_on
         return found.plain and found.own_scales and found.scale_dtype in SCALE_DTYPES
 
     def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
-        """Return that grid as the core takes it, with the search for its scales; `signed` lets them be negative."""
+        """Return the grid for the core, with its scale search; `signed` allows negative scales."""
         return self.codes_on.core(scale_search=scale_search, signed=signed, scale_bits=self.grid.scale_bits)
 
     def require_observed(self) -> NDArray[np.float64]:
@@ -133,16 +133,16 @@ class Problem:
         return self.once(("factor", damping, order, precision), make)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what depends on H alone, computed once for all layers of the input group."""
+        """Compute a result that depends on H alone once for all layers of the input group."""
         if key not in self.shared:
             self.shared[key] = make()
         found: T = self.shared[key]
         return found
 
     def layer(self, result: Mapping[str, Any], method: str, **more: Any) -> QuantizedLayer:
-        """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report.
+        """Build the layer from the core's codes, scales and zeros; the rest goes to the report.
 
-        `more` is what a grid of its own kind has besides the settings (`GridSettings.grid`).
+        `more` holds the arguments of a special grid that are not settings (`GridSettings.grid`).
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
         if self.grid.levels != "even":
@@ -159,21 +159,21 @@ class Problem:
 
 
 def has_twins(device: str) -> bool:
-    """Whether solvers have twins on a device: one that is not the core's, and has double precision."""
+    """Whether a device has solver twins: it is not the core's, and it supports double precision."""
     return device.split(":")[0] not in ("cpu", "mps", "meta")
 
 
 class Method(Chosen):
-    """A quantizer with its settings: a frozen dataclass whose fields are what the method can be told.
+    """A quantizer with its settings: a frozen dataclass with one field for each setting.
 
     Attributes
     ----------
     needs_hessian : bool
-        Whether `Problem.hessian` must be there.
+        Whether the method requires `Problem.hessian`. If so, the layer must be observed.
     rounds_as_published : bool
-        Whether a weight that the paper rounds to nearest in every variant (Li, App. Q) is rounded by this method too.
+        Whether the method also rounds the weights that the paper rounds to nearest in every variant (Li, App. Q).
     has_twin : bool
-        Whether `twin` solves on other devices than the CPU, on plain grids with scales of a common type.
+        Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
     """
 
     needs_hessian: ClassVar[bool] = True
@@ -182,35 +182,35 @@ class Method(Chosen):
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: all), and label draws for each, that the loop metric takes; None without one."""
+        """Maximum prompts (None: all) and label draws per prompt of the loop metric; None without one."""
         return None
 
     @property
     def work(self) -> tuple[float, float, float]:
-        """Multiply-adds of a solve, in those of an accumulation: factors of in^3 (once per input), out in^2, out in."""
+        """Cost of a solve in multiply-adds of one accumulation: factors of in^3 (per input), out in^2, out in."""
         return (1.0, 8.0, 0.0) if self.needs_hessian else (0.0, 0.0, 0.0)
 
     @property
     def memory(self) -> tuple[int, int]:
-        """What a solve holds at its peak: matrices of in x in in double precision, copies of the weight in single.
+        """Peak memory of a solve: in x in matrices in double precision, and copies of the weight in single.
 
-        H and its factor; the weight, codes, and dequantized ones for the report.
+        The matrices are H and its factor. The copies are the weight, codes and dequantized codes for the report.
         """
         return (2, 3) if self.needs_hessian else (0, 3)
 
     @property
     def shift_damping(self) -> Damping:
-        """Damping of the system that asymmetric calibration solves for its target: the method's, if it has one."""
+        """Damping of the system for the target of asymmetric calibration: the method's own if it has one."""
         found: Damping = getattr(self, "damping", Damping())
         return found
 
     def check(self, grid: GridSettings) -> None:  # most methods take every grid
-        """Refuse a grid that the method has no codes for.
+        """Refuse a grid that the method does not support.
 
         Raises
         ------
         ConfigError
-            Names what of the grid it cannot have.
+            The message names the unsupported part of the grid.
         """
 
     @abstractmethod
@@ -224,18 +224,18 @@ class Method(Chosen):
         """
 
     def twin(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        """Solve layers on their device; what the core says of each. Of methods that have a twin."""
+        """Solve layers on their device and return the core's results for each. Only methods with a twin have it."""
         raise NotImplementedError(type(self).__name__)
 
     def quantize_all(self, problems: Sequence[Problem]) -> list[QuantizedLayer]:
-        """Quantize layers: by the core one after the other, by its twin in torch together.
+        """Quantize layers. The core solves them one by one; the torch twin solves them together.
 
-        Where a device has twins, the report of a layer says where it was solved.
+        On a device with twins, the report of a layer says where it was solved.
 
         Raises
         ------
         SolveError
-            As of `quantize`.
+            As in `quantize`.
         """
         theirs = [p for p in problems if self.has_twin and has_twins(p.device) and p.is_common]
         solved = self.twin(theirs) if theirs else []

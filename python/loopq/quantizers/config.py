@@ -1,4 +1,4 @@
-"""How one layer is quantized: its grid, its calibration, its rotation, its method."""
+"""Settings of one layer: its grid, its calibration, its rotation, its method."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LayerConfig(Settings):
     Parameters
     ----------
     grid : GridSettings
-        Grid of the codes.
+        Grid of the codes. It sets bits and group size.
     calibration : Calibration
-        Steps whose activations count.
+        Steps that provide activations.
     rotation : RotationConfig
-        Rotation of the input.
+        Rotation of the input. It is applied before the method.
     method : Method
         Method that finds the codes.
     """
@@ -45,21 +45,21 @@ class LayerConfig(Settings):
 
     @classmethod
     def of(cls, **changes: Any) -> LayerConfig:
-        """Return the default settings with some flat names ("bits", "method", "damping", ...) set anew."""
+        """Return the default settings with some flat names ("bits", "method", "damping", ...) changed."""
         return cls().changed(**changes)
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
-        """Quantize a layer in the rotated basis that the settings ask for, or as it is.
+        """Quantize a layer, in the rotated basis if the settings have a rotation.
 
         Raises
         ------
         ConfigError
-            The method transforms the input itself.
+            The settings have a rotation, and the method transforms the input itself.
         """
         return quantize_all([(self, problem)])[0]
 
     def turned(self, problem: Problem, rotation: Rotation) -> Problem:
-        """The problem in the rotated basis: H' = R H R^T and W' = W R^T."""
+        """Return the problem in the rotated basis: H' = R H R^T and W' = W R^T."""
 
         def turned() -> tuple[Any, dict[Any, Any]]:
             return (None if problem.hessian is None else rotation.conjugate(problem.hessian), {})
@@ -75,12 +75,12 @@ class LayerConfig(Settings):
 
 
 def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[QuantizedLayer]:
-    """Quantize layers as of `LayerConfig.quantize`, those with the same method together; R goes with the layer.
+    """Quantize layers as `LayerConfig.quantize` does. Layers with the same method run together.
 
     Raises
     ------
     ConfigError
-        A method transforms the input itself, and a rotation is asked for.
+        The settings have a rotation, and the method transforms the input itself.
     """
     rotations = [config.rotation.of(p.target.shape[1]) for config, p in asked]
     turned = [
@@ -107,12 +107,12 @@ def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[Quantized
 
 @dataclass(frozen=True)
 class Override:
-    """Settings for the layers whose name matches a pattern.
+    """Settings for the layers with names that match a pattern.
 
     Parameters
     ----------
     pattern : str
-        Shell pattern on the parameter name, or a regular expression after the prefix "re:".
+        Shell pattern for the parameter name. The prefix "re:" marks a regular expression.
     changes : mapping of str to Any
         Flat names of `LayerConfig` and their values.
     """
@@ -139,7 +139,7 @@ class Override:
                 )
 
     def matches(self, name: str) -> bool:
-        """Whether the layer called `name` is meant."""
+        """Whether the pattern matches the layer called `name`."""
         return matches(name, self.pattern)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is added to the diagonal of H before it is factored."""
+"""Damping: it is added to the diagonal of H before H is factored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.settings.declare import Settings, setting
 
-#: Share of the eigenvalues, the largest, that "tail" leaves out.
+#: Share of the eigenvalues (the largest ones) that "tail" excludes.
 TAIL_SHARE = 0.01
 
 
@@ -24,33 +24,34 @@ class Damping(Settings):
     fraction : float
         Damping of H as a fraction of the quantity that its kind names.
     kind : {"mean", "median", "diagonal", "tail"}
-        Quantity that damping is a fraction of. mean: the mean of diag H, the published rule; median: its median, blind
-        to a few huge channels; diagonal: each entry itself, so that scaling a channel scales its damping; tail: the
-        mean eigenvalue without the largest hundredth, blind also to a huge direction that no channel shows.
+        Quantity that damping is a fraction of. `mean` takes the mean of diag H, the published rule. `median` takes its
+        median and ignores a few huge channels. `diagonal` takes each entry itself, so scaling a channel scales its
+        damping. `tail` takes the mean eigenvalue without the largest hundredth. It also ignores a huge direction that
+        no single channel shows.
     """
 
     fraction: float = setting(0.01, at_least=0.0)
     kind: Literal["mean", "median", "diagonal", "tail"] = setting("mean")
 
     def vector(self, hessian: NDArray[np.float64], threads: int = 0) -> NDArray[np.float64]:
-        """Return mu, added to diag H.
+        """Return mu, the vector added to diag H.
 
         Parameters
         ----------
         hessian : ndarray, float64, shape (d, d)
-            H over the steps chosen.
+            H over the chosen steps.
         threads : int
             Threads of the eigenvalues; 0 takes all cores.
 
         Returns
         -------
         ndarray, float64, shape (d,)
-            A channel that is always zero gets the mean's damping under every kind: its weights are rounded.
+            A channel that is always zero gets the mean's damping. Its weights are rounded with every kind.
 
         Notes
         -----
-        With S = sum_t H_t a direction of energy r is seen by the solver only where r >> mu. A spike in one step raises
-        the mean and so hides what the other steps show; the other three kinds do not follow the spike.
+        With S = sum_t H_t, the solver sees a direction of energy r only if r >> mu. A spike in one step raises the
+        mean and so hides the other steps' energy. The other three kinds do not follow the spike.
         """
         diagonal = np.ascontiguousarray(np.diag(hessian))
         mean = float(diagonal.mean())
@@ -70,12 +71,12 @@ class Damping(Settings):
 
 @dataclass(frozen=True)
 class PublishedDamping(Damping):
-    """Damping as published with GPTQ: of kind "mean", every channel gets the same, zero or not."""
+    """Damping as published with GPTQ: with kind "mean" all channels get the same damping, including zero ones."""
 
     def vector(self, hessian: NDArray[np.float64], threads: int = 0) -> NDArray[np.float64]:
-        """Return mu, added to diag H."""
+        """Return mu, the vector added to diag H."""
         if self.kind != "mean":
             return super().vector(hessian, threads)
-        # Summed in order, as GPTQ's codes always were: NumPy's mean adds pairs and has other last bits.
+        # Summed in order, as in GPTQ so far. NumPy's mean sums pairwise and differs in the last bits.
         diagonal = np.diag(hessian)
         return np.full(len(diagonal), self.fraction * (np.cumsum(diagonal)[-1] / len(diagonal)))

@@ -1,4 +1,4 @@
-"""No quantization: the layer stays as it is."""
+"""No quantization: the layer keeps its full precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ: columns rounded one by one, each error spread over the columns still to come."""
+"""GPTQ: columns are rounded one by one, and each error is spread over the remaining columns."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from loopq.settings.declare import block, setting
 @QUANTIZERS.register("gptq")
 @dataclass(frozen=True)
 class GPTQ(Method):
-    """Column by column, each rounding error made up for by the columns to come.
+    """Column by column, with each rounding error compensated in the columns that follow.
 
-    Minimises tr(D H D^T), D = W^ - W, with H summed over the steps chosen.
-    A Hessian that cannot be factored at the damping asked for is an error: damping is never raised and rounding never
-    put in its place unasked.
+    Minimises tr(D H D^T), D = W^ - W, with H summed over the chosen steps. If the damped Hessian cannot be factored,
+    GPTQ raises an error. It neither raises the damping nor falls back to rounding.
 
     Parameters
     ----------
     damping : Damping
-        What is added to the diagonal of H.
+        Damping added to the diagonal of H.
     scales : {"group", "static"}
-        When a group's scale is taken. group: from the compensated weights when the column sweep reaches the group, as
-        published; static: from the original weights, before the sweep.
+        When a group's scale is computed. `group` uses the compensated weights when the sweep reaches the group, as
+        published. `static` uses the original weights, before the sweep.
     scale_search : {"max", "half-range", "mse"}
-        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
-        the range of the codes from zero; mse: that of least squared error on a shrink grid.
+        Scale of a group. `max` gives the largest magnitude the highest code. `half-range` places it half the code range
+        from zero. `mse` takes the scale of least squared error on a shrink grid.
     act_order : bool
-        Sweep columns by falling diag(H). Scales must be static then, and no index is stored.
+        Sweep columns by falling diag(H). This requires static scales, and no index is stored.
     precision : {"float64", "float32"}
         Arithmetic of factorisation and sweep.
     block_size : int
-        Columns swept before the trailing update; it changes speed, never a code.
+        Columns swept before the trailing update. It changes the speed, but never a code.
     """
 
     name: ClassVar[str] = "gptq"

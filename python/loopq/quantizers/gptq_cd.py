@@ -1,4 +1,4 @@
-"""GPTQ with coordinate descent: what a closed form can do for a layer without a change of graph or file format."""
+"""GPTQ with coordinate descent: closed-form updates that change neither the graph nor the file format."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from loopq.settings.declare import Settings, block, setting
 
 @dataclass(frozen=True)
 class Metric(Settings):
-    """What an error of a layer costs.
+    """Cost of an error of a layer.
 
     Parameters
     ----------
     kind : {"auto", "inputs", "loop"}
-        What an error costs. inputs: the squared error of the layer's output; loop: what the error does to the model's
-        output through the rest of the loop, from gradients of drawn labels; auto: loop where a backward pass
-        works, else inputs, and the choice is reported.
+        Cost of an error. `inputs` takes the squared error of the layer's output. `loop` takes the effect on the model's
+        output through the rest of the loop, from gradients of drawn labels. `auto` chooses loop if a backward pass
+        works, else inputs, and reports the choice.
     draws : int
-        With metric loop: draws of labels for each prompt.
+        Label draws for each prompt. They apply to metric loop.
     prompts : int, optional
-        With metric loop: most calibration prompts that gradients are taken on; all when absent.
+        With metric loop, the maximum number of calibration prompts for gradients; all when absent.
     """
 
     kind: Literal["auto", "inputs", "loop"] = setting("auto")
@@ -45,39 +45,39 @@ class GPTQCD(Method):
     Parameters
     ----------
     metric : Metric
-        What an error costs.
+        Cost of an error.
     damping : Damping
-        What is added to the diagonal of H.
+        Damping added to the diagonal of H.
     order : {"conditional", "diagonal", "natural"}
-        Order of the sweep. conditional: by what an error costs when the columns that remain make up for it; diagonal:
-        by diag H; natural: as the columns stand. No index is stored.
+        Order of the sweep. `conditional` sorts by the cost of an error after the remaining columns compensate for it.
+        `diagonal` sorts by diag H. `natural` keeps the order of the columns. No index is stored.
     signed_scales : bool
-        Scales of symmetric grids may be negative, which turns the grid's extra code to the other side; else scales of
+        Scales of symmetric grids may be negative, which moves the grid's extra code to the other side; else scales of
         symmetric grids are positive.
     beam : int
-        Paths of codes that GPTQ keeps open in each row; 1: the nearest code in every column, as published.
+        Paths of codes that GPTQ keeps open in each row. With 1 it takes the nearest code in every column, as published.
     descent : int
-        Most sweeps of one coordinate descent on the codes; 0 leaves it out.
+        Maximum sweeps of one coordinate descent on the codes. The value 0 skips it.
     refit : bool
         Coordinate descent on the scales too; else they stay as they were searched.
     rounds : int
-        Most starts: GPTQ, and GPTQ again with the scales found so far, each followed by the descents. 0 leaves GPTQ
-        alone; more than one gain 1 to 5 % of the loss, each at the cost of the first.
+        Maximum starts. A start runs GPTQ, later ones with the scales found so far, and then the descents. With 0 only
+        GPTQ runs. Further starts reduce the loss by 1 to 5 %, each at the cost of the first.
     passes : int
-        With metric loop: most passes in which the descents go on in every row with all others fixed.
+        With metric loop, maximum passes in which each row is descended with all other rows fixed.
 
     Notes
     -----
-    Minimises tr(D S D^T) over codes and scales, S = H + diag(mu): static scales of least weighted error, an error
-    in a column weighted as it costs once the later columns have made up for it; columns in the order of falling
-    conditional energy 1 / [(S_F)^-1]_jj, F the columns that remain; GPTQ's sweep with the cheapest `beam` paths
-    open in each row, each going on with its two nearest codes (the M-algorithm: J. Anderson and S. Mohan, 1984);
-    coordinate descent on the codes, c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, and on the scales, s_g <- s_g
-    - (b G_g) / (b S_gg b) with b the code steps of group g, in turn; and the sweep again from the scales found. The
-    loss falls with every change, and a new start is taken row by row, only where it ends lower.
+    Minimises tr(D S D^T) over codes and scales, with S = H + diag(mu), in these stages:
 
-    With metric loop the loss is tr(A D S D^T) with a matrix A between outputs and gradients of the end loss in both
-    (`loopq.quantizers.loop_metric`): rows are solved one after the other too, each making up for those before.
+    - Static scales of least weighted error. A column's weight is the cost of its error after later columns compensate.
+    - GPTQ's sweep by falling conditional energy 1 / [(S_F)^-1]_jj, with F the remaining columns. Each row keeps the
+      cheapest `beam` paths and extends each by its two nearest codes (M-algorithm: J. Anderson and S. Mohan, 1984).
+    - Descent in turn on codes, c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, and on scales,
+      s_g <- s_g - (b G_g) / (b S_gg b), with b the code steps of group g.
+    - Another sweep from these scales. Every change lowers the loss, and a row takes a new start only if it ends lower.
+    With metric loop the loss is tr(A D S D^T). A couples the outputs, and both matrices use gradients of the end loss
+    (`loopq.quantizers.loop_metric`). Rows too are solved one by one, each compensating those before.
     """
 
     name: ClassVar[str] = "gptq-cd"
@@ -95,19 +95,19 @@ class GPTQCD(Method):
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: all), and label draws for each, with metric loop."""
+        """Maximum prompts (None: all) and label draws per prompt, with metric loop."""
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
 
     @property
     def work(self) -> tuple[float, float, float]:
-        """An inverse and its pivots beside the factor; a start is some GPTQs, paths and descents, a pass descents."""
+        """An inverse and its pivots besides the factor; GPTQs, paths and descents per start, descents per pass."""
         passes = 6.0 * self.passes if self.metric.kind == "loop" else 0.0
         paths = 200.0 * self.beam * max(1, self.rounds) if self.beam > 1 else 0.0
         return 4.0, 8.0 + 25.0 * self.rounds + passes, paths
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The damped H besides; with metric loop the combined one, targets and errors in double precision."""
+        """Also the damped H; with metric loop also the combined H, and targets and errors in double precision."""
         return (4, 7) if self.metric.kind == "loop" else (3, 3)
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
@@ -165,7 +165,7 @@ def sides(
     columns: Literal["conditional", "diagonal", "natural"],
     rows: Literal["conditional", "natural"],
 ) -> tuple[native.DampedFactor, list[native.DampedFactor], dict[str, Any]]:
-    """Both sides of the loop metric, each in its order: S damped and factored, A in blocks, and what the report says.
+    """Return both sides of the loop metric in their orders: S damped and factored, A in blocks, and report entries.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def sides(
     """
     metric = problem.require_metric()
     combined = metric.combined(problem.require_observed())
-    # Of this layer alone: no other one has its gradients.
+    # The factor is not shared: other layers have other gradients.
     factor = replace(problem, hessian=combined, shared={}).factor(damping, columns)
     left = [
         native.DampedFactor(a, np.zeros(len(a)), order=rows, threads=problem.threads)

@@ -20,19 +20,19 @@ class GridSettings(Settings):
     bits : {2, 3, 4, 8}
         Bits of a code.
     group_size : int
-        Input columns that share a scale; -1: one scale per output row. A last group that is shorter has a scale of its
-        own, taken from its real columns.
+        Input columns that share a scale; -1: one scale per output row. A shorter last group has its own scale, from its
+        real columns.
     symmetric : bool
         Signed codes without a zero point; else unsigned codes, with a zero point for each group.
     levels : str
-        What codes stand for, in scales. even: whole numbers; uneven: a table made for weights, of 2, 3 or 4 bits;
-        fitted: such a table for each weight; nvfp4, mxfp4: floats of 4 bits (docs/formats/levels.md); q4_k and others:
-        a type of GGUF, with bits and groups of its own (docs/formats/gguf.md).
+        Values of the codes, in units of the scale. `even` has whole numbers. `uneven` has a table for weights, of 2, 3
+        or 4 bits. `fitted` has such a table for each weight. `nvfp4` and `mxfp4` have 4-bit floats
+        (docs/formats/levels.md). GGUF types such as `q4_k` have their own bits and groups (docs/formats/gguf.md).
     scale_dtype : {"float32", "float16", "bfloat16"}
-        Stored type of the scales, which are rounded to it before any code is computed.
+        Stored type of the scales. Scales are rounded to it before any code is computed.
     scale_bits : int, optional
-        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, the product
-        of a symmetric INT4 code and its scale is exact in bfloat16 (docs/formats/scales.md).
+        Significant bits of a scale, including the leading one; all of the type when absent. With 5, the product of a
+        symmetric INT4 code and its scale is exact in bfloat16 (docs/formats/scales.md).
     """
 
     bits: Bits = setting(4, common=True)
@@ -58,7 +58,7 @@ class GridSettings(Settings):
             )
 
     def _check_levels(self, found: Grid) -> None:
-        """Refuse bits and groups that were given for a type that has its own."""
+        """Refuse bits and groups that differ from those of the level type."""
         for name in ("bits", "group_size"):
             own, asked = getattr(found, name), getattr(self, name)
             if asked not in (own, getattr(GridSettings, name)):
@@ -68,7 +68,7 @@ class GridSettings(Settings):
                 )
 
     def grid(self, **more: Any) -> Grid:
-        """Return the grid of the codes that these settings ask for; `more`: what a kind of its own has besides."""
+        """Return the grid of the codes; `more` holds arguments of a special grid that are not settings."""
         if self.levels != "even":
             return LEVELS.get(self.levels)(self.bits, self.group_size, self.scale_dtype)
         return grid_of(

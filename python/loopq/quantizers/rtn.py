@@ -1,4 +1,4 @@
-"""Round to nearest: the baseline that sees no activations."""
+"""Round to nearest: the baseline without activations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RTN(Method):
     Parameters
     ----------
     scale_search : {"max", "half-range", "mse"}
-        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
-        the range of the codes from zero; mse: that of least squared error on a shrink grid.
+        Scale of a group. `max` gives the largest magnitude the highest code. `half-range` places it half the code range
+        from zero. `mse` takes the scale of least squared error on a shrink grid.
     """
 
     name: ClassVar[str] = "rtn"

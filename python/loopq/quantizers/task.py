@@ -1,4 +1,4 @@
-"""One layer of a run: its settings, its steps, and the input that it shares."""
+"""One layer of a run: its settings, its steps, and its input group."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Task:
     config : LayerConfig
         Settings of this layer.
     steps : tuple of int
-        Steps whose Hessians are summed; empty where the layer is not observed.
+        Steps of the summed Hessian. The tuple is empty when the layer is not observed.
     input_group : str or None
-        First parameter that reads the same input: the key of its Hessian. None where no activation is needed.
+        Key of its Hessian: the first parameter that reads the same input. It is None without activations.
     """
 
     parameter: SharedParameter
@@ -41,15 +41,15 @@ class Task:
 
     @property
     def step_weights(self) -> str:
-        """How the steps are weighted."""
+        """Weighting of the steps."""
         return self.config.calibration.step_weights
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share) and label draws of this layer's loop metric; None where it has none."""
+        """Maximum prompts (None: a share) and label draws of the layer's loop metric; None without one."""
         return self.config.method.gradients if self.input_group else None
 
     @property
     def metric_key(self) -> MetricKey:
-        """What a loop metric of one collection depends on: layer, steps, prompts and draws."""
+        """Key of a loop metric within one collection: layer, steps, prompts and draws."""
         return self.name, self.steps, self.gradients

@@ -1,4 +1,4 @@
-"""Codes on a bitshift trellis: the least error for 2 and 3 bits, in loopq's own format alone."""
+"""Codes on a bitshift trellis: the least error for 2 and 3 bits, in loopq's own format only."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.loop_metric import BLOCK
 from loopq.settings.declare import block, setting
 
-#: Outputs below which the joined ends of a stream may cost more than the trellis gains: over six random weights the
-#: loss was 1.42 times that of gptq-cd with 8 outputs, 0.73 with 16, 0.67 with 32 (`tests/quantizers/test_trellis.py`).
+#: With fewer outputs the joined ends of a stream may cost more than the trellis gains. Over six random weights the loss
+#: was 1.42 times that of gptq-cd with 8 outputs, 0.73 with 16, 0.67 with 32 (`tests/quantizers/test_trellis.py`).
 FEW = 16
-#: Multiply-adds that a state of the search counts for at each weight: 270 to 690 were measured with 2 to 4 bits and
-#: states of 8 to 12 bits, on one thread of an Intel Xeon with AMX.
+#: Multiply-adds per search state and weight. Measured values are 270 to 690 with 2 to 4 bits and states of 8 to 12
+#: bits, on one thread of an Intel Xeon with AMX.
 STATE_WORK = 400.0
 
 
@@ -34,18 +34,17 @@ class TrellisMethod(Method):
     Parameters
     ----------
     metric : Metric
-        What an error costs.
+        Cost of an error.
     damping : Damping
-        What is added to the diagonal of H.
+        Damping added to the diagonal of H.
     state_bits : int
-        Bits of the stream that a value depends on. The search takes twice the time for each more.
+        Bits of the stream that a value depends on. Each additional bit doubles the search time.
 
     Notes
     -----
-    Minimises tr(A D S D^T) as gptq-cd does (A = 1 with metric inputs), with the same S and A. Columns are coded one
-    after the other in the order of falling conditional energy, each by Viterbi's algorithm down the outputs, towards
-    its weights less what makes up for the errors of the columns before; then the scales are solved for
-    (docs/formats/trellis.md).
+    Minimises tr(A D S D^T) as gptq-cd does (A = 1 with metric inputs), with the same S and A. Columns are coded one by
+    one by falling conditional energy. Viterbi's algorithm codes each column down the outputs. Its targets are the
+    weights, corrected for the errors of earlier columns. The scales are solved for last (docs/formats/trellis.md).
 
     References
     ----------
@@ -61,31 +60,31 @@ class TrellisMethod(Method):
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share), and label draws for each, with metric loop."""
+        """Maximum prompts (None: a share) and label draws per prompt, with metric loop."""
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
 
     @property
     def work(self) -> tuple[float, float, float]:
-        """An inverse and its pivots beside the factor, feedback and scales, and the states of every weight."""
+        """An inverse and its pivots besides the factor, feedback and scales, and the states of every weight."""
         return 4.0, 16.0, STATE_WORK * (1 << self.state_bits)
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Damped and combined H; errors, gradient and values in double precision besides."""
+        """Damped and combined H; also errors, gradient and values in double precision."""
         return 4, 10
 
     @property
     def shift_damping(self) -> Damping:
-        """Of the mean: a channel that is nearly silent must not get a target beyond what any stream reaches."""
+        """Damping of kind mean: a nearly silent channel must not get a target that no stream reaches."""
         return Damping(self.damping.fraction, "mean")
 
     def check(self, grid: GridSettings) -> None:
-        """Refuse a grid that has no trellis.
+        """Refuse a grid without a trellis.
 
         Raises
         ------
         ConfigError
-            Bits, symmetry, or too few bits of a state.
+            Unsupported bits or symmetry, or too few state bits.
         """
         if grid.bits == 8 or not grid.symmetric or grid.levels != "even":
             kind = (
@@ -100,7 +99,7 @@ class TrellisMethod(Method):
             )
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
-        """Quantize a layer; one of fewer than 16 outputs by gptq-cd, with the same metric and damping."""
+        """Quantize a layer. With fewer than 16 outputs gptq-cd solves it, with the same metric and damping."""
         problem.require_observed()
         rows = len(problem.target)
         if rows < FEW:

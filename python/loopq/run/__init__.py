@@ -1,4 +1,4 @@
-"""The engine: what is quantized, from which inputs, solved how, and what it will take."""
+"""The engine of a run: plans of layers, inputs, solvers and estimates of cost."""
 
 from __future__ import annotations
 

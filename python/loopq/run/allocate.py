@@ -1,4 +1,4 @@
-"""The grid of each layer, and what becomes of the matrices outside the loop, within a size of the file."""
+"""Choice of each layer's grid and of the storage of matrices outside the loop, within a file size."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from loopq.run.source import ModelSource
 from loopq.settings.steps import Calibration
 from loopq.storage.weights import ModelWeights
 
-#: Bytes of a tensor's entry in the head of a safetensors file, beside its name, and tensors of a quantized layer.
+#: Bytes of a tensor's entry in the head of a safetensors file besides its name, and tensors of a quantized layer.
 _ENTRY, _TENSORS = 61, 3
-#: Bits that the matrices outside the loop may be given, unless they stay as they are.
+#: Possible bits of the matrices outside the loop, unless they stay unchanged.
 _OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
 
 
 def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, dict[str, Any]]:
-    """Choose the grid of every layer of a run, the same for layers that read the same input, and "outside".
+    """Choose the grid of every layer of a run, equal for layers that read the same input, and "outside".
 
     Parameters
     ----------
     plan : Plan
-        Its layers are quantized open loop, by its settings, as every candidate asks.
+        Plan with the layers. All candidates are quantized open loop, by its settings.
     source : ModelSource
-        The model.
+        The model. It also provides the calibration set.
     asked : Fit
         Budget, score and candidates.
 
@@ -47,11 +47,11 @@ def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, 
     QuantConfig
         The run's settings with an override for every layer.
     dict
-        What was asked, what it came to and what it cost, for the report.
+        Request, resulting size and cost, for the report.
 
     Notes
     -----
-    Inference engines put q, k and v, or gate and up, into one matrix of one scheme; these are the layers of one input.
+    Inference engines fuse q, k and v, or gate and up, into one matrix of one scheme. These are the layers of one input.
     """
     config = dataclasses.replace(plan.config, fit=None)
     outside = _outside(dataclasses.replace(plan, config=config), source, asked)
@@ -80,7 +80,7 @@ def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, 
 
 
 def _rest(weights: ModelWeights, named: set[str]) -> int:
-    """Bytes of all that is not chosen: other tensors, and the head of the file."""
+    """Bytes of everything that is not chosen: other tensors, and the head of the file."""
     head = sum(
         _TENSORS * (len(name) + len("_packed") + _ENTRY) + 16 if name in named else len(name) + _ENTRY
         for name in weights.tensors
@@ -97,12 +97,12 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
-    # An override may have fixed a part of the grid: then several candidates are one and the same.
+    # An override may fix a part of the grid. Then several candidates are identical.
     found: list[dict[str, tuple[dict[str, Any], str, int]]] = []
     weights: dict[tuple[str, str], NDArray[np.float32]] = {}
     for choice in asked.grids(plain.grid.symmetric):
         settings = dataclasses.replace(config, layer=plain.changed(**choice))
-        # Scores compare layers, one at a time: each on the inputs of full precision.
+        # Scores compare single layers, each on the inputs of full precision.
         candidate = source.plan(settings.changed(inputs="open"))
         grids = {t.name: t.config.grid for t in candidate.tasks}
         of_grid = {}
@@ -123,7 +123,7 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
-    """Candidates of all matrices outside the loop together: as they are, 8 bits, 4 bits; or only what was asked for."""
+    """Candidates of all matrices outside the loop together: unchanged, 8 bits, 4 bits; or only the requested one."""
     job, own = source.job, plan.config.outside
     rounded = {
         outside: round_outside(
@@ -150,7 +150,7 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
-    """Names of the layers that read one input, in the order of the tasks; layers without activations stand alone."""
+    """Group the names of layers that read one input, in task order. Layers without activations stay alone."""
     sets: dict[str, list[str]] = {}
     for task in tasks:
         sets.setdefault(task.input_group or task.name, []).append(task.name)
@@ -172,7 +172,7 @@ def _costs(
     costs: dict[tuple[str, str], float] = {}
     progress.start("ablation", len(plan.tasks), "layers")
     for task in plan.tasks:
-        # All candidates of a layer share one full-precision rollout, and a kill loses no more than them.
+        # All candidates of a layer share one full-precision rollout. A kill loses only these.
         own = {key: weight for key, weight in weights.items() if key[0] == task.name}
         piece = journal.find(task.name)
         found = dict(piece.facts["costs"]) if piece else None

@@ -1,4 +1,4 @@
-"""Asymmetric trajectory calibration: layers one after the other, each on the inputs that it will really get."""
+"""Asymmetric trajectory calibration: layers are solved one by one, each on the inputs of the quantized model."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Asymmetric(Inputs):
     Parameters
     ----------
     alpha : float
-        Share of the shift: 0 takes the weight itself as target, 1 the target of least squares.
+        Share of the shift. With 0 the target is the weight itself, with 1 the target of least squares.
     sweeps : int
-        Sweeps through all layers. From the second on, a layer is collected with all others at the codes of the sweep
-        before.
+        Sweeps through all layers. From the second on, a layer is collected with all others at the codes of the previous
+        sweep.
 
     Notes
     -----
-    With X_t from the full-precision rollout and X^_t from one in which the layers before are quantized,
+    X_t comes from the full-precision rollout and X^_t from one in which the layers before are quantized. Then
 
         sum_t ||W X_t^T - W^ X^_t^T||^2 = const + tr((W^ - W*) S^ (W^ - W*)^T),
-        S^ = sum_t X^_t^T X^_t,  W* = W (I + alpha C (S^ + diag(mu))^-1),  C = sum_t (X_t - X^_t)^T X^_t,
+        S^ = sum_t X^_t^T X^_t,  W* = W (I + alpha C (S^ + diag(mu))^-1),  C = sum_t (X_t - X^_t)^T X^_t.
 
-    so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the
-    full-precision rollout. The layer that is being solved is at full precision while its inputs are collected; what
-    it will do to its own input through the loop is not seen.
+    Therefore any solver works, with W* for W and S^ for H. Step weights multiply both sums and come from the
+    full-precision rollout. The solved layer is at full precision while its inputs are collected. Its own effect on its
+    input through the loop is not included.
 
-    Experts come first, from the inputs of the full-precision rollout: a quantized one may send other tokens to them, so
-    that their rows have no pairs.
+    Experts come first, from the inputs of the full-precision rollout. A quantized model may send other tokens to them,
+    so their rows have no pairs.
     """
 
     name: ClassVar[str] = "asymmetric"
@@ -88,7 +88,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
 
 
 def _collect_metrics(plan: Plan, source: ModelSource) -> None:
-    """Loop metrics of layers that are solved one after the other: their Hessians come from passes of their own."""
+    """Collect the loop metrics of layers that are solved one by one. Their Hessians come from separate passes."""
     missing = [t for t in plan.tasks if t.gradients and t.metric_key not in source.metrics]
     if not missing:
         return
@@ -103,7 +103,7 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks that read the same input together, in order of first call; those without one alone."""
+    """Group tasks that read the same input, in order of first call. Tasks without input form their own groups."""
     groups: dict[str, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.input_group or task.name, []).append(task)
@@ -146,7 +146,7 @@ class _Group:
         )
 
     def _problem(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> Problem:
-        """The problem of a layer, with the shifted target."""
+        """Return the problem of a layer, with the shifted target."""
         key = (task.steps, task.step_weights)
         if key not in self.shared:
             self.shared[key] = (*_weighted(task, paired), {})
@@ -187,7 +187,7 @@ class _Group:
 
 
 def _weighted(task: Task, paired: PairedSums) -> tuple[Moments, WeightedHessian]:
-    """Weigh the steps by what the full-precision rollout shows, and add them."""
+    """Weight the steps by the full-precision rollout and add them."""
     reference = paired.reference()
     found = step_weights(reference, task)
     rows = {t: reference.n_rows(t) for t in task.steps}

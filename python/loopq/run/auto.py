@@ -11,7 +11,7 @@ from loopq.run.source import ModelSource
 
 
 def choose_metric(plan: Plan, source: ModelSource) -> Plan:
-    """Put "loop" in the place of metric "auto" and say so; "inputs" where gradients cannot be had, with a warning."""
+    """Replace metric "auto" by "loop" and report it. If there are no gradients, take "inputs" and warn."""
     asked = [t for t in plan.tasks if t.input_group and t.config.method.flat().get("metric") == "auto"]
     if not asked:
         return plan
@@ -30,7 +30,7 @@ def choose_metric(plan: Plan, source: ModelSource) -> Plan:
 
 
 def why_not(plan: Plan, source: ModelSource) -> str:
-    """Return why gradients cannot be had, or nothing: one prompt is tried, and the memory limit."""
+    """Return why gradients are unavailable, or an empty text. It tests one prompt and the memory limit."""
     job, inputs = source.job, plan.config.inputs
     if not inputs.takes_gradients:
         return f"inputs {inputs.name!r} are a control for the paper's method"
@@ -40,6 +40,6 @@ def why_not(plan: Plan, source: ModelSource) -> str:
         found = reached(job.system, job.tokens, chosen, job.selection.n_steps, job.execution.seed)
     except LoopqError as error:
         return str(error).splitlines()[0]
-    # An expert may be given no token of this prompt.
+    # An expert may receive no token of this prompt.
     missing = sorted({t.name for t in chosen if not t.parameter.routed_in} - found)
     return f"no gradient reaches {missing[0]}" if missing else ""

@@ -1,4 +1,4 @@
-"""A size of the file, and the cheapest choice of one candidate for each set of layers within it."""
+"""A file size, and the cheapest choice of one candidate per set of layers within it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loopq.settings.execution import parse_bytes
 
 
 def parse_budget(text: str) -> float | int:
-    """Read bits a weight, as in 3.25, or bytes with a unit, as in 900K."""
+    """Read bits per weight, such as 3.25, or bytes with a unit, such as 900K."""
     found: float | int = parse_bytes(text) if text[-1:].upper() in tuple("KMGTB") else parse_text(float, text)
     return found
 
@@ -26,19 +26,19 @@ class Fit(Settings):
     Parameters
     ----------
     budget : float or int
-        Size of the file with all weights, which grids are chosen for: bits for each weight of the model, as in 3.25,
-        or bytes, as in 12GB.
+        Size of the file with all weights. Grids are chosen to meet it. Give bits per weight of the model, such as 3.25,
+        or bytes, such as 12GB.
     score : {"ablation", "fisher"}
-        Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the
-        loop predict.
+        Cost of a candidate. `ablation` measures the KL with only that layer quantized. `fisher` predicts the KL from
+        gradients through the loop.
     bits : tuple of int
-        Bits that a layer may be given.
+        Allowed bits of a layer.
     group_sizes : tuple of int
-        Group sizes that a layer may be given.
+        Allowed group sizes of a layer.
     n_prompts : int
-        Calibration prompts that the cost is taken on.
+        Calibration prompts for the cost.
     levels : tuple of str
-        Levels that a layer may be given: even, uneven.
+        Allowed levels of a layer: even, uneven.
     """
 
     budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
@@ -64,7 +64,7 @@ class Fit(Settings):
             raise ConfigError(f"budget must be above 0; got {self.budget!r}")
 
     def grids(self, symmetric: bool = True) -> list[dict[str, Any]]:
-        """Settings of every grid that a layer may be given; codes with zero points have even levels."""
+        """Return the settings of every allowed grid. Codes with zero points have even levels."""
         return [
             {"bits": bits, "group_size": group, "levels": levels}
             for bits in self.bits
@@ -74,22 +74,22 @@ class Fit(Settings):
         ]
 
     def n_bytes(self, n_weights: int) -> int:
-        """The budget in bytes for that many weights."""
+        """Return the budget in bytes for this number of weights."""
         return int(self.budget * n_weights / 8) if isinstance(self.budget, float) else self.budget
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store layers that are stored alike.
+    """One way to store layers that must share it.
 
     Parameters
     ----------
     layers : tuple of str
-        Parameter names.
+        Parameter names. They share the choice.
     n_bytes : int
-        Bytes that the layers then take.
+        Bytes of the layers in this form.
     cost : float
-        What the model then loses, in the same unit for all candidates.
+        Loss of the model. All candidates use the same unit.
     choice : mapping of str to dict
         Settings of each layer.
     """
@@ -101,16 +101,16 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], budget: int, fixed: int = 0) -> list[Candidate]:
-    """Choose one candidate for all layers so that the sum of costs is least and the bytes stay within the budget.
+    """Choose one candidate for each set of layers with the least total cost within the budget.
 
     Parameters
     ----------
     candidates : sequence of Candidate
-        All candidates; no layer belongs to two different sets of layers.
+        All candidates. A layer belongs to only one set of layers.
     budget : int
         Bytes of these layers.
     fixed : int
-        Bytes of all else, which are not chosen.
+        Bytes of everything else, which is not chosen.
 
     Returns
     -------
@@ -120,12 +120,12 @@ def choose(candidates: Sequence[Candidate], budget: int, fixed: int = 0) -> list
     Raises
     ------
     ConfigError
-        Not even the smallest candidates fit.
+        Even the smallest candidates exceed the budget.
 
     Notes
     -----
-    Step by step the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the
-    budget at the end is the optimum. Bytes of real layers have large common divisors, so that the sets stay small.
+    The method keeps, set by set, the Pareto front of (bytes, cost) pairs. The best final pair within the budget is the
+    optimum. Bytes of real layers have large common divisors, so the fronts stay small.
     """
     sets: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in candidates:

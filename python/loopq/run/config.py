@@ -1,4 +1,4 @@
-"""Settings of a run, and the names that stand for the most useful ones."""
+"""Settings of a run, and presets of useful settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loopq.run.inputs import Inputs
 from loopq.settings.declare import Settings, block, choice, leaves, optional, setting
 from loopq.settings.patterns import check_syntax
 
-#: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
+#: Named settings: closest to full precision, with gradients; the same without gradients; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "best": {
         "method": "gptq-cd",
@@ -29,7 +29,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
 }
-#: What a preset says of the calibration prompts, which are not of a run's settings.
+#: A preset's settings of calibration prompts, which do not belong to a run's settings.
 PROMPTS: Mapping[str, Mapping[str, Any]] = {"paper": {"random_tokens": 0.0}}
 
 
@@ -40,23 +40,23 @@ class QuantConfig(Settings):
     Parameters
     ----------
     layer : LayerConfig
-        What holds for every layer that no override names.
+        Settings of every layer without an override.
     inputs : Inputs
-        Rollout whose inputs layers are calibrated on.
+        Rollout that provides the calibration inputs of the layers.
     overrides : tuple of Override
-        Settings for some layers, applied in order; later ones win.
+        Settings for some layers, applied in order. Later ones win.
     include : tuple of str
-        Calibrate these layers too: those that would stay dense by default, and those that would be rounded.
+        Also calibrate these layers, which are dense or rounded by default.
     exclude : tuple of str
-        Leave these layers dense.
+        Leave these layers dense. Patterns match names.
     rank_threshold : float, optional
-        Threshold of the rank in the report, relative to the largest eigenvalue of H; absent, no rank is computed.
+        Threshold of the rank in the report, relative to the largest eigenvalue of H. No rank is computed when absent.
     outside : {4, 8, "q4_k", "q5_k", "q6_k", "q8_0"}, optional
-        Bits, or type of GGUF, of the matrices outside the loop (embedding tables, heads, layers before and after it),
-        which are rounded to nearest with searched scales; they stay as they are when absent. In loopq's own format and
-        in GGUF alone.
+        Bits, or GGUF type, of the matrices outside the loop. These are embedding tables, heads, and layers before and
+        after it. They are rounded to nearest with searched scales. They stay unchanged when absent. Only loopq's own
+        format and GGUF support it.
     fit : Fit, optional
-        Grid of each layer, and what becomes of the matrices outside the loop, within a size of the file.
+        Choice of each layer's grid and of the storage of matrices outside the loop, within a file size.
     """
 
     layer: LayerConfig = block(LayerConfig)
@@ -74,24 +74,24 @@ class QuantConfig(Settings):
 
     @property
     def reads_text(self) -> bool:
-        """Whether any code depends on calibration prompts: not where all layers are rounded or left dense."""
+        """Whether any code depends on calibration prompts. This is false if all layers are rounded or dense."""
         named = [o.changes["method"] for o in self.overrides if "method" in o.changes]
         others = [QUANTIZERS.get(m) if isinstance(m, str) else m for m in named]
         return self.fit is not None or any(m.needs_hessian for m in (self.layer.method, *others))
 
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
-        """Return the default settings, or those of a preset, with some flat names ("bits", "steps", ...) set anew."""
+        """Return the default settings, or those of a preset, with some flat names ("bits", "steps", ...) changed."""
         base = cls(overrides=overrides)
         return (base if preset is None else base.preset(preset)).changed(**changes)
 
     def preset(self, name: str) -> QuantConfig:
-        """Return the settings with those of a preset in their place.
+        """Return the settings with those of a preset applied.
 
         Raises
         ------
         ConfigError
-            No such preset.
+            The preset does not exist.
 
         Examples
         --------
@@ -103,7 +103,7 @@ class QuantConfig(Settings):
         return self.changed(**PRESETS[name])
 
     def with_metric(self, kind: str, **more: Any) -> QuantConfig:
-        """Return the settings with another metric, and more that goes with it, wherever it is "auto"."""
+        """Return the settings with another metric, and its further settings, wherever it is "auto"."""
         new = {"metric": kind, **more}
 
         def resolved(changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,12 +116,12 @@ class QuantConfig(Settings):
         return dataclasses.replace(self, layer=layer, overrides=overrides)
 
     def for_layer(self, name: str) -> LayerConfig:
-        """Settings of the layer called `name`.
+        """Return the settings of the layer called `name`.
 
         Raises
         ------
         ConfigError
-            An override sets what the layer's method does not read.
+            An override has a setting that the layer's method does not read.
         """
         found = self.layer
         for override in self.overrides:
@@ -139,12 +139,12 @@ def flat_names() -> set[str]:
 
 
 def refuse_outside(config: QuantConfig, who: str, instead: str) -> None:
-    """Refuse to round what is outside the loop where that cannot be.
+    """Refuse to round matrices outside the loop if `who` does not support it.
 
     Raises
     ------
     ConfigError
-        The message says who cannot, and what to do instead.
+        The message says who does not support it, and what to do instead.
     """
     if config.outside is not None:
         raise ConfigError(f"outside rounds embedding tables and heads too, which {who}: {instead}")

@@ -1,4 +1,4 @@
-"""The loop metric in a dump, collected beside the Hessians; and what a plan needs a dump to hold."""
+"""The loop metric in a dump, beside the Hessians; and the contents that a plan needs in a dump."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from loopq.storage.journal import Journal
 
 @dataclass(frozen=True)
 class MetricOfDump:
-    """Collects loop metrics for `loopq.calibrate.collect.collect_hessians`.
+    """Collector of loop metrics for `loopq.calibrate.collect.collect_hessians`.
 
     Parameters
     ----------
     job : Collection
-        What is collected.
+        Model and prompts.
     n_prompts, n_draws : int
-        Prompts that gradients are taken on, and label draws for each.
+        Number of prompts for gradients. Each has `n_draws` label draws.
     steps : mapping of str to tuple of int
-        By parameter name; of others the steps that the Hessian sums.
+        Steps by parameter name. Other parameters take the steps of their Hessian.
     """
 
     job: Collection
@@ -37,7 +37,7 @@ class MetricOfDump:
 
     @classmethod
     def of(cls, job: Collection, most: int | None, n_draws: int) -> MetricOfDump:
-        """Take at most so many of the prompts; all where no number is given."""
+        """Take at most `most` of the prompts; all if it is None."""
         return cls(job, n_gradient_prompts(most, len(job.tokens.sequences)), n_draws)
 
     def collect(
@@ -63,16 +63,16 @@ class MetricOfDump:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a plan needs a dump to hold.
+    """Contents that a plan needs in a dump.
 
     Parameters
     ----------
     steps : tuple of int
         Steps that some layer sums.
     per_step : bool
-        Whether each step is kept apart.
+        Whether each step is kept separate. Weighted steps require it.
     gradients : MetricOfDump or None
-        Collects the loop metrics; None where no layer asks for one.
+        Collector of the loop metrics. It is None if no layer has a loop metric.
     """
 
     steps: tuple[int, ...]
@@ -81,7 +81,7 @@ class Needs:
 
     @classmethod
     def of(cls, plan: Plan, job: Collection) -> Needs:
-        """Read the needs off the layers of a plan."""
+        """Derive the needs from the layers of a plan."""
         tasks = [t for t in plan.tasks if t.input_group]
         steps = tuple(sorted({step for t in tasks for step in t.steps}))
         apart = any(

@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts."""
+"""Estimated cost of a run, reported before it starts."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from loopq.run.source import ModelSource
 if TYPE_CHECKING:
     import torch
 
-#: Moments of pairs are of both rollouts and between them.
+#: Cost of paired moments: those of both rollouts, and those between them.
 PAIRED = 3.5
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take.
+    """Estimated cost of a run.
 
     Parameters
     ----------
     memory : int
-        Bytes held at once for Hessians, metrics and solves: what the limit is for.
+        Bytes held at once for Hessians, metrics and solves. The memory limit applies to them.
     peak : int
-        Bytes of the whole process at most: what it has now and `memory`, or a copy of all weights that get no codes.
+        Maximum bytes of the whole process: its present bytes plus `memory`, or plus a copy of all weights without
+        codes.
     seconds : float
-        Everything together, from rates measured on this machine a moment ago.
+        Total time, from rates that are measured on this machine just before.
     n_passes : int
-        Times the calibration set is run: more than one where a memory limit or the kind of inputs asks for it.
+        Runs over the calibration set. A memory limit or the kind of inputs can require several.
     metric : MetricCost
-        What the loop metric takes; all zero where no layer has one.
+        Cost of the loop metric. It is zero if no layer has one.
     metric_seconds : float
-        Its share of `seconds`.
+        Share of the loop metric in `seconds`.
     extra : str
-        What choosing bits takes besides, in words.
+        Additional cost of the choice of bits, in words.
     """
 
     memory: int
@@ -98,12 +99,12 @@ def estimate(plan: Plan, source: ModelSource) -> Estimate:
 
 
 def run_bytes(plan: Plan, source: ModelSource) -> int:
-    """Bytes of everything that a quantization holds at once.
+    """Bytes that a quantization holds at once.
 
     Raises
     ------
     ConfigError
-        That is above the limit, and what is asked for cannot be divided into passes.
+        They exceed the limit, and the work cannot be divided into passes.
     """
     job, tasks, sums = source.job, plan.tasks, source.sums(plan)
     need = {"passes": max((pass_bytes(job, tasks, sums, p) for p in passes(job, tasks, sums)), default=0)}
@@ -134,19 +135,19 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
 
 
 def seconds_of(metric: MetricCost, rollout: float, device: torch.device) -> float:
-    """Seconds that loop metrics take on a device, by those of one prompt's rollout."""
-    # Forward with a graph once for a prompt; backward, of activations alone, for each of its draws.
+    """Seconds of loop metrics on a device, given those of one prompt's rollout."""
+    # One forward pass with a graph per prompt; one backward pass, of activations only, per draw.
     passes = metric.n_gradients / metric.n_draws + metric.n_gradients
     return rollout * passes + metric.multiply_adds / _product_rate(device)
 
 
 def _extra(plan: Plan, source: ModelSource) -> str:
-    """What choosing bits takes besides the quantization, by the timed rollout."""
+    """Additional cost of the choice of bits, from the timed rollout."""
     asked = plan.config.fit
     if asked is None:
         return ""
     candidates = len(asked.grids()) * len(plan.tasks)
-    # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
+    # A measured score needs one rollout per candidate. A predicted score needs one forward and one backward pass.
     n_prompts = min(asked.n_prompts, len(source.job.tokens.sequences))
     rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)
     return f"; besides, about: bits by {asked.score} {duration(source.probe_seconds * rollouts)}"
@@ -154,14 +155,14 @@ def _extra(plan: Plan, source: ModelSource) -> str:
 
 def core_rate(widest: int, threads: int) -> float:
     """Multiply-adds per second of the accumulation, measured for some milliseconds at a width like the layers'."""
-    # Wide layers run at twice the rate of narrow ones; beyond 2048 it grows no more.
+    # Wide layers run at twice the rate of narrow ones. Beyond 2048 the rate stays constant.
     rows, width = 2048, min(max(widest, 512), 2048)
     values = np.ones((rows, width), dtype=np.float32)
 
     def work() -> None:
         acc = native.HessianAccumulator(width, [0], per_step=False, threads=threads)
         acc.update(0, values)
-        # Rows wait until there are enough of them: the work is done at the latest here.
+        # Rows are buffered, so this completes the work.
         acc.finish()
 
     return rows * width * width / _fastest(work)
@@ -171,15 +172,15 @@ def _product_rate(device: torch.device) -> float:
     """Multiply-adds per second of a product of single-precision matrices, measured for a few milliseconds."""
     import torch  # lazy: loopq imports without torch
 
-    # What keeps a processor busy for a millisecond is over on a GPU before it is launched.
+    # A GPU finishes a CPU's millisecond of work faster than it launches it.
     rows, width = (256, 512) if device.type == "cpu" else (2048, 2048)
     left, right = torch.ones(rows, width, device=device), torch.ones(width, width, device=device)
-    # A number is asked for, so that the product is waited for.
+    # Reading a number waits for the product.
     return rows * width * width / _fastest(lambda: float((left @ right)[0, 0]))
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Least seconds of three runs; the first is never the fastest, and others may run beside."""
+    """Least seconds of three runs. The first run is never the fastest, and other programs may interfere."""
     times = []
     for _ in range(3):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write a checkpoint for other tools and check what is on the disk: the numbers, and the model behind them."""
+"""Write a checkpoint for other tools and check the result on disk: its numbers, and its model's logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from loopq.systems.base import Batch
 if TYPE_CHECKING:
     from torch import nn
 
-#: How a path is opened, by what a format is written from.
+#: Functions that open a path, by the source of a format.
 _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
     "checkpoint": read_any,
     "model": read_model,
@@ -43,18 +43,18 @@ _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote, and how the model behind it compares.
+    """Result of an export, and its comparison with the model before.
 
     Parameters
     ----------
     written : Written
-        Place, bytes, what had to be changed for the format, layers compared.
+        Place, bytes, changes made for the format, and compared layers.
     n_prompts : int
-        Prompts whose logits were compared; 0 where no model could be built.
+        Prompts with compared logits. It is 0 if no model could be built.
     difference : float or None
-        Largest difference between the logits of the model before the export and after it.
+        Largest difference between the logits of the model before and after the export.
     reason : str
-        Why logits were not compared; empty where loopq cannot read the format back.
+        Reason for missing logits. It is empty if loopq cannot read the format back.
     """
 
     written: Written
@@ -81,37 +81,37 @@ def export(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Exported:
-    """Write a checkpoint in a format that other tools load, and check what is on the disk.
+    """Write a checkpoint in another tool's format and check the result on disk.
 
     Parameters
     ----------
     source : path or Checkpoint
-        Checkpoint, in memory or in a folder of any format that loopq reads. For "gguf" also a model that is not
-        quantized: a folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``. For "imatrix" a calibration dump.
+        Checkpoint, in memory or in a folder of any format that loopq reads. "gguf" also takes an unquantized model: a
+        folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``. "imatrix" takes a calibration dump.
     out : path
-        New folder; for "gguf" and "imatrix" a new file.
+        New folder. For "gguf" and "imatrix" it is a new file.
     format_name : str
-        A name in `loopq.formats.FORMATS`.
+        Name in `loopq.formats.FORMATS`.
     n_prompts, seq_len : int
-        Prompts of random tokens, and their length, for the comparison of logits.
+        Number and length of random prompts for the comparison of logits.
     trust_remote_code : bool
-        Allow code that came with the model to run, so that logits can be compared.
+        Allow code from the model's files to run. The comparison of logits may need it.
     **options
-        Options of the format: "ragged" ("keep", "split" or "pad": what to do with a last group that is shorter than
-        the others) of compressed-tensors, gptq, gptq_v2 and marlin; "vocabulary" (a GGUF file whose tokenizer is
-        copied) of gguf; "steps" (those that count) of imatrix.
+        Options of the format. "ragged" ("keep", "split" or "pad") handles a shorter last group in compressed-tensors,
+        gptq, gptq_v2 and marlin. "vocabulary" names a GGUF file with the tokenizer for gguf. "steps" selects the steps
+        of imatrix.
 
     Returns
     -------
     Exported
-        What was written and what was compared.
+        The written output and the comparison.
 
     Raises
     ------
     CheckpointError
-        The format cannot hold the checkpoint, or what was read back differs from what was solved.
+        The format cannot hold the checkpoint, or the values read back differ from the solved ones.
     ConfigError
-        No such format, or an option that the format does not read.
+        The format does not exist, or does not read an option.
     """
     out = Path(out)
     with new_or_same(out) as place:
@@ -131,7 +131,7 @@ def exported(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Exported:
-    """As `export`, of a caller that holds the output (`loopq.storage.lock`)."""
+    """Export as `export` does, for a caller that holds the output (`loopq.storage.lock`)."""
     target = FORMATS.get(format_name)
     given = target.taken(options)
     if isinstance(source, Checkpoint):
@@ -144,7 +144,7 @@ def exported(
         try:
             before = _logits(opened, n_prompts, seq_len, trust_remote_code)
         except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
-            # What the checkpoint was before says nothing against the export: its numbers were compared.
+            # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
             reason = str(error).splitlines()[0]
             return
         difference = float(np.abs(before - _logits(again, n_prompts, seq_len, trust_remote_code)).max())
@@ -158,12 +158,12 @@ def exported(
 
 
 def quantized_format(format_name: str) -> Format:
-    """Return a format that a quantized model can be written in.
+    """Return a format for quantized models.
 
     Raises
     ------
     ConfigError
-        No such format, or one that is not written from a checkpoint; the message says from what.
+        The format does not exist, or is not written from a checkpoint. The message names its source.
     """
     target = FORMATS.get(format_name)
     target.refuse_checkpoint()
@@ -173,30 +173,30 @@ def quantized_format(format_name: str) -> Format:
 def refuse_early(
     loaded: LoadedModel, config: QuantConfig, format_name: str, n_steps: int | None = None, **options: Any
 ) -> None:
-    """Refuse before a run what an export after it would refuse: a grid, groups or a model that has no place there.
+    """Refuse before a run anything that the export would refuse later: a grid, groups or a model.
 
     Parameters
     ----------
     loaded : LoadedModel
-        The model.
+        The model. Its layers are checked.
     config : QuantConfig
         Settings of the run.
     format_name : str
         As in `export`.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
     **options
         As in `export`.
 
     Raises
     ------
     CheckpointError
-        The format cannot hold a layer; the message says which and what can be done.
+        The format cannot hold a layer. The message names the layer and a remedy.
 
     Notes
     -----
-    A layer of one row stands for each one. Whether a format's scale type holds the scales depends on their values
-    (GPTQ and Marlin, and bfloat16 in GGUF), and is seen after the run alone.
+    One row represents each layer. In GPTQ, Marlin and bfloat16 of GGUF the scales' values decide whether their type
+    fits. This is known only after the run.
     """
     target = quantized_format(format_name)
     given = target.taken(options)
@@ -222,7 +222,7 @@ def refuse_early(
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Types of the tensors that stay as they are, by the first name, and the further names of those that are tied."""
+    """Return the types of unchanged tensors by their first name, and the further names of tied tensors."""
     dense: dict[str, str] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -237,7 +237,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
 
 
 def _stand_in(task: Task) -> QuantizedLayer:
-    """One row of the layer that a task will give: zero codes, scales of 1."""
+    """Return one row of the layer of a task: zero codes, scales of 1."""
     p, grid = task.parameter, task.config.grid.grid()
     groups = grid.n_groups(p.in_features)
     codes = np.zeros((1, p.in_features), grid.dtype)

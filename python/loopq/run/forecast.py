@@ -1,4 +1,4 @@
-"""What a quantization of a model will take, told from its shape alone: no weight is read and nothing is run."""
+"""Forecast of a quantization's cost from the model's shape alone. It reads no weight and runs nothing."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from loopq.settings.execution import Execution, available_bytes
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.table import size
 
-#: Bytes a second of a disk that weights are read from, where they do not fit in memory.
+#: Assumed bytes per second of the disk, for weights that do not fit in memory.
 _DISK = 1e9
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a quantization will take.
+    """Forecast of a quantization's cost.
 
     Parameters
     ----------
     weights : int
         Bytes of the model.
     held : int
-        Bytes of weights in memory at once: all, or the largest layer twice and what belongs to none.
+        Bytes of weights in memory at once. These are all weights, or twice the largest layer plus weights of no layer.
     sums : int
         Bytes of the Hessians of all distinct inputs, and of the loop metrics of all layers.
     most : int
         Bytes of these and of the solves in one pass.
     codes : int
-        Bytes of disk that codes take until they are written, a byte for each.
+        Bytes of disk for codes before writing, one byte per code.
     output : int
-        Bytes of the checkpoint.
+        Bytes of the checkpoint. It includes unquantized tensors.
     limit : int
         Bytes that may be used.
     n_passes : int
-        Runs over the calibration set.
+        Runs over the calibration set. Memory determines it.
     n_tokens : int
         Tokens of the calibration set.
     seconds : mapping of str to float
-        Of rollouts, gradients, Hessians, solves and reading, from rates measured now.
+        Seconds of rollouts, gradients, Hessians, solves and reading. The rates are measured now.
     """
 
     weights: int
@@ -64,12 +64,12 @@ class Forecast:
 
     @property
     def streamed(self) -> bool:
-        """Whether weights are read again for each visit of a layer, since they do not fit."""
+        """Whether weights are read again for each visit of a layer, because they do not fit."""
         return self.held < self.weights
 
     @property
     def peak(self) -> int:
-        """Bytes in memory at most."""
+        """Maximum bytes in memory."""
         return self.held + self.most
 
     def lines(self) -> list[str]:
@@ -95,25 +95,25 @@ def forecast(
     execution: Execution,
     n_steps: int | None = None,
 ) -> Forecast:
-    """Tell what a quantization will take.
+    """Forecast the cost of a quantization.
 
     Parameters
     ----------
     system : LoopedSystem
-        Adapter of a model, which may have no values (device "meta").
+        Adapter of a model. The model may be without values (device "meta").
     config : QuantConfig
-        Settings; a metric that is left open is "loop".
+        Settings. An open metric counts as "loop".
     tokens : TokenSet
-        Calibration set, whatever tokens are in it.
+        Calibration set. Only the number of tokens matters.
     execution : Execution
-        Threads, prompts that run together, and the limit of memory, here for everything; what is free when absent.
+        Threads, batch size, and the memory limit. Here the limit covers everything. The default is the free memory.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's own depth is the default.
 
     Notes
     -----
-    Layers of one module that have one width are taken to read one input, and each expert gets its share of the tokens
-    by the number that are chosen for a token.
+    Layers of one module with one width are assumed to read one input. Each expert gets its share of the tokens
+    according to the number of experts per token.
     """
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
     tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("loop")).tasks
@@ -138,7 +138,7 @@ def forecast(
     shares = _shares(system, tasks)
     threads, n_tokens = execution.threads, tokens.n_tokens
     seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, threads)
-    # Forward and backward, and where weights are read again for the way back, forward once more.
+    # Forward and backward. If weights are read again for the backward pass, there is one more forward pass.
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
     if held < weights:
@@ -157,7 +157,7 @@ def _numbers(p: SharedParameter) -> int:
 
 
 def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
-    """Bytes of codes, and of the checkpoint, whose other tensors have 16 bits."""
+    """Bytes of codes, and of the checkpoint with 16 bits for other tensors."""
     p = [(t.parameter, t.config.grid.grid()) for t in tasks]
     scales = sum(grid.n_groups(q.in_features) * q.out_features for q, grid in p)
     packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
@@ -183,7 +183,7 @@ def _seconds(
 
 
 def _inputs(parameters: Sequence[SharedParameter]) -> dict[str, str]:
-    """Parameter name to the first of its module with the same width."""
+    """Map each parameter name to the first one of its module with the same width."""
     first: dict[tuple[str, int], str] = {}
     return {
         p.name: first.setdefault((p.owners[0].rpartition(".")[0], p.in_features), p.name)
@@ -193,7 +193,7 @@ def _inputs(parameters: Sequence[SharedParameter]) -> dict[str, str]:
 
 
 def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
-    """Share of the tokens that an expert gets."""
+    """Share of the tokens of an expert."""
     settings: Any = getattr(system.model, "config", None)
     settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     chosen = getattr(settings, "num_experts_per_tok", 1)
@@ -209,7 +209,7 @@ def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def _weights(system: LoopedSystem) -> tuple[int, int]:
-    """Bytes of all weights; and of what must be there at once: the largest layer twice, and what belongs to none."""
+    """Bytes of all weights, and of those needed at once: the largest layer twice, and weights of no layer."""
     from torch import nn  # lazy: loopq imports without torch
 
     def total(module: nn.Module) -> int:

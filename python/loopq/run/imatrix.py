@@ -1,4 +1,4 @@
-"""Importance of input columns: the diagonal of what an error costs in the loop. docs/formats/gguf.md."""
+"""Importance of input columns: the diagonal of the error cost in the loop. See docs/formats/gguf.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from loopq.run.source import loop_metric
 
 
 class ObservedDump:
-    """What a calibration dump knows of a model, for `loopq.formats.imatrix`.
+    """Data of a calibration dump for `loopq.formats.imatrix`.
 
     Parameters
     ----------
     folder : path
-        Calibration dump (`loopq collect`); with its loop metric if that was collected.
+        Calibration dump (`loopq collect`). It may include the loop metric.
 
     Raises
     ------
@@ -43,16 +43,16 @@ class ObservedDump:
 
     @property
     def calibration(self) -> Mapping[str, Any]:
-        """Where the prompts came from, and how many there are."""
+        """Source and number of the prompts."""
         return self._dump.manifest.calibration
 
     def entries(self, steps: str) -> Iterator[Entry]:
-        """Give the importance of every layer over some steps.
+        """Yield the importance of every layer over some steps.
 
         Parameters
         ----------
         steps : str
-            As of `loopq.settings.steps.parse_steps`.
+            As in `loopq.settings.steps.parse_steps`.
 
         Raises
         ------
@@ -61,9 +61,9 @@ class ObservedDump:
 
         Notes
         -----
-        The sum of column j is ``sum over steps t and rows r of X_t[r, j]^2 = diag(H)[j]``: a weight that the loop uses
-        at every step is rounded by what all steps feed it. Where the dump holds a layer's loop metric it is
-        ``diag(S)`` in the place of ``diag(H)``, `S` of `LoopMetric.combined`, brought to the same sum.
+        The sum of column j is ``sum over steps t and rows r of X_t[r, j]^2 = diag(H)[j]``. A weight that every step
+        uses is therefore rounded by the inputs of all steps. If the dump holds a layer's loop metric, ``diag(S)``
+        replaces ``diag(H)``, with `S` of `LoopMetric.combined` scaled to the same sum.
         """
         manifest = self._dump.manifest
         measured = {m.parameter for m in manifest.metrics}
@@ -75,7 +75,7 @@ class ObservedDump:
             if parameter.name in measured:
                 metric = loop_metric(self._dump, parameter.name, chosen)
                 ends = np.diagonal(metric.combined(np.asarray(hessians.matrix(summed), dtype=np.float64)))
-                # Inputs that are always zero have no weight by either.
+                # Inputs that are always zero have no weight in either.
                 sums = ends * (sums.sum() / (ends.sum() or 1.0))
             n_rows = sum(hessians.n_rows(t) for t in chosen)
             yield Entry(parameter.name, sums, n_rows, parameter.name in measured)

@@ -1,4 +1,4 @@
-"""Where the inputs that layers are calibrated on come from."""
+"""Sources of the layers' calibration inputs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from loopq.settings.declare import Chosen
 
 
 class Inputs(Chosen):
-    """A way to calibrate, with its settings; `loopq.run.solving.solve` carries it out.
+    """A way to calibrate, with its settings. `loopq.run.solving.solve` carries it out.
 
     Attributes
     ----------
     runs_between : bool
-        Whether the model is run again, or in another way, after the Hessians of the full-precision rollout are there:
-        such inputs need the model.
+        Whether the model runs again, or in another way, after the Hessians of the full-precision rollout are collected.
+        Such inputs need the model.
     takes_gradients : bool
         Whether layers may have a loop metric.
     pairs : bool
-        Whether a layer's inputs in two rollouts are held together, one input of the model at a time.
+        Whether a layer's inputs of two rollouts are held together. This is done for one input of the model at a time.
     """
 
     runs_between: ClassVar[bool] = True
@@ -26,5 +26,5 @@ class Inputs(Chosen):
     pairs: ClassVar[bool] = False
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:
-        """Times the calibration set is run, by the passes that memory asks for and the number of distinct inputs."""
+        """Runs over the calibration set, given the passes required by memory and the number of distinct inputs."""
         return max(1, n_passes)

@@ -1,4 +1,4 @@
-"""Tensors of the source that a run leaves as they are."""
+"""Tensors of the source that a run does not change."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from loopq.storage.files import RawTensor
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors of the source that a run leaves as they are, bit for bit.
+    """Tensors of the source that a run does not change, bit for bit.
 
     Parameters
     ----------
     layers : dict of str to QuantizedLayer
-        Those that are codes in the source already.
+        Layers with codes in the source.
     dense : dict of str to RawTensor
-        The others.
+        Other tensors.
     """
 
     layers: Layers
@@ -33,7 +33,7 @@ class Kept:
 
     @classmethod
     def of(cls, folder: Path | None, patterns: Sequence[str]) -> Kept:
-        """Find what patterns name in the files of a folder.
+        """Find the tensors that match patterns in the files of a folder.
 
         Raises
         ------
@@ -56,12 +56,12 @@ class Kept:
         )
 
     def exclude(self, config: QuantConfig, names: Iterable[str]) -> QuantConfig:
-        """Return settings that leave out those of some layers that are kept."""
+        """Return settings that exclude the kept layers among `names`."""
         kept = tuple(name for name in names if name in self.layers or name in self.dense)
         return dataclasses.replace(config, exclude=(*config.exclude, *kept))
 
     def put(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with the tensors that are kept in it.
+        """Return a checkpoint that contains the kept tensors.
 
         Raises
         ------

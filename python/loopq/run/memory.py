@@ -1,4 +1,4 @@
-"""What a run holds in memory at once besides the model: told before it starts, and kept below the limit."""
+"""Memory of a run besides the model: reported before it starts, and kept below the limit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loopq.calibrate.collect import Collection, HessianSet
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
 
-# Matrices of in_features x in_features in double precision that a rotated solve holds besides: H before, the rotation,
-# their products. Measured, as is what methods say (`Method.memory`).
+# Additional in_features x in_features matrices of a rotated solve, in double precision: the original H, the rotation
+# and their products. The number is measured, as in `Method.memory`.
 ROTATION = 4
 
 
 def solve_bytes(task: Task) -> int:
-    """Bytes that the solve of one layer takes on top of its Hessian's sums."""
+    """Bytes of the solve of one layer, in addition to its Hessian's sums."""
     p, config = task.parameter, task.config
     squares, copies = config.method.memory
     squares += ROTATION * (config.rotation.kind != "none")
@@ -28,25 +28,25 @@ def pass_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, input_g
     """Bytes of the sums of some inputs, their loop metrics, and the largest solve among their layers."""
     chosen = [t for t in tasks if t.input_group in input_groups]
     held = sum(map(sums.n_bytes, input_groups))
-    # While a sum is saved, or added up from saved parts, it is there twice more.
+    # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
     metric = metric_cost(chosen, job.tokens).memory
     return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
 
 
 def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[list[str]]:
-    """Divide the inputs of some layers into passes that keep to the memory limit.
+    """Divide the inputs of some layers into passes within the memory limit.
 
     Raises
     ------
     ConfigError
-        One input alone is above it.
+        One input alone exceeds it.
     """
     return sums.passes(lambda input_groups: pass_bytes(job, tasks, sums, input_groups))
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now; 0 where the system does not say."""
+    """Present memory of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

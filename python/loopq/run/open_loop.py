@@ -1,4 +1,4 @@
-"""Inputs of the full-precision rollout for every layer; and its two variants for comparison."""
+"""Inputs of the full-precision rollout for every layer, and two variants for comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClosedLoop(Inputs):
     name: ClassVar[str] = "closed-loop"
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:
-        """One run more."""
+        """One additional run."""
         return max(1, n_passes) + 1
 
 

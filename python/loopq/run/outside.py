@@ -1,4 +1,4 @@
-"""Weights outside the loop: embedding tables, heads, layers before and after the loop, rounded to nearest."""
+"""Weights outside the loop, rounded to nearest: embedding tables, heads, layers before and after the loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loopq.run.source import Layers, ModelSource
 
 
 def round_outside(plan: Plan, source: ModelSource) -> Layers:
-    """Round the matrices that the loop does not share, to the bits of the plan's `outside`; nothing without it.
+    """Round the matrices outside the loop to the bits of the plan's `outside`. Without `outside`, do nothing.
 
-    These are the weights of linear layers and embedding tables that the adapter does not list. Each is used once a
-    token, so that its error is not fed back: at 8 bits it is far below what the loop's own bits cost. Scales are
-    searched, groups are those of the run's grid.
+    These are the weights of linear layers and embedding tables that the adapter does not list. They run once per token,
+    outside the loop, so their error does not accumulate. At 8 bits it is far below the cost of the loop's own bits.
+    Scales are searched, and groups are those of the run's grid.
     """
     if plan.config.outside is None:
         return {}
@@ -39,7 +39,7 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
     if isinstance(asked, str):
         grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
     else:
-        # Tables and floats have 4 bits at most.
+        # Tables and floats have at most 4 bits.
         levels = grid.levels if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
         if grid.grid().bits != asked:  # a type of GGUF has bits of its own

@@ -1,4 +1,4 @@
-"""What is done to each layer: the settings that hold for it, its steps, and the input that it shares."""
+"""Treatment of each layer: its settings, its steps, and its input group."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from loopq.settings.patterns import check_patterns
 from loopq.settings.steps import parse_steps
 from loopq.systems.base import LoopedSystem, SharedParameter, declare
 
-#: Matrices outside the loop with fewer rows or columns stay as they are: gates and the like, whose bytes do not count.
+#: Smaller matrices outside the loop stay unchanged. They are gates and similar weights with negligible bytes.
 LEAST = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to each layer.
+    """Treatment of each layer.
 
     Parameters
     ----------
     config : QuantConfig
-        What is asked for.
+        Settings of the run.
     tasks : tuple of Task
-        Layers to quantize, each with the settings that hold for it; layers that stay dense are left out.
+        Layers to quantize, each with its own settings. Dense layers are omitted.
     """
 
     config: QuantConfig
@@ -46,14 +46,14 @@ class Plan:
         parameters : sequence of SharedParameter
             Shared parameters with their treatment.
         input_groups : mapping of str to str
-            Observed parameter to the first parameter that reads the same input.
+            Maps each observed parameter to the first parameter with the same input.
         config : QuantConfig
             Settings of the run.
 
         Raises
         ------
         ConfigError
-            A method or steps that do not exist, an override that matches nothing, or nothing to quantize.
+            A method or step does not exist, an override matches no layer, or there is no layer to quantize.
         """
         check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
         depth = max((p.invocations for p in parameters), default=0)
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def per_step(self) -> bool:
-        """Whether Hessians need each step apart: layers of one input choose or weigh steps differently."""
+        """Whether Hessians need separate steps, because layers of one input choose or weight steps differently."""
         steps = steps_by_input(self.tasks)
         return any(
             t.input_group and (list(t.steps) != steps[t.input_group] or t.step_weights != "sum")
@@ -74,12 +74,12 @@ class Plan:
 
 
 def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[SharedParameter, ...]:
-    """Declare the weights of linear layers and tables that are neither listed by an adapter nor left out by it."""
+    """Declare the weights of linear layers and tables that an adapter neither lists nor excludes."""
     from torch import nn  # lazy: loopq imports without torch
 
     known = {owner for p in listed for owner in p.owners}
     known |= {name.rpartition(".")[0] for name in system.left_out()}
-    # A tied weight has the first of its names.
+    # A tied weight uses its first name.
     first = {name for name, _ in system.model.named_parameters()}
     found: list[tuple[str, dict[str, Any]]] = []
     for module, holder in system.model.named_modules():
@@ -109,26 +109,26 @@ def _task(
 
 
 def steps_of(parameter: SharedParameter, spec: str, depth: int) -> tuple[int, ...]:
-    """Return the steps of a choice that a parameter has; one that is called once beside a loop has no choice."""
+    """Return the chosen steps of a parameter. A parameter that is called once beside a loop has no choice."""
     if parameter.invocations == 1 < depth:
         return (0,)
     return tuple(parse_steps(spec, parameter.invocations))
 
 
 def rounding_like(settings: LayerConfig) -> RTN:
-    """Rounding with the scale search of a method, if it has one."""
+    """Return rounding with the scale search of a method, if it has one."""
     return RTN(scale_search=getattr(settings.method, "scale_search", RTN().scale_search))
 
 
 def steps_apart(tasks: Sequence[Task]) -> bool:
-    """Whether paired sums over the inputs of some layers need each step apart: one is left out, or weighted."""
+    """Whether paired sums of some layers need separate steps, because a step is omitted or weighted."""
     return any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
 
 
 def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
-    """Multiply-adds of all solves, in those of a Hessian's accumulation; layers with one input share a factor.
+    """Cost of all solves in multiply-adds of a Hessian's accumulation. Layers with one input share a factor.
 
-    With `method`, as if all layers that have a Hessian were solved by it.
+    With `method`, all layers with a Hessian count as solved by it.
     """
     factors: dict[tuple[str | None, Method], float] = {}
     rest = 0.0
@@ -142,7 +142,7 @@ def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
 
 
 def hessian_work(tasks: Sequence[Task], n_tokens: int, shares: Mapping[str, float]) -> float:
-    """Multiply-adds of the Hessians over some tokens, of which experts get `shares`."""
+    """Multiply-adds of the Hessians over some tokens. Experts get `shares` of them."""
     widths = {task.input_group: task.parameter.in_features for task in tasks}
     steps = steps_by_input(tasks).items()
     work = sum(shares.get(group, 1.0) * len(steps) * widths[group] ** 2 for group, steps in steps)
@@ -150,7 +150,7 @@ def hessian_work(tasks: Sequence[Task], n_tokens: int, shares: Mapping[str, floa
 
 
 def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """Steps that the Hessian of each input must keep: the union over its layers."""
+    """Steps that each input's Hessian must keep: the union over its layers."""
     steps: dict[str, set[int]] = {}
     for task in tasks:
         if task.input_group:

@@ -23,9 +23,9 @@ Write: TypeAlias = Callable[[Checkpoint], object]
 
 
 def assemble(plan: Plan, source: Source, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
-    """Put solved layers and the rest of the model together."""
+    """Combine solved layers and the rest of the model."""
     weights = source.weights
-    # In the order of a file: a format writes the same bytes from memory and from a folder.
+    # The order of a file makes a format write the same bytes from memory and from a folder.
     dense = {name: weights.tensors[name] for name in file_order(weights.tensors) if name not in layers}
     settings = {
         **facts,
@@ -37,7 +37,7 @@ def assemble(plan: Plan, source: Source, layers: Layers, facts: Mapping[str, Any
 
 
 def apart(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with memory of its own: it outlives the model that it was made of, and what is done to that."""
+    """Return a copy with its own memory. It outlives its model and changes to it."""
     dense = {n: dataclasses.replace(t, data=t.data.copy()) for n, t in checkpoint.dense.items()}
     return dataclasses.replace(checkpoint, dense=dense)
 
@@ -46,10 +46,10 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
 def output(
     path: str | Path | None, execution: Execution, write: str | Write | None = None
 ) -> Iterator[tuple[Execution, Write]]:
-    """Hold an output and its work folder for one run, and give what writes the output: a format or a function.
+    """Hold an output and its work folder for one run, and provide the function that writes the output.
 
-    The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
-    comes to is compared with what is there.
+    A successful run removes the work folder. A run that was killed between the two has nothing left to write. Its
+    result is compared with the existing output.
     """
     if path is None:
         yield execution, lambda checkpoint: None

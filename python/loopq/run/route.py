@@ -1,4 +1,4 @@
-"""The one way from settings to a checkpoint, whatever the source."""
+"""The single path from settings to a checkpoint, for every source."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loopq.run.source import Source
 
 
 def prepare(source: Source, config: QuantConfig) -> Plan:
-    """Plan a quantization; of a model, decide about the loop metric and tell what the run will take.
+    """Plan a quantization. For a model, also choose the metric and report the cost.
 
     Raises
     ------
     ConfigError
-        Settings that the source cannot serve, or that memory cannot.
+        The source or the memory limit does not support the settings.
     """
     plan = source.plan(config)
     model = source.with_model()
@@ -32,7 +32,7 @@ def prepare(source: Source, config: QuantConfig) -> Plan:
 
 
 def carry_out(plan: Plan, source: Source) -> Checkpoint:
-    """Choose bits where a budget is given, solve all layers, and put them and the rest of the model together."""
+    """Choose bits if there is a budget, solve all layers, and combine them with the rest of the model."""
     facts = {}
     asked, model = plan.config.fit, source.with_model()
     if asked is not None and model is not None:

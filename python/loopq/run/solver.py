@@ -26,15 +26,15 @@ from loopq.storage.journal import Journal
 from loopq.storage.schema import checked
 from loopq.storage.weights import ModelWeights
 
-#: Rows of a weight that the losses of a report are taken over, at most: they take less than a tenth of a sweep of GPTQ.
+#: Maximum rows of a weight for the losses of a report. They take less than a tenth of a sweep of GPTQ.
 REPORTED_ROWS = 32
-#: Rows that are solved together on a device: fewer leave a GPU without work, with more it takes longer to save some.
+#: Rows that are solved together on a device. Fewer rows leave a GPU idle, and more rows delay the saves.
 ROWS_TOGETHER = 1 << 17
 
 
 @dataclass(frozen=True)
 class Solver:
-    """Solves the tasks of a run.
+    """Solver of the tasks of a run.
 
     Parameters
     ----------
@@ -45,11 +45,11 @@ class Solver:
     execution : Execution
         Threads and progress.
     rank_threshold : float or None
-        Threshold of the rank in the report, relative to the largest eigenvalue; None leaves it out.
+        Threshold of the rank in the report, relative to the largest eigenvalue. With None no rank is computed.
     metrics : Metrics
-        Loop metrics of the layers that ask for one.
+        Loop metrics of the layers that have one.
     journal : Journal
-        Where solved layers are saved, so that a killed run can be resumed.
+        Journal of solved layers. A killed run resumes from it.
     device : str
         The model's device.
     """
@@ -63,7 +63,7 @@ class Solver:
     device: str = "cpu"
 
     def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
-        """Solve all tasks; return the layers by parameter name, in the order of the tasks."""
+        """Solve all tasks and return the layers by parameter name, in the order of the tasks."""
         progress = self.execution.progress
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
@@ -81,9 +81,9 @@ class Solver:
         return {t.name: solved[t.name] for t in tasks}
 
     def each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
-        """Yield layers, whole groups of them, and whether each was solved just now or saved before.
+        """Yield layers in whole groups, and whether each was solved now or saved before.
 
-        On the CPU one is solved after the other, on a device with twins of the solvers all together.
+        The CPU solves them one by one. A device with twins of the solvers solves them together.
         """
         shared: dict[Any, _Shared] = {}
         for some in [tasks] if has_twins(self.device) else [[t] for t in tasks]:
@@ -98,7 +98,7 @@ class Solver:
                 yield layer, True
 
     def _together(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Groups that are solved together: each alone on the CPU, else those alike, within a quarter of the memory."""
+        """Return groups to solve together: single ones on the CPU, else similar ones within a quarter of the memory."""
         groups = groups_of(tasks)
         if not has_twins(self.device):
             return groups
@@ -117,7 +117,7 @@ class Solver:
         if task.input_group and shared.hessian is None:
             apart = task.step_weights != "sum"
             found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
-            # Of an expert that got no row no step has a weight.
+            # The steps of an expert without rows have no weight.
             known = any(found.n_rows(t) for t in task.steps)
             shared.hessian = weighted(found, task, step_weights(found, task) if known else None)
         summed = shared.hessian if task.input_group else None
@@ -162,7 +162,7 @@ class Solver:
 
 
 def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -> Task:
-    """An expert's task as the rows that it got allow: rounded without any, without gradients where none reaches it."""
+    """Adapt an expert's task to its rows: rounding without rows, and no gradient metric without gradients."""
     if not sum(summed.rows.values()):
         reason = "no token of the calibration was sent to it"
         parameter = replace(task.parameter, reason=reason)
@@ -173,7 +173,7 @@ def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -
 
 
 class _Prepared(NamedTuple):
-    """A layer to solve, as the rows that it got allow, and what its report says of them."""
+    """A layer to solve, adapted to its rows, and the report about them."""
 
     task: Task
     problem: Problem
@@ -183,14 +183,14 @@ class _Prepared(NamedTuple):
 
 @dataclass
 class _Shared:
-    """What the layers of one input group have in common."""
+    """Data shared by the layers of one input group."""
 
     hessian: WeightedHessian | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 
 
 def groups_of(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks that share input, steps and weighting stand together; the others alone. Order of first appearance."""
+    """Group tasks with the same input, steps and weighting, in order of first appearance. Others stay alone."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
         groups.setdefault(_group_of(task), []).append(task)
@@ -206,7 +206,7 @@ def _group_of(task: Task) -> tuple[Any, ...]:
 
 
 def save_layer(journal: Journal, layer: QuantizedLayer, part: str = "") -> QuantizedLayer:
-    """Save a solved layer and return it with its codes on the disk; `part` tells several of one name apart."""
+    """Save a solved layer and return it with its codes on disk. `part` separates layers of the same name."""
     journal.save(f"{part}{layer.name}", layer.tensors(), settings=layer.settings(), report=dict(layer.report))
     return _shelved(journal, layer)
 
@@ -216,7 +216,7 @@ def _shelved(journal: Journal, layer: QuantizedLayer) -> QuantizedLayer:
 
 
 def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer | None:
-    """Read a solved layer back; None where there is none of this work."""
+    """Read a saved layer of this work; None if there is none."""
     found = journal.find(f"{part}{name}")
     if found is None:
         return None
@@ -233,7 +233,7 @@ def account(
     summed: WeightedHessian | None,
     threads: int,
 ) -> dict[str, Any]:
-    """Return what the report says of a layer besides what its quantizer says."""
+    """Return the report entries of a layer besides those of its quantizer."""
     config = task.config
     damping = getattr(config.method, "damping", None) if summed else None
     stored = layer.dequantize()
@@ -257,7 +257,7 @@ def account(
     }
     if summed is None:
         return facts | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
-    # Of the inputs themselves: what a quantizer is given may be damped or rotated already.
+    # The Hessian of the inputs themselves. A quantizer's own may already be damped or rotated.
     hessian = summed.matrix
     rows = _reported(weight)
     part = np.ascontiguousarray(weight[rows])
@@ -272,7 +272,7 @@ def account(
 
 
 def oddities(layer: QuantizedLayer, weight: NDArray[np.float32]) -> dict[str, int]:
-    """Count the groups that became zeros though their weights are none, and scales that float16 holds imprecisely."""
+    """Count nonzero groups that became zeros, and scales that float16 holds imprecisely."""
     scales, codes = np.abs(layer.scales), layer.codes
     found = {}
     if layer.grid.plain and layer.transform is None and (scales == 1.0).any():
@@ -283,12 +283,12 @@ def oddities(layer: QuantizedLayer, weight: NDArray[np.float32]) -> dict[str, in
         found["n_zeroed_groups"] = int(((largest > 0) & (became == 0)).sum())
     if layer.grid.scale_dtype == "float16":
         found["n_subnormal_scales"] = int((scales < np.finfo(np.float16).tiny).sum())
-    # The report of a layer without any is what it was.
+    # A layer without such cases keeps its report.
     return {name: count for name, count in found.items() if count}
 
 
 def _reported(weight: NDArray[np.float32]) -> slice:
-    """Every k-th row of a weight, so that there are at most `REPORTED_ROWS`."""
+    """Select every k-th row of a weight, at most `REPORTED_ROWS` rows."""
     return slice(None, None, -(-weight.shape[0] // REPORTED_ROWS))
 
 
@@ -298,7 +298,7 @@ def loss_of(
     hessian: NDArray[np.float64],
     threads: int,
 ) -> float:
-    """``tr((W^ - W) H (W^ - W)^T)`` for a report, by every k-th row of a weight that has more than `REPORTED_ROWS`.
+    """``tr((W^ - W) H (W^ - W)^T)`` for a report, from every k-th row of a weight with more than `REPORTED_ROWS` rows.
 
     Over all rows it takes as long as a sweep of GPTQ. None stands for zero.
     """
@@ -309,5 +309,5 @@ def loss_of(
 
 
 def relative_error(value: NDArray[np.float32], target: NDArray[np.float32]) -> float:
-    """||value - target||_F / ||target||_F, 0 for a zero target that is met."""
+    """||value - target||_F / ||target||_F; 0 if both are zero."""
     return float(np.linalg.norm(value - target)) / max(float(np.linalg.norm(target)), 1e-30)

@@ -1,4 +1,4 @@
-"""Solve all layers of a plan, by the kind of inputs that it asks for."""
+"""Solve all layers of a plan with its kind of inputs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from loopq.run.source import Layers, ModelSource, Source
 
 @singledispatch
 def solve(inputs: Inputs, plan: Plan, source: Source) -> Layers:
-    """Collect and solve all layers of a plan; each kind of inputs registers its own way.
+    """Collect and solve all layers of a plan. Each kind of inputs registers its own function.
 
     Parameters
     ----------
     inputs : Inputs
-        Those of the plan's settings.
+        Inputs of the plan's settings.
     plan : Plan
-        What happens to each layer.
+        Treatment of each layer.
     source : Source
-        Gives weights, Hessians and metrics; a model where the inputs run it between layers.
+        Source of weights, Hessians and metrics. It must be a model if the inputs run it between layers.
 
     Returns
     -------
@@ -43,16 +43,16 @@ def solve_parts(plan: Plan, source: Source, tasks: Sequence[Task]) -> Layers:
 
 
 def solve_from(plan: Plan, source: ModelSource, hessians: Hessians) -> Layers:
-    """Solve from Hessians that are there; loop metrics are collected where they are missing.
+    """Solve from given Hessians. Missing loop metrics are collected.
 
     Parameters
     ----------
     plan : Plan
-        What happens to each layer.
+        Treatment of each layer.
     source : ModelSource
-        The model. Inputs other than those of the full-precision rollout are collected besides.
+        The model. Inputs other than those of the full-precision rollout are collected in addition.
     hessians : Hessians
-        As of `ModelSource.all_steps`.
+        As in `ModelSource.all_steps`.
     """
     source.collect_metrics(plan, hessians, plan.tasks)
     inputs = plan.config.inputs

@@ -1,4 +1,4 @@
-"""Where weights, Hessians and loop metrics of a quantization come from: a model that is run, or a dump."""
+"""Sources of weights, Hessians and loop metrics of a quantization: a running model, or a dump."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Layers = dict[str, QuantizedLayer]
 
 
 class Source(ABC):
-    """What a quantization reads, and how its work is carried out."""
+    """Data of a quantization, and the settings of its execution."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Source(ABC):
 
     @property
     def device(self) -> str:
-        """Where layers are solved, if their method can."""
+        """Device of the solvers, for methods that support it."""
         return "cpu"
 
     @property
@@ -57,43 +57,43 @@ class Source(ABC):
     @property
     @abstractmethod
     def side_files(self) -> Mapping[str, bytes]:
-        """Config and tokenizer files that go with the model."""
+        """Config and tokenizer files of the model."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint records: system, depth, seed and calibration set."""
+        """Return the facts for a checkpoint: system, depth, seed and calibration set."""
 
     @abstractmethod
     def key(self, plan: Plan) -> str:
-        """Return the identity of the work: everything that fixes a result."""
+        """Return the identity of the work: everything that determines a result."""
 
     @abstractmethod
     def plan(self, config: QuantConfig) -> Plan:
-        """Plan what happens to each layer.
+        """Plan the treatment of each layer.
 
         Raises
         ------
         ConfigError
-            As of `Plan.of`, or settings that this source cannot serve.
+            As in `Plan.of`, or the source does not support the settings.
         """
 
     def with_model(self) -> ModelSource | None:
-        """Itself if it can run the model, which a dump cannot."""
+        """Return the source itself if it can run the model. A dump cannot."""
         return None
 
     @abstractmethod
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
-        """Divide tasks into parts and give the Hessians and loop metrics of each; they hold until the next is taken."""
+        """Divide tasks into parts and yield their Hessians and loop metrics. These are valid until the next part."""
 
     def journal(self, plan: Plan, name: str) -> Journal:
-        """Where finished pieces of one kind are saved."""
+        """Return the journal for finished pieces of one kind."""
         folder = self.execution.folder(name)
         return Journal(folder, self.key(plan) if folder else "")
 
     def solver(
         self, plan: Plan, hessians: Hessians, metrics: Metrics, journal: Journal | None = None
     ) -> Solver:
-        """What solves layers from Hessians."""
+        """Return the solver of layers from Hessians."""
         threshold = plan.config.rank_threshold
         return Solver(
             self.weights,
@@ -108,16 +108,16 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class ModelSource(Source):
-    """A model whose rollouts are run.
+    """A model that runs rollouts.
 
     Parameters
     ----------
     job : Collection
-        Model, calibration prompts, selected layers, and how work is carried out.
+        Model, calibration prompts, selected layers, and settings of execution.
     probe_seconds : float
-        Seconds that a rollout of the first prompt took.
+        Seconds of a rollout of the first prompt.
     metrics : dict
-        Loop metrics that were collected, by `Task.metric_key`.
+        Collected loop metrics, by `Task.metric_key`.
     """
 
     job: Collection
@@ -144,15 +144,15 @@ class ModelSource(Source):
             n_steps=n_steps,
             include=config.include,
             exclude=config.exclude,
-            # Only what a task asks for is summed: an override may calibrate what the run's method rounds.
+            # Only the inputs of tasks are summed. An override may calibrate layers that the run's method rounds.
             rounded=True,
             seed=execution.seed,
         )
         if config.outside is not None:
-            # A table that files keep in another layout has the model's own name from here on.
+            # From here on, a table with another layout in files has the model's own name.
             outside(system, selection.parameters)
         if system.device.type != "cpu":
-            # A device loads its kernels in the first rollout: another is timed, and its result waited for.
+            # A device loads its kernels in the first rollout, so a second one is timed up to its result.
             began = time.monotonic()
             float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
         seconds = time.monotonic() - began
@@ -160,30 +160,30 @@ class ModelSource(Source):
 
     @property
     def execution(self) -> Execution:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.job.execution
 
     @property
     def device(self) -> str:
-        """The model's."""
+        """The model's device."""
         return str(self.job.system.device)
 
     def with_model(self) -> ModelSource:
-        """As of `Source`."""
+        """As in `Source`."""
         return self
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """As of `Source`."""
+        """As in `Source`."""
         return ModelWeights.of_model(self.job.system.model)
 
     @property
     def side_files(self) -> Mapping[str, bytes]:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.job.side_files
 
     def facts(self) -> dict[str, Any]:
-        """As of `Source`."""
+        """As in `Source`."""
         system = self.job.system
         named = names_of(system.model)
         odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight") and p.owners]
@@ -198,11 +198,11 @@ class ModelSource(Source):
         }
 
     def key(self, plan: Plan) -> str:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.job.fingerprint(plan.config.to_json())
 
     def plan(self, config: QuantConfig) -> Plan:
-        """As of `Source`."""
+        """As in `Source`."""
         plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
         if is_streamed(self.job.system.model) and config.fit:
             raise ConfigError(
@@ -214,9 +214,9 @@ class ModelSource(Source):
     def sums(
         self, plan: Plan, tasks: Sequence[Task] | None = None, *, per_step: bool | None = None
     ) -> HessianSet:
-        """Empty accumulators of all tasks or of those given: one sum for each input, or each step apart.
+        """Return empty accumulators for all tasks or the given ones: one sum per input, or separate steps.
 
-        `per_step` is as the plan needs it when absent.
+        By default the plan determines `per_step`.
         """
         chosen = plan if tasks is None else dataclasses.replace(plan, tasks=tuple(tasks))
         apart = chosen.per_step if per_step is None else per_step
@@ -225,14 +225,14 @@ class ModelSource(Source):
     def all_steps(
         self, plan: Plan, name: str | None = None, input_groups: Sequence[str] | None = None
     ) -> HessianSet:
-        """Collect Hessians with each step apart, to be used by several solves.
+        """Collect Hessians with separate steps, for use by several solves.
 
         Parameters
         ----------
         plan : Plan
-            Layers whose inputs are collected.
+            Layers with inputs to collect.
         name : str, optional
-            Folder within the work folder where sums are saved; they are not saved when absent.
+            Folder for saved sums within the work folder. Nothing is saved when absent.
         input_groups : sequence of str, optional
             Inputs to collect; all when absent.
         """
@@ -242,7 +242,7 @@ class ModelSource(Source):
         return sums
 
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
-        """Collect in the full-precision rollout, in as many passes as memory asks for."""
+        """Collect in the full-precision rollout, in as many passes as memory requires."""
         sums = self.sums(plan, tasks)
         unobserved = [t for t in tasks if t.input_group is None]
         for number, input_groups in enumerate(passes(self.job, plan.tasks, sums) or [[]]):
@@ -254,14 +254,14 @@ class ModelSource(Source):
             yield chosen, sums, self.metrics
             for input_group in input_groups:
                 sums.drop(input_group)
-            # Nothing solves these layers again.
+            # These layers are not solved again.
             for t in chosen if not plan.config.inputs.runs_between else ():
                 self.metrics.pop(t.metric_key, None)
 
     def collect_metrics(
         self, plan: Plan, hessians: Hessians, tasks: Sequence[Task], name: str = "metric"
     ) -> None:
-        """Collect the loop metrics that some layers ask for and that are not there yet."""
+        """Collect the missing loop metrics of some layers."""
         missing = [t for t in tasks if t.gradients and t.metric_key not in self.metrics]
         found = collect_metrics(
             hessians,
@@ -277,14 +277,14 @@ class ModelSource(Source):
 
 @dataclass(frozen=True)
 class DumpSource(Source):
-    """A calibration dump: needs neither the model nor torch.
+    """A calibration dump. It needs neither the model nor torch.
 
     Parameters
     ----------
     dump : Dump
         Rows or Hessians, perhaps with loop metrics, and the model's weights.
     how : Execution
-        How work is carried out.
+        Settings of execution.
     """
 
     dump: Dump
@@ -303,21 +303,21 @@ class DumpSource(Source):
 
     @property
     def execution(self) -> Execution:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.how
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.dump.weights()
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes]:
-        """As of `Source`."""
+        """As in `Source`."""
         return self.dump.side_files()
 
     def facts(self) -> dict[str, Any]:
-        """As of `Source`."""
+        """As in `Source`."""
         manifest = self.dump.manifest
         return {
             "system": manifest.system,
@@ -328,12 +328,12 @@ class DumpSource(Source):
         }
 
     def key(self, plan: Plan) -> str:
-        """As of `Source`."""
+        """As in `Source`."""
         m = self.dump.manifest
         return fingerprint(plan.config.to_json(), m.model, m.rows, m.files, m.metrics)
 
     def plan(self, config: QuantConfig) -> Plan:
-        """As of `Source`; metric "auto" becomes what the dump holds."""
+        """As in `Source`. Metric "auto" becomes the metric of the dump."""
         refuse_rollouts(config, "a dump", "use `quantize`")
         manifest = self.dump.manifest
         if manifest.metrics:
@@ -341,22 +341,22 @@ class DumpSource(Source):
             config = config.with_metric("loop", metric_prompts=first.n_prompts, metric_draws=first.n_draws)
         else:
             config = config.with_metric("inputs")
-        # What a dump was told to leave out it did not observe; include cannot bring it back.
+        # The dump did not observe excluded layers, so include cannot restore them.
         return Plan.of(treat(manifest.parameters, (), config.exclude), manifest.input_groups, config)
 
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
-        """Everything is there: one part."""
+        """Yield everything as one part."""
         yield tasks, self.dump, self.metrics(tasks)
 
     def metrics(self, tasks: Sequence[Task]) -> Metrics:
-        """Read the loop metric of every layer that asks for one.
+        """Read the loop metric of every layer that has one.
 
         Raises
         ------
         DumpError
-            The dump holds none for a layer, or over other steps.
+            The dump lacks the metric of a layer, or has it over other steps.
         ConfigError
-            Other counts of prompts or draws are asked for than the dump's.
+            The settings have other numbers of prompts or draws than the dump.
         """
         found: Metrics = {}
         measured = {m.parameter for m in self.dump.manifest.metrics}
@@ -391,14 +391,14 @@ def loop_metric(dump: Dump, name: str, steps: Sequence[int]) -> LoopMetric:
     Raises
     ------
     DumpError
-        The dump holds none for the layer, or over other steps.
+        The dump lacks the metric of the layer, or has it over other steps.
     """
     sums, first = dump.gradient_sums(name, steps), dump.manifest.metrics[0]
     return LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
 
 
 def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
-    """Refuse settings that run the model once more after the Hessians are collected.
+    """Refuse settings that run the model again after the Hessians are collected.
 
     Raises
     ------

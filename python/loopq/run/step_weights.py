@@ -1,4 +1,4 @@
-"""How the Hessians of the steps are weighted and added to the one that the solver sees."""
+"""Weighting and sum of the steps' Hessians for the solver."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Weighting = list[float] | list[Fraction]
 
 @dataclass(frozen=True)
 class WeightedHessian:
-    """H of one layer's input over the steps chosen.
+    """H of one layer's input over the chosen steps.
 
     Parameters
     ----------
     matrix : ndarray, float64, shape (d, d)
-        sum_t w_t H_t up to a positive factor.
+        Sum of w_t H_t over t. It is determined up to a positive factor.
     rows : dict of int to int
         Rows of each step.
     weights : list of float or None
-        w_t over their sum; None where all rows count alike.
+        w_t over their sum; None if all rows have equal weight.
     """
 
     matrix: NDArray[np.float64]
@@ -40,12 +40,12 @@ class WeightedHessian:
 
 
 def step_weights(hessians: StepHessians, task: Task) -> Weighting | None:
-    """Return the weights of a task's steps as its settings ask for, or None where the plain sum is meant.
+    """Return the weights of a task's steps, or None for the plain sum.
 
     Raises
     ------
     ConfigError
-        The weighting needs each step's Hessian apart and only their sum was collected.
+        The weighting needs separate Hessians per step, but only their sum was collected.
     """
     spec = parse_step_weights(task.step_weights)
     if spec == "sum":
@@ -70,9 +70,9 @@ def weighted(hessians: StepHessians, task: Task, weights: Weighting | None) -> W
 
 
 def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
-    """Weights of H = alpha H_0 + (1 - alpha) mean(H_1, ..., H_{N-1}), exact.
+    """Exact weights of H = alpha H_0 + (1 - alpha) mean(H_1, ..., H_{N-1}).
 
-    alpha = 1/N weighs all steps alike, 0 leaves step 0 out, 1 leaves the others out.
+    alpha = 1/N gives all steps equal weight. 0 omits step 0, and 1 omits the others.
     """
     if n_steps == 1:
         return [Fraction(1)]
@@ -80,7 +80,7 @@ def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
 
 
 def balanced_weights(hessians: StepHessians, steps: Sequence[int]) -> list[float]:
-    """Weights under which every step has the same share of the channels.
+    """Weights that give every step the same share of the channels.
 
     Returns
     -------
@@ -89,9 +89,9 @@ def balanced_weights(hessians: StepHessians, steps: Sequence[int]) -> list[float
 
     Notes
     -----
-    Scaling the activations of one step, or of one channel in all steps, changes S by just that scaling and no
-    step's share: a channel with massive activations cannot decide which step counts. A step with no activation
-    gets weight 0. Found by fixed-point iteration, which is Sinkhorn's on the diagonals.
+    Scaling the activations of one step, or of one channel in all steps, scales S accordingly and changes no step's
+    share. Therefore a channel with massive activations cannot decide which step counts. A step without activation gets
+    weight 0. The weights are found by fixed-point iteration, which is Sinkhorn's on the diagonals.
     """
     table = np.stack([hessians.diagonal([t]) for t in steps])
     live = table.sum(axis=1) > 0
@@ -117,8 +117,8 @@ def combine(
 ) -> NDArray[np.float64]:
     """Return sum_t w_t H_t up to a positive factor, float64, shape (d, d).
 
-    Steps of equal weight are summed exactly, so that weights which say "all alike" or "this step alone" give the
-    very bits of the plain sum.
+    Steps of equal weight are summed exactly. Equal weights and a single step therefore give the same bits as the plain
+    sum.
     """
     chosen, scaled = relative(steps, weights)
     if scaled is None:
@@ -129,7 +129,7 @@ def combine(
 def relative(
     steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
 ) -> tuple[list[int], list[float] | None]:
-    """Steps of weight above 0, and their weights over the largest; None for these where all are alike."""
+    """Return steps of positive weight, and their weights over the largest; None for equal weights."""
     values: list[Any] = list(weights)
     kept = [(t, w) for t, w in zip(steps, values, strict=True) if w != 0]
     if not kept:

@@ -1,8 +1,8 @@
-"""Work that several processes divide: ranks of torchrun for what needs the model, claims on pieces for the rest.
+"""Work divided among processes: torchrun ranks for work on the model, claims on pieces for the rest.
 
-Ranks wait for each other once, before they begin, and then share batches of the calibration set. Claims need no such
-meeting: processes on any machines that see the same folder take what nobody has taken, and take over what a killed
-process held.
+Ranks wait for each other once, before they begin, and then share batches of the calibration set. Claims need no
+meeting. Processes on any machines that see the same folder take unclaimed pieces. They also take over the pieces of
+killed processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from loopq.storage.files import json_bytes, own_folder, remove_own
 from loopq.storage.journal import Journal
 from loopq.storage.lock import Claims, is_written, work_folder
 
-#: Seconds that a process waits for the last word of others.
+#: Seconds that a process waits for the last messages of others.
 PATIENCE = 10.0
 
 
@@ -45,9 +45,9 @@ class Ranks:
     Parameters
     ----------
     rank, world : int
-        Number of this process, from 0, and of all.
+        Index of this process, from 0, and number of processes.
     timeout : float
-        Seconds that they wait for each other before the work begins.
+        Maximum seconds of waiting for each other before the work begins.
     """
 
     rank: int
@@ -56,12 +56,12 @@ class Ranks:
 
     @classmethod
     def of_environment(cls) -> Ranks | None:
-        """Read what torchrun says; None for a process that is alone.
+        """Read torchrun's variables; None for a single process.
 
         Raises
         ------
         ConfigError
-            There are others, and no number that tells this one from them.
+            There are several processes, but this one has no rank.
         """
         world = os.environ.get("WORLD_SIZE", "1")
         if world == "1":
@@ -74,12 +74,12 @@ class Ranks:
         return cls(int(rank), int(world))
 
     def meet(self, work: str) -> None:
-        """Wait until all processes are there with the same work.
+        """Wait until all processes have arrived with the same work.
 
         Raises
         ------
         LoopqError
-            One did not come in time, or has other work; the message says which.
+            A process is late or has other work. The message says which.
         """
         missing, others = self._ask(work)
         if missing:
@@ -94,10 +94,10 @@ class Ranks:
             )
 
     def _ask(self, work: str) -> tuple[list[int], list[int]]:
-        """Ranks that are missing, and those with other work."""
+        """Return missing ranks, and ranks with other work."""
         distributed, limit = require("torch.distributed", "torch"), timedelta(seconds=self.timeout)
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        # torchrun keeps a store of its own, with what an earlier attempt left in it.
+        # torchrun keeps its own store, with entries of earlier attempts.
         own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         place = f"loopq/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.world}"
         missing, until = list(range(self.world)), time.monotonic() + self.timeout
@@ -109,13 +109,13 @@ class Ranks:
                 time.sleep(0.05)
             there = [rank for rank in range(self.world) if rank not in missing]
             others = [rank for rank in there if store.get(f"{place}/{rank}").decode() != work]
-            # Who has the store stays until nobody asks it any more.
+            # The process with the store stays until all others are done with it.
             store.add(f"{place}/through", 1)
             until = time.monotonic() + PATIENCE
             while own and store.add(f"{place}/through", 0) < len(there) and time.monotonic() < until:
                 time.sleep(0.05)
         except RuntimeError as cause:
-            # What torch says when nobody answers.
+            # Torch raises this if nobody answers.
             raise LoopqError(
                 f"rank {self.rank} of {self.world}: rank 0 at {host}:{port} did not come within {self.timeout:.0f} s, "
                 "or is gone; what is saved stays: start all again, in any number"
@@ -132,12 +132,12 @@ def collect_hessians(
     per_step: bool = False,
     gradients: Gradients | None = None,
 ) -> Manifest:
-    """Write a Hessian dump as one of several ranks; parameters as of `loopq.calibrate.collect.collect_hessians`.
+    """Write a Hessian dump as one of several ranks. See `loopq.calibrate.collect.collect_hessians` for the parameters.
 
     Raises
     ------
     LoopqError
-        A rank did not come or has other work, or a part failed; the message names the rank.
+        A rank is late or has other work, or a part failed. The message names the rank.
     """
     dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
     late = ranks.rank == 0 and dump.begin()
@@ -156,21 +156,21 @@ def collect_hessians(
                     return dump.write()
                 time.sleep(POLL)
     except LoopqError as error:
-        # Who puts the dump together takes the folder of work away.
+        # The process that combines the dump removes the work folder.
         if not dump.is_there:
             raise type(error)(f"rank {ranks.rank} of {ranks.world}: {error}") from error
-    # One that was slow has made it anew.
+    # A slow process may have recreated it.
     shutil.rmtree(out / "work", ignore_errors=True)
     return Manifest.read(out)
 
 
 def refuse(config: QuantConfig, out: str | Path | None, own_format: bool) -> Path:
-    """Refuse what ranks cannot do together; return the folder for the checkpoint.
+    """Refuse settings that ranks do not support; return the folder for the checkpoint.
 
     Raises
     ------
     ConfigError
-        The message says what, and what to do instead.
+        The message gives the setting and an alternative.
     """
     if out is None or not own_format:
         raise ConfigError(
@@ -181,7 +181,7 @@ def refuse(config: QuantConfig, out: str | Path | None, own_format: bool) -> Pat
 
 
 def quantize(ranks: Ranks, plan: Plan, source: ModelSource, out: Path) -> Checkpoint:
-    """Collect a dump as one of several ranks, and solve it as one of as many workers."""
+    """Collect a dump as one of several ranks, then solve it as one of as many workers."""
     work = work_folder(out)
     dump = own_folder(work) / f"dump-{source.key(plan)[:16]}"
     try:
@@ -192,7 +192,7 @@ def quantize(ranks: Ranks, plan: Plan, source: ModelSource, out: Path) -> Checkp
             )
         found = solve(dump, plan.config, source.execution, out)
     except (LoopqError, FileNotFoundError):
-        # Ranks that were faster have written `out`, and taken away the folder of work with the dump.
+        # Faster ranks may have written `out` and removed the work folder with the dump.
         if dump.exists() or not is_written(out):
             raise
         remove_own(work)
@@ -211,16 +211,16 @@ def solve(
     dump : Path
         Dump of rows or of Hessians.
     config, execution
-        The same settings for all processes, and how this one works.
+        Settings, equal for all processes, and execution of this one.
     out : Path
-        Folder for the checkpoint.
+        Folder for the checkpoint. All processes see it.
     shard : (int, int), optional
-        K of N, from 1: solve the K-th of N parts of the layers and wait for no others.
+        K of N, from 1: solve the K-th of N parts of the layers without waiting for others.
 
     Returns
     -------
     Checkpoint or None
-        What `out` holds; None where layers of other shards are missing, or another process is writing it.
+        The checkpoint in `out`. None if layers of other shards are missing, or if another process writes it.
     """
     if shard is not None and not 1 <= shard[0] <= shard[1]:
         raise ConfigError(f"shard must be K of N, K from 1 to N; got {shard[0]} of {shard[1]}")
@@ -238,7 +238,7 @@ def solve(
                         layers: Layers = solver.run(plan.tasks)
                         finish(assemble(plan, source, layers, {}))
     except LoopqError:
-        # Others who end the work take its folder away.
+        # Other processes remove the work folder when they finish.
         if not is_written(out):
             raise
     if not is_written(out):
@@ -259,25 +259,25 @@ def _share(
     shard: tuple[int, int] | None,
     ended: Callable[[], bool],
 ) -> bool:
-    """Solve layers that no other process has claimed, as long as there are any; `solver.run` finds them in the journal.
+    """Solve unclaimed layers while there are any. `solver.run` finds them in the journal.
 
     Parameters
     ----------
     solver : Solver
-        Solves the layers.
+        Solver of the layers.
     tasks : sequence of Task
-        All tasks. Those that share an input are claimed together; the largest come first.
+        All tasks. Tasks with a common input are claimed together, largest first.
     claims : Claims
         Claims on pieces of the journal.
     shard : (int, int) or None
-        K of N, from 1: take every N-th piece alone, and wait for no other.
+        K of N, from 1: take only every N-th piece, without waiting for others.
     ended : callable
-        Whether another process has put all layers together.
+        Whether another process has combined all layers.
 
     Returns
     -------
     bool
-        Whether all layers are there and this process is the one that puts them together.
+        Whether all layers are solved and this process must combine them.
     """
     journal = solver.journal
     groups = sorted(groups_of(tasks), key=solve_work, reverse=True)
@@ -300,7 +300,7 @@ def _share(
 
 
 def _claimed(solver: Solver, group: Sequence[Task], claims: Claims) -> bool:
-    """Whether a group had layers to solve that nobody had claimed; they are solved then."""
+    """Claim and solve a group's layers. Return whether it had unclaimed, unsolved layers."""
     name = group[0].name
     if all(solver.journal.has(t.name) for t in group) or not claims.take(name):
         return False

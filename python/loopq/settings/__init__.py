@@ -1,1 +1,1 @@
-"""What a setting is: its declaration, registries, patterns of names, steps, and how work is carried out."""
+"""Declarations, registries, name patterns and step choices of settings, and settings of execution."""

@@ -1,11 +1,10 @@
-"""Settings as frozen dataclasses: one declaration gives the checks, the flat names, the JSON, the options and their
-help.
+"""Settings as frozen dataclasses. One declaration gives checks, flat names, JSON, options and help.
 
-A field is a plain value (int, float, bool, str, a Literal, a tuple of these, or None besides), a *block* (another
-settings type), an *optional block*, or a *choice* (one of several settings types of a registry, told by its name).
-Every plain value has a flat name, unique among all settings of a run, which is its keyword in Python, its option on
-the command line and its name in a layer's override: the first field of a block with a prefix is called by the prefix,
-the others `prefix_field`.
+A field is a plain value, a *block*, an *optional block* or a *choice*. Plain values are int, float, bool, str, a
+Literal, a tuple of these, or None. A block is another settings type. A choice is one of several settings types of a
+registry, selected by its name. Every plain value has a flat name, unique among all settings of a run. It is the keyword
+in Python, the option on the command line and the name in a layer's override. In a block with a prefix the first field
+is called by the prefix, the others `prefix_field`.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ def setting(
     Parameters
     ----------
     default : Any
-        Its default: written down here and nowhere else.
+        Default of the value. It is written only here.
     at_least, at_most : float, optional
         Range of a number.
     common : bool
-        Shown by ``--help``; the others by ``--help-all``.
+        Whether ``--help`` shows it. The others appear in ``--help-all``.
     off : str, optional
-        Of a bool that is True by default: name of the option that makes it False. Its text is "A; else B".
+        Name of the option that sets a bool to False. Its default is True and its text is "A; else B".
     parse : callable, optional
-        Reads the option's text; found from the annotation when absent.
+        Reads the option's text. By default the annotation determines it.
     metavar : str, optional
-        What stands for the value in the help.
+        Placeholder of the value in the help.
     option : bool
         Whether there is a command-line option.
     """
@@ -63,13 +62,13 @@ def setting(
 
 
 def block(kind: type[Settings], prefix: str = "", /, **values: Any) -> Any:
-    """Declare settings within settings, with other defaults if asked; without a prefix they keep their own names."""
+    """Declare settings within settings, possibly with other defaults. Without a prefix they keep their own names."""
     metadata = {"block": kind, "prefix": prefix, "values": values}
     return dataclasses.field(default_factory=lambda: kind(**values), metadata=metadata)
 
 
 def optional(kind: type[Settings], prefix: str) -> Any:
-    """Declare settings that may be absent: there are any only where the first of them is given."""
+    """Declare settings that may be absent. They exist only if the first of them is given."""
     return dataclasses.field(default=None, metadata={"block": kind, "prefix": prefix, "optional": True})
 
 
@@ -88,21 +87,21 @@ class Leaf:
     Parameters
     ----------
     name : str
-        Flat name.
+        Flat name. It is unique except among choices.
     path : tuple of str
-        Fields that lead to it.
+        Fields that lead to the value.
     annotation : Any
-        Its type.
+        Type of the value.
     default : Any
-        Its default.
+        Default of the value. Blocks can replace it.
     metadata : mapping
         As given to `setting`.
     help : str
-        Its text in the Parameters section of its class; of a choice, with a line about each entry.
+        Text in the Parameters section of its class. A choice adds a line about each entry.
     owner : type
         Class that declares it.
     choice, chosen : str
-        The choice that it belongs to and the entry there ("method", "gptq"); empty where it belongs to none.
+        Its choice and the entry there ("method", "gptq"). Both are empty without a choice.
     """
 
     name: str
@@ -117,7 +116,7 @@ class Leaf:
 
 
 class Settings:
-    """Base of settings types: frozen dataclasses whose values are checked against their annotations."""
+    """Base of settings types: frozen dataclasses with values that are checked against their annotations."""
 
     def __post_init__(self) -> None:
         kinds = hints(type(self))
@@ -125,7 +124,7 @@ class Settings:
             check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
 
     def flat(self) -> dict[str, Any]:
-        """Return every plain value by its flat name; a choice by the name of what was chosen."""
+        """Return every plain value by its flat name, and a choice by the name of its entry."""
         out: dict[str, Any] = {}
         for field, value in _fields(self):
             if "choice" in field.metadata:
@@ -139,15 +138,15 @@ class Settings:
         return out
 
     def changed(self, **changes: Any) -> Self:
-        """Return the settings with some flat names set anew.
+        """Return the settings with some flat names changed.
 
-        Where a choice is changed, values that the old and the new one both have are kept. None for the first value of
-        an optional block takes the block away.
+        If a choice changes, values that exist in the old and the new entry are kept. None for the first value of an
+        optional block removes the block.
 
         Raises
         ------
         ConfigError
-            A name that these settings do not have; the message says which choice would read it.
+            These settings lack a name. The message says which choice would read it.
         """
         found, rest = self._changed(dict(changes))
         if rest:
@@ -194,7 +193,7 @@ class Settings:
         Raises
         ------
         ConfigError
-            A name that is missing or unknown, or a value that is not allowed.
+            A name is missing or unknown, or a value is not allowed.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if not isinstance(data, Mapping) or set(data) != set(fields):
@@ -231,8 +230,8 @@ class Chosen(Settings):
 def leaves(kind: type[Settings]) -> dict[str, list[Leaf]]:
     """Return every plain value below a settings type by flat name.
 
-    A name has several entries where several choices have it; a choice itself is an entry too, its annotation a
-    Literal of the names that there are.
+    A name has one entry for each choice that has it. A choice itself is an entry too, annotated with a Literal of the
+    existing names.
     """
     found: dict[str, list[Leaf]] = {}
     for leaf in _leaves(kind, ()):
@@ -259,7 +258,7 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
             names_of = _names(field)
             values = field.metadata.get("values", {})
             for number, leaf in enumerate(_leaves(field.metadata["block"], at)):
-                # Without the first of an optional block there is no block at all.
+                # An optional block exists only with its first value.
                 absent = number == 0 and field.metadata.get("optional")
                 default = None if absent else values.get(leaf.name, leaf.default)
                 yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name), default=default)
@@ -276,7 +275,7 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
 
 
 def described(kind: type) -> dict[str, str]:
-    """Return the text of each entry in the Parameters section of a class, and of those it inherits."""
+    """Return the text of each entry in the Parameters section of a class and its bases."""
     text = inspect.cleandoc(kind.__doc__ or "")
     section = re.search(r"Parameters\n-+\n(.*?)(?:\n\n\w[^\n]*\n-+\n|\Z)", text, re.DOTALL)
     found: dict[str, str] = {} if kind.__base__ is None else described(kind.__base__)
@@ -297,7 +296,7 @@ def summary(kind: type) -> str:
 
 
 def lowered(text: str) -> str:
-    """Return a text as it goes on in a sentence; what starts with two capitals is a name."""
+    """Return a text for the middle of a sentence. A text with two initial capitals is a name."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
@@ -307,7 +306,7 @@ def parse_text(annotation: Any, text: str) -> Any:
     Raises
     ------
     ValueError
-        The text is no such value.
+        The text does not give a value of this type.
     """
     members = [a for a in typing.get_args(annotation) if a is not type(None)]
     allowed = choices_of(annotation)
@@ -336,7 +335,7 @@ def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _names(field: Any) -> dict[str, str]:
-    """Names inside a block to flat names; empty where the block has no prefix."""
+    """Map names inside a block to flat names. The map is empty for a block without prefix."""
     prefix = field.metadata["prefix"]
     if not prefix:
         return {}
@@ -347,7 +346,7 @@ def _names(field: Any) -> dict[str, str]:
 def _within(
     value: Settings, changes: dict[str, Any], names: Mapping[str, str]
 ) -> tuple[Settings, dict[str, Any]]:
-    """Change a block; an error calls its fields by their flat names."""
+    """Change a block. An error names its fields by their flat names."""
     try:
         return value._changed(changes)
     except ConfigError as error:
@@ -356,7 +355,7 @@ def _within(
 
 
 def _opened(field: Any, value: Settings | None, own: dict[str, Any]) -> Settings | None:
-    """An optional block for values that are to be set in it: made or taken away by the first of them."""
+    """Return an optional block for new values. The first of them creates or removes it."""
     names = _names(field)
     first = next(iter(names))
     if first in own and own[first] is None:
@@ -392,7 +391,7 @@ def _unread(settings: Settings, name: str) -> str:
 
 
 def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse a value that a setting cannot have.
+    """Refuse a value that a setting does not allow.
 
     Raises
     ------

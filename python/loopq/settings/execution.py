@@ -1,4 +1,4 @@
-"""How work is carried out: what changes its speed, its memory and its report, and no result but by the seed."""
+"""Settings of execution: they change speed, memory and progress reports. Only the seed changes results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from loopq.settings.declare import Settings, setting
 from loopq.terminal.progress import Progress, Silent
 
-#: Seconds between two looks at what other processes have done.
+#: Seconds between two checks of other processes' progress.
 POLL = 0.5
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes with a unit, as in 8G or 512M; units are powers of 1024."""
+    """Read a number of bytes with a unit, such as 8G or 512M. Units are powers of 1024."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: give bytes with a unit, as in 8G or 512M")
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not say."""
+    """Memory available without swapping; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     except OSError:
@@ -38,18 +38,18 @@ class Execution(Settings):
     Parameters
     ----------
     seed : int
-        Seed of the initial states, where a model draws them.
+        Seed of the initial states, for models that draw them.
     batch_size : int
         Prompts that run together.
     threads : int
-        Threads; 0: all cores. Their number changes no result.
+        Threads; 0 takes all cores. Their number changes no result.
     memory : int, optional
-        Memory that Hessians, metrics and solves may take together besides the model, as in 8G. The calibration set
-        is run several times if need be.
+        Limit for Hessians, metrics and solves together, besides the model. Give it as in 8G. If needed, the calibration
+        set is run several times.
     work : Path, optional
-        Folder where progress is saved, so that a run that was killed can be resumed.
+        Folder for saved progress. A killed run resumes from it.
     progress : Progress
-        Told of prompts, layers and updates.
+        Receives prompts, layers and updates.
     """
 
     seed: int = setting(0, at_least=0)
@@ -60,5 +60,5 @@ class Execution(Settings):
     progress: Progress = field(default_factory=Silent, metadata={"option": False})
 
     def folder(self, name: str) -> Path | None:
-        """A folder within the work folder, or None where nothing is saved."""
+        """Return a folder within the work folder, or None if nothing is saved."""
         return None if self.work is None else self.work / name

@@ -17,7 +17,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def check_syntax(what: str, patterns: Iterable[str]) -> None:
-    """Refuse what stands after "re:" and is no regular expression."""
+    """Refuse an invalid regular expression after "re:"."""
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
@@ -31,7 +31,7 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
     Raises
     ------
     ConfigError
-        The message has the pattern and every name.
+        The message gives the pattern and every name.
     """
     patterns, known = list(patterns), list(names)
     check_syntax(what, patterns)

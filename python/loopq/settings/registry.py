@@ -1,9 +1,9 @@
-"""Registries: tables from names to objects, whose errors list the known names.
+"""Registries: tables from names to objects. Their errors list the known names.
 
-A module that defines a system, a quantizer or a command registers it on import; a registry imports every module of
-its package at its first use, so that adding an entry touches one file. A room of the package may have a package of
-the same name, whose modules are imported too: a room adds its own commands to those of `loopq.commands`, and takes
-them along when it is taken out.
+A module that defines a system, a quantizer or a command registers it on import. A registry imports every module of its
+package at its first use, so a new entry touches one file. A room of the package may have a package of the same name.
+The registry imports its modules too. In this way a room adds its own commands to those of `loopq.commands`, and removes
+them when it is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Registry(Generic[T]):
     kind : str
         Noun for an entry in messages ("system", "quantizer").
     package : str
-        Package whose modules register the entries on import. Of `loopq.x` also the packages `loopq.ROOM.x`.
+        Package with modules that register the entries on import. For `loopq.x` the packages `loopq.ROOM.x` belong to
+        it.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -64,7 +65,7 @@ class Registry(Generic[T]):
         self._loaded = True
 
     def _of_rooms(self) -> list[str]:
-        """Packages in rooms that add entries: looked for as files, so that no room is imported without need."""
+        """Find the packages in rooms that add entries. The search uses files, so it imports no room."""
         root, *tail = self._package.split(".")
         places = map(Path, importlib.import_module(root).__path__)
         rooms = {
@@ -75,7 +76,7 @@ class Registry(Generic[T]):
         return [".".join([root, room, *tail]) for room in sorted(rooms)]
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         self._load()
         return sorted(self._entries)
 
@@ -89,7 +90,7 @@ class Registry(Generic[T]):
         Raises
         ------
         ConfigError
-            No such entry; the message lists close matches and all names.
+            There is no entry of this name. The message lists close matches and all names.
         """
         self._load()
         if name in self._entries:
@@ -99,6 +100,6 @@ class Registry(Generic[T]):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the names most like one that is not known, in words that follow it; empty where none is like it."""
+    """Return a phrase with the known names most similar to an unknown one. It is empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=3)
     return f" (did you mean {', '.join(near)}?)" if near else ""

@@ -1,4 +1,4 @@
-"""Which recurrence steps a layer is calibrated on, and how their Hessians are weighted."""
+"""Choice of the recurrence steps that calibrate a layer, and weighting of their Hessians."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Calibration(Settings):
     Parameters
     ----------
     steps : str
-        Steps whose Hessians are summed: all | first | 0:8 | 31 | 1:, or several joined by commas.
+        Steps of the summed Hessian: all | first | 0:8 | 31 | 1:, or several joined by commas.
     step_weights : str
-        Weight of each step: sum | balanced | alpha=A. "sum" weighs all rows alike, "balanced" gives each step the same
-        share of the channels, "alpha=A" gives step 0 the weight A against the mean of the others.
+        Weight of each step: sum | balanced | alpha=A. With "sum" all rows have the same weight. With "balanced" each
+        step has the same share of the channels. "alpha=A" gives step 0 the weight A against the mean of the others.
     """
 
     steps: str = setting("all", common=True, metavar="STEPS")
@@ -41,7 +41,7 @@ def parse_step_weights(spec: str) -> Fraction | str:
     Raises
     ------
     ConfigError
-        A name that is not known, or an alpha outside [0, 1].
+        The name is unknown, or alpha is outside [0, 1].
 
     Examples
     --------
@@ -69,11 +69,10 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
     Parameters
     ----------
     spec : str
-        "all" (the trajectory), "first" (step 0 alone), "a:b" (steps a to b-1; "0:8" is the first
-        eight, and "1:" leaves step 0 out), or one number (a single step). Several, joined by
-        commas, are united.
+        "all" (the trajectory), "first" (step 0 alone), a range or one number (a single step). "a:b" has the steps a to
+        b-1: "0:8" is the first eight, and "1:" omits step 0. Commas join several choices.
     n_steps : int
-        Recurrence steps that exist.
+        Number of existing recurrence steps.
 
     Returns
     -------
@@ -83,7 +82,7 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
     Raises
     ------
     ConfigError
-        A step that does not exist, an empty choice, or a spelling that is not known.
+        A step does not exist, the choice is empty, or its syntax is unknown.
 
     Examples
     --------

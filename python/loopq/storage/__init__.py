@@ -1,1 +1,1 @@
-"""Files that are complete or absent, and what is read from outside them."""
+"""Files that are complete or absent, and checks of data from outside."""

@@ -1,4 +1,4 @@
-"""Values against annotations: what fits a type, and how a message names the type. For settings and for files."""
+"""Checks of values against annotations, and names of types in messages. Settings and files use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = {
 
 
 def hints(kind: type) -> dict[str, Any]:
-    """Return the annotations of a class's fields, what `Annotated` adds to them included."""
+    """Return the annotations of a class's fields, including the extras of `Annotated`."""
     if kind not in _HINTS:
         _HINTS[kind] = get_type_hints(kind, include_extras=True)
     return _HINTS[kind]
@@ -29,7 +29,7 @@ def is_union(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...] | None:
-    """Return the values that a Literal allows, None among them where it may be absent; None where it is no Literal."""
+    """Return the values of a Literal, with None if it may be absent. Return None for other annotations."""
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return members
@@ -38,10 +38,10 @@ def choices_of(annotation: Any) -> tuple[Any, ...] | None:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is one of an annotation.
+    """Whether a value has the type of an annotation.
 
     A bool is not a number, a whole number is a float as well, and a float is finite. Whole numbers have 64 bits, signed
-    or not. A choice has the type of what it equals: 1 is neither True nor "1".
+    or not. A choice must equal a member in type too: 1 is neither True nor "1".
     """
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -54,12 +54,12 @@ def fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 64
-    # A protocol cannot be checked.
+    # Protocols cannot be checked.
     return annotation is Any or getattr(annotation, "_is_protocol", False) or isinstance(value, annotation)
 
 
 def words(annotation: Any) -> str:
-    """Return what an annotation allows, for a message."""
+    """Return the allowed values of an annotation, for a message."""
     if get_origin(annotation) is Literal:
         return ", ".join(map(repr, get_args(annotation)))
     if is_union(annotation):

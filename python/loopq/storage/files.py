@@ -1,6 +1,6 @@
-"""Files and folders that are whole or not there, and safetensors without a framework.
+"""Files and folders that are complete or absent, and safetensors without a framework.
 
-numpy has no bfloat16, so tensors travel as bytes with the dtype name of the safetensors specification.
+Numpy has no bfloat16, so tensors are passed as bytes with the dtype name of the safetensors specification.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPE_NAMES = {known: name for name, known in DTYPES.items()}
 _BITS = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8"}  # numpy has no such types
 _NUMPY = {name: np.dtype(_BITS.get(name, known)).newbyteorder("<") for name, known in DTYPES.items()}
 ITEM_SIZE = {name: kind.itemsize for name, kind in _NUMPY.items()}
-#: Of a file that is read whole: JSON, tokenizers, code.
+#: Maximum bytes of a file that is read completely: JSON, tokenizers, code.
 MAX_SIZE = 256 * 2**20
 _MARKER = ".made-by-loopq"
 _HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node())[:16]
@@ -47,7 +47,7 @@ _HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node())[:16]
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies in a safetensors file: `offset` is its first byte, counted from the start of the file."""
+    """Place of one tensor in a safetensors file. `offset` is its first byte from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as little-endian bytes (uint8, 1-D) in row-major order: what every storage type has in common."""
+    """A tensor as little-endian bytes (uint8, 1-D) in row-major order, the common form of all storage types."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,11 +71,11 @@ class RawTensor:
         return cls(name, tuple(array.shape), contiguous.view(np.uint8).reshape(-1))
 
     def array(self) -> NDArray[Any]:
-        """The values as an array; bfloat16 comes as uint16 bits."""
+        """The values as an array. For bfloat16 they are uint16 bits."""
         return self.data.view(_NUMPY[self.dtype]).reshape(self.shape)
 
     def float32(self) -> NDArray[np.float32]:
-        """The values in float32; exact for F32, F16 and BF16."""
+        """The values in float32. They are exact for F32, F16 and BF16."""
         if self.dtype == "BF16":
             return (self.array().astype(np.uint32) << 16).view(np.float32)
         if self.dtype not in ("F32", "F16", "F64"):
@@ -93,7 +93,7 @@ def float_to_raw(values: NDArray[np.float32], dtype: str) -> RawTensor:
 
 
 def check_regular(path: Path, error: type[LoopqError] = CheckpointError) -> int:
-    """Refuse what is missing or no plain file (opening a pipe would wait for ever); return its size in bytes."""
+    """Refuse a missing or special file and return the size in bytes. Opening a pipe would wait forever."""
     try:
         found = path.stat()
     except OSError as cause:
@@ -105,9 +105,9 @@ def check_regular(path: Path, error: type[LoopqError] = CheckpointError) -> int:
 
 
 def inside(folder: Path, name: str, error: type[LoopqError] = CheckpointError) -> Path:
-    """Return the path of a file of a folder, which must be a plain file and no link that leads out of the folder.
+    """Return the path of a file in a folder. It must be a plain file, and no link may lead out of the folder.
 
-    The cache of the Hugging Face hub keeps files in `blobs`, beside the `snapshots` that link to them; such links pass.
+    The cache of the Hugging Face hub keeps files in `blobs`, beside the `snapshots` that link to them. Such links pass.
     """
     path, root = folder / name, folder.resolve()
     check_regular(path, error)
@@ -133,13 +133,13 @@ def read_header(
 ) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return the tensors and the `__metadata__` of a safetensors file, checked by the safetensors library.
 
-    The library refuses tensors that overlap, leave holes or do not fill the file. Of two tensors of one name it
-    takes the last: that is refused here.
+    The library refuses tensors that overlap, leave holes or do not fill the file. It takes the last of two tensors with
+    one name. This function refuses such files.
 
     Raises
     ------
     LoopqError
-        Of the class given: the file is missing, truncated or no safetensors file.
+        Error of the given class: the file is missing, truncated or not a safetensors file.
     """
     check_regular(path, error)
     try:
@@ -163,7 +163,7 @@ def read_header(
 
 
 def read_tensor(path: Path, stored: Stored, error: type[LoopqError] = CheckpointError) -> RawTensor:
-    """Read one tensor whose header comes from `read_header`."""
+    """Read one tensor with its header from `read_header`."""
     try:
         data = np.fromfile(path, dtype=np.uint8, count=stored.n_bytes, offset=stored.offset)
     except OSError as cause:
@@ -182,10 +182,10 @@ def read_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[
 
 
 def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[str, RawTensor]:
-    """Give every tensor of a safetensors file without reading it: read-only bytes that the system brings when used.
+    """Map every tensor of a safetensors file: read-only bytes that the system loads on use.
 
-    What is mapped takes no memory that the system cannot take back. Writers replace files by renaming, which leaves
-    what is mapped as it was; a file that is cut short in place meanwhile ends the process.
+    The system can reclaim mapped memory at any time. Writers replace files by renaming, so mapped bytes stay unchanged.
+    If a file is truncated in place meanwhile, the process ends.
     """
     tensors, _ = read_header(path, error)
     try:
@@ -195,7 +195,7 @@ def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[s
     found = {}
     for name, stored in tensors.items():
         if stored.offset % ITEM_SIZE[stored.dtype]:
-            # Files of other writers need not align their tensors, and arrays have to be.
+            # Other writers may not align their tensors, but arrays must be aligned.
             found[name] = read_tensor(path, stored, error)
         else:
             part = data[stored.offset : stored.offset + stored.n_bytes]
@@ -204,7 +204,7 @@ def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[s
 
 
 def file_order(tensors: Mapping[str, RawTensor]) -> list[str]:
-    """Return the names in the order in which a file holds them: falling item size, so that each is aligned; names."""
+    """Return the names in file order: by falling item size, so that each tensor is aligned, then by name."""
     return sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
 
 
@@ -214,12 +214,12 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     values: Callable[[str], RawTensor] | None = None,
 ) -> str:
-    """Write a safetensors file whole; return its SHA-256 in hexadecimal.
+    """Write a complete safetensors file and return its SHA-256 in hexadecimal.
 
-    With `values` the data of `tensors` counts for its size alone, and each tensor is made when it is written.
+    With `values` the data of `tensors` gives only the sizes, and each tensor is computed when it is written.
 
-    The safetensors library writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file
-    once more.
+    The safetensors library writes files too, but without their SHA-256. Hashing afterwards would read a large file
+    again.
     """
     order = file_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -241,7 +241,7 @@ def write_tensors(
 
 
 def _temporary(path: Path, suffix: str) -> Path:
-    """A path beside `path` that no other process uses; its name says which one does."""
+    """Return a path beside `path` that no other process uses. Its name identifies the process."""
     return path.with_name(f".{path.name}.{_writer()}.{suffix}")
 
 
@@ -250,7 +250,7 @@ def _writer() -> str:
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes of this machine were writing in a folder, for files and folders of this name."""
+    """Remove partial files and folders of this name that killed processes of this machine left in a folder."""
     for path in folder.glob(f".{glob.escape(name) if name != '*' else name}.*{_HOST}-*"):
         writer = re.fullmatch(rf".*\.{_HOST}-([0-9]{{1,9}})-[0-9a-f]{{8}}\.(tmp|partial)", path.name)
         if writer is None or runs(int(writer[1])):
@@ -272,15 +272,15 @@ def runs(process: int) -> bool:
 
 
 def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
-    """Make a folder for intermediate work, marked as one that may be removed; one that is marked already is taken.
+    """Make a folder for intermediate work, marked as removable. A marked folder is reused.
 
     Raises
     ------
     LoopqError
-        Of the class given: something that loopq did not make stands there.
+        Error of the given class: the place holds something that loopq did not make.
     """
     marker = folder / _MARKER
-    # In this order: another process may make the same folder just now, the marker first.
+    # The order matters: another process may be making the same folder, the marker first.
     if folder.is_symlink() or (any(folder.glob("*")) and not marker.is_file()):
         raise error(f"{folder}: stands where intermediate work goes and was not made by loopq; move it away")
     try:
@@ -297,14 +297,14 @@ def is_own(folder: Path) -> bool:
 
 
 def remove_own(folder: Path, *, if_empty: bool = False) -> None:
-    """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is.
+    """Remove a folder of `own_folder` with its contents. Other folders stay unchanged.
 
-    With `if_empty`, only where there is no file of work in it.
+    With `if_empty`, remove it only if it holds no file of work.
     """
     if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
         return
     if is_own(folder):
-        # A name that tells whose it is first: a kill may come at any moment of the removal.
+        # First a name that shows its owner: a kill may interrupt the removal at any moment.
         going = folder.with_name(f"{folder.name}.{_writer()}.partial")
         with contextlib.suppress(OSError):
             folder.rename(going)
@@ -312,7 +312,7 @@ def remove_own(folder: Path, *, if_empty: bool = False) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder that is marked, the marker last, or an empty one."""
+    """Remove an empty folder, or a marked one with the marker last."""
     with contextlib.suppress(OSError):
         if is_own(folder):
             for path in folder.iterdir():
@@ -325,7 +325,7 @@ def _clear(folder: Path) -> None:
 
 
 def check_named(out: Path, error: type[LoopqError] = LoopqError) -> None:
-    """Refuse a path without a name of its own, by which others are made beside it; or that no system takes."""
+    """Refuse a path without its own name, which other paths beside it need, and names that no system supports."""
     if "\0" in str(out):
         raise error(f"{shown(str(out))}: holds a zero byte, which no path can")
     if out.name in ("", ".."):
@@ -334,34 +334,34 @@ def check_named(out: Path, error: type[LoopqError] = LoopqError) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` and rename it over `path` if the block ends well.
+    """Give a temporary path beside `path` and rename it over `path` if the block succeeds.
 
-    Readers see the old file or the new one, never a part; an error leaves nothing behind.
+    Readers see the old or the new file, never a part. An error leaves nothing behind.
     """
     check_named(path)
     temporary = _temporary(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        # The rename may reach the disk before the data does unless the data is forced out first.
+        # Without a sync first, the rename may reach the disk before the data.
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as cause:
         raise LoopqError(f"{path}: cannot be written ({cause.strerror or cause})") from cause
     finally:
-        # Where nothing can be written there is nothing to remove, and the reason is what has to be told.
+        # If nothing can be written, nothing needs removal, and the first error must be reported.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
-    """Refuse an output folder that could not be made, before anything is computed for it; an empty one may be there.
+    """Refuse an impossible output folder before anything is computed for it. An empty folder may exist.
 
     Raises
     ------
     LoopqError
-        Of the class given: something is in the folder, a file or a link stands in its place or a file above it, or the
+        Error of the given class: the folder is not empty, a file or a link is in its place or a file above it, or the
         place cannot be written.
     """
     check_named(out, error)
@@ -369,11 +369,11 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
         raise error(f"{out}: a symbolic link; name the folder itself: {os.path.realpath(out)}")
     if out.is_dir():
         with contextlib.suppress(OSError):
-            # A folder is renamed to its name: the shell that gave the command would stand in one that is gone.
+            # A folder is renamed to its name, so the calling shell would be in a deleted folder.
             if out.samefile(os.curdir):
                 raise error(f"{out}: the folder that the command runs in; name a new one in it")
         if any(out.iterdir()):
-            # The kill of an earlier run may have come between the rename and the removal of what was around it.
+            # An earlier run may have been killed between the rename and the removal of the enclosing folder.
             remove_leftovers(out.parent, out.name)
             raise error(f"{out}: exists and is not empty; choose a new folder")
     elif out.exists():
@@ -388,19 +388,19 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
 
 
 def check_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> None:
-    """Refuse what is to be read and is no folder."""
+    """Refuse an input that is not a folder."""
     if not folder.is_dir():
         raise error(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
-    """Give a temporary folder beside `out` for some `n_bytes`, renamed to it if the block ends well.
+    """Give a temporary folder beside `out` for about `n_bytes`, renamed to `out` if the block succeeds.
 
     Raises
     ------
     LoopqError
-        Of the class given: `out` cannot be made (`check_new`), or the disk is too small.
+        Error of the given class: `out` cannot be made (`check_new`), or the disk is too small.
     """
     check_new(out, error)
     free = free_bytes(out)
@@ -410,7 +410,7 @@ def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointErro
             "same command again"
         )
     remove_leftovers(out.parent, out.name)
-    # What is renamed lies inside a folder that is marked: at any moment of a kill the rest can be told to be ours.
+    # The renamed folder lies inside a marked folder, so after a kill at any moment the rest is known as loopq's.
     outer = own_folder(_temporary(out, "partial"), error)
     try:
         inner = outer / out.name
@@ -425,12 +425,12 @@ def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointErro
 
 @contextlib.contextmanager
 def second(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
-    """Give a path for a second copy of an output, which is compared byte for byte and removed.
+    """Give a path for a second copy of an output. The copy is compared byte for byte and removed.
 
     Raises
     ------
     LoopqError
-        Of the class given: the two differ.
+        Error of the given class: the two differ.
     """
     remove_leftovers(out.parent, out.name)
     outer = own_folder(_temporary(out, "partial"), error)
@@ -448,8 +448,8 @@ def _digests(out: Path) -> dict[str, str]:
 
 
 def nearest(path: Path) -> Path:
-    """The path, or what is nearest above it, that exists."""
-    # Of a link to itself `Path.resolve` makes an error of no class of ours.
+    """Return the path, or its nearest existing parent."""
+    # For a link to itself, `Path.resolve` raises an error that is not loopq's.
     place = Path(os.path.realpath(path))
     while not place.exists():
         place = place.parent
@@ -457,18 +457,18 @@ def nearest(path: Path) -> Path:
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON as files hold it: sorted keys, one space of indent, a line end at the end."""
+    """Return JSON in file form: sorted keys, one space of indent, a final line end."""
     return (json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON whole."""
+    """Write a complete JSON file."""
     with replacing(path) as temporary:
         temporary.write_bytes(json_bytes(data))
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write text in UTF-8, whole or not at all; return the path."""
+    """Write a complete UTF-8 text file or nothing. Return the path."""
     path = Path(path)
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
@@ -476,7 +476,7 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def read_json(path: Path, error: type[LoopqError] = CheckpointError, *, finite: bool = True) -> Any:
-    """Read JSON with the limits of `parse_json`; anything wrong is an error of the class given that names the file."""
+    """Read JSON with the limits of `parse_json`. Problems raise the given error class with the file's name."""
     return parse_json(read_bytes(path, MAX_SIZE, error), path, error, finite=finite)
 
 
@@ -487,5 +487,5 @@ def sha256(path: Path) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space on the disk that holds `path` or will."""
+    """Free space on the present or future disk of `path`."""
     return shutil.disk_usage(nearest(path)).free

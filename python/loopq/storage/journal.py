@@ -1,4 +1,4 @@
-"""The one way to go on after a kill: finished pieces of a long run, each in a file that is whole or not there."""
+"""Resume interrupted runs: each finished piece of a long run is one file, complete or absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loopq.storage.files import RawTensor, read_header, read_tensors, write_tens
 from loopq.storage.lock import Claims
 from loopq.storage.shelf import Shelf
 
-#: Seconds between two snapshots of sums that grow, and how many times as long as the last one took, where that is more.
+#: Seconds between two snapshots of growing sums, or this multiple of the last snapshot's duration if that is longer.
 SNAPSHOT_SECONDS, SNAPSHOT_TIMES = 60.0, 9.0
 _NOTHING: Mapping[str, RawTensor] = {}
 
@@ -29,7 +29,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Snapshots:
-    """When sums that grow are saved again: once a minute, and never for more than a tenth of the time."""
+    """Schedule for saving growing sums: once a minute, but for at most a tenth of the time."""
 
     def __init__(self) -> None:
         self._since, self._wait = time.monotonic(), SNAPSHOT_SECONDS
@@ -54,9 +54,9 @@ class Piece:
     Parameters
     ----------
     tensors : mapping of str to RawTensor
-        Its arrays.
+        Arrays of the piece.
     facts : dict
-        Its plain data.
+        Plain data of the piece.
     """
 
     tensors: Mapping[str, RawTensor]
@@ -65,22 +65,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Journal:
-    """Finished pieces of one piece of work.
+    """Finished pieces of one work.
 
     Parameters
     ----------
     folder : Path or None
-        Where they are saved; None saves nothing.
+        Folder of the pieces. With None nothing is saved.
     key : str
-        Identity of the work (`fingerprint` of everything that fixes its result). Pieces of another key are not found,
-        so that runs of other settings can share a folder.
+        Identity of the work (`fingerprint` of everything that determines its result). Pieces with another key are
+        ignored, so runs with other settings can share a folder.
     """
 
     folder: Path | None
     key: str = ""
 
     def save(self, name: str, tensors: Mapping[str, RawTensor] = _NOTHING, **facts: Any) -> None:
-        """Write a piece, over an older one of the same name."""
+        """Write a piece and replace an older one of the same name."""
         path = self._path(name)
         if path is not None:
             text = json.dumps(facts, sort_keys=True)
@@ -88,7 +88,7 @@ class Journal:
             write_tensors(path, tensors, metadata)
 
     def find(self, name: str) -> Piece | None:
-        """Read a piece back; None where there is none of this work, or only a damaged one."""
+        """Read a piece of this work; None if it is missing or damaged."""
         path = self._path(name)
         if path is None or not path.is_file():
             return None
@@ -104,19 +104,19 @@ class Journal:
 
     @cached_property
     def shelf(self) -> Shelf | None:
-        """Where arrays of pieces wait on the disk; None where nothing is saved."""
+        """Return the place for arrays of pieces on disk; None if nothing is saved."""
         if self.folder is None:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         return Shelf(self.folder)
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of a piece; `find` says whether it is whole."""
+        """Whether a piece has a file. `find` checks whether it is complete."""
         path = self._path(name)
         return path is not None and path.is_file()
 
     def names(self, start: str) -> list[str]:
-        """Names of the pieces that begin so."""
+        """Return the names of the pieces with this prefix."""
         if self.folder is None:
             return []
         return [
@@ -125,7 +125,7 @@ class Journal:
         ]
 
     def claims(self) -> Claims:
-        """Claims on pieces of this work, for processes that divide it; there must be a folder.
+        """Return claims on pieces of this work, for processes that divide it. The journal must have a folder.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class Journal:
         assert self.folder is not None
         place = self.folder / self.key[:16]
         try:
-            # Not their parents: a folder of work that is gone was ended by others, and must not come back.
+            # Without parents: others ended the work of a missing folder, and it must not reappear.
             for folder in (self.folder, place):
                 folder.mkdir(exist_ok=True)
         except OSError as cause:
@@ -145,7 +145,7 @@ class Journal:
     def _path(self, name: str) -> Path | None:
         if self.folder is None:
             return None
-        # Names of parameters come from models and dumps: no character of theirs may lead out of the folder.
+        # Parameter names come from models and dumps. None of their characters may lead out of the folder.
         return self.folder / self.key[:16] / f"{quote(name, safe='')}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""One writer for each output, by a lock beside it; and one process for each piece of shared work, by claims."""
+"""Locks and claims: a lock gives each output one writer, a claim gives each piece of shared work one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if sys.platform != "win32":
 
 
 def work_folder(out: str | Path) -> Path:
-    """Where a run for that output saves its progress."""
+    """Return the folder for the progress of a run with this output."""
     return Path(out).parent / f".{Path(out).name}.work"
 
 
@@ -32,17 +32,17 @@ def _lock(out: Path) -> Path:
 
 
 def is_written(out: Path) -> bool:
-    """Whether an output is there: a folder or a file gets its name when it is whole."""
+    """Whether an output exists. A folder or file gets its name when it is complete."""
     return not out.is_symlink() and (out.is_file() or (out.is_dir() and any(out.iterdir())))
 
 
 def check_out(out: Path, error: type[LoopqError] = CheckpointError) -> None:
-    """Refuse an output that is neither new, nor that of a run that was killed late or goes on.
+    """Refuse an output that is neither new nor from a run that was killed late or continues.
 
     Raises
     ------
     LoopqError
-        Of the class given, as of `check_new`.
+        Error of the given class, as in `check_new`.
     """
     check_named(out, error)
     begun = os.path.lexists(_lock(out)) or is_own(work_folder(out))
@@ -52,25 +52,25 @@ def check_out(out: Path, error: type[LoopqError] = CheckpointError) -> None:
 
 @contextlib.contextmanager
 def held(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[bool]:
-    """Be the only run that writes a new output, inside the block; give whether a run that was killed had written it.
+    """Be the only run that writes a new output, inside the block. Give whether a killed run had already written it.
 
     Raises
     ------
     LoopqError
-        Another run is writing it; or as of `check_out`.
+        Another run is writing it, or as in `check_out`.
     """
     check_out(out, error)
     with locked(out) as left:
         late = (left or is_own(work_folder(out))) and is_written(out)
         if not late:
-            # Another run may have written meanwhile.
+            # Another run may have written it meanwhile.
             check_new(out, error)
         yield late
 
 
 @contextlib.contextmanager
 def new_or_same(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
-    """As `held`; give the path to write, which is another where the output is there: what both hold is compared."""
+    """Hold an output as `held` does, and give the path to write. An existing output is compared with a second copy."""
     with held(out, error) as late:
         if not late:
             yield out
@@ -81,18 +81,18 @@ def new_or_same(out: Path, error: type[LoopqError] = CheckpointError) -> Iterato
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[bool]:
-    """Be the only run that writes an output, inside the block; give whether one that was killed had begun to.
+    """Be the only run that writes an output, inside the block. Give whether a killed run had begun to write it.
 
     Parameters
     ----------
     out : Path
-        File or folder that is to be written; the lock is `.NAME.lock` beside it, and is gone afterwards. A killed run
-        leaves the file, but no lock: the system ends it with the process (on Windows the file is the lock).
+        File or folder to write. The lock is `.NAME.lock` beside it and is removed afterwards. A killed run leaves the
+        file, but no lock: the system ends it with the process (on Windows the file is the lock).
 
     Raises
     ------
     LoopqError
-        Another run is writing it; the message says which.
+        Another run is writing it. The message names it.
     """
     path = _lock(out)
     try:
@@ -105,21 +105,21 @@ def locked(out: Path) -> Iterator[bool]:
         os.write(handle, _own())
         yield left
     finally:
-        # Removed while it is held, so that nobody can hold the file that is going.
+        # Removed while it is held, so no other process can hold the vanishing file.
         with contextlib.suppress(OSError):
             path.unlink()
         os.close(handle)
 
 
 def _hold(path: Path) -> tuple[int, bool]:
-    """Open and lock the file; also whether it was there."""
+    """Open and lock the file. Also return whether it existed."""
     while True:
         if sys.platform == "win32":
             try:
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), False
             except FileExistsError as cause:
                 raise _taken(path) from cause
-        # Never through a link, which would empty the file that it leads to.
+        # Never through a link, because that would empty its target.
         plain, left = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, False
         try:
             try:
@@ -172,7 +172,7 @@ def _own() -> bytes:
 
 
 def _owner(text: bytes) -> tuple[str, int]:
-    """Host and process that a lock or a claim names; no host where it was killed before it wrote them."""
+    """Return host and process of a lock or claim. The host is empty if the owner was killed before it wrote them."""
     try:
         owner = json.loads(text)
         return str(owner["host"])[:64], int(owner["pid"])
@@ -180,23 +180,23 @@ def _owner(text: bytes) -> tuple[str, int]:
         return "", 0
 
 
-#: Seconds between two heartbeats of a claim, and after how many without one another process takes it over. Network file
+#: Seconds between two heartbeats of a claim, and seconds without one until another process takes it over. Network file
 #: systems may show a file's time a minute late.
 BEAT, STALE = 10.0, 120.0
 
 
 class Claims:
-    """Pieces of work that any number of processes divide among them, on any machines that share a folder.
+    """Pieces of work that any number of processes share, on any machines with a common folder.
 
-    A claim is a file `NAME.claim.N` that one process alone can make (O_EXCL); it names its owner, who sets its time
-    anew every `BEAT` seconds. Where the last claim of a name stands still for `STALE` seconds, by the watch of the
-    process that looks, or its owner has ended on this machine, the next number is made: by one process alone, too.
-    An owner that slept for so long does not know: what is claimed must bear being done twice.
+    A claim is a file `NAME.claim.N` that only one process can make (O_EXCL). It names its owner, who renews its time
+    every `BEAT` seconds. A claim is stale if its time stops for `STALE` seconds, by the clock of the observing process.
+    It is also stale if its owner has ended on this machine. Then a single process makes the next number. An owner that
+    stalled for so long does not notice, so claimed work must tolerate being done twice.
 
     Parameters
     ----------
     folder : Path
-        Where the claims are, which exists.
+        Folder of the claims. It exists.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -217,7 +217,7 @@ class Claims:
             self.release(name)
 
     def take(self, name: str) -> bool:
-        """Claim a piece of work; False where another process has it.
+        """Claim a piece of work. Return False if another process has it.
 
         Raises
         ------
@@ -242,14 +242,14 @@ class Claims:
         return True
 
     def holds(self, name: str) -> bool:
-        """Whether a claim of this process still stands: nobody took it over, nobody ended the work."""
+        """Whether a claim of this process is valid: it was not taken over, and the work has not ended."""
         number = self._held[name]
         return self._path(name, number).exists() and not self._path(name, number + 1).exists()
 
     def release(self, name: str, *, done: bool = False) -> None:
-        """Give a piece of work back.
+        """Return a piece of work.
 
-        The claim on one that is done stays, without a heartbeat: others may see late that it is.
+        The claim on finished work stays, without a heartbeat, because others may notice the end late.
         """
         path = self._path(name, self._held.pop(name))
         if not done:
@@ -263,7 +263,7 @@ class Claims:
         """Whether the owner of a claim is gone."""
         path = self._path(name, number)
         try:
-            # Opened, since a network file system may answer a plain question from memory.
+            # Opened, because a network file system may answer a plain query from its cache.
             with path.open("rb") as file:
                 beat, (host, process) = os.fstat(file.fileno()).st_mtime_ns, _owner(file.read())
         except OSError:

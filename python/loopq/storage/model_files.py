@@ -1,4 +1,4 @@
-"""A model's tensors and side files as plain bytes, every tied tensor once."""
+"""A model's tensors and side files as plain bytes. Every tied tensor appears once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TENSORS = "model.safetensors"
-#: Attribute of a model that computes in another type than its checkpoint holds: type of each such tensor.
+#: Attribute of a model that computes in other types than its checkpoint: the stored type of each such tensor.
 HELD_AS = "_loopq_held_as"
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What an index says of a file."""
+    """A file's entry in an index."""
 
     file: Name
     sha256: Sha256
@@ -42,12 +42,12 @@ class FileEntry:
 
 
 def raw(tensor: Tensor, copy: bool = True) -> RawTensor:
-    """Give a torch tensor as bytes; without a copy, its own, where it lies on the processor in row-major order.
+    """Return a torch tensor as bytes. Without `copy` they share its memory if it is on the CPU in row-major order.
 
     Raises
     ------
     CheckpointError
-        A storage type that safetensors files of loopq do not hold.
+        loopq's safetensors files do not support this storage type.
     """
     torch = require("torch")
     name = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
@@ -74,30 +74,30 @@ _SOURCE = "loopq_stream"
 
 
 def set_source(model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
-    """Let `model_tensors` read a model's tensors there, since its parameters have no values but while they are used."""
+    """Let `model_tensors` read a model's tensors from here. Its parameters have values only during use."""
     vars(model)[_SOURCE] = tensors
 
 
 def source_of(model: nn.Module) -> Mapping[str, RawTensor] | None:
-    """Where `model_tensors` reads a model's tensors, if `set_source` has said."""
+    """Return the source of a model's tensors from `set_source`, if any."""
     found: Mapping[str, RawTensor] | None = vars(model).get(_SOURCE)
     return found
 
 
 def is_streamed(model: nn.Module) -> bool:
-    """Whether parameters of a model have no values but while they are used."""
+    """Whether the parameters of a model have values only during use."""
     return _SOURCE in vars(model)
 
 
 def stored_state(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return a model's tensors under the names, and in the layout, that its files have."""
+    """Return a model's tensors with the names and layout of its files."""
     return names_of(model).stored(model, model.state_dict(keep_vars=True))
 
 
 def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, str]]:
-    """Read every tensor of a model's state once, by the first name that holds it; further names go to that name.
+    """Read every tensor of a model's state once, under its first name. Further names refer to that name.
 
-    The bytes are the model's own: they change when it is written to (`loopq.models.replace` does not).
+    The bytes are the model's own and change when it is modified (`loopq.models.replace` does not modify it).
     """
     if is_streamed(model):
         return vars(model)[_SOURCE], {}
@@ -121,12 +121,12 @@ def write_files(
     metadata: Mapping[str, str] | None = None,
     values: Callable[[str], RawTensor] | None = None,
 ) -> list[FileEntry]:
-    """Write `model.safetensors`, as of `write_tensors`, and other files; return an entry for each, sorted by name.
+    """Write `model.safetensors`, as `write_tensors` does, and other files. Return an entry for each, sorted by name.
 
     Raises
     ------
     CheckpointError
-        A name that is no plain file name: nothing is written then.
+        A name is not a plain file name. Nothing is written then.
     """
     checked(dict[Name, Any], dict.fromkeys(files), folder)
     if TENSORS in files:
@@ -147,12 +147,13 @@ def check_files(
     *,
     within: str = ".",
 ) -> None:
-    """Check that files are there, whole and unaltered: those of `folder`, or of the folder `within` it.
+    """Check that files of `folder`, or of the folder `within` it, exist and are unchanged.
 
     Raises
     ------
     LoopqError
-        Of the class given, naming the file: missing, no plain file, outside, of another size or of another SHA-256.
+        Error of the given class with the file's name. The file is missing, special, outside, or differs in size or
+        SHA-256.
     """
     for entry in entries:
         path = inside(folder, f"{within}/{entry.file}", error)

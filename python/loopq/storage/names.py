@@ -1,4 +1,4 @@
-"""Names of a model's tensors in its files, where they are not those of its modules."""
+"""Names of a model's tensors in its files, if they differ from those of its modules."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _KEY = "loopq_file_names"
 
 
 class Names:
-    """Names of tensors in files and in a model: the same, unless a subclass knows better."""
+    """Names of tensors in files and in a model. They are equal unless a subclass overrides this."""
 
     def in_file(self, name: str) -> str:
-        """Name in a file of what the model calls `name`."""
+        """Return the file's name of the model's tensor `name`."""
         return name
 
     def of_layer(self, name: str) -> str:
-        """Name in a file of a weight that may be quantized: the model's own where files keep it in another layout."""
+        """Return the file's name of a quantizable weight. It is the model's name if files keep it in another layout."""
         return self.in_file(name)
 
     def module(self, model: nn.Module, name: str) -> str:
-        """Name that files would give to a module, so that what is stored beside its weight finds it."""
+        """Return the name that files would give to a module, for tensors stored beside its weight."""
         return name
 
     def in_model(self, name: str) -> str:
-        """Name in the model of what a file calls `name`; itself where the model has no such tensor."""
+        """Return the model's name of the file's tensor `name`. It is the same if the model has no such tensor."""
         return name
 
     def target(self, name: str) -> str:
-        """Name of the model's tensor that a tensor of a file is, or is a part of."""
+        """Return the name of the model's tensor that contains a file's tensor."""
         return self.in_model(name)
 
     def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors of a model as its files hold them."""
+        """Return tensors of a model in the form of its files."""
         return state
 
     def taken(
@@ -46,12 +46,12 @@ class Names:
         read: Callable[[T], Tensor],
         write: Callable[[Tensor], T],
     ) -> Mapping[str, T]:
-        """Return tensors of files as the model holds them; `read` and `write` are asked for those that change."""
+        """Return tensors of files in the model's form. `read` and `write` convert those that change."""
         return tensors
 
 
 def names_of(model: nn.Module) -> Names:
-    """Return the names in files that were found for a model, or those of its modules."""
+    """Return the file names found for a model, or those of its modules."""
     found: Names = vars(model).get(_KEY) or Names()
     return found
 

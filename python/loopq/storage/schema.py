@@ -1,8 +1,8 @@
-"""The one check of JSON that comes from outside: a dataclass says what a file may hold, and everything else is refused.
+"""The single check of JSON from outside. A dataclass defines the contents of a file, and everything else is refused.
 
-Annotations are the allowed types: plain ones, `Literal`, `X | None`, `tuple`, `dict`, further dataclasses, and
-`Annotated[X, Allowed(...)]` where a type is not enough. A field with a default may be missing; one with `others` in its
-metadata takes the keys that are not named, for another reader to check.
+Annotations are the allowed types: plain ones, `Literal`, `X | None`, `tuple`, `dict` and further dataclasses.
+`Annotated[X, Allowed(...)]` adds a rule to a type. A field with a default may be missing. A field with `others` in its
+metadata receives the remaining keys, for another reader to check.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from loopq.errors import CheckpointError, LoopqError
 from loopq.storage.annotations import fits, hints, is_union, words
 
 T = TypeVar("T")
-#: Of `loopq.json`, `manifest.json` and `loopq_export.json`.
+#: Version of `loopq.json`, `manifest.json` and `loopq_export.json`.
 VERSION = 2
 MAX_DEPTH = 64
 MAX_DIGITS = 40
 MAX_SHOWN = 120
-#: Bytes of a file name: with a suffix and what a temporary file adds it stays below the 255 of file systems.
+#: Bytes of a file name. With a suffix and the parts of a temporary name it stays below the 255 of file systems.
 MAX_NAME = 200
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: one line, and not long whatever was in the file."""
+    """Return a value for a message: one line of limited length."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name can stand for a file in a folder, and for nothing outside of it."""
+    """Whether a name can only refer to a file inside its folder."""
     plain = name.isprintable() and not set(name) & set("/\\:") and not name.startswith(".")
     return plain and 0 < len(name.encode()) <= MAX_NAME
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a value must be besides its type: the rule in words, for the message, and the rule."""
+    """An additional rule for a value, with its text for messages."""
 
     text: str
     test: Callable[[Any], object]
@@ -60,7 +60,7 @@ def between(low: int, high: int) -> Allowed:
 Object = dict[str, Any]
 Count = Annotated[int, between(0, 2**62)]
 Positive = Annotated[int, between(1, 2**31 - 1)]
-#: Loop steps: a depth beyond it is no model's, and lists of steps are made of it.
+#: Loop steps. No model is deeper, and lists of steps have this length.
 Depth = Annotated[int, between(1, 2**20)]
 Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
 Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
@@ -80,14 +80,14 @@ def checked(
     *,
     others: bool = False,
 ) -> T:
-    """Return plain data, as `parse_json` gives it, as a dataclass (or another annotation), every value checked.
+    """Convert plain data of `parse_json` to a dataclass (or another annotation), with a check of every value.
 
-    `where` is the file, for the message. `others` lets keys pass that the schema does not name: those of other tools.
+    `where` is the file, for the message. `others` accepts keys that the schema does not name: those of other tools.
 
     Raises
     ------
     LoopqError
-        Of the class given: names the file, the key, the value found and what is allowed.
+        Error of the given class. It names the file, the key, the value and what is allowed.
     """
     try:
         found: T = _value(kind, data, "", others)
@@ -159,16 +159,16 @@ def _object(kind: Any, value: Any, key: str, others: bool) -> Any:
 def parse_json(
     data: bytes | str, where: object, error: type[LoopqError] = CheckpointError, *, finite: bool = True
 ) -> Any:
-    """Read JSON in UTF-8, with limits that any file of ours and of other tools keeps.
+    """Read JSON in UTF-8, with limits that all files of loopq and of other tools meet.
 
-    `where` is the file, for the message. NaN and infinity are no JSON; `finite=False` takes them, since config files of
-    transformers hold infinities.
+    `where` is the file, for the message. NaN and infinity are not JSON. `finite=False` accepts them, because config
+    files of transformers contain infinities.
 
     Raises
     ------
     LoopqError
-        Of the class given: no JSON, a key that stands twice in an object, more than 64 levels, a whole number of more
-        than 40 digits, half a surrogate pair.
+        Error of the given class: invalid JSON, a duplicate key in an object, or half a surrogate pair. More than 64
+        levels and whole numbers of more than 40 digits are errors too.
     """
 
     def number(text: str) -> float:
@@ -225,9 +225,9 @@ def _digest(data: Any) -> str:
 
 
 def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
-    """Return what is to be written of a file that protects itself: format, version and the SHA-256 of all of it.
+    """Return the content of a self-protecting file: format, version and the SHA-256 of all of it.
 
-    The sum is over JSON with sorted keys, without spaces, other than ASCII escaped, and without the key `sha256`.
+    The sum is over JSON with sorted keys, without spaces, with escapes for non-ASCII, and without the key `sha256`.
     """
     body = {"format": format_name, "version": VERSION, **data}
     plain: Object = json.loads(json.dumps(body, default=dataclasses.asdict, allow_nan=False))
@@ -235,12 +235,12 @@ def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
 
 
 def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError) -> Object:
-    """Return the content of what `sealed` gave.
+    """Return the content from a result of `sealed`.
 
     Raises
     ------
     LoopqError
-        Of the class given: another format or version, or content that is not the one that was written.
+        Error of the given class: another format or version, or altered content.
     """
     if not isinstance(data, dict) or data.get("format") != format_name:
         raise error(f"{where}: its format is not {format_name!r}")

@@ -1,4 +1,4 @@
-"""Arrays that wait on the disk: mapped, so that they take no memory that the system cannot take back."""
+"""Arrays that wait on disk. They are mapped, so the system can reclaim their memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from loopq.errors import LoopqError
 
-#: Bytes that are mapped at once: each mapping holds a file open.
+#: Bytes of one mapping. Each mapping holds a file open.
 CHUNK = 1 << 30
 _ALIGNMENT = 64
 
 
 class Shelf:
-    """A file without a name that arrays are put in; it is gone with the last of them.
+    """A file without a name that holds arrays. It vanishes with the last of them.
 
     Parameters
     ----------
     folder : Path
-        Where the file lies.
+        Folder of the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Shelf:
         self._at, self._room = 0, np.zeros(0, np.uint8)
 
     def put(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Write an array and return it as the file has it, read-only.
+        """Write an array and return it, read-only, from the file.
 
         Raises
         ------
@@ -61,6 +61,6 @@ class Shelf:
             mapped = np.memmap(self._file, np.uint8, "r", self._at, (size,))
             self._room = mapped.view(np.ndarray)
         self._file.seek(self._at)
-        # Written, not stored through the mapping: a full disk is an error there and the end of the process here.
+        # Written, not stored through the mapping: on a full disk a write raises an error, a mapping ends the process.
         while data.nbytes:
             data = data[self._file.write(data) :]

@@ -1,4 +1,4 @@
-"""The stored weights of a model: each tensor once, tied names, and the one way to a layer's matrix."""
+"""The stored weights of a model: each tensor once, tied names, and the single access to a layer's matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Stored(Protocol):
-    """What tells how a weight is stored; `loopq.systems.base.SharedParameter` is one."""
+    """Description of a weight's storage; `loopq.systems.base.SharedParameter` is one."""
 
     @property
     def name(self) -> str:
@@ -30,18 +30,18 @@ class Stored(Protocol):
 
 
 def stored_shape(shape: tuple[int, int], orientation: str) -> tuple[int, ...]:
-    """Shape in which a model stores a weight of shape (out_features, in_features)."""
+    """Return the model's storage shape of a weight with shape (out_features, in_features)."""
     return shape[::-1] if orientation == "in_out" else (*shape, 1) if orientation == "conv" else shape
 
 
 def as_stored(values: NDArray[np.float32], orientation: str) -> NDArray[np.float32]:
-    """Return a weight of shape (out_features, in_features) as the model stores it, C-contiguous."""
+    """Return a weight of shape (out_features, in_features) in the model's storage order, C-contiguous."""
     turned = values.T if orientation == "in_out" else values
     return np.ascontiguousarray(turned).reshape(stored_shape(values.shape, orientation))
 
 
 def outputs_first(values: NDArray[Any], orientation: str) -> NDArray[Any]:
-    """Return a weight as the model stores it in shape (out_features, in_features), C-contiguous."""
+    """Return a stored weight in shape (out_features, in_features), C-contiguous."""
     plain = values[..., 0] if orientation == "conv" else values
     return np.ascontiguousarray(plain.T if orientation == "in_out" else plain)
 
@@ -53,9 +53,9 @@ class ModelWeights:
     Parameters
     ----------
     tensors : mapping of str to RawTensor
-        Every tensor by the first name that holds it.
+        Every tensor under its first name.
     ties : mapping of str to str
-        Every further name to the first.
+        Maps every further name to the first one.
     """
 
     tensors: Mapping[str, RawTensor]
@@ -63,11 +63,11 @@ class ModelWeights:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> ModelWeights:
-        """The state of a torch model, in its own memory."""
+        """Return the state of a torch model, in its own memory."""
         return cls(*model_tensors(model))
 
     def raw(self, name: str) -> RawTensor:
-        """Return a tensor as it is stored, by any of its names."""
+        """Return a stored tensor by any of its names."""
         return self.tensors[self.ties.get(name, name)]
 
     def oriented(self, parameter: Stored) -> NDArray[np.float32]:
@@ -76,7 +76,7 @@ class ModelWeights:
         Raises
         ------
         NonFiniteError
-            NaN or infinity, with its place.
+            The weight holds NaN or infinity. The message gives the place.
         """
         weight = outputs_first(self.raw(parameter.name).float32(), parameter.orientation)
         if not np.isfinite(weight).all():

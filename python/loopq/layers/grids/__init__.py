@@ -1,4 +1,4 @@
-"""Kinds of grids, one in each file: a new file that registers its class adds a kind."""
+"""Kinds of grids, one in each file. To add a kind, add a file that registers its class."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from loopq.layers.grid import Grid
 from loopq.settings.registry import Registry
 
 GRIDS: Registry[type[Grid]] = Registry("grid", "loopq.layers.grids")
-#: What `--levels` can name besides "even": a function of bits, group size and type of the scales.
+#: Values of `--levels` besides "even". Each is a function of bits, group size and scale type.
 LEVELS: Registry[Callable[[int, int, str], Grid]] = Registry("levels", "loopq.layers.grids")
 
 
 def grid_of(*, bits: int, group_size: int, symmetric: bool, scale_dtype: str, **more: Any) -> Grid:
-    """Return the grid that settings or a file describe.
+    """Return the grid described by settings or a file.
 
     Raises
     ------
     ConfigError
-        There is no such grid.
+        No grid has this description.
     """
     for _, kind in GRIDS:
         if kind.holds(symmetric, more):

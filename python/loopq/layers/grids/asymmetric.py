@@ -1,4 +1,4 @@
-"""Unsigned integers less the zero point of their group, times its scale."""
+"""Unsigned integers minus their group's zero point, times its scale."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Asymmetric(Grid):
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
     ) -> dict[str, RawTensor]:
-        """Zero points are packed along the output dimension, so that a group is a column."""
+        """Return the stored tensors. Zero points are packed along the output dimension, so that a group is a column."""
         self._check_zeros(zeros, scales.shape)
         assert zeros is not None
         packed = native.pack_dense(np.ascontiguousarray(zeros.T), self.bits, 0)
@@ -51,7 +51,7 @@ class Asymmetric(Grid):
         }
 
     def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
-        """Read what `tensors` gave."""
+        """Read the result of `tensors`."""
         codes, scales, _ = super().read(reader, module, rows, columns)
         name, n_groups = f"{module}.weight_zero_point", self.n_groups(columns)
         stored = reader.codes(name, self.bits, rows, n_groups, down=True)

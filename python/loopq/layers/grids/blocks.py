@@ -1,4 +1,4 @@
-"""Types of GGUF whose groups share units, or whose values have an offset. Layout: docs/formats/gguf.md."""
+"""GGUF types with group scales in shared units, or with offsets. Layout: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from loopq.storage.schema import Allowed, checked
 
 @dataclass(frozen=True)
 class Kind:
-    """One type: codes, groups and what of them lies where in a block.
+    """One type: its codes, its groups and the layout of a block.
 
     Parameters
     ----------
     bits, group_size, size : int
         Bits of a code, weights of a group and of a block.
     scales : (int, int)
-        Least and largest number of units of a scale.
+        Smallest and largest number of units of a scale.
     offsets : int
-        Largest number of units of an offset; 0: values have none, and codes are signed.
+        Largest number of units of an offset. With 0 values have no offset, and codes are signed.
     parts : tuple
-        What follows in a block, and how: the units of "scale" and "offset", or "less", an offset's with the other sign;
-        "codes"; "numbers", of units of scales and then of offsets.
+        Parts of a block in order, with their planes. "scale" and "offset" are the units; "less" is a negated offset
+        unit. "codes" are the codes. "numbers" are the numbers of units, of scales first, then of offsets.
     raised : int
-        What numbers of units of scales are less than in the file.
+        Amount that reading adds to the file's numbers of units of scales.
     table : bool
-        Codes stand for the levels of IQ4_NL.
+        Whether codes stand for the levels of IQ4_NL.
     """
 
     bits: int
@@ -59,7 +59,7 @@ class Kind:
 
     @property
     def unit(self) -> int:
-        """What the file's unit of scales is a part of."""
+        """Quotient of the unit of scales and the file's unit."""
         return PARTS if self.table else 1
 
     @property
@@ -68,7 +68,7 @@ class Kind:
         return sum(plane.size(self.count(what)) for what, plane in self.parts)
 
     def count(self, what: str) -> int:
-        """How many codes or numbers a block has."""
+        """Number of codes or numbers in a block."""
         return self.size if what == "codes" else self.groups * (1 + (self.offsets > 0))
 
 
@@ -103,7 +103,7 @@ _Name = Annotated[str, Allowed(", ".join(KINDS), KINDS.__contains__)]
 @GRIDS.register("gguf")
 @dataclass(frozen=True)
 class Blocks(Grid):
-    """Codes times the scale of their group, and an offset added: each a whole number of a unit of the block.
+    """Codes times their group's scale, plus an offset. Both are whole multiples of a unit of the block.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Blocks(Grid):
 
     @classmethod
     def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Codes of a type of GGUF."""
+        """Whether the codes are of a GGUF type."""
         return set(more) == {"gguf"} and (
             more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0)
         )
@@ -145,7 +145,7 @@ class Blocks(Grid):
 
     @property
     def facts(self) -> Kind:
-        """What the type is."""
+        """Properties of the type."""
         return KINDS[self.kind]
 
     @property
@@ -170,16 +170,16 @@ class Blocks(Grid):
 
     @property
     def panels(self) -> bool:
-        """Whether scales alone say what codes stand for, in bits that the processor's layout has."""
+        """Whether scales alone determine the values, with bits that the CPU layout supports."""
         return self.symmetric and self.bits <= 4
 
     @property
     def levels(self) -> NDArray[np.float32] | None:
-        """Those of IQ4_NL, where they are not even."""
+        """Levels of IQ4_NL for types with uneven levels; None for the others."""
         return Table(4, 32, "float16", UNEVEN[4]).levels if self.facts.table else None
 
     def check_columns(self, columns: int) -> None:
-        """Rows are whole blocks."""
+        """Refuse rows that are not whole blocks."""
         if columns % self.facts.size:
             raise ConfigError(
                 f"{self.label} has blocks of {self.facts.size} weights, and {columns} columns are no whole number of "
@@ -194,7 +194,7 @@ class Blocks(Grid):
         scale_bits: int | None = None,
         scale_dtype: str | None = None,
     ) -> native.Grid:
-        """As of `Grid`; with a type for the scales, that of products, for which scales are of their own."""
+        """As in `Grid`. With a scale type, return the grid of products, in which every group has its own scale."""
         if scale_bits is not None:
             raise ConfigError(f"{self.label} has scales of its own: leave --scale-bits away")
         if scale_dtype is not None:
@@ -245,7 +245,7 @@ class Blocks(Grid):
         return np.hstack([plane.pack(found[what]) for what, plane in known.parts]).reshape(rows, -1)
 
     def from_gguf(self, data: Bytes) -> Arrays:
-        """Codes, scales and offsets of blocks (out, bytes)."""
+        """Return codes, scales and offsets of blocks (out, bytes)."""
         known, rows = self.facts, len(data)
         flat, at = data.reshape(-1, known.n_bytes), 0
         found: dict[str, NDArray[Any]] = {}
@@ -267,14 +267,14 @@ class Blocks(Grid):
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
     ) -> dict[str, RawTensor]:
-        """Return the blocks of GGUF, and the shape."""
+        """Return the GGUF blocks and the shape."""
         return {
             "weight_packed": RawTensor.of(self.gguf_data(codes, scales, zeros)),
             "weight_shape": RawTensor.of(np.array(codes.shape, dtype=np.int64)),
         }
 
     def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
-        """Read what `tensors` gave."""
+        """Read the result of `tensors`."""
         name = f"{module}.weight_packed"
         if columns % self.facts.size:
             raise CheckpointError(f"{reader.where}: tensor {name!r}: {columns} columns in {self.label}")
@@ -290,12 +290,12 @@ class Blocks(Grid):
 def _counted(
     values: NDArray[np.float32], limits: tuple[int, int], parts: int = 1
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Units (n,), of which float16 holds a part, and the whole numbers of them (n, groups) that values are.
+    """Return units (n,) and the numbers (n, groups) of them in the values. float16 holds a unit over `parts`.
 
     Raises
     ------
     CheckpointError
-        Values are none.
+        The values are not multiples of such units.
     """
     top = values[np.arange(len(values)), np.abs(values).argmax(1)]
     unit, left = np.zeros_like(top), np.flatnonzero(top)
@@ -316,7 +316,7 @@ def _counted(
 
 
 def _blocks(kind: str, bits: int, group_size: int, scale_dtype: str) -> Grid:
-    """Return the grid of a type, whose bits and groups are its own."""
+    """Return the grid of a type. The type determines bits and groups."""
     return Blocks(KINDS[kind].bits, KINDS[kind].group_size, scale_dtype, kind)
 
 

@@ -1,6 +1,6 @@
-"""Floats of 4 bits, E2M1, with scales of 8 bits: NVFP4 and MXFP4, as compressed-tensors stores them.
+"""4-bit floats, E2M1, with 8-bit scales: NVFP4 and MXFP4, as compressed-tensors stores them.
 
-Layout: docs/formats/levels.md. Two weights take a byte, the first the low half.
+Layout: docs/formats/levels.md. A byte holds two weights, the first in the low half.
 A half is a sign, two bits of exponent and one of mantissa.
 """
 
@@ -32,14 +32,14 @@ _HALVES = np.array([8 | -k if k < 0 else k for k in range(-7, 8)], dtype=np.uint
 _ZERO = 7
 #: Largest level and largest scale.
 _LARGEST = 6.0 * 448.0
-#: The power for weights of which the largest is 0.003 to 1.3: layers that engines fuse must share one.
+#: The power for weights with a maximum of 0.003 to 1.3. Layers that engines fuse must share one power.
 _POWER = -11
 _USUAL = range(_POWER - 8, _POWER + 1)
 
 
 @dataclass(frozen=True)
 class _FP4(Leveled):
-    """E2M1 in groups of one size, with scales that have no sign."""
+    """E2M1 in groups of one size, with unsigned scales."""
 
     portable: ClassVar[bool] = False
     signed: ClassVar[bool | None] = False
@@ -85,7 +85,7 @@ class _FP4(Leveled):
 
     @classmethod
     def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
-        """Return the settings of a module: rows and columns as the packed halves have them."""
+        """Return the settings of a module, with rows and columns from the packed halves."""
         rows, half = reader.get(f"{module}.weight_packed", ("U8",), (None, None)).shape
         return {
             "name": f"{module}.weight",
@@ -103,7 +103,7 @@ class _FP4(Leveled):
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
     ) -> dict[str, RawTensor]:
-        """Return the stored tensors: names as of compressed-tensors."""
+        """Return the stored tensors with the names of compressed-tensors."""
         halves = _HALVES[np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)), constant_values=_ZERO - 8) + 8]
         return {
             "weight_packed": RawTensor.of(halves[:, ::2] | halves[:, 1::2] << 4),
@@ -112,7 +112,7 @@ class _FP4(Leveled):
         }
 
     def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
-        """Read what `tensors` gave."""
+        """Read the result of `tensors`."""
         packed = reader.get(f"{module}.weight_packed", ("U8",), (rows, -(-columns // 2))).array()
         halves = np.stack([packed & 15, packed >> 4], axis=2).reshape(rows, -1).astype(np.int8)
         codes = np.where(halves & 8, -(halves & 7), halves) + np.int8(_ZERO - 8)
@@ -121,7 +121,7 @@ class _FP4(Leveled):
 
     @abstractmethod
     def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
-        """Return scales as they are stored."""
+        """Return scales in their stored form."""
 
     @abstractmethod
     def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
@@ -131,7 +131,7 @@ class _FP4(Leveled):
 @GRIDS.register("nvfp4")
 @dataclass(frozen=True)
 class NVFP4(_FP4):
-    """E2M1 in groups of 16; scales are E4M3 times a power of two for the whole weight.
+    """E2M1 in groups of 16. Scales are E4M3 times a power of two for the whole weight.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class NVFP4(_FP4):
     def fitted(
         self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int
     ) -> NVFP4:
-        """Return the grid of a power that suits the largest weight: the usual one, or the least that reaches so far."""
+        """Return the grid with a power for the largest weight: the usual power, or the smallest sufficient one."""
         largest = float(np.abs(weight).max()) or 1.0
         exponent = math.ceil(math.log2(largest / _LARGEST))
         return (
@@ -185,12 +185,12 @@ class NVFP4(_FP4):
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
     ) -> dict[str, RawTensor]:
-        """Beside the others what scales are divided by."""
+        """Return the stored tensors, including the divisor of the scales."""
         divisor = np.array([2.0**-self.exponent], dtype=np.float32)
         return super().tensors(codes, scales, zeros) | {"weight_global_scale": RawTensor.of(divisor)}
 
     def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
-        """E4M3 numbers."""
+        """Return scales as E4M3 numbers."""
         values = scales * np.float32(2.0**-self.exponent)
         bits = np.searchsorted(_E4M3, values).astype(np.uint8)
         if (_E4M3[np.minimum(bits, len(_E4M3) - 1)] != values).any():
@@ -198,7 +198,7 @@ class NVFP4(_FP4):
         return RawTensor.of(bits, "F8_E4M3")
 
     def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
-        """Numbers of E4M3 over the divisor, which must be the power that the description says."""
+        """Read scales as E4M3 numbers over the divisor, which must be the power in the description."""
         divisor = reader.get(f"{module}.weight_global_scale", ("F32",), (1,)).array()
         bits = reader.get(f"{module}.weight_scale", ("F8_E4M3",), shape).array()
         if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(_E4M3)).any():
@@ -215,7 +215,7 @@ class NVFP4(_FP4):
 @GRIDS.register("mxfp4")
 @dataclass(frozen=True)
 class MXFP4(_FP4):
-    """E2M1 in groups of 32; scales are powers of two."""
+    """E2M1 in groups of 32. Scales are powers of two."""
 
     name: ClassVar[str] = "mxfp4"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e8m0fnu",)
@@ -223,7 +223,7 @@ class MXFP4(_FP4):
 
     @classmethod
     def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing."""
+        """Return no arguments."""
         checked(_Nothing, more["mxfp4"], "mxfp4", ConfigError)
         return {}
 
@@ -242,19 +242,19 @@ class MXFP4(_FP4):
         return "MXFP4"
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
-        """Exponents and halves as elsewhere."""
+        """Return exponents and halves as in `tensors`."""
         kept = self.scales_to_raw(scales).data.reshape(*scales.shape, 1)
         return [kept, halved(_HALVES[codes + 8])]
 
     def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
-        """Exponents, 127 more than they are."""
+        """Return exponents plus 127."""
         fraction, exponent = np.frexp(scales)
         if (fraction != 0.5).any() or (np.abs(exponent - 1) > 127).any():
             raise CheckpointError("a scale is no power of two from 2^-127 to 2^127")
         return RawTensor.of((exponent + 126).astype(np.uint8))
 
     def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
-        """Powers of two."""
+        """Read scales as powers of two."""
         bits = reader.get(f"{module}.weight_scale", ("U8",), shape).array()
         if (bits == 255).any():
             raise CheckpointError(
@@ -292,7 +292,7 @@ def _asked(kind: type[_FP4], bits: int, group_size: int, scale_dtype: str, **mor
 
 @LEVELS.register("nvfp4")
 def nvfp4(bits: int, group_size: int, scale_dtype: str) -> Grid:
-    """Return NVFP4, whose power is still to be found."""
+    """Return NVFP4 with a power that is not fitted yet."""
     return _asked(NVFP4, bits, group_size, scale_dtype, exponent=_POWER)
 
 

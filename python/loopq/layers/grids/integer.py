@@ -1,4 +1,4 @@
-"""Signed integers times the scale of their group."""
+"""Signed integers times their group's scale."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Integer(Grid):
         return 64 if self.bits == 2 else 32
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
-        """Q2_0 has codes from -1 to 2: a code is turned round, and so is its scale."""
+        """Return bytes of scales and codes. Q2_0 has codes from -1 to 2, so codes and scales change sign."""
         if self.bits != 2:
             return super().gguf_blocks(codes, scales)
         turned = (1 - codes).astype(np.uint8).reshape(*codes.shape[:2], -1, 4) << np.arange(

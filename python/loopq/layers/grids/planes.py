@@ -1,4 +1,4 @@
-"""How numbers lie in the bytes of a block of GGUF."""
+"""Layout of numbers in the bytes of a GGUF block."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Plane:
-    """`bits` of every number, from bit `shift` on: a byte holds them of numbers that lie apart by a part of a chunk."""
+    """The `bits` from bit `shift` on of every number. A byte holds numbers that are a fraction of a chunk apart."""
 
     shift: int
     bits: int
     chunk: int
 
     def pack(self, numbers: Bytes) -> Bytes:
-        """Bytes (n, numbers * bits / 8) of numbers (n, numbers)."""
+        """Pack numbers (n, numbers) into bytes (n, numbers * bits / 8)."""
         parts = 8 // self.bits
         kept = numbers >> self.shift & (1 << self.bits) - 1
         apart = kept.reshape(len(numbers), -1, parts, self.chunk // parts)
         return np.asarray(np.bitwise_or.reduce(apart << self._shifts, axis=2)).reshape(len(numbers), -1)
 
     def unpack(self, packed: Bytes) -> Bytes:
-        """What `pack` kept, in its place."""
+        """Return the bits that `pack` stored, in their place."""
         parts = 8 // self.bits
         apart = packed.reshape(len(packed), -1, 1, self.chunk // parts) >> self._shifts
         return np.asarray((apart & (1 << self.bits) - 1) << self.shift, np.uint8).reshape(len(packed), -1)
 
     def size(self, n_numbers: int) -> int:
-        """Bytes of so many numbers."""
+        """Bytes of `n_numbers` numbers."""
         return n_numbers * self.bits // 8
 
     @property
@@ -41,7 +41,7 @@ class Plane:
 
 
 class Sixes:
-    """Eight scales and eight offsets of 6 bits in 12 bytes: high bits of the last four of each above the first four."""
+    """Eight 6-bit scales and eight 6-bit offsets in 12 bytes. High bits of the last four lie above the first four."""
 
     def pack(self, numbers: Bytes) -> Bytes:
         """Bytes (n, 12) of scales and offsets (n, 16)."""
@@ -49,7 +49,7 @@ class Sixes:
         return np.hstack([first | last >> 4 << 6, last[:, :4] & 15 | last[:, 4:] << 4])
 
     def unpack(self, packed: Bytes) -> Bytes:
-        """Scales and offsets again."""
+        """Return scales and offsets."""
         low = np.hstack([packed[:, 8:] & 15, packed[:, 8:] >> 4])
         return self._turned(np.hstack([packed[:, :8] & 63, low | packed[:, :8] >> 6 << 4]))
 

@@ -1,4 +1,4 @@
-"""Levels of a table, times the scale of their group: docs/formats/levels.md."""
+"""Levels of a table, times their group's scale: docs/formats/levels.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loopq.storage.schema import between, checked
 
 #: A level is a whole number of these parts of a scale.
 PARTS = 16
-#: Tables that weights of language models have, by bits: that of GGUF's IQ4_NL, and two fitted to SmolLM2's loop.
+#: Tables for weights of language models, by bits: that of GGUF's IQ4_NL, and two fitted to SmolLM2's loop.
 UNEVEN = {
     2: (-110, -20, 43, 127),
     3: (-124, -69, -34, -6, 18, 46, 79, 127),
@@ -28,17 +28,17 @@ UNEVEN = {
 
 
 class Leveled(Grid):
-    """Codes that stand for the levels of a table, ascending with the code, times the scale."""
+    """Codes that stand for ascending levels of a table, times the scale."""
 
     portable: ClassVar[bool] = False
 
     @abstractmethod
     def sixteenths(self) -> tuple[int, ...]:
-        """Return the levels in sixteenths of the scale, from -127 to 127, of both signs."""
+        """Return the levels in sixteenths of the scale, from -127 to 127. Both signs occur."""
 
     @property
     def levels(self) -> NDArray[np.float32]:
-        """What each code stands for, in scales."""
+        """Value of each code, in units of the scale."""
         return np.array(self.sixteenths(), dtype=np.float32) / np.float32(PARTS)
 
     @property
@@ -53,7 +53,7 @@ class Leveled(Grid):
 @GRIDS.register("table")
 @dataclass(frozen=True)
 class Table(Leveled):
-    """Codes of 2, 3 or 4 bits, kept as `Integer` keeps them: a level, ascending with the code, times the scale.
+    """Codes of 2, 3 or 4 bits, stored as in `Integer`. Ascending codes stand for ascending levels, times the scale.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Table(Leveled):
         Levels in sixteenths of the scale, from -127 to 127, of both signs.
     """
 
-    #: A scale's sign says which tail of the table a group takes.
+    #: A scale's sign selects the tail of the table for a group.
     signed: ClassVar[bool | None] = True
     table: tuple[int, ...]
 
@@ -101,7 +101,7 @@ class Table(Leveled):
         return "IQ4_NL" if self.table == UNEVEN[4] else None
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
-        """There a level is a whole number of scales."""
+        """Return bytes of scales and codes. In GGUF a level is a whole multiple of the scale."""
         parts = scales / np.float32(PARTS)
         if (parts.astype(np.float16) != parts).any():
             raise CheckpointError("a scale that float16 cannot hold as sixteenths: it is below 2^-10")
@@ -110,13 +110,13 @@ class Table(Leveled):
 
 @LEVELS.register("uneven")
 def uneven(bits: int, group_size: int, scale_dtype: str) -> Table:
-    """Return the grid of the table for so many bits."""
+    """Return the grid with the standard table for this number of bits."""
     return Table(bits, group_size, scale_dtype, _table(bits))
 
 
 @LEVELS.register("fitted")
 def fitted(bits: int, group_size: int, scale_dtype: str) -> Table:
-    """Return the grid that becomes one with a table for each weight."""
+    """Return a grid that fits a table to each weight."""
     return Fitted(bits, group_size, scale_dtype, _table(bits))
 
 
@@ -128,7 +128,7 @@ def _table(bits: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Fitted(Table):
-    """A table that is still to be fitted: levels of least square error, with the energy of the inputs."""
+    """A table that is not fitted yet. Fitted levels have the least squared error, weighted by the inputs' energy."""
 
     def fitted(
         self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int

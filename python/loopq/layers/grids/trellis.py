@@ -15,16 +15,16 @@ from loopq.storage.schema import Positive, between, checked
 
 @dataclass(frozen=True)
 class Trellis:
-    """How codes stand for values where these depend on several codes (docs/formats/trellis.md).
+    """Values of codes on a trellis, where a value depends on several codes (docs/formats/trellis.md).
 
     Parameters
     ----------
     state_bits : int
-        Bits of a stream that a value depends on.
+        Bits of a stream that a value depends on. They form its state.
     stream_rows : int
-        Outputs that a stream of one column runs over, before the next one begins.
+        Outputs of one column in a stream, before the next stream begins.
     function : {"1mad"}
-        Value of a state x: the bytes of 34038481 x + 76625530 mod 2^32 added, less 510, over 128.
+        Value of a state x. It is the sum of the bytes of 34038481 x + 76625530 mod 2^32, minus 510, over 128.
     """
 
     state_bits: Annotated[int, between(4, 16)]
@@ -35,12 +35,12 @@ class Trellis:
 @GRIDS.register("trellis")
 @dataclass(frozen=True)
 class OnTrellis(Grid):
-    """Codes of 2, 3 or 4 bits, kept as `Integer` keeps them: the value of a state times the scale.
+    """Codes of 2, 3 or 4 bits, stored as in `Integer`: the value of a state times the scale.
 
     Parameters
     ----------
     trellis : Trellis
-        How a state is found and what it stands for.
+        Definition of the states and their values.
     """
 
     trellis: Trellis

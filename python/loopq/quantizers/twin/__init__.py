@@ -1,4 +1,4 @@
-"""The core's solvers in torch: the same algorithms on any device, many rows of many layers in one step.
+"""The core's solvers in torch: the same algorithms on any device, for many rows of many layers at once.
 
 | file | twin of |
 | --- | --- |
@@ -11,6 +11,6 @@
 | `coupled` | coordinate/coupled: the same under a metric between outputs |
 | `solve` | from problems to layers |
 
-Every tensor begins with the inputs, L: layers that share S share one; then rows, then columns. Factors, gradients,
-errors and losses are in double precision, paths of a beam in single precision, as in the core.
+The first dimension L of every tensor is the input. Layers that share S share an input. Rows follow, then columns.
+As in the core, factors, gradients, errors and losses are in double precision. Paths of a beam are in single precision.
 """

@@ -1,7 +1,7 @@
-"""GPTQ's sweep with several paths of codes open in each row (gptq/beam.rs): the cheapest are kept, column by column.
+"""GPTQ's sweep with several open paths of codes in each row (gptq/beam.rs). Each column keeps the cheapest paths.
 
-In single precision, in units of powers of two of each row; the errors of decided codes reach the later columns in
-double precision. Only codes are taken from here.
+Paths are in single precision, in units of a power of two per row. The errors of decided codes reach later columns in
+double precision. The caller takes only codes from here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from loopq.quantizers.twin.grid import Codes
 
 #: Columns of a block; codes are decided one block later.
 BLOCK = 64
-#: Columns of a strip: inside it errors reach the columns ahead at once, and later strips together at its end.
+#: Columns of a strip. Inside a strip errors reach the next columns at once; later strips get them together at its end.
 STRIP = 16
-#: Paths of all rows that are open at once: they take some KiB each.
+#: Paths that are open at once, over all rows. A path takes some KiB.
 PATHS = 1 << 20
 
 
@@ -37,7 +37,7 @@ def search(
 ) -> Tensor:
     """Codes (L, rows, places), uint8, of targets (L, rows, places), float32.
 
-    `known` are scales and zero points (L, rows, groups); `kept` has what searches of the same shape share.
+    `known` holds scales and zero points (L, rows, groups). `kept` is shared by searches of the same shape.
     """
     height = max(1, PATHS // (n_paths * len(target)))
     found = []
@@ -49,7 +49,7 @@ def search(
 
 
 class _Search:
-    """Some rows on their way through the blocks; columns are padded to whole ones."""
+    """Some rows on their way through the blocks. Columns are padded to whole blocks."""
 
     def __init__(self, target: Tensor, factors: Factors, codes: Codes, scale: Tensor, zero: Tensor) -> None:
         d = target.shape[2]
@@ -59,7 +59,7 @@ class _Search:
         by_place = [factors.in_order(spread(codes, x, d)) for x in (scale, zero)]
         self._scale, self._zero = self._padded(by_place[0], 1.0), self._padded(by_place[1], 0.0)
         pivot_unit = _power_of_two(factors.pivots.mean(1).float())[:, None]
-        # A column of the padding costs nothing, and no error of it reaches another.
+        # A padding column costs nothing, and its error reaches no other column.
         self._pivots = self._padded((factors.pivots / pivot_unit).float(), 0.0)
         self._upper = torch.nn.functional.pad(torch.triu(factors.upper.double(), 1), (0, self._padding) * 2)
         self._errors = torch.zeros_like(self._target, dtype=torch.float64)
@@ -74,7 +74,7 @@ class _Search:
         paths.restart()
         for first in range(0, self._d, BLOCK):
             before, own = slice(first - BLOCK, first), slice(first, first + BLOCK)
-            # What is decided are the codes of the block before the last.
+            # This decides the codes of the block before the last.
             self._take(slice(before.start - BLOCK, before.start), paths.decide())
             known = max(0, before.start)
             moved = self._errors[..., :known] @ self._upper[:, :known, own] + self._target[..., own]
@@ -95,7 +95,7 @@ class _Search:
         paths.zero[..., place] = self._zero[..., block]
 
     def _take(self, block: slice, decided: Tensor) -> None:
-        """Take over the codes of a block, and their errors."""
+        """Store the codes of a block and their errors."""
         if block.start < 0:
             return
         self._out[..., block] = decided
@@ -107,14 +107,14 @@ class _Search:
 
 
 class Paths:
-    """The paths of many rows through one block of columns, all in tensors that stay where they are.
+    """Paths of many rows through one block of columns. All tensors keep their addresses.
 
     Parameters
     ----------
     codes : Codes
-        What codes stand for.
+        Values of the codes.
     target : Tensor, float32, shape (L, rows, places)
-        The rows.
+        The rows. Only their shape and device are used.
     n_paths : int
         Paths of each row.
     """
@@ -126,35 +126,35 @@ class Paths:
             return torch.zeros(shape, dtype=dtype, device=target.device)
 
         self._codes, self._n_paths = codes, n_paths
-        #: Of the block before and of this one, in units of the row.
+        #: For the previous block and this one, in units of the row.
         self.original, self.scale, self.zero = (zeros(n, rows, 2 * BLOCK) for _ in range(3))
         self.scale.fill_(1.0)
         #: A, both blocks by this one.
         self.upper = zeros(n, 2 * BLOCK, BLOCK)
         self._pivots = zeros(n, BLOCK)
-        #: This block's weights as the errors of all columns but those of the block before change them.
+        #: This block's weights, moved by the errors of all columns except those of the previous block.
         self._moved = zeros(n, rows, BLOCK)
         self._taken = zeros(n, rows, n_paths, 2 * BLOCK, dtype=torch.uint8)
-        #: Above that of the best path, which is the first; infinite where no path is.
+        #: Cost above the best path, which is the first; infinite for an unused place.
         self._cost = zeros(n, rows, n_paths)
-        #: The nearest code of each path and the one on the other side.
+        #: The nearest code of each path and its neighbour on the other side.
         self._both = zeros(n, rows, 2, n_paths)
         self.advance = Replayed(self._advance, target.device)
 
     def restart(self) -> None:
-        """Before the first block: one path."""
+        """Reset to one path before the first block."""
         self._cost.fill_(math.inf)
         self._cost[..., 0] = 0.0
         for tensor in (self.original, self.zero, self.upper, self._taken):
             tensor.zero_()
 
     def begin(self, moved: Tensor, pivots: Tensor) -> None:
-        """Take over the next block of columns."""
+        """Load the next block of columns."""
         self._moved.copy_(moved)
         self._pivots.copy_(pivots)
 
     def decide(self) -> Tensor:
-        """Decide the codes of the block before, those of the best path: paths with others end. This one is it then."""
+        """Decide the previous block by the best path. Paths with other codes end. This block becomes the previous."""
         decided = self._taken[:, :, 0, :BLOCK].clone()
         others = (self._taken[..., :BLOCK] != decided[:, :, None]).any(-1)
         self._cost.masked_fill_(others, math.inf)
@@ -162,13 +162,13 @@ class Paths:
         return decided
 
     def _advance(self) -> None:
-        """Take the paths through the block."""
+        """Extend the paths through the block."""
         errors = self._errors(self._taken[..., :BLOCK].float(), slice(0, BLOCK))
         ahead = self._moved[:, :, None] + _product(errors, self.upper[:, :BLOCK])
         n, rows = self._cost.shape[:2]
         places = torch.arange(self._n_paths, device=ahead.device).float().expand(n, rows, -1)[..., None]
         for first in range(0, BLOCK, STRIP):
-            # Columns of the strip, codes once they are taken, and the place that each path comes from.
+            # Columns of the strip (codes once they are taken), then the place each path comes from.
             strip = torch.cat((ahead[..., first : first + STRIP], places), -1)
             for at in range(STRIP):
                 strip = self._column(strip, first, at)
@@ -189,7 +189,7 @@ class Paths:
         return self.original[:, :, None, columns] - self._codes.step(taken, zero) * scale
 
     def _column(self, strip: Tensor, first: int, at: int) -> Tensor:
-        """Go on with the cheapest of all that the two nearest codes of each path make."""
+        """Extend each path by its two nearest codes and keep the cheapest of all."""
         column = slice(BLOCK + first + at, BLOCK + first + at + 1)
         scale, zero, codes = self.scale[..., column], self.zero[..., column], self._codes
         wanted, both = strip[..., at], self._both
@@ -214,7 +214,7 @@ class Paths:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is freed by the collector of cycles meanwhile: a graph that ends breaks the one that is recorded."""
+    """Disable the cycle collector: freeing a finished graph would break the one being recorded."""
     gc.collect()
     was = gc.isenabled()
     gc.disable()
@@ -226,9 +226,9 @@ def uncollected() -> Iterator[None]:
 
 
 class Replayed:
-    """A function over tensors that stay where they are: on a GPU recorded as one graph of kernels, and replayed.
+    """A function over tensors at fixed addresses. On a GPU it is recorded as one graph of kernels and replayed.
 
-    A step of a beam is some twenty small kernels, which take longer to launch than to run.
+    A step of a beam is about twenty small kernels, which take longer to launch than to run.
     """
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
@@ -236,7 +236,7 @@ class Replayed:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        """Run it. The first time as it is, so that libraries have made what they need before it is recorded."""
+        """Run the function. The first call is not recorded, so that libraries can initialise."""
         self._calls += 1
         if not self._records or self._calls == 1:
             self._run()
@@ -255,6 +255,6 @@ def _product(errors: Tensor, upper: Tensor) -> Tensor:
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """The power of two below a positive number."""
+    """Return the largest power of two that is not above a positive number."""
     below = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
     return torch.where(x > torch.finfo(torch.float32).tiny, below, 1.0)

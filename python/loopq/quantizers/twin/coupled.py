@@ -1,8 +1,8 @@
-"""The solver under a metric on both sides, tr(A D S D^T) (coordinate/coupled.rs): all blocks of all layers in step.
+"""The solver under a metric on both sides, tr(A D S D^T) (coordinate/coupled.rs), for all blocks of all layers.
 
-Rows of a block are solved one tile after the other, each towards what makes up for the errors of the rows before it;
-then descents go on in every row with all others fixed, and what lowers the whole loss is taken. Blocks do not wait for
-each other, so a step takes one tile of each block of each layer.
+Rows of a block are solved tile by tile. Each target compensates for the errors of the rows before it. Then each row is
+descended with all others fixed, and changes that lower the whole loss are taken. Blocks are independent, so a step
+takes one tile of each block of each layer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from loopq.quantizers.twin.descent import Rows, spread
 from loopq.quantizers.twin.factor import Factors, permuted
 from loopq.quantizers.twin.settle import Stages, descend, settle
 
-#: Rows of a tile of the sweep, and of those in which descents go on together: the core's.
+#: Rows of a tile of the sweep, and rows that are descended together, as in the core.
 LANES = 8
 TOGETHER = 4 * LANES
 
 
 @dataclass(frozen=True)
 class Left:
-    """Metrics between outputs, (L, blocks, b, b), each block in the order of its rows' solution.
+    """Metrics between outputs, (L, blocks, b, b). Each block is in the order in which its rows are solved.
 
     Parameters
     ----------
     metric : Tensor, float64
-        A; zeros where a block has fewer rows than the largest.
+        A. Blocks with fewer rows are padded with zeros.
     upper : Tensor, float64
-        U of A = U diag(p) U^T, unit upper triangular.
+        The unit upper triangular U of A = U diag(p) U^T.
     row : Tensor, int64, shape (L, blocks, b)
-        The row of the weight at each place; as many as there are rows where a place has none.
+        Row of the weight at each place. Empty places hold the number of rows.
     """
 
     metric: Tensor
@@ -42,7 +42,7 @@ class Left:
 
     @classmethod
     def of(cls, blocks: Sequence[Tensor], names: Sequence[str]) -> Left:
-        """From blocks of consecutive rows, (L, b, b) each, of which only the last may be smaller."""
+        """Build from blocks of consecutive rows, each (L, b, b). Only the last block may be smaller."""
         n, size = blocks[0].shape[:2]
         rows = sum(block.shape[1] for block in blocks)
         made, first = [], 0
@@ -67,7 +67,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Codes (L, rows, d), scales and zero points (L, rows, groups), and how the loss of each layer (L) fell."""
+    """Codes (L, rows, d), scales and zero points (L, rows, groups), and the losses of each layer (L)."""
 
     codes: Tensor
     scale: Tensor
@@ -116,7 +116,7 @@ class _Blocks:
     def sweep(self, own: slice) -> None:
         """Solve a tile of each block for the first time.
 
-        Rows of the same tile have no codes yet: they stand at their own best real values.
+        Rows of the same tile have no codes yet. Their best real values are used instead.
         """
         upper, codes = self._left.upper, self._stages.codes
         shift = upper[:, :, : own.start, own].mT @ self.error[:, :, : own.start]
@@ -134,12 +134,12 @@ class _Blocks:
         self.error[:, :, own] = torch.where(self._there[:, :, own, None], values - target, 0.0)
 
     def go_on(self, own: slice) -> None:
-        """Descend in some rows of each block with all other rows fixed, and take over what lowers the whole loss."""
+        """Descend in some rows of each block with all others fixed. Keep the changes that lower the whole loss."""
         codes, there = self._stages.codes, self._there[:, :, own]
         metric = self._left.metric[:, :, own]
         slope = metric @ self.image
         square = metric[..., own]
-        # A place without a row has no entry; it does not move.
+        # An empty place has no diagonal entry and does not move.
         size = torch.where(there, square.diagonal(dim1=2, dim2=3), 1.0)[..., None]
         error, image, steps = self.error[:, :, own], self.image[:, :, own], self._steps[:, :, own]
         scale, zero = self._scale[:, :, own], self._zero[:, :, own]
@@ -162,7 +162,7 @@ class _Blocks:
         return ((self._left.metric @ self.image) * self.error).sum((1, 2, 3))
 
     def finish(self, swept: Tensor) -> Coupled:
-        """All in the order of the weight's rows."""
+        """Return all results in the order of the weight's rows."""
         codes = self._stages.codes
         taken = codes.code_of(self._steps, spread(codes, self._zero, self._steps.shape[3]))
         taken, scale, zero = (self._by_row(x) for x in (taken, self._scale, self._zero))
@@ -177,7 +177,7 @@ class _Blocks:
 def _falling(
     change: Tensor, moved: Tensor, slope: Tensor, metric: Tensor, size: Tensor, there: Tensor
 ) -> Tensor:
-    """Rows whose changes lower the whole loss, one after the other: a row sees what those before it have changed."""
+    """Find the rows that lower the whole loss, in order: a row sees the changes taken before it."""
     gain = (change * (2.0 * slope + size * moved)).sum(3)
     between = 2.0 * metric * (change @ moved.mT)
     taken = torch.zeros_like(there)

@@ -1,7 +1,7 @@
 """Coordinate descent on codes and on scales (coordinate/descent.rs), all rows at once.
 
-A sweep of the core changes a code only where that gains. So a row goes from each gain straight to the next: all columns
-are weighed at once, and the first one after the last change is taken. The changes, and their order, are the core's.
+A sweep of the core changes a code only if that lowers the loss. The twin therefore evaluates all columns of a row at
+once. It takes the first gain after the last change. The changes and their order are those of the core.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torch import Tensor
 
 from loopq.quantizers.twin.grid import Codes
 
-#: Changes that are made before it is asked which rows are done: to ask, the device must be waited for.
+#: Changes between two checks for finished rows. A check waits for the device.
 BETWEEN = 8
 
 
 @dataclass
 class Rows:
-    """Where rows stand: tensors that begin with (L, rows).
+    """State of the rows. Every tensor begins with (L, rows).
 
     Parameters
     ----------
     steps : Tensor, float32, (L, rows, d)
-        What codes stand for, in scales.
+        Values of the codes in units of the scale.
     values : Tensor, float64, (L, rows, d)
-        What they stand for.
+        Values of the codes. They include the scale.
     gradient : Tensor, float64, (L, rows, d)
         D S.
     scale, zero : Tensor, float32, (L, rows, groups)
-        Scales and zero points.
+        Scales and zero points. Zero points belong to biased codes.
     loss : Tensor, float64, (L, rows)
-        The loss of each row.
+        The loss of each row. Every change updates it.
     active : Tensor, bool, (L, rows)
         Rows that are not done.
     """
@@ -46,20 +46,20 @@ class Rows:
     active: Tensor
 
     def spread(self, codes: Codes, levels: Tensor) -> Tensor:
-        """Scales or zero points of every column."""
+        """Return the scale or zero point of every column."""
         return spread(codes, levels, self.steps.shape[-1])
 
 
 def spread(codes: Codes, levels: Tensor, columns: int) -> Tensor:
-    """Numbers of groups (..., groups) for each of their columns."""
+    """Repeat numbers of groups (..., groups) for each of their columns."""
     return levels.repeat_interleave(codes.width, -1)[..., :columns]
 
 
 @dataclass
 class _Moving:
-    """Rows (n, d) whose codes change, one after the other whatever input they have."""
+    """Rows (n, d) with changing codes, of all inputs in sequence."""
 
-    #: Place among all rows, and that of the first row of its S among the rows of all S.
+    #: Index among all rows, and index of its S's first row among the rows of all S.
     row: Tensor
     first: Tensor
     steps: Tensor
@@ -71,18 +71,18 @@ class _Moving:
     high: Tensor
     zero: Tensor
     loss: Tensor
-    #: Columns that this sweep has passed, sweeps that ended, changes.
+    #: Columns passed in this sweep, completed sweeps, changes.
     passed: Tensor
     sweeps: Tensor
     moves: Tensor
 
     def some(self, chosen: Tensor) -> _Moving:
-        """Some of them."""
+        """Return the chosen rows."""
         return _Moving(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
 
 def change_codes(rows: Rows, s: Tensor, codes: Codes, sweeps: int) -> Tensor:
-    """Change one code at a time, at most `sweeps` times round; S is (L, d, d). Returns the moves, (L, rows)."""
+    """Change one code at a time, for at most `sweeps` sweeps. S is (L, d, d). Returns the moves, (L, rows)."""
     n, height, d = rows.steps.shape
     flat = n * height
     owner = torch.arange(n, device=s.device).repeat_interleave(height)
@@ -119,7 +119,7 @@ def change_codes(rows: Rows, s: Tensor, codes: Codes, sweeps: int) -> Tensor:
 
 
 def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: int) -> Tensor:
-    """Make the next change of each row; returns whether there was one."""
+    """Make the next change of each row and return whether there was one."""
     d = len(columns)
     wanted = (at.values - at.gradient / at.energy) / at.scale
     if codes.table is None:
@@ -128,7 +128,7 @@ def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: i
         step = codes.step(codes.code(wanted, at.zero).float(), at.zero)
     change = (step * at.scale).double() - at.values
     gain = change * (2.0 * at.gradient + change * at.energy)
-    # Columns from the last change on, and round again.
+    # Columns after the last change, then the rest in a circle.
     ahead = torch.remainder(columns - at.passed[:, None], d)
     ahead = torch.where(gain < 0, ahead, d).amin(1)
     column = at.passed + ahead
@@ -147,7 +147,7 @@ def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: i
 
 
 def change_scales(rows: Rows, s: Tensor, codes: Codes) -> None:
-    """Change one scale at a time, once round. A group without a step, or whose best cannot be stored, keeps its own."""
+    """Change one scale at a time, once round. A group keeps its scale if it has no step or cannot store the best."""
     d = s.shape[1]
     for g, first in enumerate(range(0, d, codes.width)):
         own = slice(first, min(d, first + codes.width))

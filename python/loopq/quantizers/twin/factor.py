@@ -1,4 +1,4 @@
-"""S = H + diag(mu) of several inputs in one step: the order of the columns, and S = A diag(p) A^T in that order."""
+"""S = H + diag(mu) for several inputs at once: the order of the columns, and S = A diag(p) A^T in that order."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from loopq.errors import SolveError
 
 Order = Literal["natural", "diagonal", "conditional"]
-#: Pivots that are found before their rows are subtracted from all others.
+#: Pivots found before their rows are subtracted from the other rows.
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Damped Hessians in an order, factored.
+    """Damped, ordered and factored Hessians.
 
     Parameters
     ----------
     matrix : Tensor, float64, shape (L, d, d)
-        S, in the order of H.
+        S. Its columns keep the order of H.
     mu : Tensor, float64, shape (L, d)
-        What was added to diag H.
+        Damping added to diag H. One value for each column.
     order : Tensor, int64, shape (L, d)
-        The column of H at each place.
+        The column of H at each place. Places are the sweep's order.
     upper : Tensor, shape (L, d, d)
         A, unit upper triangular, by place.
     pivots : Tensor, float64, shape (L, d)
@@ -55,7 +55,7 @@ class Factors:
         Raises
         ------
         SolveError
-            One cannot be factored at the damping asked for; the message names its layer.
+            One H cannot be factored with this damping. The message names its layer.
         """
         matrix = hessians + torch.diag_embed(mu)
         n, d = mu.shape
@@ -71,20 +71,20 @@ class Factors:
         return cls(matrix, mu, order, upper / roots[:, None], roots.double() ** 2)
 
     def in_order(self, columns: Tensor) -> Tensor:
-        """Columns (L, rows, d) by place."""
+        """Reorder columns (L, rows, d) by place."""
         return columns.gather(2, self.order[:, None].expand_as(columns))
 
     def back(self, places: Tensor) -> Tensor:
-        """Places (L, rows, d) by column."""
+        """Reorder places (L, rows, d) by column."""
         return torch.empty_like(places).scatter_(2, self.order[:, None].expand_as(places), places)
 
     def energies(self) -> Tensor:
-        """What an error in a column costs once the later ones have made up for it, (L, d) by column."""
+        """Cost of an error in a column after the later columns compensate for it, (L, d) by column."""
         return torch.empty_like(self.pivots).scatter_(1, self.order, self.pivots)
 
 
 def permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Rows and columns of matrices (L, d, d) in an order (L, d)."""
+    """Permute rows and columns of matrices (L, d, d) by an order (L, d)."""
     rows = matrix.gather(1, order[:, :, None].expand_as(matrix))
     return rows.gather(2, order[:, None].expand_as(matrix))
 
@@ -102,17 +102,17 @@ def _cholesky(matrix: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _by_diagonal(matrix: Tensor, hessians: Tensor) -> Tensor:
-    """Columns by falling diagonal of S, ties by falling diagonal of H, then by index."""
+    """Order columns by falling diagonal of S, ties by falling diagonal of H, then by index."""
     own = hessians.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     damped = matrix.diagonal(dim1=1, dim2=2).gather(1, own)
     return own.gather(1, damped.argsort(dim=1, descending=True, stable=True))
 
 
 def by_conditional_energy(inverse: Tensor) -> Tensor:
-    """The order by falling conditional energy, from S^-1 (L, d, d), which is overwritten.
+    """Return the order by falling conditional energy. The argument S^-1 (L, d, d) is overwritten.
 
-    A Cholesky factorisation with the smallest remaining diagonal as the next pivot (factor/ordering.rs). Rows and
-    columns stay where they are; what was taken has an infinite diagonal.
+    This is a Cholesky factorisation that takes the smallest remaining diagonal as the next pivot
+    (factor/ordering.rs). Rows and columns are not moved. A used pivot gets an infinite diagonal.
     """
     n, d = inverse.shape[:2]
     at = torch.arange(n, device=inverse.device)

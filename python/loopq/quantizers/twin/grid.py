@@ -1,4 +1,4 @@
-"""What codes stand for, types of scales, and the search for scales."""
+"""Values of codes, types of scales, and the search for scales."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 from loopq.errors import SolveError
 from loopq.layers.grid import SIGNIFICANT_BITS, Grid, ScaleSearch
 
-#: Scales that the search tries, each a hundredth of the largest smaller than the one before.
+#: Scales that the search tries. Each is smaller than the previous one by a hundredth of the largest.
 SHRINK_STEPS = 70
-#: Numbers that the search holds at once for each array of its step.
+#: Elements of one array that the search holds at once.
 AT_ONCE = 1 << 25
 _STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of a plain grid, kept biased: 0 .. top.
+    """The codes of a plain grid, stored with an offset: 0 .. top.
 
     Parameters
     ----------
     grid : Grid
-        The grid.
+        The grid. It must be plain.
     width : int
         Columns of a group.
     search : {"max", "half-range", "mse"}
-        How scales are found.
+        Search for scales. The settings describe the three kinds.
     signed : bool
-        Let scales of a symmetric grid be negative.
+        Allow negative scales on a symmetric grid.
     scale_bits : int, optional
-        Significant bits that scales keep.
+        Significant bits of a scale. All bits of the type when absent.
     table : Tensor, optional
-        Levels (float32) of a grid that has them.
+        Levels (float32) of a grid with a table.
     """
 
     grid: Grid
@@ -48,7 +48,7 @@ class Codes:
 
     @staticmethod
     def takes(grid: Grid) -> bool:
-        """Whether such codes are known here: values of their own, scales of a type that torch rounds to."""
+        """Whether the twin supports this grid: one value per code, and a scale type that torch rounds to."""
         return grid.plain and grid.scale_dtype in _STORED
 
     @classmethod
@@ -61,7 +61,7 @@ class Codes:
         scale_bits: int | None,
         device: torch.device,
     ) -> Codes:
-        """The codes of a layer with so many columns."""
+        """Return the codes of a layer with this number of columns."""
         levels = grid.levels
         table = None if levels is None else torch.from_numpy(levels).to(device)
         asked = signed if grid.signed is None else grid.signed
@@ -78,21 +78,21 @@ class Codes:
         return 1 << (self.grid.bits - 1)
 
     def code(self, steps: Tensor, zero: Tensor) -> Tensor:
-        """The code nearest to values in scales; half way, the even one, of a table the higher."""
+        """Return the code nearest to values in scales. Ties go to the even code, with a table to the higher."""
         if self.table is None:
             return (steps.round() + zero).clamp_(0, self.top)
         return self._place(steps).to(steps.dtype)
 
     def step(self, code: Tensor, zero: Tensor) -> Tensor:
-        """What a code stands for, in scales."""
+        """Return the value of a code, in units of the scale."""
         return code - zero if self.table is None else self.table[code.long()].to(code.dtype)
 
     def code_of(self, steps: Tensor, zero: Tensor) -> Tensor:
-        """The code, uint8, of steps that a code has."""
+        """Return the code, uint8, of steps that lie on the grid."""
         return self.code(steps, zero).to(torch.uint8)
 
     def two(self, steps: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The nearest code or a neighbour of it, the one on the other side, and whether that is none."""
+        """Return the nearest code or its neighbour, the code on the other side, and whether that one is missing."""
         if self.table is None:
             x = steps + zero
             near = x.round().clamp_(0, self.top)
@@ -120,7 +120,7 @@ class Codes:
         return single.to(_STORED[self.grid.scale_dtype]).float()
 
     def widest(self, low: Tensor, high: Tensor) -> Tensor:
-        """The scale at which nothing between `low` <= 0 and `high` >= 0 is clipped, as the core has it."""
+        """Return the core's scale that clips nothing between `low` <= 0 and `high` >= 0."""
         if not self.grid.symmetric:
             return (high - low) / self.top
         if self.table is not None:
@@ -133,7 +133,7 @@ class Codes:
         return torch.maximum(high, -low) / (self.middle - 1)
 
     def groups(self, values: Tensor) -> Tensor:
-        """Values (..., columns) by groups (..., groups, width); zeros where the last is shorter."""
+        """Reshape values (..., columns) to (..., groups, width). A shorter last group is padded with zeros."""
         missing = -values.shape[-1] % self.width
         if missing:
             values = torch.nn.functional.pad(values, (0, missing))
@@ -145,14 +145,14 @@ class Codes:
         Parameters
         ----------
         lines : Tensor, float64, shape (..., groups, width)
-            Values.
+            Values of the groups.
         weights : Tensor, float64, broadcast to `lines`
-            How much an error counts.
+            Weight of a squared error.
 
         Returns
         -------
         scale, zero : Tensor, float32, shape (..., groups)
-            A scale that no value of the stored type fits is infinite (`refuse_scales`).
+            The scale is infinite if no value of the stored type fits (`refuse_scales`).
         """
         low, high = lines.amin(-1).clamp_max_(0), lines.amax(-1).clamp_min_(0)
         tried = torch.arange(SHRINK_STEPS if self.search == "mse" else 1, device=lines.device)
@@ -177,7 +177,7 @@ class Codes:
     def _cheapest(
         self, lines: Tensor, weights: Tensor, ends: tuple[Tensor, Tensor], sign: float, shrinks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The cheapest of some shrunken scales: scale, zero point, and its cost, infinite where none can be stored."""
+        """Return scale, zero point and cost of the cheapest shrunken scale. The cost is infinite if none fits."""
         low, high = ends if sign > 0 else (-ends[1], -ends[0])
         shrinks = shrinks.view(-1, *(1,) * low.dim())
         scale = self.rounded(self.widest(low, high) * shrinks)
@@ -196,17 +196,17 @@ class Codes:
 
 
 def _least(scale_dtype: str) -> float:
-    """The smallest number that a type of scales holds in full precision."""
+    """Return the smallest number that a scale type holds in full precision."""
     return 2.0**-14 if scale_dtype == "float16" else 2.0**-126
 
 
 def refuse_scales(scale: Tensor, names: Sequence[str], codes: Codes) -> None:
-    """Refuse scales (L, rows, groups) of which one is infinite.
+    """Refuse scales (L, rows, groups) if one is infinite.
 
     Raises
     ------
     SolveError
-        Names the layers of that input, and the group.
+        The message names the layers of that input, and the group.
     """
     bad = scale.isinf().nonzero()
     if len(bad):

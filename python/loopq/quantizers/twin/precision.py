@@ -1,4 +1,4 @@
-"""Products that are not rounded more than their type says."""
+"""Matrix products in the full precision of their type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def true_float32() -> Iterator[None]:
-    """Keep float32 products from being rounded to tf32 or bfloat16 first, and put the settings back."""
+    """Prevent rounding of float32 products to tf32 or bfloat16. Restore the settings afterwards."""
     import torch  # lazy: loopq imports without torch
 
     before = torch.get_float32_matmul_precision()

@@ -1,4 +1,4 @@
-"""Rows taken through all stages (coordinate/settle.rs): paths of codes, descents, and again from the scales found."""
+"""All stages for some rows (coordinate/settle.rs): beam search, descents, and again from the scales found."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from loopq.quantizers.twin.sweep import sweep
 
 #: Relative gain below which a row is done.
 SETTLED = 1e-3
-#: Most turns of a descent on codes and one on scales.
+#: Maximum turns of one descent on codes and one on scales.
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What rows are taken through; as of the core's `GptqCdSettings`.
+    """Settings of the stages, as in the core's `GptqCdSettings`.
 
     Parameters
     ----------
     codes : Codes
-        The grid, with the search for the static scales.
+        The grid. It includes the search for the static scales.
     n_paths : int
-        Paths of codes that stay open.
+        Open paths of codes. One path is plain GPTQ.
     sweeps : int
-        Times round of one descent on codes.
+        Maximum sweeps of one descent on codes. With 0 no code changes.
     rounds : int
-        Starts.
+        Maximum starts. Later starts reuse the scales found.
     refit : bool
-        Whether scales are descended on too.
+        Whether scales are descended too.
     names : sequence of str
-        A layer of each input, for messages.
+        A layer of each input. Messages use it.
     kept : dict
         Paths of the beam by shape, recorded once.
     """
@@ -54,7 +54,7 @@ class Stages:
 
 @dataclass
 class Solved:
-    """Codes (L, rows, d), scales and zero points (L, rows, groups), and how the loss of each row (L, rows) fell."""
+    """Codes (L, rows, d), scales and zero points (L, rows, groups), and the losses of each row (L, rows)."""
 
     codes: Tensor
     scale: Tensor
@@ -71,7 +71,7 @@ def settle(target: Tensor, factors: Factors, stages: Stages) -> Solved:
     scale, zero = fitted(target, factors, codes, stages.names)
     taken = start(target, factors, stages, scale, zero)
     rows = load(target, factors, codes, taken, scale, zero)
-    # The rows' own loss changes in place.
+    # The loss in `rows` changes in place.
     swept = rows.loss.clone()
     found = Solved(taken, scale, zero, swept, swept, torch.zeros_like(swept, dtype=torch.int64), 0)
     live = torch.ones_like(rows.active)
@@ -92,14 +92,14 @@ def settle(target: Tensor, factors: Factors, stages: Stages) -> Solved:
 
 
 def joined(parts: Sequence[Solved]) -> Solved:
-    """Parts of the rows, which do not know of each other, as one."""
+    """Join independent parts of the rows."""
     arrays = ("codes", "scale", "zero", "swept", "settled", "moves")
     found = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in arrays}
     return Solved(**found, rounds=max(part.rounds for part in parts))
 
 
 def fitted(target: Tensor, factors: Factors, codes: Codes, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Static scales and zero points (L, rows, groups): errors of columns count as they cost in the factor's order."""
+    """Static scales and zero points (L, rows, groups). Errors are weighted by their cost in the factor's order."""
     weights = codes.groups(factors.energies()[:, None])
     scale, zero = codes.fit(codes.groups(target.double()), weights)
     refuse_scales(scale, names, codes)
@@ -107,7 +107,7 @@ def fitted(target: Tensor, factors: Factors, codes: Codes, names: Sequence[str])
 
 
 def start(target: Tensor, factors: Factors, stages: Stages, scale: Tensor, zero: Tensor) -> Tensor:
-    """Codes by GPTQ with static scales."""
+    """Return codes by GPTQ with static scales."""
     ordered = factors.in_order(target)
     if stages.n_paths == 1:
         return factors.back(sweep(ordered, factors, stages.codes, (scale, zero)).codes)
@@ -115,7 +115,7 @@ def start(target: Tensor, factors: Factors, stages: Stages, scale: Tensor, zero:
 
 
 def load(target: Tensor, factors: Factors, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> Rows:
-    """Rows with the codes given, and the gradient of their loss."""
+    """Return rows with the given codes, and the gradient of their loss."""
     d = target.shape[2]
     steps = codes.step(taken.float(), spread(codes, zero, d))
     values = (steps * spread(codes, scale, d)).double()
@@ -126,7 +126,7 @@ def load(target: Tensor, factors: Factors, codes: Codes, taken: Tensor, scale: T
 
 
 def descend(rows: Rows, s: Tensor, stages: Stages) -> Tensor:
-    """Descend on codes and on scales in turn, until neither gains; returns the moves (L, rows)."""
+    """Descend on codes and on scales in turn until neither gains. Return the moves (L, rows)."""
     moves = torch.zeros_like(rows.loss, dtype=torch.int64)
     for _ in range(TURNS):
         before = rows.loss.clone()
@@ -141,5 +141,5 @@ def descend(rows: Rows, s: Tensor, stages: Stages) -> Tensor:
 
 
 def is_gain(now: Tensor, before: Tensor) -> Tensor:
-    """Whether a loss is so much lower that going on is worth it."""
+    """Whether the loss fell enough to continue."""
     return now < before * (1.0 - SETTLED)

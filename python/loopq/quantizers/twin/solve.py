@@ -1,4 +1,4 @@
-"""From problems to codes: which of them run together, and what a report says."""
+"""From problems to codes: batches of problems that run together, and their reports."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from loopq.quantizers.twin.settle import Stages, fitted, joined, settle
 from loopq.quantizers.twin.sweep import sweep
 
 Found = dict[str, Any]
-#: Bytes of a batch where the device does not say how much it has.
+#: Bytes of a batch on a device that does not report its memory.
 BYTES = 1 << 30
-#: Bytes for each weight of the rows whose codes change, with what a change is computed by.
+#: Bytes per weight of the rows whose codes change, including temporaries.
 ROW_BYTES = 160
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Layers that run together: as many rows for each input, on one grid.
+    """Layers that run together: the same number of rows for each input, on one grid.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def problems(self) -> list[Problem]:
-        """All layers."""
+        """All layers of the batch."""
         return [p for own in self.inputs for p in own]
 
     @property
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the batch."""
         return torch.device(self.inputs[0][0].device)
 
     def target(self) -> Tensor:
@@ -72,21 +72,21 @@ class Batch:
         return found
 
     def codes(self, search: ScaleSearch, signed: bool) -> Codes:
-        """Their grid."""
+        """Return the layers' grid as codes."""
         p = self.inputs[0][0]
         return Codes.of(p.codes_on, p.target.shape[1], search, signed, p.grid.scale_bits, self.device)
 
     def factors(
         self, hessians: Sequence[NDArray[np.float64]], damping: Damping, order: Order, precision: str
     ) -> Factors:
-        """S of each input, factored."""
+        """Factor S of each input."""
         made = torch.stack([torch.from_numpy(h).to(self.device) for h in hessians])
         mu = np.stack([damping.vector(h) for h in hessians])
         kind = {"float64": torch.float64, "float32": torch.float32}[precision]
         return Factors.of(made, torch.from_numpy(mu).to(self.device), order, self.names, kind)
 
     def found(self, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> list[Found]:
-        """Arrays of each layer, as the core gives them."""
+        """Return the arrays of each layer in the core's form."""
         kept = (taken - codes.middle).view(torch.int8) if codes.grid.symmetric else taken
         parts = [self._by_layer(x) for x in (kept, scale, zero.to(torch.uint8))]
         return [
@@ -95,7 +95,7 @@ class Batch:
         ]
 
     def sums(self, rows: Tensor) -> list[float]:
-        """Sums over the rows of each layer of numbers (L, rows)."""
+        """Sum numbers (L, rows) over the rows of each layer."""
         return [float(part.sum()) for part in self._by_layer(rows.double())]
 
     def _by_layer(self, rows: Tensor) -> list[NDArray[Any]]:
@@ -113,11 +113,11 @@ class Twin:
     Parameters
     ----------
     damping : Damping
-        Gives mu.
+        Damping that gives mu.
     order : {"natural", "diagonal", "conditional"}
-        Order of the columns.
+        Order of the columns. The settings describe the three kinds.
     search : {"max", "half-range", "mse"}
-        How scales are found.
+        Search for scales.
     """
 
     damping: Damping
@@ -125,7 +125,7 @@ class Twin:
     search: ScaleSearch = "mse"
 
     def solve(self, problems: Sequence[Problem]) -> list[Found]:
-        """Solve layers; what the core says of each, in their order.
+        """Solve layers and return the core's results for each, in their order.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class Gptq(Twin):
     precision: str = "float64"
 
     def run(self, batch: Batch) -> list[Found]:
-        """As of `Twin`."""
+        """Solve the layers of a batch."""
         hessians = [own[0].require_observed() for own in batch.inputs]
         factors = batch.factors(hessians, self.damping, self.order, self.precision)
         codes, target = batch.codes(self.search, signed=False), batch.target()
@@ -202,11 +202,11 @@ class GptqCd(Twin):
 
     @property
     def joined(self) -> bool:
-        """With a metric of its own, a layer has its own S."""
+        """Whether layers with one input share S. With the loop metric each layer has its own S."""
         return self.passes is None
 
     def run(self, batch: Batch) -> list[Found]:
-        """As of `Twin`."""
+        """Solve the layers of a batch."""
         codes = batch.codes(self.search, self.signed)
         stages = Stages(codes, self.n_paths, self.sweeps, self.rounds, self.refit, batch.names)
         if self.passes is not None:
@@ -251,14 +251,14 @@ class GptqCd(Twin):
 
 
 def _sides(problem: Problem) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-    """S, not damped yet, and the blocks of A of a layer."""
+    """Return the undamped S and the blocks of A of a layer."""
     metric = problem.require_metric()
     combined = metric.combined(problem.require_observed())
     return combined, metric.floored(problem.target, combined)
 
 
 def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
-    """Divide layers into batches; `joined`: layers with the same Hessian are one input."""
+    """Divide layers into batches. With `joined`, layers with the same Hessian form one input."""
     inputs: dict[tuple[int, Any], list[Problem]] = {}
     for p in problems:
         own = id(p.hessian) if joined else id(p)
@@ -274,7 +274,7 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
 
 
 def _bytes(rows: int, columns: int) -> int:
-    """What an input takes on the device: S, its factor and what they are made with; targets, errors and gradients."""
+    """Return the device memory of an input: S, its factor and temporaries; targets, errors and gradients."""
     return 8 * 6 * columns**2 + 72 * rows * columns
 
 

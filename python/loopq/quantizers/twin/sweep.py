@@ -1,4 +1,4 @@
-"""GPTQ's sweep (gptq/batch.rs): column by column the nearest code, each error made up for in the columns to come."""
+"""GPTQ's sweep (gptq/batch.rs): the nearest code column by column. Later columns compensate for each error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Swept:
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    #: tr(D S D^T) of each row, and what of it the damping adds: (L, rows).
+    #: tr(D S D^T) of each row, and the damping's share of it: (L, rows).
     damped: Tensor
     added: Tensor
 
@@ -30,7 +30,7 @@ class Swept:
 def sweep(target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, Tensor] | None) -> Swept:
     """Round targets (L, rows, places), float32.
 
-    Where scales and zero points (L, rows, groups) are not known, those of a group are taken when the sweep reaches it.
+    If scales and zero points (L, rows, groups) are not known, the sweep computes them when it reaches a group.
     """
     n, rows, d = target.shape
     kind = factors.upper.dtype
@@ -66,7 +66,7 @@ def sweep(target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, T
 def _begin_group(
     wide: Tensor, errors: Tensor, factors: Factors, codes: Codes, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Scales from the best real-valued continuation, w + (E A) A_gg^-1, A_gg the unit upper triangle in the group."""
+    """Scales from the best real-valued continuation, w + (E A) A_gg^-1; A_gg is the group's unit upper triangle."""
     last = min(wide.shape[2], first + codes.width)
     own = wide[..., first:last]
     shift = errors[..., :first] @ factors.upper[:, :first, first:last]

@@ -1,7 +1,7 @@
-"""The commands of `loopq`, one file each, here or in the `commands` of a room: help, options, and what it does.
+"""The commands of `loopq`, one file each. Subpackages such as `loopq.paper` add theirs.
 
-Every start of `loopq` imports all of these files. So a command imports inside its functions what needs torch, and what
-`loopq` itself does not import.
+Every start of `loopq` imports all of these files. A command therefore imports torch, and anything that `loopq` does
+not import, inside its functions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Command:
     add : callable
         Adds the command's options to its parser.
     run : callable
-        Does the work; returns the exit code.
+        Runs the command and returns the exit code.
     order : int
         Place in the list of commands.
     epilog : str
         Examples, printed below the options.
     keeps : callable
-        Where an interrupted run of these options keeps what is done, or None where it keeps nothing.
+        Place where an interrupted run of these options keeps finished work. None if it keeps nothing.
     together : bool
-        Whether processes that torchrun started divide the work.
+        Whether processes started by torchrun divide the work.
     """
 
     help: str

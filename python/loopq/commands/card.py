@@ -49,7 +49,7 @@ def card_of(
     summaries: Sequence[Any],
     said: Mapping[str, Any],
 ) -> Path:
-    """Write the model card of a checkpoint that was measured; return its place."""
+    """Write the model card of a measured checkpoint. Return its place."""
     measured = [summaries[0], {**summaries[1], "name": "quantized"}]
     return write_card(Path(folder), str(args.model or args.python), loaded.folder, measured, said)
 

@@ -1,4 +1,4 @@
-"""`loopq check`: does loopq's adapter fit this checkpoint?"""
+"""`loopq check`: test whether loopq's adapter fits a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks; the exit code is 1 where one fails."""
+    """Run the checks. The exit code is 1 if one fails."""
     from loopq.models.check import check_model
 
     if args.plan:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print what a quantization of 128 prompts of 128 tokens takes, the model's weights not read."""
+    """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
     if args.model is None or not (Path(args.model) / "config.json").is_file():
         raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
     how = execution(args)

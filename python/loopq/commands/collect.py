@@ -1,4 +1,4 @@
-"""`loopq collect`: run the rollouts and keep what the shared layers see."""
+"""`loopq collect`: run the rollouts and store the inputs of the shared layers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect and print what the dump holds."""
+    """Collect and print the content of the dump."""
     ranks, shown = ranks_of_environment()
     _check(args, ranks)
     loaded, depth = at_depths(load(args), args.n_steps)
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Refuse options that what was chosen would not read."""
+    """Reject options that the other choices make useless."""
     if ranks is not None and not args.hessian:
         raise ConfigError(
             f"{ranks.world} processes can divide sums, not rows: add --hessian, or start one process"

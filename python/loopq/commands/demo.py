@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize the embedded model by each variant and print the comparison."""
+    """Quantize the embedded model with each variant and print the comparison."""
     from loopq import demo
     from loopq.report.comparison import write_comparison
 

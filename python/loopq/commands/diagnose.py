@@ -1,4 +1,4 @@
-"""`loopq diagnose`: what the loop does to its own error, as numbers and as one page."""
+"""`loopq diagnose`: effects of the loop on its own error, as numbers and as one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopq evaluate`: how far a checkpoint is from the full-precision model."""
+"""`loopq evaluate`: measure the distance of a checkpoint from the full-precision model."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    """Refuse options that nothing would read."""
+    """Reject options without effect."""
     of_prompts = {
         "--text": args.text,
         "--n-seeds": args.n_seeds != 1,
@@ -166,14 +166,14 @@ def _run_depths(
     checkpoints: Mapping[str, Checkpoint],
     tokens: TokenSet,
 ) -> int:
-    """Measure at several depths, with the speed of generation; print one table."""
+    """Measure at several depths, with the speed of generation. Print one table."""
     rows: list[dict[str, Any]] = []
     for one in each_depth(args):
         summaries, said = measure(one, loaded, checkpoints, tokens, args.n_seeds)
         rows += [summary | {"n_steps": one.n_steps} for summary in summaries]
     prompt = tokens.sequences[0].tolist()
     for name in (rows[0]["name"], *checkpoints):
-        # Codes stay packed, as `loopq run` has them.
+        # Codes stay packed, as in `loopq run`.
         model = open_any(name, quantized=True) if name in checkpoints else loaded
         for row in (row for row in rows if row["name"] == name):
             row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
@@ -211,7 +211,7 @@ def measure(
     tokens: TokenSet,
     n_seeds: int = 1,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure checkpoints of a model on prompts; return a summary of each set of weights, and what was measured on."""
+    """Measure checkpoints of a model on prompts. Return a summary of each set of weights and the data description."""
     how = execution(args)
     with Line() as progress:
         measured = evaluate(
@@ -243,13 +243,13 @@ def for_page(
     summaries: Sequence[dict[str, Any]],
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    """What `loopq.report.page.write_page` shows of measurements."""
+    """Measurements in the form for `loopq.report.page.write_page`."""
     prompts = [decode(loaded, ids.tolist()) for ids in tokens.sequences]
     return {"model": str(args.model or args.python), "on": said, "weights": summaries, "prompts": prompts}
 
 
 def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:
-    """Print the table, and on what it was measured."""
+    """Print the table and the measured data."""
     print(
         f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, initial "
         f"states of each: {said['n_seeds']}, the same in every row"

@@ -1,4 +1,4 @@
-"""`loopq export`: checkpoints that other tools load."""
+"""`loopq export`: write checkpoints that other tools load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the format, read it back, compare, and say what it cost."""
+    """Write the format, read it back, compare, and print its size."""
     options = format_options(args)
     if args.engine is not None:
         check_folder_for(args.engine, args.format, args.folder, args.ragged)

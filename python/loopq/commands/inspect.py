@@ -1,4 +1,4 @@
-"""`loopq inspect`: say what a checkpoint or a dump holds."""
+"""`loopq inspect`: describe the content of a checkpoint or a dump."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find out what it is and print it."""
+    """Identify the content and print it."""
     from loopq.formats import native
 
     path = Path(args.folder)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(path: Path) -> Format:
-    """The format of a checkpoint, or what else could have been meant."""
+    """The format of a checkpoint, or a suggestion of what the user meant."""
     from loopq.formats import hf_folder
 
     try:
@@ -69,7 +69,7 @@ def _format(path: Path) -> Format:
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:
-    """What was asked, one line a group; `--json` has all of it."""
+    """The settings of the run, one line per group. `--json` prints all of them."""
     try:
         asked = QuantConfig.from_json(settings["quantization"])
         calibration = settings["calibration"]
@@ -95,7 +95,7 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    """A setting's value as options and overrides spell it."""
+    """A setting's value in the spelling of options and overrides."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

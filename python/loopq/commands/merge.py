@@ -1,4 +1,4 @@
-"""`loopq merge`: add Hessian dumps that were collected apart."""
+"""`loopq merge`: add Hessian dumps that were collected separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge and print what the sum holds."""
+    """Merge and print the content of the sum."""
     with Line() as progress:
         merged = merge([Path(p) for p in args.parts], Path(args.out), progress)
     print_dump(merged)

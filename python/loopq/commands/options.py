@@ -1,4 +1,4 @@
-"""Options that several commands share: those of settings are derived from the settings' own declarations."""
+"""Options shared by several commands. Options of settings come from the settings' own declarations."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ def add_settings(
     kind : type of Settings
         Its declarations give name, type, choices, default, help and group of each option.
     only, without : sequence of str
-        Flat names to add, and to leave out. Options that are asked for by name are shown by ``--help``, and else those
-        that their declaration calls common.
+        Flat names to add, and to leave out. ``--help`` shows the options in `only`, by default the common ones.
     title : str, optional
-        Title of their group in the help; that of the settings type when absent.
+        Title of their group in the help. The default is the title of the settings type.
     """
     for name, entries in leaves(kind).items():
         if name in without or (only is not None and name not in only):
@@ -65,7 +64,7 @@ def group_of(parser: argparse.ArgumentParser, title: str) -> Any:
 
 
 def group_title(entries: Sequence[Leaf]) -> str:
-    """Return what settings of one name belong to: the first line about their class, or the choices that read them."""
+    """Return the owner of settings of one name: the first line about their class, or the choices that read them."""
     first = entries[0]
     if not first.choice:
         return lowered(summary(first.owner))
@@ -73,14 +72,14 @@ def group_title(entries: Sequence[Leaf]) -> str:
 
 
 def flag_of(leaf: Leaf) -> str:
-    """Return the option of a setting; of one that is on by default, that which turns it off."""
+    """Return the option of a setting. A setting that is on by default gets the option that turns it off."""
     if leaf.annotation is bool and leaf.default:
         return f"--{leaf.metadata['off']}"
     return f"--{leaf.name.replace('_', '-')}"
 
 
 def text_of(entries: Sequence[Leaf]) -> str:
-    """Return the text of a setting's option, with its default, or that of each choice that reads it."""
+    """Return the text of a setting's option, with its default, or the default of each choice that reads it."""
     leaf = entries[0]
     text = lowered(leaf.help.removesuffix("."))
     if leaf.annotation is bool:
@@ -108,7 +107,7 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
 
 
 def metavar_of(leaf: Leaf) -> str:
-    """Return what stands for a setting's value."""
+    """Return the placeholder of a setting's value."""
     allowed = choices_of(leaf.annotation)
     text = str(leaf.annotation)
     kind = "A,B,..." if "tuple" in text else "X" if "float" in text else "N" if "int" in text else "TEXT"
@@ -132,7 +131,7 @@ def _reader(leaf: Leaf) -> Any:
 
 
 def whole(at_least: int, at_most: int) -> Any:
-    """Return what reads a whole number from the text of an option."""
+    """Return a reader of whole numbers for the text of an option."""
 
     def read(text: str) -> int:
         try:
@@ -160,7 +159,7 @@ def each_depth(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
-    """Return what was given of a settings type's options, by flat name."""
+    """Return the given options of a settings type by flat name."""
     return {name: getattr(args, name) for name in leaves(kind) if hasattr(args, name)}
 
 
@@ -187,7 +186,7 @@ def override(text: str) -> Override:
 
 
 def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
-    """Add the settings of a quantization; those that need gradients or rollouts only where there is a model."""
+    """Add the settings of a quantization. Those that need gradients or rollouts require a model."""
     if model:
         group_of(parser, group_title(leaves(LayerConfig)["method"])).add_argument(
             "--preset",
@@ -214,7 +213,7 @@ _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR
 
 
 def add_layers(parser: argparse.ArgumentParser, *, include: bool) -> None:
-    """Add what names layers by patterns."""
+    """Add options that select layers by patterns."""
     group_of(parser, _LAYERS).add_argument(
         "--layer",
         action="append",
@@ -239,12 +238,12 @@ def add_patterns(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> N
 
 
 def quant_config(args: argparse.Namespace, base: QuantConfig | None = None) -> QuantConfig:
-    """Read what `add_quantizer` added: the changes to some settings, or to the defaults.
+    """Read the options of `add_quantizer`: the changes to some settings, or to the defaults.
 
     Raises
     ------
     ConfigError
-        A value that is not allowed, or an option that what was chosen would not read.
+        If a value is not allowed, or the other choices make an option useless.
     """
     include = tuple(getattr(args, "include", ()))
     config = base or QuantConfig()
@@ -263,19 +262,19 @@ _LOADING = "how the model is loaded and run"
 
 
 def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
-    """Give the arguments the depth, seed and share of random tokens of the checkpoint that ``--like`` names.
+    """Set depth, seed and share of random tokens from the checkpoint given by ``--like``.
 
-    Those that were given as options stay as they are.
+    Values given as options stay.
 
     Returns
     -------
     QuantConfig or None
-        Settings of the checkpoint; None without the option.
+        Settings of the checkpoint. None without the option.
 
     Raises
     ------
     ConfigError
-        The checkpoint holds no settings of a run.
+        If the checkpoint holds no settings of a run.
     """
     if args.like is None:
         return None
@@ -297,7 +296,7 @@ def add_source(
     *,
     several: bool = False,
 ) -> None:
-    """Add what names a model and says how it is loaded and run, at one depth or at several."""
+    """Add options that name a model and define how to load and run it, at one depth or at several."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what)
     group = group_of(parser, _LOADING)
     group.add_argument(
@@ -314,7 +313,7 @@ def add_source(
 
 
 def add_loading(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add how a model is loaded and run."""
+    """Add options for loading and running a model."""
     group = group_of(parser, _LOADING)
     group.add_argument(
         "--n-steps",
@@ -348,7 +347,7 @@ def add_loading(parser: argparse.ArgumentParser, *, several: bool = False) -> No
 
 
 def add_execution(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
-    """Add how work is carried out."""
+    """Add execution options."""
     add_settings(parser, Execution, only=only)
 
 
@@ -358,13 +357,13 @@ def execution(args: argparse.Namespace, **more: Any) -> Execution:
 
 
 def ranks_of_environment() -> tuple[Ranks | None, contextlib.AbstractContextManager[Progress]]:
-    """This process among those of torchrun, and what it shows of its progress: one speaks for all."""
+    """This process among those of torchrun, and its progress display. Only one process prints."""
     ranks = Ranks.of_environment()
     return ranks, Line() if ranks is None or ranks.rank == 0 else contextlib.nullcontext(Silent())
 
 
 def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = Take) -> None:
-    """Add the prompts of a command, under the option of that name, and the settings of them."""
+    """Add the prompts of a command under the option of that name, and their settings."""
     title = f"{'evaluation' if name == 'text' else name} prompts"
     group_of(parser, title).add_argument(
         f"--{name}",
@@ -377,12 +376,12 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
 
 
 def take(args: argparse.Namespace, seq_len: int = Take().seq_len) -> Take:
-    """Read how much of the prompts is taken; `seq_len` where no length is asked for."""
+    """Read the number and length of the prompts. `seq_len` is the default length."""
     return Take(seq_len=seq_len).changed(**given(args, Take))
 
 
 def calibration_take(args: argparse.Namespace) -> CalibrationTake:
-    """Read how much of the calibration prompts is taken and what is changed in them, also by a preset."""
+    """Read number, length and changes of the calibration prompts. A preset may also set them."""
     of_preset = dict(PROMPTS.get(getattr(args, "preset", None) or "", {}))
     return CalibrationTake().changed(**(of_preset | given(args, CalibrationTake)))
 
@@ -390,10 +389,10 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
 def add_format(
     parser: argparse.ArgumentParser, default: str | None = None, *, quantized: bool = False
 ) -> None:
-    """Add the choice of a format, and the options that formats declare; without a default it must be given.
+    """Add the choice of a format, and the options of the formats. Without a default it is required.
 
-    Where a quantized model is written (`quantized`), those of formats that are written from something else are left
-    out, and the others are shown by ``--help-all`` alone.
+    If a quantized model is written (`quantized`), options of formats with other sources are left out. ``--help-all``
+    shows the rest.
     """
     from loopq.formats import FORMATS
     from loopq.formats.convert import format_names
@@ -421,12 +420,12 @@ def add_format(
 
 
 def format_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the options of formats that `add_format` added; None for one that is not given."""
+    """Read the format options of `add_format`. None for an absent one."""
     return {name: getattr(args, name) for name in args.format_options}
 
 
 def check_place(file: str | Path) -> None:
-    """Refuse a file that could not be written, before anything is computed for it."""
+    """Reject an unwritable file before any computation."""
     path = Path(file)
     if path.is_dir():
         raise ConfigError(f"{file}: is a folder; name a file")
@@ -436,7 +435,7 @@ def check_place(file: str | Path) -> None:
 
 
 def load(args: argparse.Namespace) -> LoadedModel:
-    """Load the model that `add_source` named."""
+    """Load the model of `add_source`."""
     if args.python is not None:
         if args.model is not None:
             raise ConfigError("MODEL and --python both name a model: give one of them")
@@ -447,7 +446,7 @@ def load(args: argparse.Namespace) -> LoadedModel:
 
 
 def load_source(args: argparse.Namespace) -> LoadedModel:
-    """Load the model that `add_source` named, to be quantized: also one that another tool quantized."""
+    """Load the model of `add_source` for quantization, including one quantized by another tool."""
     if args.python is None and args.model is not None:
         found = open_source(
             Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code
@@ -459,14 +458,14 @@ def load_source(args: argparse.Namespace) -> LoadedModel:
 
 
 def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedModel:
-    """Load the model or the checkpoint that `add_source` named."""
+    """Load the model or the checkpoint of `add_source`."""
     if args.python is not None or args.model is None:
         return load(args)
     return open_any(args.model, quantized=quantized, **loading(args))
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:
-    """Read what `add_loading` added, as options of `load_model`."""
+    """Read the options of `add_loading` as options of `load_model`."""
     names = ("system", "trust_remote_code", "allow_pickle", "dtype", "device", "revision")
     found = {name: getattr(args, name) for name in names}
     if args.device == "cuda" and "LOCAL_RANK" in os.environ:

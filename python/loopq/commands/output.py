@@ -1,4 +1,4 @@
-"""What commands print: tables of layers, measurements, checkpoints and dumps."""
+"""Printed output of commands: tables of layers, measurements, checkpoints and dumps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _N_NAMES = 12
 
 @dataclass(frozen=True)
 class _Report:
-    """What the table shows of a layer's report; a layer that another tool solved has none of it."""
+    """Table entries from a layer's report. They are absent if another tool solved the layer."""
 
     layer: str
     shape: tuple[int, int]
@@ -40,14 +40,14 @@ class _Report:
     grid: str | None = None
 
     def loss(self, value: float | None) -> str | None:
-        """A proxy loss relative to that of the weight itself."""
+        """A proxy loss relative to the proxy of the weight itself."""
         return short(None if value is None or not self.proxy_total else value / self.proxy_total)
 
 
 def layer_table(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of a run: one line for each layer; and what is to be said of experts and of scales."""
+    """Return the table of a run with one line per layer, and notes on experts and scales."""
     layers = [checked(_Report, report, "report.jsonl", others=True) for report in reports]
-    # What no layer has is no column.
+    # A column is left out if no layer has it.
     has = {"metric": any(r.metric for r in layers), "rank": any(r.rank is not None for r in layers)}
     rows = [
         (
@@ -76,14 +76,14 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _rows(total: int | None, by_step: Sequence[int] | None) -> str | int | None:
-    """Rows in all; of an expert also the fewest of a step, and their median."""
+    """Total number of rows. An expert also has the minimum and the median over steps."""
     if not by_step:
         return total
     return f"{sum(by_step)} ({min(by_step)}, {statistics.median(by_step):g})"
 
 
 def _of_scales(layers: Sequence[_Report]) -> list[str]:
-    """What became of groups whose weights are very small."""
+    """Report on groups with very small weights."""
     zeroed = [f"{r.layer} ({r.n_zeroed_groups})" for r in layers if r.n_zeroed_groups]
     small = [f"{r.layer} ({r.n_subnormal_scales})" for r in layers if r.n_subnormal_scales]
     said = []
@@ -103,11 +103,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _of_experts(layers: Sequence[_Report]) -> list[str]:
-    """What became of experts that few tokens were sent to."""
+    """Report on experts that received few tokens."""
     experts = [r for r in layers if r.step_rows is not None]
     none = [r.layer for r in experts if not sum(r.step_rows or ())]
     few = [r.layer for r in experts if 0 < sum(r.step_rows or ()) < r.shape[1]]
-    # Of the tasks that asked for gradients some experts have no metric.
+    # In runs with a loop metric, some experts have none.
     plain = [r.layer for r in experts if r.metric is None and r.layer not in none]
     if all(r.metric is None for r in layers):
         plain = []
@@ -139,7 +139,7 @@ def spans(steps: Sequence[int]) -> str:
 
 
 def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return the table of an evaluation: one line for each set of weights; intervals where the summaries have them."""
+    """Return the table of an evaluation, with one line per set of weights and any intervals."""
     hidden = summaries[0]["output"] == "hidden"
     depths: list[str | None] = [str(s["n_steps"]) for s in summaries if "n_steps" in s]
     columns: list[tuple[str, list[str | None]]] = [
@@ -169,7 +169,7 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return what llama.cpp's llama-perplexity prints of KL divergences, one line for each set of weights."""
+    """Return the KL figures of llama.cpp's llama-perplexity, one line per set of weights."""
     rows = []
     for s in summaries:
         t = s["tokens"]
@@ -183,7 +183,7 @@ def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def _divergence(value: float) -> str:
-    """Five digits after the point, or three significant ones where that would show nothing."""
+    """Five digits after the point, or three significant ones if those would all be zero."""
     return f"{value:.5f}" if value == 0.0 or value >= 5e-4 else f"{value:.2e}"
 
 
@@ -214,7 +214,7 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
 
 
 def extras(settings: dict[str, Any]) -> list[str]:
-    """What was chosen, one line each."""
+    """List the choices of a run, one line each."""
     lines = []
     if "allocation" in settings:
         a = settings["allocation"]
@@ -227,7 +227,7 @@ def extras(settings: dict[str, Any]) -> list[str]:
 
 
 def _choices(allocation: dict[str, Any]) -> str:
-    """A line for each set of layers that were given one grid, the costliest first."""
+    """A line for each set of layers with the same grid, the costliest first."""
     total, rows = allocation["predicted_cost"] or 1.0, []
     for c in sorted(allocation["chosen"], key=lambda c: -c["cost"]):
         name = c["layers"][0] + (f" and {len(c['layers']) - 1} more" if c["layers"][1:] else "")

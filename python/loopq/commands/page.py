@@ -1,4 +1,4 @@
-"""What the commands that write a page measure for it."""
+"""Measurements for commands that write a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loopq.terminal.progress import Line
 def known(
     args: argparse.Namespace, loaded: LoadedModel, checkpoints: Mapping[str, Checkpoint], tokens: TokenSet
 ) -> dict[str, Any]:
-    """What was done to every tensor, and every layer's error at every step: keywords of `write_page`.
+    """Treatment of every tensor, and every layer's error at every step, as keywords of `write_page`.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def known(
     checkpoints : mapping of str to Checkpoint
         Quantized weights by name.
     tokens : TokenSet
-        Prompts, of which the first few run.
+        Prompts. The first few run.
     """
     how = execution(args)
     with Line() as progress:

@@ -100,7 +100,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
-    # What can be refused is refused before the model is loaded, which takes minutes for a large one.
+    # Invalid input is rejected before the model is loaded, because loading a large one takes minutes.
     out = Path(args.out)
     target = quantized_format(args.format)
     options = target.taken(format_options(args))
@@ -177,7 +177,7 @@ def _export(
 def _diagnosis(
     args: argparse.Namespace, layer: LayerConfig, loaded: LoadedModel, tokens: TokenSet
 ) -> dict[str, Any]:
-    """Diagnose the model as it was, on the calibration prompts."""
+    """Diagnose the model before quantization on the calibration prompts."""
     with Line() as progress:
         return loopq.diagnose(
             loaded,

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the text token by token, and how fast it came."""
+    """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
     loaded = _open(args)
     n_steps = args.n_steps if args.n_steps is not None else loaded.system.n_steps
@@ -66,7 +66,7 @@ def _open(args: argparse.Namespace) -> LoadedModel:
 
 
 def _pieces(loaded: LoadedModel, tokens: Iterator[int], times: list[float]) -> Iterator[str]:
-    """Text as it becomes certain: the last character of what is decoded may wait for its other bytes."""
+    """Text as it becomes certain: the last decoded character may wait for its other bytes."""
     ids: list[int] = []
     printed = ""
     for token in tokens:

@@ -45,7 +45,7 @@ def _shard(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
     config = quant_config(args)
-    # Processes that torchrun started are workers.
+    # Processes started by torchrun are workers.
     several = args.worker or Ranks.of_environment() is not None
     with Line() as progress:
         result = loopq.solve(

@@ -1,4 +1,4 @@
-"""`loopq systems`: the looped systems that loopq has an adapter for, and what a published model needs."""
+"""`loopq systems`: looped systems with an adapter in loopq, and requirements of published models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the systems, or what models need."""
+    """Print a table of the systems, or the requirements of models."""
     from loopq.models.check import systems_table
 
     if args.models:

@@ -1,1 +1,1 @@
-"""CUDA kernels: packed layout, loading, the int4 product and the modules built on it."""
+"""CUDA kernels: packed layout, loading, the int4 product and the modules that use it."""

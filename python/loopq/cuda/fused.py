@@ -1,4 +1,4 @@
-"""The small operations between the products: launches of `fused_ops.cu`, and their plain twins in torch."""
+"""Small operations between the products: launches of `fused_ops.cu`, and their reference versions in torch."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def _stride(tensor: torch.Tensor | None) -> np.int32:
 
 
 def rotation_table(n_tokens: int, head: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Cosines and sines of the rotary embedding of interleaved pairs.
+    """Cosines and sines of the rotary embedding for interleaved pairs.
 
     Returns
     -------
-    torch.Tensor, float32, shape (n_tokens, head / 2, 2)
+    torch.Tensor, float32 of shape (n_tokens, head / 2, 2)
         ``cos, sin`` of ``token * base ** (-2 i / head)``, computed in float64.
     """
     frequency = base ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
@@ -100,21 +100,21 @@ def add_norm(
     second: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> None:
-    """``y = rms(a + residual) * weight`` and, with `second`, ``z = rms(y) * weight2``; y may be the residual.
+    """``y = rms(a + residual) * weight`` and, with `second`, ``z = rms(y) * weight2``. y may be the residual.
 
     Parameters
     ----------
     a, residual, y : torch.Tensor, bfloat16 or float16, shape (rows, width)
     weight : torch.Tensor of the same type, shape (width,)
     second : tuple or None
-        weight2 and z, shaped as weight and y.
+        weight2 and z, with the shapes of weight and y.
     epsilon : float
         ``rms(v) = v / sqrt(mean(v^2) + epsilon)``
 
     Raises
     ------
     KernelError
-        On a type, stride, alignment or width that the kernel does not take.
+        If the kernel does not support the type, stride, alignment or width.
     """
     kernel = _kernel("loopq_add_norm", a.dtype)
     weight2, z = second or (None, None)
@@ -169,12 +169,12 @@ def rope_attention(
     n_heads: int,
     n_tokens: int,
 ) -> None:
-    """Bias on q and k, rotation, causal softmax attention within sequences of `n_tokens` rows.
+    """Bias on q and k, rotation, and causal softmax attention within sequences of `n_tokens` rows.
 
     Parameters
     ----------
-    qkv : torch.Tensor, bfloat16 or float16, shape (sequences * n_tokens, 3 * n_heads * head)
-        q of all heads, then k, then v.
+    qkv : bfloat16 or float16 torch.Tensor of shape (sequences * n_tokens, 3 * n_heads * head)
+        q of all heads, followed by k and v.
     qk_bias : torch.Tensor or None, shape (2, n_heads, head), contiguous
     rotation : torch.Tensor, float32, shape (>= n_tokens, head / 2, 2), contiguous
         See `rotation_table`.
@@ -183,7 +183,7 @@ def rope_attention(
     Raises
     ------
     KernelError
-        On a shape, type, stride or alignment that the kernel does not take.
+        If the kernel does not support the shape, type, stride or alignment.
     """
     kernel = _kernel("loopq_rope_attention", qkv.dtype)
     _check_rows("rope_attention", qkv, qkv=qkv, out=out)
@@ -250,7 +250,7 @@ def swiglu(backend: Backend, gate_up: torch.Tensor, out: torch.Tensor) -> None:
     Raises
     ------
     KernelError
-        On a type, stride, alignment or width that the kernel does not take.
+        If the kernel does not support the type, stride, alignment or width.
     """
     kernel = _kernel("loopq_swiglu", out.dtype)
     _check_rows("swiglu", out, gate_up=gate_up, out=out)

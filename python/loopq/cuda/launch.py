@@ -1,6 +1,6 @@
-"""Launches of the int4 kernels: workspace, cuts, arguments, and the proof that a loaded kernel multiplies.
+"""Launches of the int4 kernels: workspace, cuts, arguments, and the self-test of a loaded kernel.
 
-Importing this module needs torch; which device runs a launch is the backend's affair.
+Importing this module needs torch. The backend decides which device runs a launch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_FLOAT32, _EVICT_FIRST = 1, 2
-# Weights that fit in the L2 beside everything else are asked to stay; longer streams make room first.
+# Weights that fit in the L2 with everything else use the default caching. Longer streams are evicted first.
 _STAYS_IN_L2_BYTES = 24 * 1024 * 1024
 
 
@@ -49,8 +49,8 @@ _STAYS_IN_L2_BYTES = 24 * 1024 * 1024
 class Workspace:
     """Scratch memory of split-K products: float32 partial sums, and counters that are zero between launches.
 
-    One workspace serves one stream (or one captured graph) at a time: two launches that run at once would mix
-    their partial sums.
+    One workspace serves one stream (or one captured graph) at a time. Two concurrent launches would mix their partial
+    sums.
     """
 
     partials: torch.Tensor
@@ -70,7 +70,7 @@ def refuse(what: str) -> KernelError:
 
 @dataclass(frozen=True)
 class Product:
-    """One product's operands, in the order of the operator's arguments; see `w4a16_linear` for each of them."""
+    """One product's operands in the order of the operator's arguments. `w4a16_linear` describes each of them."""
 
     x: torch.Tensor
     qweight: torch.Tensor
@@ -97,16 +97,16 @@ class Product:
 
     @property
     def layer(self) -> tuple[int, int, int, int]:
-        """What a cut depends on: outputs, K range, group size."""
+        """Layer of a cut: outputs, K range and group size."""
         return self.out_features, self.k_begin, self.k_begin + self.width, self.group_size
 
     def checked(self) -> Product:
-        """Itself, if its operands fit together.
+        """Return the product itself if its operands fit together.
 
         Raises
         ------
         KernelError
-            On a device, type, shape or stride that does not fit.
+            If a device, type, shape or stride does not fit.
         """
         for name, tensor in self._constants().items():
             if tensor.device != self.x.device:
@@ -190,7 +190,7 @@ def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
 def workspace_size(
     backend: Backend, layer: tuple[int, int, int, int], rows: int, bulk: bool = False
 ) -> tuple[int, int]:
-    """Partial sums and counters for (out_features, k_begin, k_end, group_size) at any 1..`rows` tokens."""
+    """Count partial sums and counters for (out_features, k_begin, k_end, group_size) at 1 to `rows` tokens."""
     floats = counters = 0
     for tiles in (1, 2, 4):
         shape = GemmShape(*layer, tiles)
@@ -201,7 +201,7 @@ def workspace_size(
         if tiles >= token_tiles_for(min(rows, TOKENS_PER_LAUNCH)):
             break
     if rows > TOKENS_PER_LAUNCH:
-        # Deeper rings for shorter scales do not change the slices.
+        # The number of slices does not change with the deeper rings of shorter scales.
         for tokens in range(WARP_TOKENS, rows + WARP_TOKENS, WARP_TOKENS):
             tiled = make_tiled_plan(layer, tokens, backend.limits, stages=backend.ring_stages)
             floats, counters = max(floats, tiled.partial_floats), max(counters, tiled.units)
@@ -215,7 +215,7 @@ def workspace_for(
     device: torch.device,
     bulk: bool = False,
 ) -> Workspace:
-    """One workspace for layers (out_features, k_begin, k_end, group_size), at up to `rows` tokens."""
+    """Allocate one workspace for all layers at up to `rows` tokens. `workspace_size` describes a layer's tuple."""
     sizes = [workspace_size(backend, layer, rows, bulk) for layer in layers]
     return Workspace.allocate(max(size[0] for size in sizes), max(size[1] for size in sizes), device)
 
@@ -231,9 +231,9 @@ def launch_gemm(
 ) -> None:
     """Launch the product for x (rows, width) into out (rows, out_features).
 
-    Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller has checked types and shapes
-    (`Product.checked`, or the rollout runner when it was made); this adds what only a kernel needs. `plan` takes the
-    place of the cheapest cut: a `Plan` for up to 32 rows, else a `TiledPlan`.
+    Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller checks types and shapes
+    (`Product.checked`, or the rollout runner's constructor). This function checks what only a kernel needs. `plan`
+    replaces the cheapest cut: a `Plan` for up to 32 rows, else a `TiledPlan`.
 
     Raises
     ------
@@ -275,7 +275,7 @@ def launch_gemm(
 
 @dataclass(frozen=True)
 class _Launch:
-    """What a cut asks of the backend."""
+    """Launch parameters of a cut."""
 
     kernel: Kernel
     grid: tuple[int, int]
@@ -312,7 +312,7 @@ class _Launch:
 def launch_dequantize(
     backend: Backend, qweight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group_size: int
 ) -> None:
-    """Write s * q, rounded once to out's type (bfloat16 or float16), into out (out_features, in_features)."""
+    """Write s * q into out (out_features, in_features), rounded once to its type (bfloat16 or float16)."""
     out_features, in_features = out.shape
     tiles = qweight.numel() // WORDS_PER_TILE
     kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[scales.dtype]
@@ -334,7 +334,7 @@ _GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 def _cut_in_two(
     variant: Variant | TiledVariant, layer: tuple[int, int, int, int], backend: Backend
 ) -> tuple[int, Plan | TiledPlan, Workspace]:
-    """Tokens that fill a block of the variant, a cut into two slices, and the workspace for it."""
+    """Tokens that fill a block of the variant, a cut into two slices, and their workspace."""
     if isinstance(variant, TiledVariant):
         tokens = WARP_TOKENS * variant.token_warps
         types = (variant.activation, variant.scales)
@@ -347,11 +347,11 @@ def _cut_in_two(
 
 
 def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
-    """Multiply a small layer with a freshly loaded kernel: every sum is of small integers, so the result is exact.
+    """Multiply a small layer with a newly loaded kernel. All sums are of small integers, so the result is exact.
 
-    The layer has every code, a short last group and a half empty pair of strips; it is cut into two slices. A device
-    or a compiler that does not do what the kernel relies on (subnormal 16-bit operands, for one) is thus an error at
-    the first call, not a wrong answer.
+    The layer contains every code, a short last group and a half-empty pair of strips. It is cut into two slices. The
+    kernel relies on properties such as subnormal 16-bit operands. A device or compiler without them raises an error at
+    the first call instead of giving wrong answers.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The packed layout `lq-w4` of the int4 kernel in NumPy: the plain twin of `kernels/README.md`."""
+"""The packed layout `lq-w4` of the int4 kernel in NumPy: reference version of `kernels/README.md`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OFFSET = 8
 
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int]:
-    """Shape of the packed weight: (strips of 16 outputs, words of a strip).
+    """Shape of the packed weight: (strips of 16 outputs, words per strip).
 
     Raises
     ------
@@ -56,17 +56,17 @@ def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
     Parameters
     ----------
     codes : ndarray of int8, shape (out, in)
-        Values in -8..7; `out` a multiple of 16, `in` a multiple of 32.
+        Values in -8..7. `out` is a multiple of 16, `in` a multiple of 32.
 
     Returns
     -------
     ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
-        A strip of 16 outputs per row.
+        One strip of 16 outputs per row.
 
     Raises
     ------
     ConfigError
-        On another shape or a code outside -8..7.
+        If the shape is different or a code lies outside -8..7.
 
     Notes
     -----
@@ -103,12 +103,12 @@ def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
 
 
 def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
-    """Codes (out, in) of a packed weight; the inverse of `pack_w4`.
+    """Codes (out, in) of a packed weight. Inverse of `pack_w4`.
 
     Raises
     ------
     ConfigError
-        If `packed` does not have the shape that `in_features` asks for, or holds codes beyond it.
+        If the shape of `packed` does not match `in_features`, or it holds codes beyond that.
     """
     strips = packed.shape[0] if packed.ndim else 0
     if packed.ndim != 2 or packed.shape != packed_shape(strips * N_STEP, in_features):
@@ -130,12 +130,12 @@ def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
 
 
 def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -> NDArray[np.int32]:
-    """Packed weight from Marlin's: the same words in another order, padding of the file cut off.
+    """Packed weight from Marlin's: the same words in another order. The file's padding is removed.
 
     Parameters
     ----------
     words : ndarray of int32, shape (K / 16, 2 N)
-        Marlin's 4-bit layout of a K x N matrix; K and N may exceed the layer's widths (padding).
+        Marlin's 4-bit layout of a K x N matrix. K and N may exceed the layer's widths (padding).
     in_features, out_features : int
         Widths of the layer.
 
@@ -146,7 +146,7 @@ def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -
     Raises
     ------
     ConfigError
-        If the file's matrix is smaller than the layer, or its padding beyond the layer is not zero.
+        If the file's matrix is smaller than the layer, or the padding beyond the layer is not zero.
 
     Notes
     -----
@@ -181,12 +181,12 @@ def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -
 def marlin_scales_to_rows(
     scales: NDArray[Any], group_size: int, in_features: int, out_features: int
 ) -> NDArray[Any]:
-    """Scales (groups, out) in plain order from Marlin's permuted ones; padded columns are cut off.
+    """Scales (groups, out) in plain order from Marlin's permuted ones. Padded columns are removed.
 
     Parameters
     ----------
     scales : ndarray, shape (groups, N)
-        As stored in the file; one row means per channel (also where K equals the group size).
+        As stored in the file. One row means per channel (also if K equals the group size).
     group_size : int
         -1 per channel.
     in_features, out_features : int
@@ -199,7 +199,7 @@ def marlin_scales_to_rows(
     Raises
     ------
     ConfigError
-        If there are fewer groups or columns than the layer needs.
+        If groups or columns are missing.
     """
     groups = 1 if group_size == -1 else -(-in_features // group_size)
     if scales.shape[0] < groups or scales.shape[1] < out_features:

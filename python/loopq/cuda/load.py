@@ -1,9 +1,9 @@
 """Compile, cache and launch the CUDA kernels with CuPy, on torch's current stream.
 
-CuPy compiles a source once per device, options and source text and keeps the binary on disk
-(`CUPY_CACHE_DIR`); this module keeps the loaded functions. Nothing here copies data: kernels get the
-pointers of torch tensors. Everything that touches the CUDA runtime is in `CudaBackend`: launches, graphs and
-clocks. The rest of `loopq.cuda` sees a `Backend`, so that tests can run it on another one.
+CuPy compiles a source once per device, options and source text. It keeps the binary on disk (`CUPY_CACHE_DIR`) and
+this module keeps the loaded functions. Nothing is copied: kernels get the pointers of torch tensors. `CudaBackend`
+holds everything that touches the CUDA runtime: launches, graphs and clocks. The rest of `loopq.cuda` uses a `Backend`,
+so tests can replace it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's file, entry point, compile-time definitions, and what tries it out once it is loaded (or None)."""
+    """A kernel's file, entry point and compile-time definitions, and its self-test after loading (or None)."""
 
     file: str
     entry: str
@@ -51,14 +51,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Captured:
-    """Recorded work; `keep` holds what the recording refers to."""
+    """Recorded work. `keep` holds the objects that the recording refers to."""
 
     replay: Callable[[], None]
     keep: Any = None
 
 
 class Backend(Protocol):
-    """What runs kernels: the GPU through CuPy, or a stand-in in tests."""
+    """Runs kernels: the GPU through CuPy, or a substitute in tests."""
 
     limits: DeviceLimits
     ring_stages: int | None  # None: as deep as fits
@@ -67,23 +67,23 @@ class Backend(Protocol):
     def launch(
         self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
     ) -> None:
-        """Run one kernel; `args` in parameter order: int (pointers), numpy.int32, numpy.float32."""
+        """Run one kernel. `args` are int (pointers), numpy.int32 and numpy.float32 in parameter order."""
 
     def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
-        """Record `work` for replay, after running `warm_up` (or `work`) once so that everything is loaded."""
+        """Record `work` for replay. Runs `warm_up` (or `work`) once before, so that everything is loaded."""
 
     def microseconds(self, work: Callable[[], object]) -> float:
-        """Time of one run of `work` on the device, with nothing else under way."""
+        """Time of one run of `work` on the otherwise idle device."""
 
 
 def require_cupy() -> ModuleType:
-    """CuPy of the CUDA major version that torch was built for.
+    """Return CuPy for the CUDA major version of torch.
 
     Raises
     ------
     MissingExtraError
-        If torch has no CUDA, or CuPy is missing, older than 14 or of another CUDA major version; the message
-        names the extra.
+        If torch has no CUDA, or CuPy is missing, older than 14 or for another CUDA major version. The message names
+        the extra.
     """
     torch = require("torch")
     built = torch.version.cuda
@@ -93,14 +93,14 @@ def require_cupy() -> ModuleType:
             "Install a CUDA build of PyTorch, then 'loopq[cuda12]' or 'loopq[cuda13]' to match it"
         )
     major = int(built.split(".")[0])
-    # Which extra brings CuPy depends on the PyTorch that is installed.
+    # The installed PyTorch decides which extra provides CuPy.
     cupy: ModuleType = require("cupy", extra=f"cuda{major}")
     if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
         raise MissingExtraError(
             f"CuPy {cupy.__version__} is installed; the kernels need {_OLDEST_CUPY} or newer: pip install "
             f"--upgrade 'loopq[cuda{major}]'"
         )
-    # The version that CuPy was linked with: known without a driver.
+    # CuPy's own CUDA version is known without a driver.
     runtime = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if runtime != major:
         raise MissingExtraError(
@@ -111,14 +111,14 @@ def require_cupy() -> ModuleType:
 
 
 def require_gpu(index: int = 0) -> ModuleType:
-    """CuPy, on a machine whose GPU can run the kernels: what a benchmark asks first.
+    """Return CuPy on a machine with a GPU that can run the kernels. A benchmark calls it first.
 
     Raises
     ------
     MissingExtraError
         See `loopq.lazy.require` and `require_cupy`.
     KernelError
-        If torch sees no such CUDA device.
+        If torch does not see this CUDA device.
     """
     torch = require("torch")
     cupy = require_cupy()
@@ -133,7 +133,7 @@ def require_gpu(index: int = 0) -> ModuleType:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream's handle as the CUDA stream protocol gives it; torch has it on its own streams only from 2.9."""
+    """A stream's handle in the CUDA stream protocol. torch's own streams support it from 2.9."""
 
     handle: int
 
@@ -164,15 +164,15 @@ class CudaBackend:
     index : int
         CUDA device.
     overlap : bool
-        Let a kernel start while the one before it drains (programmatic dependent launch, compute
-        capability 9.0). The kernels wait by themselves before they touch anything an earlier kernel wrote.
+        Start a kernel while the previous one finishes (programmatic dependent launch, compute capability 9.0). Each
+        kernel waits before it touches data that an earlier kernel wrote.
 
     Raises
     ------
     MissingExtraError
         See `require_cupy`.
     KernelError
-        If there is no such device, or it is older than compute capability 8.0.
+        If the device does not exist or is older than compute capability 8.0.
     """
 
     def __init__(self, index: int, overlap: bool = False) -> None:
@@ -199,13 +199,13 @@ class CudaBackend:
         self._driver: ctypes.CDLL | None = ctypes.CDLL("libcuda.so.1") if self.overlap else None
 
     def prepare(self, kernel: Kernel) -> Any:
-        """Compile, load and prove a kernel, so that a later launch may be captured in a graph.
+        """Compile, load and test a kernel, so that a graph may capture a later launch.
 
         Raises
         ------
         KernelError
-            If it is not loaded yet and the current stream is being captured, it does not compile, or its proof
-            fails; then it is not kept.
+            If the kernel is not loaded and the current stream is being captured, or if compiling or the self-test
+            fails. A kernel that fails its test is not kept.
         """
         found = self._functions.get(kernel)
         if found is not None:
@@ -220,7 +220,7 @@ class CudaBackend:
         self._functions[kernel] = function
         if kernel.prove is not None:
             try:
-                kernel.prove(self)  # launches the kernel, which is found by now
+                kernel.prove(self)  # launches the kernel, which is registered by now
             except BaseException:
                 del self._functions[kernel]
                 raise
@@ -237,7 +237,7 @@ class CudaBackend:
         except self._cupy.cuda.compiler.CompileException as error:
             raise KernelError(f"{kernel.file} did not compile for device {self.index}:\n{error}") from error
         except (RuntimeError, OSError) as error:
-            # NVRTC or the runtime's headers are missing, the driver is too old, the disk cache is not writable.
+            # NVRTC or the runtime's headers are missing, the driver is too old, or the disk cache is not writable.
             major = self._torch.version.cuda.split(".")[0]
             raise KernelError(
                 f"CuPy could not build {kernel.file} for device {self.index}: {error}\n"
@@ -321,7 +321,7 @@ class CudaBackend:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Hold the garbage collector back: a graph that it frees during a capture makes CUDA discard the capture."""
+    """Pause garbage collection: if it frees a graph during a capture, CUDA discards the capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -334,5 +334,5 @@ def _no_collection() -> Iterator[None]:
 
 @cache
 def cuda_backend(index: int) -> CudaBackend:
-    """The backend of a CUDA device, made once."""
+    """The backend of a CUDA device, created once."""
     return CudaBackend(index)

@@ -1,7 +1,7 @@
-"""How one product is cut up for the int4 kernel: pure arithmetic, the same on every machine.
+"""Cut one product into blocks and slices for the int4 kernel. Pure arithmetic, the same on every machine.
 
-The cut decides the order in which partial sums are added. It depends on the layer and the device; up to 16
-tokens share one cut and up to 32 another, so that a token has the same bits among 1, 7 and 16 tokens.
+The cut decides the order of the partial sums. It depends on the layer and the device. Up to 16 tokens share one cut
+and up to 32 another, so a token has the same bits among 1, 7 and 16 tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _STAGE_TILES = 2
 _STAGE_WEIGHT_BYTES = 2048
 _SLOT_BYTES = 1024  # float32 sums of one pair of strips for 8 tokens
 _PER_CHANNEL_SHIFT = 30
-# Per multiprocessor and clock, for ranking cuts: docs/kernels.md says where they come from; only ratios matter.
-L2_BYTES_PER_CLOCK = 24.0  # where all read at once
+# Rates per multiprocessor and clock that rank the cuts. docs/kernels.md gives their source. Only ratios matter.
+L2_BYTES_PER_CLOCK = 24.0  # when all read at once
 _L2_BYTES_PER_CLOCK_ALONE = 64.0
 L2_CLOCKS = 700.0  # one round trip
-# Instructions that a warp issues for one stage, by fold and token tiles: counted in the machine code for compute
-# capability 9.0 (tests/cuda/test_nvrtc.py counts again). Then what 4 schedulers can issue.
+# Instructions that a warp issues per stage, by fold and token tiles. They are counted in the machine code for compute
+# capability 9.0 (tests/cuda/test_nvrtc.py repeats it). Then follows the issue rate of 4 schedulers.
 _STAGE_SLOTS = {
     0: {1: 288, 2: 338, 4: 450},
     1: {1: 257, 2: 294, 4: 369},
@@ -32,9 +32,9 @@ _STAGE_SLOTS = {
     3: {1: 242, 2: 276, 4: 331},
 }
 SLOTS_PER_CLOCK = 4 * 0.75
-_BUSY_WARPS = 12  # that keep up with the memory
+_BUSY_WARPS = 12  # enough to saturate the memory
 _MAX_SLICES = 32
-_SLICES_AHEAD = {1: 8, 2: 6, 4: 4}  # kAhead of the kernel, by token tiles
+_SLICES_AHEAD = {1: 8, 2: 6, 4: 4}  # kAhead in the kernel, by token tiles
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
@@ -43,7 +43,7 @@ SCALE_TYPES = {"f32": "ScaleF32", "bf16": "ScaleBf16", "fp16": "ScaleFp16"}
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a cut depends on: multiprocessors, shared memory per block in bytes, compute capability."""
+    """Inputs of a cut: multiprocessors, shared memory per block in bytes, compute capability."""
 
     multiprocessors: int
     shared_bytes: int
@@ -56,11 +56,11 @@ H200 = DeviceLimits(132, 232_448, (9, 0))
 
 @dataclass(frozen=True)
 class Chip:
-    """What cuts are ranked by, per multiprocessor; estimates, no GPU has measured them yet."""
+    """Rates per multiprocessor that rank the cuts. Estimates that no GPU has measured yet."""
 
     dram_bytes: float  # a clock
-    queue_bytes: int  # weights on their way that hide the memory's latency, with room to spare
-    macs: float  # a clock, of mma.sync in 16 bits
+    queue_bytes: int  # weights in flight that hide the memory's latency, with some margin
+    macs: float  # per clock, for 16-bit mma.sync
 
 
 _AMPERE = Chip(dram_bytes=11.0, queue_bytes=24 * 1024, macs=0.85 * 1024)
@@ -88,7 +88,7 @@ class GemmShape:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 rows; a range begins at a stage, so at an even tile."""
+        """Number of 64-row tiles. A range begins at a stage, so at an even tile."""
         first = self.k_begin // (TILE_ROWS * _STAGE_TILES) * _STAGE_TILES
         return -(-self.k_end // TILE_ROWS) - first
 
@@ -99,7 +99,7 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     activation: str  # "bf16" or "fp16"
     token_tiles: int
@@ -148,7 +148,7 @@ def fold_of(group_size: int) -> tuple[int, int]:
     Raises
     ------
     ConfigError
-        If the kernel has no such group size.
+        If the kernel does not support this group size.
     """
     if group_size == -1:
         return 2, _PER_CHANNEL_SHIFT
@@ -167,12 +167,12 @@ def fold_of(group_size: int) -> tuple[int, int]:
 
 
 def token_tiles_for(tokens: int) -> int:
-    """Token tiles of 8 in the compiled variant that takes `tokens` (at most 32) tokens."""
+    """Number of 8-token tiles in the compiled variant for `tokens` (at most 32) tokens."""
     return 1 if tokens <= 8 else 2 if tokens <= 16 else 4
 
 
 def max_warps(token_tiles: int) -> int:
-    # Registers per thread: at most 128 with 16 warps, 255 with 8.
+    # Registers per thread: up to 128 with 16 warps, 255 with 8.
     return 16 if token_tiles <= 2 else 8
 
 
@@ -188,7 +188,7 @@ def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
 
 
 def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits) -> float:
-    """Estimated time of the busiest block: x, then weights, then the joining of slices."""
+    """Estimated time of the busiest block: loading x, then weights, then joining the slices."""
     pairs = -(-shape.pairs // plan.blocks)
     stages = -(-plan.slice_tiles // _STAGE_TILES)
     queue = (plan.stages - 1) * plan.warps * _STAGE_WEIGHT_BYTES
@@ -197,17 +197,17 @@ def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits
     issue_rate = SLOTS_PER_CLOCK * min(1.0, plan.warps / _BUSY_WARPS)
     stage = max(_stage_bytes(plan.fold) / dram_rate, _STAGE_SLOTS[plan.fold][token_tiles] / issue_rate)
     stream = -(-pairs * stages // plan.warps) * plan.warps * stage
-    # While x arrives, the rings fill; the rest of its time nothing else does.
+    # The rings fill while x arrives. The rest of its transfer does not overlap with anything.
     x = token_tiles * 8 * plan.slice_tiles * TILE_ROWS * 2 / L2_BYTES_PER_CLOCK
     x_alone = max(0.0, x - queue / chip.dram_bytes)
     return stream + x_alone + join_clocks(pairs, plan, token_tiles)
 
 
 def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
-    """Estimated clocks of adding up the slices of a block's `pairs` pairs."""
+    """Estimated clocks for adding up the slices of a block's `pairs` pairs."""
     if plan.slices == 1:
         return 0.0
-    # Partial sums out, a counter, then one block of `slices` reads all of them, a few slices at a time.
+    # Each block writes partial sums and a counter. Then one block of `slices` reads all, a few slices at a time.
     trips = 2 + -(-plan.slices // _SLICES_AHEAD[token_tiles]) * -(-pairs // plan.warps)
     rate = min(_L2_BYTES_PER_CLOCK_ALONE, L2_BYTES_PER_CLOCK * plan.slices)
     return trips * L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
@@ -228,19 +228,19 @@ def make_plan(
     shape : GemmShape
     device : DeviceLimits
     bulk : bool
-        Weights by bulk copies (compute capability 9.0 and up).
+        Load weights by bulk copies (compute capability 9.0 and up).
     stages, slices : int or None
         Fix the ring depth or the number of K slices (for measurements).
 
     Raises
     ------
     ConfigError
-        If no cut fits, or bulk copies are asked of a device that has none.
+        If no cut fits, or the device does not support the requested bulk copies.
     """
     if bulk and device.capability < (9, 0):
         raise ConfigError(f"bulk copies need compute capability 9.0; this device has {device.capability}")
     fold, shift = fold_of(shape.group_size)
-    # One cut for up to 16 tokens, another for up to 32: chosen for the largest of the class.
+    # One cut for up to 16 tokens, another for up to 32, each chosen for the largest number of its class.
     class_tiles = 2 if shape.token_tiles <= 2 else 4
     shallowest = 3 if device.capability >= (9, 0) else 2
     depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
@@ -262,7 +262,7 @@ def make_plan(
             cost = _clocks(shape, plan, class_tiles, device)
             if best is None or cost < best[0]:
                 best = (cost, plan)
-    # The ring's depth does not change a sum, so fewer tokens may have a deeper one.
+    # The ring's depth does not change a sum, so fewer tokens may use a deeper one.
     depth = None if best is None else _deepest(best[1], depths, shape.token_tiles, device)
     if best is None or depth is None:
         raise ConfigError(

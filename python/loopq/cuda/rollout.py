@@ -1,8 +1,8 @@
 """Whole N-step rollouts of a Huginn-like loop: 34 launches per step, captured in one CUDA graph per shape.
 
-A step is ``x = adapter([s; e])``, then for each block ``x = norm_2(attn(norm_1(x)) + x)`` and
-``x = norm_4(mlp(norm_3(x)) + x)``, and ``s = x``. Products run on the int4 kernel where the layer is a
-`QuantLinear` and on cuBLAS where it is a plain linear layer: both sides of a comparison share everything else.
+A step is ``x = adapter([s; e])``, then for each block ``x = norm_2(attn(norm_1(x)) + x)`` and ``x =
+norm_4(mlp(norm_3(x)) + x)``, and ``s = x``. A `QuantLinear` layer uses the int4 kernel. A plain linear layer uses
+cuBLAS. Both sides of a comparison share everything else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LoopParts:
         return self.width // self.n_heads
 
     def products(self) -> list[torch.nn.Module]:
-        """The linear layers of one step, in the order of their calls."""
+        """The linear layers of one step in call order."""
         found = [self.adapter]
         for block in self.blocks:
             found += [block.wqkv, block.proj, block.fc, block.mlp_proj]
@@ -76,9 +76,9 @@ class LoopParts:
         Parameters
         ----------
         model : torch.nn.Module
-            With ``transformer.adapter``, ``transformer.core_block[i]`` of ``attn.Wqkv``, ``attn.proj``,
-            ``mlp.fc``, ``mlp.proj``, ``norm_1 .. norm_4`` and optionally ``attn.qk_bias``; ``config.n_heads`` (or
-            ``num_attention_heads``), ``config.norm_eps`` and ``config.rope_base``.
+            The model has ``transformer.adapter`` and ``transformer.core_block[i]``. A block has ``attn.Wqkv``,
+            ``attn.proj``, ``mlp.fc``, ``mlp.proj``, ``norm_1 .. norm_4`` and optionally ``attn.qk_bias``. The config
+            has ``n_heads`` (or ``num_attention_heads``), ``norm_eps`` and ``rope_base``.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class LoopParts:
 
 
 def _flat_bias(bias: torch.Tensor | None, n_heads: int) -> torch.Tensor | None:
-    # A copy, so that it is contiguous and aligned whatever it was cut out of.
+    # A copy is contiguous and aligned even if the source is a slice.
     return (
         None
         if bias is None
@@ -122,7 +122,7 @@ def _flat_bias(bias: torch.Tensor | None, n_heads: int) -> torch.Tensor | None:
 
 @dataclass
 class _Buffers:
-    """Everything a rollout of one shape touches; addresses are fixed so that a graph may hold them."""
+    """Buffers of a rollout of one shape. Their addresses are fixed so that a graph can use them."""
 
     stacked: torch.Tensor  # [s; e]
     stream: torch.Tensor
@@ -154,27 +154,27 @@ class RolloutRunner:
     backend : Backend
         `loopq.cuda.load.CudaBackend`, or a stand-in.
     hoist : bool
-        Compute the embedding's half of the adapter once per rollout: ``W [s; e] = W_s s + W_e e``. The
-        adapter is then called N + 1 times, on half its inputs.
+        Compute the embedding's half of the adapter once per rollout: ``W [s; e] = W_s s + W_e e``. The adapter then
+        runs N + 1 times on half its inputs.
     bulk : bool
-        Bring weights in by bulk copies (compute capability 9.0).
+        Load weights by bulk copies (compute capability 9.0).
 
     Attributes
     ----------
     n_products : int
-        Products launched since the runner was made (a graph counts when it is captured).
+        Products launched since the runner was created (a graph counts when it is captured).
 
     Notes
     -----
-    There is no key-value cache: sequences are at most 64 tokens and start at position 0. A shorter
-    sequence runs in the next larger bucket; attention is causal, so the rows behind it change nothing.
+    There is no key-value cache. Sequences have at most 64 tokens and start at position 0. A shorter sequence runs in
+    the next larger bucket. Attention is causal, so the padding rows behind it change nothing.
 
-    A runner owns its buffers and its workspace: use one runner per stream.
+    A runner owns its buffers and its workspace, so each stream needs its own runner.
 
     Raises
     ------
     ConfigError
-        If a layer is neither of the two kinds.
+        If a layer is of another kind.
     KernelError
         If the model is on another device than the backend, or its norms are not bfloat16 or float16.
     """
@@ -198,11 +198,11 @@ class RolloutRunner:
 
         Parameters
         ----------
-        state, embedding : torch.Tensor, shape (sequences, tokens, width)
+        state, embedding : torch.Tensor of shape (sequences, tokens, width)
             In the type of the model's weights.
         n_steps : int
         graph : bool
-            Replay the graph of this shape, which `capture` made.
+            Replay the graph that `capture` made for this shape.
 
         Returns
         -------
@@ -211,7 +211,7 @@ class RolloutRunner:
         Raises
         ------
         KernelError
-            If a shape, type or device is wrong, the sequence too long, or its graph was not captured.
+            If a shape, type or device is wrong, the sequence is too long, or its graph was not captured.
         """
         self._check_inputs(state, embedding, n_steps)
         sequences, tokens, width = state.shape
@@ -232,7 +232,7 @@ class RolloutRunner:
         return buffers.state.reshape(sequences, bucket, width)[:, :tokens].clone()
 
     def capture(self, sequences: int, tokens: int, n_steps: int) -> None:
-        """Capture the rollout of a shape; one step runs before, so that everything is compiled and loaded."""
+        """Capture the rollout of a shape. One step runs first, so that everything is compiled and loaded."""
         bucket = self.bucket(tokens)
         buffers = self._buffers_for(sequences, bucket)
         counted = self.n_products
@@ -266,7 +266,7 @@ class RolloutRunner:
         Raises
         ------
         KernelError
-            Below 1 or above 64 tokens.
+            If `tokens` is below 1 or above 64.
         """
         for size in TOKEN_BUCKETS:
             if 1 <= tokens <= size:
@@ -390,7 +390,7 @@ def _check_parts(parts: LoopParts, backend: Backend) -> None:
 
 
 def _holds_codes(layer: Any) -> bool:
-    """Whether a layer is a `loopq.inference.linear.QuantLinear`, which imports this room."""
+    """Whether a layer is a `loopq.inference.linear.QuantLinear`. That module imports this package."""
     return hasattr(layer, "layout") and hasattr(layer, "qweight")
 
 
@@ -409,7 +409,7 @@ def _check_layer(layer: Any) -> None:
 def reference_rollout(
     parts: LoopParts, state: torch.Tensor, embedding: torch.Tensor, n_steps: int
 ) -> torch.Tensor:
-    """The plain twin of `RolloutRunner.run`: the same operations and roundings, in torch, on any device.
+    """Reference version of `RolloutRunner.run`: the same operations and roundings in torch, on any device.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The CUDA sources: from the source checkout if there is one, else embedded in the compiled extension."""
+"""The CUDA sources, from the source checkout if present, else from the compiled extension."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 @cache
 def kernel_sources() -> dict[str, str]:
-    """File name to text of every file of `kernels/` that the compiler reads.
+    """Map the name of every file of `kernels/` that the compiler reads to its text.
 
-    A source checkout's own files come first, so that an extension built earlier cannot hide an edit.
+    Files of a source checkout come first, so an older extension cannot hide an edit.
 
     Raises
     ------
     ConfigError
-        If neither a source checkout nor the extension holds them.
+        If neither a source checkout nor the extension has them.
     """
     root = Path(__file__).resolve().parents[3]
     if (root / "Cargo.toml").exists():
@@ -41,7 +41,7 @@ def kernel_sources() -> dict[str, str]:
 
 
 def embedded_sources() -> dict[str, str]:
-    """What the compiled extension carries; empty if it was built without sources, or is not built."""
+    """Sources in the compiled extension. Empty if it was built without sources, or is not built."""
     try:
         native = importlib.import_module("loopq._native")
     except ImportError:
@@ -51,12 +51,12 @@ def embedded_sources() -> dict[str, str]:
 
 
 def translation_unit(name: str) -> str:
-    """One kernel file with its own includes put in place, line numbers kept for the compiler's messages.
+    """One kernel file with its own includes inserted. Line numbers stay valid for the compiler's messages.
 
     Raises
     ------
     ConfigError
-        If there is no such file; the message lists those there are.
+        If the file does not exist. The message lists the existing ones.
     """
     sources = kernel_sources()
     if name not in sources:

@@ -1,7 +1,7 @@
-"""How a product of more than 32 tokens is cut up for `kernels/w4a16_tiled.cu`: the same on every machine.
+"""Cut a product of more than 32 tokens for `kernels/w4a16_tiled.cu`, the same on every machine.
 
-A block takes 64 or 128 tokens and 256 or 128 outputs of a K slice. The cut depends on the layer, the device and the
-number of groups of 64 tokens, and it decides the order in which partial sums are added.
+A block takes 64 or 128 tokens and 256 or 128 outputs of a K slice. The cut decides the order of the partial sums. It
+depends on the layer, the device and the number of 64-token groups.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WARP_TOKENS = 64
 UNIT_FLOATS = 32 * WARP_TOKENS  # sums of one warp
 _TILE_BYTES = 512
 _SCALE_BYTES = {"f32": 4, "bf16": 2, "fp16": 2}
-# Instructions that a warp issues for one stage, by fold: counted in the machine code for compute capability 9.0
-# (tests/cuda/test_nvrtc.py counts again). Groups of 128 and longer add _FOLD_SLOTS where they end.
+# Instructions that a warp issues per stage, by fold. They are counted in the machine code for compute capability 9.0
+# (tests/cuda/test_nvrtc.py repeats it). Groups of 128 and longer add _FOLD_SLOTS at their end.
 _STAGE_SLOTS = {0: 424, 1: 348, 2: 290}
 _FOLD_SLOTS = 128
 _RAMP_CLOCKS = 1500.0  # of a block, until its ring is full
@@ -39,11 +39,11 @@ _DEPTHS = (6, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class TiledVariant:
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     activation: str  # "bf16" or "fp16"
-    token_warps: int  # 1 or 2: a block has 64 tokens of each
-    fold: int  # 0: groups of 32, 1: of 64, 2: longer
+    token_warps: int  # 1 or 2, each with 64 tokens of a block
+    fold: int  # 0 for groups of 32, 1 for 64, 2 for longer
     stages: int
     scales: str = "f32"  # or "bf16", "fp16"
 
@@ -70,7 +70,7 @@ class TiledVariant:
 
     @property
     def read_bytes(self) -> int:
-        """What a stage reads of x and weights."""
+        """Bytes of x and weights that a stage reads."""
         pairs = WARPS // self.token_warps
         return WARP_TOKENS * self.token_warps * TILE_ROWS * 2 + 2 * pairs * _TILE_BYTES
 
@@ -81,7 +81,7 @@ class TiledVariant:
 
 @dataclass(frozen=True)
 class TiledPlan:
-    """Grid (`blocks` of outputs and tokens, `slices` along K) and what it launches."""
+    """Grid (`blocks` of outputs and tokens, `slices` along K) and the launched variant."""
 
     variant: TiledVariant
     blocks: int
@@ -96,22 +96,22 @@ class TiledPlan:
 
     @property
     def token_blocks(self) -> int:
-        """Blocks of the same outputs."""
+        """Number of blocks with the same outputs."""
         return -(-self.token_groups // self.variant.token_warps)
 
     @property
     def units(self) -> int:
-        """Sums of 64 tokens and 32 outputs, each with a counter."""
+        """Number of sums of 64 tokens and 32 outputs, each with a counter."""
         return self.token_groups * self.pairs
 
     @property
     def partial_floats(self) -> int:
-        """Workspace that the slices need."""
+        """Workspace of the slices."""
         return self.slices * self.units * UNIT_FLOATS if self.slices > 1 else 0
 
 
 def stage_clocks(variant: TiledVariant, group_shift: int, device: DeviceLimits) -> float:
-    """Estimated clocks of a block's stage: the slowest of tensor cores, issue slots, and reads through the L2."""
+    """Estimated clocks of a block's stage. The slowest of tensor cores, issue slots and L2 reads decides."""
     products = TILE_ROWS * 32 * WARP_TOKENS * WARPS / chip_of(device).macs
     slots = _STAGE_SLOTS[variant.fold] + (_FOLD_SLOTS / 2**group_shift if variant.fold == 2 else 0)
     issue = WARPS * slots / SLOTS_PER_CLOCK
@@ -119,7 +119,7 @@ def stage_clocks(variant: TiledVariant, group_shift: int, device: DeviceLimits) 
 
 
 def _clocks(plan: TiledPlan, tiles: int, weight_bytes: float, device: DeviceLimits) -> float:
-    """Estimated time: waves of blocks, or the weights' way out of memory, then the joining of slices."""
+    """Estimated time: waves of blocks or the transfer of the weights from memory, then the joining of slices."""
     chip = chip_of(device)
     waves = -(-plan.blocks * plan.slices // device.multiprocessors)
     stream = waves * -(-tiles // plan.slices) * stage_clocks(plan.variant, plan.group_shift, device)

@@ -1,6 +1,6 @@
-"""The int4 product as a torch operator: checks, launch, reference, registration.
+"""The int4 product as a torch operator: checks, launch, reference and registration.
 
-Importing this module needs torch; CuPy is asked for at the first call on a CUDA device.
+Importing this module needs torch. CuPy is needed at the first call on a CUDA device.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ __all__ = [
     "w4a16_linear_ref",
 ]
 
-# Above this many tokens an int4 weight is dequantised for cuBLAS, which an H200 does faster from 192 (docs/kernels.md).
+# Above this many tokens an int4 weight is dequantised for cuBLAS, which is faster on an H200 from 192 tokens
+# (docs/kernels.md).
 INT4_KERNEL_TOKENS = 128
 _DEVICES = ("cpu", "cuda", "meta")
 
 
 def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
-    """x as (rows, width) with unit stride along the width, without a copy.
+    """View x as (rows, width) with unit stride along the width, without a copy.
 
     Raises
     ------
     KernelError
-        If the strides do not allow it.
+        If the strides do not allow this view.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise refuse(
@@ -58,7 +59,7 @@ def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
 def dequantize_packed(
     qweight: torch.Tensor, scales: torch.Tensor, in_features: int, group_size: int
 ) -> torch.Tensor:
-    """s * q of a packed weight in float32, (out_features, in_features), with torch operations on any device.
+    """s * q of a packed weight as float32 (out_features, in_features), with torch operations on any device.
 
     Parameters
     ----------
@@ -85,14 +86,14 @@ def dequantize_packed(
 
 
 def spread_scales(scales: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
-    """Scales (groups, out) as float32 (out, in): one per input, the last group cut short."""
+    """Expand scales (groups, out) to float32 (out, in), one per input. The last group may be short."""
     if group_size == -1:
         return scales.float().t()
     return scales.float().t().repeat_interleave(group_size, dim=1)[:, :in_features]
 
 
 def w4a16_linear_ref(p: Product) -> torch.Tensor:
-    """The plain twin of the kernel: float32 weights, float32 product, one rounding at the end."""
+    """Reference version of the kernel: float32 weights, float32 product, one rounding at the end."""
     weight = dequantize_packed(p.qweight, p.scales, p.in_features, p.group_size)
     out = p.x.float() @ weight[:, p.k_begin : p.k_begin + p.width].t()
     if p.bias is not None:
@@ -110,7 +111,7 @@ def _eager_workspace(
 ) -> Workspace:
     floats, pairs = workspace_size(backend, layer, rows)
     if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed beside anything: it gets counters of its own, zeroed in each replay.
+        # A graph may be replayed next to any work, so it gets its own counters, zeroed in each replay.
         return Workspace.allocate(floats, pairs, device)
     key = (device.index, torch.cuda.current_stream(device).cuda_stream)
     counters = _COUNTERS.get(key)
@@ -120,7 +121,7 @@ def _eager_workspace(
 
 
 def run_linear(backend: Backend, p: Product, workspace: Workspace | None = None) -> torch.Tensor:
-    """The product on a backend: the kernels, or above INT4_KERNEL_TOKENS tokens dequantise and multiply."""
+    """The product on a backend. Above INT4_KERNEL_TOKENS tokens it dequantises and multiplies."""
     rows = _rows(p.x, "x")
     addend = None if p.addend is None else _rows(p.addend, "addend")
     out = torch.empty((rows.shape[0], p.out_features), dtype=p.dtype, device=rows.device)
@@ -151,7 +152,7 @@ _library = torch.library.Library("loopq", "FRAGMENT")
 _library.define(_SCHEMA)
 
 
-# Arguments come in the schema's order, which is that of Product's fields.
+# Arguments have the schema's order, which is the order of Product's fields.
 def _on_cpu(*operands: Any) -> torch.Tensor:
     return w4a16_linear_ref(Product(*operands).checked())
 
@@ -189,20 +190,20 @@ def w4a16_linear(
     Parameters
     ----------
     x : torch.Tensor, bfloat16 or float16 (any floating type on the CPU), shape (..., width)
-        Inputs ``k_begin .. k_begin + width`` of the layer; both ends multiples of 32. On a GPU: unit stride
-        along the width, a uniform row stride that is a multiple of 8, 16-byte aligned.
+        Inputs ``k_begin .. k_begin + width`` of the layer. Both ends are multiples of 32. A GPU needs unit stride
+        along the width, 16-byte alignment, and a uniform row stride that is a multiple of 8.
     qweight : torch.Tensor, int32, shape (out / 16, ceil(in / 64) * 128)
         See `loopq.cuda.layout.pack_w4`.
     scales : torch.Tensor, float32, bfloat16 or float16, shape (ceil(in / group_size), out)
     bias : torch.Tensor or None, float32, shape (out,)
     addend : torch.Tensor or None, float32, shape (..., out)
-        Joins the float32 sum before it is rounded.
+        Added to the float32 sum before it is rounded.
     in_features : int
-        Width of the whole layer, of which x may cover a part.
+        Width of the whole layer. x may cover a part of it.
     group_size : int
-        32, 64, 128 or a larger power of two; -1 for one scale per output.
+        32, 64, 128 or a larger power of two. -1 for one scale per output.
     k_begin : int
-        First input that x holds.
+        First input in x.
     out_dtype : torch.dtype or None
         x's type (default) or float32.
 
@@ -213,14 +214,14 @@ def w4a16_linear(
     Raises
     ------
     KernelError
-        If a tensor has the wrong device, type, shape, stride or alignment, or the device is too old.
+        If a tensor has the wrong device, type, shape, stride or alignment. Also if the device is too old.
     MissingExtraError
         On a CUDA device without a matching CuPy.
 
     Notes
     -----
-    Precision: codes exact, float32 sum per group, scale applied to that sum, float32 across groups, one
-    rounding. Above `INT4_KERNEL_TOKENS` tokens on a GPU the weights ``s q`` are rounded to x's type first.
+    Codes are exact. Each group has a float32 sum, which is scaled and added to the other groups in float32. The result
+    is rounded once. Above `INT4_KERNEL_TOKENS` tokens on a GPU, ``s q`` is rounded to x's type first.
 
     Examples
     --------

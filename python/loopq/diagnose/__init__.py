@@ -1,1 +1,1 @@
-"""How a loop treats weight errors: calibration blindness, feedback exposure, sensitivity, stability."""
+"""Effects of weight errors in a loop: calibration blindness, feedback exposure, sensitivity and stability."""

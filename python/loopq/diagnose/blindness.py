@@ -1,4 +1,4 @@
-"""Calibration blindness by what it does: the loss over the trajectory of a layer solved from step 0 (Li, Sec. 4)."""
+"""Measure calibration blindness: the trajectory loss of a layer solved from step 0 (Li, Sec. 4)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def solved_losses(
     rounder: Rounder,
     threads: int = 0,
 ) -> dict[str, float] | None:
-    """Round a layer, solve it from step 0 and from all steps, and measure each over the trajectory.
+    """Round a layer, solve it from step 0 and from all steps, and measure the three losses over the trajectory.
 
     Parameters
     ----------
-    weight : ndarray, float32, shape (out_features, in_features)
+    weight : float32 ndarray of shape (out_features, in_features)
         The layer.
     hessians : StepHessians
         H_t of its input.
     config : LayerConfig
-        Rounding: its grid is that of all three.
+        Rounding. All three variants use its grid.
     damping : float
         Damping of GPTQ.
     rounder : callable
@@ -45,8 +45,8 @@ def solved_losses(
     Returns
     -------
     dict or None
-        tr(dW H dW^T), H = sum_t H_t, of "rtn", "one_step" and "all_steps"; None where the layer runs at one step
-        only or cannot be solved from one of the Hessians.
+        tr(dW H dW^T) with H = sum_t H_t. The keys are "rtn", "one_step" and "all_steps". The result is None for a
+        layer that runs at one step only, or that one of the Hessians cannot solve.
     """
     steps = list(hessians.steps)
     if len(steps) < 2:
@@ -74,6 +74,6 @@ def solved_losses(
 
 
 def model_ratio(losses: Sequence[Mapping[str, float] | None], top: str, bottom: str) -> float | None:
-    """Geometric mean over layers of one loss relative to another; None where no layer has both above 0."""
+    """Geometric mean over layers of the ratio of two losses. None where no layer has both above 0."""
     logs = [np.log(x[top] / x[bottom]) for x in losses if x and x[top] > 0 and x[bottom] > 0]
     return float(np.exp(np.mean(logs))) if logs else None

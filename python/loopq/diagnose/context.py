@@ -1,4 +1,4 @@
-"""What every section of a diagnosis works on: model, prompts, settings, and what follows from them."""
+"""Shared input of all sections of a diagnosis: model, prompts, settings and derived data."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class Context:
     rounder : callable
         Takes a weight and its settings, returns the dequantized weight.
     execution : Execution
-        Seed of the initial states where no others are named, prompts that run together, threads, memory for Hessians,
-        folder of what is finished, progress.
+        Default seed of the initial states, batch size, threads, memory for Hessians, work folder and progress.
     train : TokenSet, optional
-        Prompts of the trained rank-4 update; those of `tokens` that no run compares weights on when absent.
+        Prompts of the trained rank-4 update. By default, those of `tokens` that no comparison of weights uses.
     """
 
     system: LoopedSystem
@@ -66,7 +65,7 @@ class Context:
 
     @cached_property
     def selection(self) -> Selection:
-        """Layers whose inputs are observed, and which of them read the same input."""
+        """Layers with observed inputs, and the layers that share an input."""
         return select(self.system, self.tokens, n_steps=self.n_steps, seed=self.execution.seed)
 
     @cached_property
@@ -81,14 +80,14 @@ class Context:
 
     @cached_property
     def training(self) -> TokenSet | None:
-        """Prompts to train on, none of which is in `prompts`; None where all are."""
+        """Training prompts disjoint from `prompts`. None where `prompts` holds all."""
         measured = self.config.n_prompts
         rest = self.tokens.take(measured) if len(self.tokens.sequences) > measured else None
         return self.train or rest
 
     @property
     def n_seeds(self) -> int:
-        """Initial states of each prompt where several are run."""
+        """Number of initial states per prompt in runs that use several."""
         return len(self.config.seeds) if self.system.state_is_random else 1
 
     def fingerprint(self) -> str:
@@ -96,6 +95,6 @@ class Context:
         return self.job.fingerprint("diagnosis")
 
     def sums(self) -> HessianSet:
-        """Empty accumulators of every input group, one for each step."""
+        """Empty accumulators, one per input group and step."""
         steps = {p.name: list(range(p.invocations)) for p in self.selection.distinct_inputs}
         return HessianSet(self.job, steps, per_step=True)

@@ -1,4 +1,4 @@
-"""How long a diagnosis will take, from one timed batch of rollouts, one timed step and one count of eigenvalues."""
+"""Estimate the time of a diagnosis from one timed batch of rollouts, one step and one eigenvalue count."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `seconds` in total, `n_prompt_rollouts`, `seconds_per_rollout`, `hessian_bytes`, and `sections`: rollouts
-        and seconds of each.
+        `seconds` is the total. `n_prompt_rollouts`, `seconds_per_rollout` and `hessian_bytes` follow. `sections` holds
+        rollouts and seconds of each section.
     """
     rollout, step = _time_rollout(context)
     parts = {}
@@ -36,7 +36,7 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
 
 
 def _time_rollout(context: Context) -> tuple[float, float]:
-    """Seconds of a prompt's rollout within a batch, and of one step of a single prompt, each after a warm-up."""
+    """Seconds per prompt of a batched rollout, and of one step of a single prompt, each after a warm-up."""
     system, n, execution = context.system, context.n_steps, context.execution
 
     def timed(n_prompts: int, read: tuple[int, ...] | None) -> float:

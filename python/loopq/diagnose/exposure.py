@@ -1,4 +1,4 @@
-"""Feedback exposure: where in the loop a weight error does its damage (Li, Sec. 3)."""
+"""Feedback exposure: locate the damage of a weight error in the loop (Li, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def injection_weights(
     n_steps : int
         Depth.
     config : LayerConfig
-        Bits and group size of the rounding; Li, Table 3 has INT4 per channel.
+        Bits and group size of the rounding. Li, Table 3 uses INT4 per channel.
     rounder : callable
         Takes a weight and its settings, returns the dequantized weight.
     noise_seed : int
@@ -57,9 +57,9 @@ def injection_weights(
     Returns
     -------
     dict of str to weights
-        "none", "exposed" (layers without an identity path), "core" (the others), "all", and "gaussian": one
-        draw at each exposed layer with the Frobenius norm of its rounding error. A system without an exposed
-        layer has "none" and "all".
+        "exposed" rounds the layers without an identity path, "core" the others and "all" both. "none" rounds nothing.
+        "gaussian" adds one draw to each exposed layer with the Frobenius norm of its rounding error. A system without
+        an exposed layer has "none" and "all".
     """
     parameters = quantizable(system.shared_parameters(n_steps))
     every = rounded(system, parameters, config, rounder)
@@ -82,9 +82,9 @@ def controlled_injection(context: Context, config: LayerConfig) -> dict[str, Any
     Returns
     -------
     dict
-        `paired` and `unpaired` (None where the initial state is not random): variant -> curves over steps, with
-        the interval of the final agreement; `recovered`: share of the agreement lost by "all" that is recovered
-        when the exposed layers stay in full precision (Li, Table 12).
+        `paired` and `unpaired` map a variant to its curves over steps and the interval of its final agreement.
+        `unpaired` is None where the initial state is not random. `recovered` is the share of the agreement lost by
+        "all" that full-precision exposed layers recover (Li, Table 12).
     """
     seed = context.execution.seed
     variants = injection_weights(
@@ -126,7 +126,7 @@ def group_size_sweep(
     Returns
     -------
     list of dict
-        `group_size` (-1: per channel), and the curves of `Comparison.to_json`; initial states are paired.
+        `group_size` (-1: per channel) and the curves of `Comparison.to_json`. Initial states are paired.
     """
     parameters = quantizable(context.parameters)
     variants = {
@@ -140,13 +140,13 @@ def group_size_sweep(
 def adapter_output_ratio(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, *, seed: int = 0, batch_size: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """Size of each exposed layer's output relative to the state that enters the step (Li, App. O).
+    """Size of each exposed layer's output relative to the step's input state (Li, App. O).
 
     Returns
     -------
     dict of str to dict
-        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t|| at each update; `mean` and `std`:
-        over prompts and all updates but the first.
+        For each exposed layer, `per_step` is the mean over prompts of ||output|| / ||s_t|| at each update. `mean` and
+        `std` run over prompts and all updates but the first.
     """
     if not system.has_steps:
         raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be read")

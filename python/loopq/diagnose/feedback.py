@@ -1,4 +1,4 @@
-"""The feedback intervention: how much of the final error comes from error that is fed back (Li, App. E)."""
+"""The feedback intervention: the share of the final error caused by feedback (Li, App. E)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float) -> Tensor:
-    """Final state of a rollout in which only part of the error is fed back.
+    """Final state of a rollout that feeds back only part of the error.
 
-    Every step receives s_t + strength * (s'_t - s_t), with s_t the reference's state and s'_t that of this
-    rollout, which runs with the weights the model holds now.
+    Every step receives s_t + strength * (s'_t - s_t). s_t is the reference's state. s'_t is the state of this rollout,
+    which uses the model's current weights.
 
     Parameters
     ----------
@@ -56,11 +56,11 @@ def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trac
     reference : Trace
         Rollout of the same batch with the reference weights.
     strength : float
-        lambda: 1 is the ordinary rollout, bit for bit; 0 cuts the feedback.
+        lambda. 1 gives the ordinary rollout, bit for bit. 0 cuts the feedback.
 
     Notes
     -----
-    `torch.lerp` returns its ends exactly, where s + 1 * (s' - s) would round.
+    `torch.lerp` returns its ends exactly, while s + 1 * (s' - s) would round.
     """
     torch = require("torch")
     with torch.no_grad():
@@ -80,10 +80,10 @@ class FeedbackCurve:
     ----------
     lambdas : tuple of float
         Feedback strengths, ascending.
-    error : ndarray, float64, shape (n_lambdas, n_prompts)
-        Relative error of the final state, mean over initial-state seeds.
-    agreement : ndarray, float64, shape (n_lambdas, n_prompts), or None
-        Top-1 agreement at the end, of the positions that are scored, mean over seeds.
+    error : float64 ndarray of shape (n_lambdas, n_prompts)
+        Relative error of the final state. Mean over initial-state seeds.
+    agreement : float64 ndarray of shape (n_lambdas, n_prompts), or None
+        Top-1 agreement at the end over the scored positions. Mean over seeds.
     n_seeds : int
         Initial-state seeds.
     """
@@ -94,16 +94,16 @@ class FeedbackCurve:
     n_seeds: int
 
     def to_json(self, seed: int = 0) -> dict[str, Any]:
-        """Curves, whether they are monotone, and the ratio of both ends with its prompt bootstrap.
+        """Curves, their monotonicity, and the ratio of both ends with its prompt bootstrap.
 
-        `ratio` is None where a prompt has an error of exactly 0 at one end.
+        `ratio` is None where a prompt's error is exactly 0 at one end.
         """
         ratio = None
         if (self.error[[0, -1]] > 0).all():
             ratio = geometric_mean_ratio(
                 self.error[-1], self.error[0], n_resamples=10_000, seed=seed
             ).to_json()
-        # A fall within floating-point rounding does not count against monotonicity.
+        # A decrease within floating-point rounding does not break monotonicity.
         rising = np.diff(self.error, axis=0) >= -1e-9 * self.error[1:]
         return {
             "lambdas": list(self.lambdas),
@@ -130,20 +130,20 @@ def feedback_curve(
     Parameters
     ----------
     context : Context
-        A model with a single-step function, prompts, which in Li, App. E are disjoint from calibration, and depth.
+        A model with a single-step function, depth, and prompts. Those of Li, App. E are disjoint from calibration.
     weights : weights
         Replaced weights, outputs first.
     lambdas : sequence of float
         Feedback strengths between 0 and 1.
     seeds : sequence of int
-        Seeds of the initial states, the same for all strengths; one is enough where the state is not random.
+        Seeds of the initial states, the same for all strengths. One is enough where the state is not random.
     label : str
         Name of the stage.
 
     Raises
     ------
     ConfigError
-        A system without a single-step function, or a strength outside 0 to 1.
+        If the system has no single-step function, or a strength lies outside 0 to 1.
     """
     system = context.system
     if not system.has_steps:
@@ -199,15 +199,15 @@ def _one_batch(
 def split_weights(
     system: LoopedSystem, n_steps: int, config: LayerConfig, rounder: Rounder = core_rounder
 ) -> dict[str, dict[str, Any]]:
-    """Round each exposed layer once and keep the rounded values in all columns or in one input block (Li, App. E).
+    """Round each exposed layer once. Apply the rounded values to all columns or to one input block (Li, App. E).
 
-    Where no layer is exposed, all layers are rounded.
+    Without an exposed layer, all layers are rounded.
 
     Returns
     -------
     dict of str to weights
-        "all columns", and one entry for each block of a concatenated input. A group that straddles two blocks
-        keeps its scale in both.
+        "all columns", and one entry per block of a concatenated input. A group that spans two blocks keeps its scale
+        in both.
     """
     parameters = system.shared_parameters(n_steps)
     exposed = [p for p in parameters if p.exposed]
@@ -227,7 +227,7 @@ def feedback_study(
     lambdas: Sequence[float] = LAMBDAS,
     seeds: Sequence[int] = (0, 1, 2),
 ) -> dict[str, dict[str, Any]]:
-    """Run the intervention for several settings of the rounding, on the variants of `split_weights`.
+    """Run the intervention for several rounding settings on the variants of `split_weights`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Overlap of eigenspaces between steps and between seeds, beside its expectation by chance (Li, App. O)."""
+"""Overlap of eigenspaces between steps and between seeds, with the overlap expected by chance (Li, App. O)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 def leading_space(moment: Floats, k: int) -> Floats:
-    """Top-k eigenvectors of a symmetric matrix, float64, shape (dim, k)."""
+    """Top-k eigenvectors of a symmetric matrix as float64 (dim, k)."""
     if not 1 <= k <= len(moment):
         raise ConfigError(f"k must lie between 1 and the dimension {len(moment)}; got {k}")
     _, vectors = np.linalg.eigh(moment)
@@ -33,7 +33,7 @@ def overlap(a: Floats, b: Floats, k: int) -> float:
 
     Parameters
     ----------
-    a, b : ndarray, float64, shape (dim, dim)
+    a, b : float64 ndarrays of shape (dim, dim)
         Uncentred second moments.
     k : int
         Dimension of the spaces.
@@ -56,7 +56,7 @@ def chance(k: int, dim: int) -> float:
 def state_moments(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, steps: Sequence[int], seed: int, batch_size: int = 8
 ) -> dict[int, Floats]:
-    """Uncentred second moments of the states that enter the given steps, float64, shape (width, width)."""
+    """Uncentred second moments of the states that enter the given steps, float64 (width, width)."""
     moments: dict[int, Floats] = {}
     for batch in tokens.batches(batch_size, seed):
         run = trace(system, batch, n_steps, read=())
@@ -76,12 +76,12 @@ def subspace_survey(
     moments : mapping of seed to mapping of step to ndarray
         Second moments of the state (`state_moments`).
     ks : sequence of int
-        Dimensions of the spaces; those above half the width are left out, where chance alone overlaps by half.
+        Dimensions of the spaces. Those above half the width are left out because chance alone gives half the overlap.
 
     Returns
     -------
     list of dict
-        `between`, `k`, `overlap`, `chance`, `dim`.
+        Entries `between`, `k`, `overlap`, `chance` and `dim`.
     """
     seeds = list(moments)
     steps = sorted(moments[seeds[0]])

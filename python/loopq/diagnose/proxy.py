@@ -1,4 +1,4 @@
-"""The reconstruction proxy tr(dW H_t dW^T) along the rollout, and activation magnitudes (Li, App. J and P)."""
+"""Reconstruction proxy tr(dW H_t dW^T) along the rollout, and activation magnitudes (Li, App. J and P)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Floats = NDArray[np.float64]
 
 
 def step_proxies(error: NDArray[np.float32], hessians: StepHessians, threads: int = 0) -> Floats:
-    """Reconstruction proxy tr(dW H_t dW^T) of every step, a term of Li, Eq. 3 each.
+    """Reconstruction proxy tr(dW H_t dW^T) of every step, one term of Li, Eq. 3 each.
 
     Parameters
     ----------
-    error : ndarray, float32, shape (out_features, in_features)
+    error : float32 ndarray of shape (out_features, in_features)
         dW = W^ - W.
     hessians : StepHessians
         H_t of the layer's input.
@@ -41,12 +41,12 @@ def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
     Parameters
     ----------
     per_layer : mapping of str to ndarray, shape (n_steps,)
-        `step_proxies` of each layer; layers of one depth.
+        `step_proxies` of each layer. All layers have the same depth.
 
     Returns
     -------
     dict
-        `per_step`, `max_over_min`, `step0_share`, and `uniform_share`, which is 1/N.
+        `per_step`, `max_over_min` and `step0_share`. `uniform_share` is 1/N.
     """
     lengths = {len(v) for v in per_layer.values()}
     if len(lengths) != 1:
@@ -68,9 +68,9 @@ def channel_rms(hessian: Floats, n_rows: int) -> Floats:
 
 
 def magnitude_stability(hessians: StepHessians) -> dict[str, Any]:
-    """Pearson correlation of channel magnitudes between the first step and every later one (Li, Sec. 4).
+    """Pearson correlation of channel magnitudes between the first step and each later one (Li, Sec. 4).
 
-    Magnitudes are root mean squares, taken from the Hessian's diagonal; None where a side is constant.
+    Magnitudes are root mean squares from the Hessian's diagonal. None where a side is constant.
     """
     steps: Sequence[int] = list(hessians.steps)
     rms = {t: channel_rms(hessians.matrix([t]), hessians.n_rows(t)) for t in steps}

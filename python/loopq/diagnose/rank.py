@@ -17,12 +17,12 @@ Floats = NDArray[np.float64]
 FOCAL = 1e-3
 THRESHOLDS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _MAX_POINTS = 400
-# Above this width the rank is counted at a few steps only: each count is a factorisation.
+# Wider layers count the rank at a few steps only, because each count is a factorisation.
 _MAX_DIM_ALL_STEPS = 2048
 
 
 def steps_to_count(n_steps: int, dim: int) -> list[int]:
-    """Steps whose rank is counted: all for a narrow layer, a few for a wide one."""
+    """Steps with a rank count: all for a narrow layer, a few for a wide one."""
     if dim <= _MAX_DIM_ALL_STEPS:
         return list(range(n_steps))
     return sorted({0, 1, n_steps // 8, n_steps // 4, n_steps // 2, n_steps - 1} & set(range(n_steps)))
@@ -34,11 +34,11 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
     Raises
     ------
     NonFiniteError
-        NaN or infinity in the matrix.
+        If the matrix contains NaN or infinity.
 
     Notes
     -----
-    A sum of outer products has no negative eigenvalue; values that rounding leaves below 0 are set to 0.
+    A sum of outer products has no negative eigenvalue. Values that rounding leaves below 0 are set to 0.
     """
     if not np.isfinite(hessian).all():
         row, column = (int(i) for i in np.argwhere(~np.isfinite(hessian))[0])
@@ -48,14 +48,14 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
 
 
 def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
-    """Number of eigenvalues above `threshold` times the largest (Li, Sec. 2); 0 for a zero matrix.
+    """Number of eigenvalues above `threshold` times the largest (Li, Sec. 2). 0 for a zero matrix.
 
     Parameters
     ----------
-    values : ndarray, float64, shape (dim,)
+    values : float64 ndarray of shape (dim,)
         Eigenvalues, in any order.
     threshold : float
-        tau, between 0 and 1; Li, Sec. 2 takes 1e-3.
+        tau between 0 and 1. Li, Sec. 2 uses 1e-3.
     """
     if not 0.0 <= threshold < 1.0:
         raise ConfigError(f"the rank threshold must lie in [0, 1); got {threshold}")
@@ -63,7 +63,7 @@ def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
 
 
 def effective_rank(values: Floats) -> float:
-    """exp(-sum p log p), p the eigenvalues over their sum (Li, Table 22): n for a flat spectrum of n directions."""
+    """exp(-sum p log p), p the normalized eigenvalues (Li, Table 22). A flat spectrum of n directions gives n."""
     total = float(values.sum())
     if total <= 0.0:
         return 0.0
@@ -78,20 +78,20 @@ def stable_rank(values: Floats) -> float:
 
 
 def felt_directions(values: Floats, damping: float) -> dict[str, float]:
-    """Count the directions that stand out against the solver's damping.
+    """Count the directions above the solver's damping.
 
     Parameters
     ----------
-    values : ndarray, float64, shape (dim,)
+    values : float64 ndarray of shape (dim,)
         Eigenvalues.
     damping : float
-        Fraction of mean(diag H) that is added to the diagonal.
+        Fraction of mean(diag H) added to the diagonal.
 
     Returns
     -------
     dict
-        `above`: eigenvalues above mu = damping * mean(lambda); `degrees`: sum lambda / (lambda + mu);
-        `relative_mu`: mu / lambda_max, the threshold to which `above` corresponds.
+        `above` counts eigenvalues above mu = damping * mean(lambda). `degrees` is sum lambda / (lambda + mu).
+        `relative_mu` is mu / lambda_max, the threshold that corresponds to `above`.
     """
     mu = damping * float(values.mean())
     top = float(values.max())
@@ -104,7 +104,7 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
 def describe_spectrum(
     values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01
 ) -> dict[str, Any]:
-    """Ranks by threshold, effective and stable rank, trace, and directions above the damping, of one spectrum."""
+    """Describe one spectrum: ranks by threshold, effective and stable rank, trace, directions above the damping."""
     return {
         "rank": thresholded_rank(values),
         "ranks": {f"{tau:g}": thresholded_rank(values, tau) for tau in thresholds},
@@ -117,7 +117,7 @@ def describe_spectrum(
 
 
 def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float]]:
-    """Spectrum for a plot: all eigenvalues, or at most `max_points`, evenly spaced in the logarithm of the index."""
+    """Points of a spectrum plot: all eigenvalues, or `max_points` at most, evenly spaced in log index."""
     n = len(values)
     index = (
         np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
@@ -126,7 +126,7 @@ def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float
 
 
 def rank_gain(deployed: int, first: int) -> float | None:
-    """Rank of the sum over steps, over the rank at step 0 (Li, Table 18); None where that is 0."""
+    """Rank of the sum over steps divided by the rank at step 0 (Li, Table 18). None for a rank of 0."""
     return deployed / first if first else None
 
 
@@ -141,26 +141,25 @@ def layer_ranks(
     Parameters
     ----------
     hessians : StepHessians
-        Per-step Hessians, all over the same token positions.
+        Per-step Hessians over the same token positions.
     blocks : mapping of str to slice, optional
-        Blocks of a concatenated input ("state", "embedding"); each is measured separately as well.
+        Blocks of a concatenated input ("state", "embedding"). Each is also measured separately.
     steps : sequence of int, optional
-        Steps whose rank is counted, besides the first and the last; all when absent. The sum always runs over all
-        steps.
+        Steps to count besides the first and the last. All when absent. The sum always includes all steps.
     threads : int
         Threads of the factorisations; 0 takes all cores.
 
     Returns
     -------
     dict
-        `per_step`: rank, trace and rows of each H_t (Li, Table 19); `first`, `last`, `all`: `count` of H_0, H_{N-1}
-        and the sum; `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share`, `trace_ratio_0_1` (Li, App. P);
-        `blocks`: the same for each block.
+        `per_step` holds rank, trace and rows of each H_t (Li, Table 19). `first`, `last` and `all` are the `count` of
+        H_0, H_{N-1} and the sum. Then follow `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share` and
+        `trace_ratio_0_1` (Li, App. P). `blocks` holds the same for each block.
 
     Notes
     -----
-    A rank takes one factorisation (`loopq._native.count_above`); all eigenvalues, which take some twenty times as
-    long, are computed by `layer_spectra` where they are drawn.
+    A rank takes one factorisation (`loopq._native.count_above`). All eigenvalues take some twenty times as long, so
+    `layer_spectra` computes them only for plots.
     """
     stored = list(hessians.steps)
     counted = sorted({stored[0], stored[-1], *(stored if steps is None else steps)})
@@ -175,12 +174,12 @@ def layer_ranks(
 
 
 def count(hessian: Floats, threads: int = 0) -> dict[str, Any]:
-    """Count the eigenvalues above `FOCAL` times the largest, without computing them.
+    """Count the eigenvalues above `FOCAL` times the largest without computing them.
 
     Returns
     -------
     dict
-        `rank` (Li, Sec. 2), `trace`, `largest` eigenvalue, `stable_rank`: trace over largest (Li, Table 22).
+        `rank` (Li, Sec. 2), `trace` and `largest` eigenvalue. `stable_rank` is trace over largest (Li, Table 22).
     """
     largest, (rank,) = native.count_above(hessian, [FOCAL], threads)
     trace = float(np.trace(hessian))
@@ -221,9 +220,9 @@ def layer_spectra(
     Parameters
     ----------
     hessians : StepHessians
-        Per-step Hessians, all over the same token positions.
+        Per-step Hessians over the same token positions.
     thresholds : sequence of float
-        Thresholds at which ranks are counted.
+        Thresholds of the rank counts.
     damping : float
         Damping of the solver, for `felt_directions`.
     threads : int
@@ -232,7 +231,7 @@ def layer_spectra(
     Returns
     -------
     dict
-        `first`, `last`, `all`: the `curve` and what `describe_spectrum` says of it (Li, Table 22).
+        Each of `first`, `last` and `all` has a `curve` and the output of `describe_spectrum` (Li, Table 22).
     """
     steps = list(hessians.steps)
     out = {}
@@ -243,17 +242,17 @@ def layer_spectra(
 
 
 def drawn(layers: Mapping[str, Mapping[str, Any]], exposed: Sequence[str] = ()) -> list[str]:
-    """Inputs whose spectra are drawn: the bottleneck, the largest gain and the first of the `exposed` ones."""
+    """Inputs to draw spectra of: the bottleneck, the largest gain and the first of the `exposed` ones."""
     chosen = [bottleneck(layers), largest_gain(layers), *[name for name in exposed if name in layers][:1]]
     return list(dict.fromkeys(name for name in chosen if name is not None))
 
 
 def bottleneck(layers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Layer with the lowest step-0 rank over width (Li, Table 18); the first one on a tie."""
+    """Layer with the lowest ratio of step-0 rank to width (Li, Table 18). The first one on a tie."""
     return min(layers, key=lambda name: layers[name]["rank_ratio"])
 
 
 def largest_gain(layers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Layer with the largest rank gain (Li, Table 18), or None where no layer has one."""
+    """Layer with the largest rank gain (Li, Table 18). None where no layer has one."""
     known = [name for name in layers if layers[name]["rank_gain"] is not None]
     return max(known, key=lambda name: layers[name]["rank_gain"]) if known else None

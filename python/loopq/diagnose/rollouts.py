@@ -32,9 +32,9 @@ class Trace:
     Parameters
     ----------
     states : list of Tensor
-        State before step 0 and after every update (`LoopedSystem.n_updates`); empty without a step function.
-    outputs : dict of int to Tensor, float32, shape (n_prompts, n_tokens, n_outputs)
-        Output by the number of steps done. Where the last step is the readout, it is read from the state before it.
+        State before step 0 and after every update (`LoopedSystem.n_updates`). Empty without a step function.
+    outputs : dict of int to Tensor, float32 of shape (n_prompts, n_tokens, n_outputs)
+        Output by the number of completed steps. If the last step is the readout, it reads the state before it.
     """
 
     states: list[Tensor]
@@ -47,13 +47,13 @@ def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter; without a step function only the final output is recorded.
+        The model's adapter. Without a step function only the final output is recorded.
     batch : Batch
         Prompts.
     n_steps : int
         Depth.
     read : sequence of int, optional
-        Step counts at which the output is read, 1 to n_steps; all when absent.
+        Step counts with an output, 1 to n_steps. All when absent.
     """
     torch = require("torch")
     with torch.no_grad():
@@ -81,29 +81,29 @@ def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
     torch = require("torch")
     p = torch.log_softmax(reference.double(), dim=-1)
     q = torch.log_softmax(logits.double(), dim=-1)
-    # Rounding can leave a sum of about -1e-17, and a divergence is not negative.
+    # Rounding can give a sum of about -1e-17, but a divergence is not negative.
     found: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
     return found
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One set of weights against the reference, prompt by prompt.
+    """One set of weights compared with the reference, prompt by prompt.
 
     Parameters
     ----------
     steps : tuple of int
-        Step counts at which the output was read.
-    positions : ndarray, int64, shape (n_prompts,)
-        Token positions of each prompt that are compared.
-    matches : ndarray, int64, shape (n_prompts, n_reads), or None
-        Positions whose top-1 prediction is the reference's; None where the output is not logits.
-    kl : ndarray, float64, shape (n_prompts, n_reads), or None
-        KL(reference || other) in nats, mean over positions.
-    output_error : ndarray, float64, shape (n_prompts, n_reads)
+        Step counts with an output.
+    positions : int64 ndarray of shape (n_prompts,)
+        Compared token positions of each prompt.
+    matches : int64 ndarray of shape (n_prompts, n_reads), or None
+        Positions with the reference's top-1 prediction. None where the output is not logits.
+    kl : float64 ndarray of shape (n_prompts, n_reads), or None
+        KL(reference || other) in nats. Mean over positions.
+    output_error : float64 ndarray of shape (n_prompts, n_reads)
         Relative l2 error of the output.
-    state_error : ndarray, float64, shape (n_prompts, n_updates), or None
-        Relative l2 error of the state after every update; None without a step function.
+    state_error : float64 ndarray of shape (n_prompts, n_updates), or None
+        Relative l2 error of the state after every update. None without a step function.
     """
 
     steps: tuple[int, ...]
@@ -115,13 +115,13 @@ class Comparison:
 
     @property
     def agreement(self) -> Floats:
-        """Share of positions that agree, shape (n_prompts, n_reads)."""
+        """Share of agreeing positions, shape (n_prompts, n_reads)."""
         if self.matches is None:
             raise ConfigError("the system's output is hidden states: there is no top-1 prediction to compare")
         return self.matches / self.positions[:, None]
 
     def curve(self, name: str) -> Floats:
-        """Mean over prompts, every prompt with equal weight, of "agreement", "kl" or an error; shape (n,)."""
+        """Mean over prompts of "agreement", "kl" or an error, with equal weight per prompt. Shape (n,)."""
         values = getattr(self, name)
         mean: Floats = values.mean(axis=0)
         return mean
@@ -158,12 +158,12 @@ class Comparison:
 
 
 def compare_traces(run: Trace, reference: Trace, logits: bool, scored_from: int = 0) -> Comparison:
-    """Compare two rollouts of one batch, prompt by prompt; logits from one position on.
+    """Compare two rollouts of one batch by prompt. Logits are compared from one position on.
 
     Raises
     ------
     NonFiniteError
-        An output of `run` is NaN or infinite.
+        If an output of `run` is NaN or infinite.
     """
     steps = tuple(sorted(reference.outputs))
     scored = slice(scored_from if logits else 0, None)
@@ -227,14 +227,13 @@ def run_variants(
     context : Context
         Model, prompts and depth.
     variants : mapping of str to weights
-        Replaced weights of each variant, outputs first; an empty mapping is the unchanged model.
+        Replaced weights of each variant, outputs first. An empty mapping is the unchanged model.
     variant_seed : int, optional
-        Seed of the variants' initial states; the reference's when absent (paired runs), a different one for
-        unpaired runs.
+        Seed of the variants' initial states. By default the reference's seed (paired runs).
     read : sequence of int, optional
-        Step counts at which outputs are compared; all when absent.
+        Step counts of the comparison. All when absent.
     label : str
-        Name of the stage; its unit is the rollout of a batch.
+        Name of the stage. Its unit is the rollout of a batch.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Sensitivity rankings of the layers: ablation, random-direction gain, Hessian trace (Li, App. G)."""
+"""Rank the layers by sensitivity: ablation, random-direction gain and Hessian trace (Li, App. G)."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ def ablation(
     Parameters
     ----------
     context : Context
-        Model, prompts, of which Li, Table 16 has 10, and depth.
+        Model, prompts and depth. Li, Table 16 uses 10 prompts.
     config : LayerConfig
         Bits and group size.
     parameters : sequence of SharedParameter, optional
-        Layers; all that a run quantizes by default when absent.
+        Layers. By default all that a run quantizes.
 
     Returns
     -------
     dict of str to dict
-        For each layer `changed`: share of positions whose top-1 prediction differs, mean over all steps (the last
-        alone without a single-step function); `output_error`: relative error of the output, mean over steps;
-        `changed_last`, `kl_last`, `output_error_last`: at the last step; `by_prompt`: the first that there is, of
-        each prompt. `changed`, `changed_last` and `kl_last`
-        are None where the output is hidden states.
+        For each layer, `changed` is the share of positions with another top-1 prediction. It is the mean over all
+        steps, or the last step alone without a single-step function. `output_error` is the relative error of the
+        output, mean over steps. `changed_last`, `kl_last` and `output_error_last` belong to the last step. `by_prompt`
+        lists the first available one by prompt. Hidden states have None for `changed`, `changed_last` and `kl_last`.
 
     Notes
     -----
-    Takes one rollout of the prompts for each layer and one for the reference.
+    It takes one rollout of the prompts per layer and one for the reference.
     """
     chosen = quantizable(context.parameters) if parameters is None else list(parameters)
     every = rounded(context.system, chosen, config, context.rounder)
@@ -86,8 +85,8 @@ def random_direction_gain(
     Parameters
     ----------
     apply : callable
-        The layer: rows (n_rows, in_features) to rows (n_rows, out_features).
-    x : ndarray, float64, shape (n_rows, in_features)
+        The layer. It maps rows (n_rows, in_features) to rows (n_rows, out_features).
+    x : float64 ndarray of shape (n_rows, in_features)
         Captured input.
     n_draws : int
         Gaussian draws z.
@@ -98,8 +97,8 @@ def random_direction_gain(
 
     Notes
     -----
-    For a linear layer the input cancels and the expected gain is about ||W||_F / sqrt(in_features): it does not
-    depend on the layer's position in the loop.
+    For a linear layer the input cancels. The expected gain is about ||W||_F / sqrt(in_features) and does not depend on
+    the layer's position in the loop.
     """
     if n_draws < 1:
         raise ConfigError(f"n_draws must be at least 1; got {n_draws}")
@@ -116,7 +115,7 @@ def random_direction_gain(
 def last_inputs(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, parameters: Sequence[SharedParameter], seed: int = 0
 ) -> dict[str, list[Floats]]:
-    """Input rows of each layer's last invocation, an array (n_rows, in_features) in float64 for each prompt."""
+    """Input rows of each layer's last invocation, one float64 array (n_rows, in_features) per prompt."""
     found: dict[str, list[Floats]] = {p.name: [] for p in parameters}
 
     def keep(parameter: SharedParameter, step: int, rows: Any) -> None:
@@ -139,14 +138,14 @@ def gains(
     n_draws: int = 10,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Random-direction gain of every layer named in `weights` that has inputs, mean over prompts (Li, App. G).
+    """Random-direction gain of every layer in `weights` that has inputs, mean over prompts (Li, App. G).
 
     Parameters
     ----------
-    weights : mapping of str to ndarray, float32, shape (out_features, in_features)
-        Unchanged weights; a bias cancels and is not needed.
+    weights : mapping of str to float32 ndarray of shape (out_features, in_features)
+        Unchanged weights. A bias cancels and is not needed.
     n_steps : int
-        Depth of the rollout whose last inputs are perturbed; Li, App. G takes 16 of 32.
+        Depth of the rollout. Its last inputs are perturbed. Li, App. G uses 16 of 32.
     """
     parameters = [p for p in system.shared_parameters(n_steps) if p.name in weights]
     inputs = last_inputs(system, tokens, n_steps, parameters, seed)
@@ -157,14 +156,14 @@ def gains(
             random_direction_gain(lambda x, w=w: x @ w.T, x, n_draws, seed=seed + i)  # type: ignore[misc]
             for i, x in enumerate(inputs[p.name])
         ]
-        # An expert may be given no row of the last step.
+        # The last step may route no row to an expert.
         if per_prompt:
             out[p.name] = float(np.mean(per_prompt))
     return out
 
 
 def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
-    """Rank of each layer, 1 for the largest value; ties keep the order of the layers, None stays None."""
+    """Rank of each layer, 1 for the largest value. Ties keep the order of the layers and None stays None."""
     known = [(name, value) for name, value in values.items() if value is not None]
     order = sorted(range(len(known)), key=lambda i: (-known[i][1], i))
     found: dict[str, int | None] = dict.fromkeys(values)
@@ -181,13 +180,13 @@ def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -
     measures : mapping of measure to mapping of layer to value
         Larger is more sensitive.
     truth : str
-        The measure with which the others are correlated.
+        The reference measure of the correlations.
 
     Returns
     -------
     dict
-        `places`: layer -> measure -> rank; `spearman`: measure -> rank correlation with `truth` over the layers
-        that have both values, None for fewer than three; `truth`.
+        `places` maps layer and measure to the rank. `spearman` maps a measure to its rank correlation with `truth`
+        over the layers with both values. It is None for fewer than three layers. `truth` names the reference.
     """
     ranked = {name: places(values) for name, values in measures.items()}
     layers = list(measures[truth])

@@ -1,4 +1,4 @@
-"""The diagnosis of a model or a dump, section by section, as the plain data of a report."""
+"""The diagnosis of a model or a dump, section by section, as plain data of a report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What was found: results by section, what cannot be had and why, the estimate, seconds by section."""
+    """Results by section, unavailable parts with the reason, the estimate, and seconds by section."""
 
     done: dict[str, Any]
     unavailable: list[dict[str, str]]
@@ -49,25 +49,24 @@ def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str =
     Parameters
     ----------
     context : Context
-        Model, prompts and settings. All prompts enter the Hessians; the first few are used where weights are
-        compared. Without a single-step function the sections that intervene in the loop are left out, and
-        `unavailable` says which and why; without training prompts so is the trained rank-4 update. Finished sections
-        are saved in the work folder of the execution; an interrupted diagnosis of the same weights, prompts and
-        settings is resumed from it.
+        Model, prompts and settings. All prompts enter the Hessians. Comparisons of weights use the first few. Without
+        a single-step function the sections that intervene in the loop are left out. The trained rank-4 update needs
+        training prompts. `unavailable` lists what was left out and why. Finished sections are saved in the work folder
+        of the execution. An interrupted diagnosis of the same weights, prompts and settings resumes from it.
     only : sequence of str, optional
-        Sections to run (`SECTIONS`); all when absent.
+        Sections to run (`SECTIONS`). All when absent.
     name : str
         Name of the model in the report.
 
     Returns
     -------
     dict
-        Plain data, format `loopq-diagnosis`: see `report/schema.json` and docs/diagnose.md.
+        Plain data, format `loopq-diagnosis`. See `report/schema.json` and docs/diagnose.md.
 
     Raises
     ------
     ConfigError
-        A section that does not exist.
+        If a section does not exist.
     """
     system, config, execution = context.system, context.config, context.execution
     depth = system.check_depth(context.n_steps)
@@ -83,7 +82,7 @@ def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str =
         try:
             outcome.done[section] = _resumed(journal, section, execution.progress, compute)
         except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
-            # One section that fails does not discard the results of the others.
+            # A failing section does not discard the results of the others.
             unavailable.append({"section": section, "reason": str(error)})
             continue
         outcome.seconds[section] = round(time.monotonic() - began, 3)
@@ -109,12 +108,12 @@ def diagnose_dump(
     execution: Execution | None = None,
     rounder: Rounder = core_rounder,
 ) -> dict[str, Any]:
-    """Diagnose a calibration dump: ranks, spectra, proxies and magnitudes; needs SciPy, but not torch.
+    """Diagnose a calibration dump by ranks, spectra, proxies and magnitudes. Needs SciPy but not torch.
 
     Parameters
     ----------
     folder : Path
-        Dump of rows, or of Hessians that are stored step by step.
+        Dump of rows, or of Hessians stored step by step.
     config : DiagnoseConfig, optional
         Settings.
     execution : Execution, optional
@@ -146,7 +145,7 @@ def diagnose_dump(
 
 
 def json_settings(config: DiagnoseConfig, execution: Execution) -> dict[str, Any]:
-    """Settings as plain data, with what of the execution a report names."""
+    """Settings as plain data, with the execution settings that a report names."""
     how = {"batch_size": execution.batch_size, "seed": execution.seed, "threads": execution.threads}
     plain: dict[str, Any] = clean(config.to_json() | how)
     return plain
@@ -167,7 +166,7 @@ def _wanted(only: Sequence[str] | None) -> list[str]:
 def _possible(
     system: LoopedSystem, context: Context, wanted: Sequence[str]
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Split the sections into those that can run and those that cannot, with the reason."""
+    """Split the sections into possible ones and impossible ones, with the reason."""
     unavailable = []
     run = []
     for name in wanted:
@@ -184,7 +183,7 @@ def _possible(
 
 
 def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, str]]:
-    """Parts of the running sections that are impossible for the system, with the reason."""
+    """Parts of the running sections that the system does not allow, with the reason."""
     compared = [s for s in run if SECTIONS.get(s).compares]
     parts = []
     if compared and system.output != "logits":
@@ -264,7 +263,7 @@ def _feedback_ratio(feedback: Mapping[str, Any]) -> float | None:
 
 
 def _noise(overlap: Mapping[str, Any]) -> dict[str, float] | None:
-    """Overlap of the state's leading directions at the first and last step, if it is no more than chance."""
+    """Overlap of the state's leading directions at the first and last step, if it does not exceed chance."""
     ends = [row for row in overlap.get("overlaps", []) if row["between"].startswith("steps")]
     if not ends or any(row["overlap"] > 1.25 * row["chance"] for row in ends):
         return None
@@ -303,7 +302,7 @@ def _assemble(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that the numbers depend on."""
+    """Versions of the software that affect the numbers."""
     found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     for package in ("loopq", "numpy", "torch", "scipy", "transformers"):
         try:

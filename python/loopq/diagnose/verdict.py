@@ -1,4 +1,4 @@
-"""What the measurements of a layer mean, in sentences."""
+"""Explain the measurements of a layer in sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.diagnose.blindness import ALL, ONE, RTN, model_ratio
 
-# A typical later step has this many times the directions of step 0 before step 0 is said to miss some.
+# Step 0 is said to miss directions when a typical later step has this many times as many.
 LATE_GAIN = 2.0
 DOMINANT_SHARE = 0.9
 
@@ -20,18 +20,18 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     Parameters
     ----------
     layer : mapping
-        The layer's `name`, `role`, `exposed`, `treatment`, `reason`, `routed_in`, and where measured `solved`
-        (`blindness.solved_losses`), `ablation` (`changed`,
-        `place`, `of`, `setting`, `output_error_last`), `feedback_ratio`, and `noise` (`overlap`, `chance`) where
-        the state at step 0 overlaps with that of the last step no more than by chance.
+        The layer's `name`, `role`, `exposed`, `treatment`, `reason` and `routed_in`. Measured layers may have `solved`
+        (`blindness.solved_losses`), `ablation` and `feedback_ratio`. `ablation` holds `changed`, `place`, `of`,
+        `setting` and `output_error_last`. `noise` (`overlap`, `chance`) exists where the states at step 0 and the last
+        step overlap by no more than chance.
     ranks : mapping or None
-        `rank.layer_ranks` of its input; None where that was not observed.
+        `rank.layer_ranks` of its input. None where it was not observed.
 
     Returns
     -------
     dict
-        `blind` (over the trajectory, the layer solved from step 0 loses more than the layer rounded), `dominated`,
-        `exposed`: flags, None where unknown; `text`: sentences.
+        The flags `blind`, `dominated` and `exposed` are None where unknown. A layer is `blind` if solving it from step
+        0 loses more over the trajectory than rounding it. `text` holds the sentences.
     """
     texts = []
     blind = dominated = None
@@ -64,7 +64,7 @@ def _because(layer: Mapping[str, Any]) -> str:
 
 
 def _few(ranks: Mapping[str, Any]) -> str:
-    """How many rows an expert gets, by which its ranks are to be read."""
+    """Describe the number of an expert's rows, which limits its ranks."""
     rows = [int(s["n_rows"]) for s in ranks["per_step"]]
     few = ", fewer than it has inputs" * (sum(rows) < ranks["dim"])
     return f"An expert: {min(rows):,} rows at least and {np.median(rows):,g} typically at a step{few}."
@@ -82,7 +82,7 @@ def _solved(losses: Mapping[str, float]) -> tuple[bool, str]:
 
 
 def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether step 0 dominates the sum of all steps, and a sentence on what it covers."""
+    """Whether step 0 dominates the sum of all steps, and a sentence on its coverage."""
     first, dim = int(ranks["first"]["rank"]), int(ranks["dim"])
     late = [int(s["rank"]) for s in ranks["per_step"][1:]]
     share = ranks["step0_trace_share"]
@@ -90,7 +90,7 @@ def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, str]:
     if not late:
         return False, start + "; it runs at one step only, so one-step calibration covers it."
     typical = int(np.median(late))
-    # A dominant step hides something only where later steps have a higher rank than the sum.
+    # A dominant step hides directions only where later steps have a higher rank than the sum.
     dominated = (
         share is not None
         and share > DOMINANT_SHARE
@@ -142,7 +142,7 @@ def _cost(ablation: Mapping[str, Any]) -> str:
 
 
 def _one_step(losses: Sequence[Mapping[str, float] | None]) -> list[str]:
-    """What one-step calibration does to the model as a whole."""
+    """Describe the effect of one-step calibration on the whole model."""
     against, over = (model_ratio(losses, ONE, other) for other in (RTN, ALL))
     if against is None or over is None:
         return []

@@ -1,4 +1,4 @@
-"""The weights of a diagnosis: shared weights, rounded or otherwise changed, outputs first."""
+"""Weights of a diagnosis: shared weights, rounded or otherwise changed, outputs first."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Rounder = Callable[[Matrix, LayerConfig], Matrix]
 
 
 def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
-    """Return a copy of a shared weight, float32, shape (out_features, in_features)."""
+    """Return a float32 copy of a shared weight as (out_features, in_features)."""
     value: Matrix = system.parameter(shared).detach().float().cpu().numpy().copy()
     return outputs_first(value, shared.orientation)
 
 
 def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str, Matrix]:
-    """Return weights in the orientation in which the model stores them, as `systems.replace.replaced` takes them.
+    """Return weights in the orientation of the model, as `systems.replace.replaced` expects them.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
-    weights : mapping of str to ndarray, float32, shape (out_features, in_features)
+    weights : mapping of str to float32 ndarray of shape (out_features, in_features)
         New weights by the name of the shared parameter.
     n_steps : int
-        Depth at which the parameters are declared.
+        Depth of the parameters' declaration.
 
     Returns
     -------
@@ -48,9 +48,9 @@ def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str,
     Raises
     ------
     ConfigError
-        A name that is not shared, or a shape that does not fit.
+        If a name is not shared, or a shape does not fit.
     NonFiniteError
-        NaN or infinity in a new weight.
+        If a new weight contains NaN or infinity.
     """
     shared = {p.name: p for p in system.shared_parameters(n_steps)}
     _check(weights, shared)
@@ -70,7 +70,7 @@ def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:
 
 
 def core_rounder(weight: Matrix, config: LayerConfig) -> Matrix:
-    """Round to nearest with the native core and expand again, float32."""
+    """Round to nearest with the native core and dequantize to float32."""
     return config.quantize(Problem("", weight, None, config.grid)).dequantize()
 
 
@@ -95,13 +95,13 @@ def rounded(
 
     Returns
     -------
-    dict of str to ndarray, float32, shape (out_features, in_features)
+    dict of str to float32 ndarray of shape (out_features, in_features)
     """
     return {p.name: rounder(weight_of(system, p), config) for p in parameters}
 
 
 def input_blocks(shared: SharedParameter) -> dict[str, slice]:
-    """Column ranges of a concatenated input: of an adapter twice as wide as its output, state then embedding.
+    """Column ranges of a concatenated input. An adapter twice as wide as its output takes state, then embedding.
 
     Returns
     -------
@@ -129,5 +129,5 @@ def gaussian_like(weight: Matrix, norm: float, seed: int) -> Matrix:
 
 
 def quantizable(parameters: Sequence[SharedParameter]) -> list[SharedParameter]:
-    """Parameters that a run quantizes by default: all but those that stay dense."""
+    """Parameters that a run quantizes by default: all except those kept dense."""
     return [p for p in parameters if p.treatment != "dense"]

@@ -1,4 +1,4 @@
-"""KL, agreement and bits per byte of quantized weights relative to full precision, with paired initial states."""
+"""KL, agreement and bits per byte of quantized weights against full precision, from paired initial states."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Measurement:
     ----------
     name : str
         Name of the weights.
-    kl : ndarray, float64, shape (n_seeds, n_prompts)
-        KL(full precision || quantized) in nats, mean over a prompt's positions. For a system that returns hidden
-        states, the squared relative l2 error of the output instead.
-    agreement : ndarray, float64, shape (n_seeds, n_prompts)
-        Share of positions with the same top-1 token. For hidden states, the cosine similarity.
-    nll : ndarray, float64, shape (n_seeds, n_prompts)
-        Negative log-likelihood of the next token in nats, mean over the positions that have one.
-    answered : ndarray, float64, shape (n_seeds, n_prompts)
-        1 where every token of the answer is the top-1 prediction from the tokens before it, else 0: of a task's prompt
-        the tokens behind its question, of a text the last one.
+    kl : float64 ndarray of shape (n_seeds, n_prompts)
+        KL(full precision || quantized) in nats, averaged over a prompt's positions. The squared relative l2 error of
+        the output where the system returns hidden states.
+    agreement : float64 ndarray of shape (n_seeds, n_prompts)
+        Share of positions with the same top-1 token. Cosine similarity for hidden states.
+    nll : float64 ndarray of shape (n_seeds, n_prompts)
+        Negative log-likelihood of the next token in nats. Averaged over the positions that have one.
+    answered : float64 ndarray of shape (n_seeds, n_prompts)
+        1 where every token of the answer is the top-1 prediction from the tokens before it. Else 0. The answer is the
+        tokens after the question of a task's prompt, and the last token of a text.
     bytes_per_token : float or None
-        Mean UTF-8 bytes of a token that is predicted; None where unknown.
+        Mean UTF-8 bytes of a predicted token. None where unknown.
     output : {"logits", "hidden"}
-        What the system's rollout returns.
+        Kind of output of the system's rollout.
     n_bytes : int, optional
         Bytes of all weights, quantized or not, where known.
-    by_token : ndarray, float64, shape (3, n_seeds, n_scored), optional
-        KL, same top-1 token and negative log-likelihood of every scored position, of chunks alone.
+    by_token : float64 ndarray of shape (3, n_seeds, n_scored), optional
+        KL, same top-1 token and negative log-likelihood of every scored position. Only for chunks.
     """
 
     name: str
@@ -103,18 +103,19 @@ class Measurement:
 def spread(
     kl: NDArray[np.float64], same: NDArray[np.float64], nll: NDArray[np.float64]
 ) -> dict[str, dict[str, Any]]:
-    """What llama.cpp's llama-perplexity prints of positions' KL divergences.
+    """Summarize KL divergences by position as llama.cpp's llama-perplexity does.
 
     Parameters
     ----------
-    kl, same, nll : ndarray, float64, shape (n_scored)
-        KL to full precision, whether the top-1 token is the same, negative log-likelihood of the next token.
+    kl, same, nll : float64 ndarrays of shape (n_scored)
+        KL to full precision, equality of the top-1 tokens, and negative log-likelihood of the next token.
 
     Returns
     -------
     dict
-        "tokens": how many positions; mean of the KL with its standard error, its quantiles from 0 to 100 % and that of
-        99.9 % (linear between two positions), the share of same top-1 tokens with its standard error, and perplexity.
+        "tokens" is the number of positions. The KL has its mean with standard error, its quantiles from 0 to 100 % and
+        the 99.9 % quantile (linear between two positions). The share of same top-1 tokens has a standard error too.
+        The last entry is perplexity.
 
     Examples
     --------
@@ -155,29 +156,28 @@ def compare(
     system : LoopedSystem
         Adapter of the full-precision model.
     variants : mapping of str to weights
-        The parameters that differ, by the variant's name, in the orientation in which the model stores them
-        (`systems.replace.replaced`).
+        Differing parameters by the variant's name, oriented as the model stores them (`systems.replace.replaced`).
     tokens : TokenSet
-        Held-out prompts, each with at least two tokens from the first that is scored on. Hidden states are compared at
+        Held-out prompts with at least two tokens each from the first scored position. Hidden states are compared at
         all positions.
     n_steps : int, optional
         Depth; the system's default when absent.
     seeds : sequence of int
-        Seeds of the initial states. Each prompt starts from the same state in every variant.
+        Seeds of the initial states. A prompt starts from the same state in every variant.
     count_bytes : callable, optional
-        UTF-8 bytes of token ids (`LoadedModel.count_bytes`): bits per byte needs it.
+        UTF-8 bytes of token ids (`LoadedModel.count_bytes`). Bits per byte needs it.
     execution : Execution, optional
-        Prompts that run together, and progress, by the prompt. Its seed is not read: `seeds` are.
+        Prompts per batch, and progress by the prompt. The seed of the batches is not used; `seeds` sets the states.
 
     Returns
     -------
     list of Measurement
-        Full precision first, then the variants in order.
+        Full precision first. The variants follow in order.
 
     Raises
     ------
     ConfigError
-        A prompt with fewer than two scored tokens: it has no token to predict.
+        If a prompt has fewer than two scored tokens: it then has no token to predict.
     """
     execution, scored_from = execution or Execution(), tokens.scored_from
     progress = execution.progress
@@ -189,7 +189,7 @@ def compare(
     names = ["full precision", *variants]
     held = {name: placed(system, weights) for name, weights in variants.items()}
     scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
-    # Chunks are of one length, and few values a position are kept beside its logits.
+    # Chunks have equal length, and the per-position values are small next to the logits.
     each: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
     chunks = tokens.packing == "chunks" and system.output == "logits"
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
@@ -226,7 +226,7 @@ def _outputs(system: LoopedSystem, variants: Iterable[Weights], batch: Batch, de
 
 
 def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:
-    """Mean bytes of the tokens that are predicted, by the bytes of all and of those before them."""
+    """Mean bytes of the predicted tokens, from the bytes of all tokens and of those before them."""
     first, n_bytes = tokens.scored_from, 0
     for ids in tokens.sequences:
         whole, given = (None if count_bytes is None else count_bytes(x) for x in (ids, ids[: first + 1]))
@@ -246,8 +246,9 @@ def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 def _score(
     system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int, chunks: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """KL, agreement, negative log-likelihood and whether the answer is right, shape (4, n_prompts); and the first three
-    of each position, shape (3, n). Chunks leave out the position that has no next token.
+    """Return KL, agreement, negative log-likelihood and right answers as (4, n_prompts).
+
+    Also returns the first three by position, shape (3, n). Chunks leave out the position without a next token.
     """
     import torch
 
@@ -273,7 +274,7 @@ def _score(
 
 
 def _pieces(shape: Sequence[int], first: int) -> list[slice]:
-    """Positions from the first that is scored on, as many at once as float64 copies of them are small."""
+    """Positions from the first scored one, in slices that limit the memory of the float64 copies."""
     size = max(1, _PIECE // (shape[0] * shape[2]))
     return [slice(start, min(start + size, shape[1])) for start in range(first, shape[1], size)]
 
@@ -281,8 +282,10 @@ def _pieces(shape: Sequence[int], first: int) -> list[slice]:
 def _tokens(
     reference: Tensor, out: Tensor, targets: Tensor, *, same: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each token KL and whether the choice is the same, shape (n_prompts, n); of each with a next one its negative
-    log-likelihood and whether it is chosen. `targets` are the next tokens, one fewer at the end of a prompt.
+    """Compare the tokens of a batch: KL and equality of the choice, each of shape (n_prompts, n).
+
+    Tokens with a next one also get its negative log-likelihood and whether it is chosen. `targets` holds the next
+    tokens, one fewer at the end of a prompt.
     """
     a = reference.double().log_softmax(-1)
     b = a if same else out.double().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Items of tasks from local files, with the prompts of lm-evaluation-harness. Files: docs/tasks.md."""
+"""Task items from local files, with the prompts of lm-evaluation-harness. docs/tasks.md describes the files."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Item:
     Parameters
     ----------
     context : str
-        What stands before the answer.
+        Text before the answer.
     choices : tuple of str
-        Answers whose likelihood is compared, without the blank before them; one, where there is nothing to compare.
+        Answers to compare by likelihood, without the leading blank. A single answer leaves nothing to compare.
     gold : int
         The right one.
     n_words : int
-        Of a whole text: its words, as the harness counts them.
+        Number of words of a whole text, counted as in the harness.
     """
 
     context: str
@@ -58,7 +58,7 @@ class Item:
 
 @dataclass(frozen=True)
 class _Question:
-    """A question that is put together already, with its answers and the number of the right one."""
+    """A question with its prompt complete, its answers and the index of the right one."""
 
     query: Text
     choices: tuple[Text, ...]
@@ -78,7 +78,7 @@ class _Passage:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Answers of ARC and what they are called."""
+    """Answers of ARC and their labels."""
 
     text: tuple[Text, ...]
     label: tuple[str, ...]
@@ -86,7 +86,7 @@ class _Answers:
 
 @dataclass(frozen=True)
 class _Arc:
-    """A record of ARC as its data set has it."""
+    """A record of ARC as stored in its data set."""
 
     question: Text
     choices: _Answers
@@ -99,7 +99,7 @@ class _Arc:
 
 @dataclass(frozen=True)
 class _HellaSwag:
-    """A record of HellaSwag as its data set has it."""
+    """A record of HellaSwag as stored in its data set."""
 
     activity_label: str
     ctx_a: str
@@ -123,7 +123,7 @@ class _Problem:
 
 
 def _records(path: Path, kinds: Mapping[str, type]) -> Iterator[Any]:
-    """Yield the records of a file as the first kind whose key they have, else as the last one."""
+    """Yield each record of a file as the first kind with a matching key. The last kind is the default."""
     for place, record in json_lines(path, ConfigError):
         names = record if isinstance(record, dict) else ()
         kind = next((kind for key, kind in kinds.items() if key in names), list(kinds.values())[-1])
@@ -148,7 +148,7 @@ def _arc(path: Path) -> Iterator[Item]:
 
 def _hellaswag(path: Path) -> Iterator[Item]:
     def clean(text: str) -> str:
-        """Take out the marks of the how-to pages, as the harness does."""
+        """Remove the markup of the how-to pages, as the harness does."""
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     for found in _records(path, {"ctx_a": _HellaSwag, "query": _Question}):
@@ -161,7 +161,7 @@ def _hellaswag(path: Path) -> Iterator[Item]:
 
 
 def _gsm8k(test: Path, train: Path, n_shots: int = _N_SHOTS) -> Iterator[Item]:
-    """Each problem behind solved ones, which are drawn as the harness draws them: by its seed, problem by problem."""
+    """Put solved problems before each problem. They are drawn problem by problem with the harness's seed."""
     solved = [f"Question: {p.question}\nAnswer: {p.answer}" for p in _records(train, {"question": _Problem})]
     if len(solved) < n_shots:
         raise ConfigError(f"{train}: {len(solved)} solved problems; a prompt has {n_shots}")
@@ -180,12 +180,12 @@ def _wikitext(path: Path) -> Iterator[Item]:
         raise ConfigError(f"{path}, line {line}: not UTF-8 text (byte {cause.start} of the file)") from cause
     for page in _TITLE.split(text):
         if page.strip():
-            # Words of the page as it is stored, the empty ones at its ends too.
+            # Words of the stored page, including the empty ones at its ends.
             yield Item("", (_detokenized(page),), n_words=len(re.split(r"\s+", page)))
 
 
 def _detokenized(page: str) -> str:
-    """Undo the blanks that WikiText puts around marks, in the order of the harness's rules."""
+    """Undo the blanks that WikiText puts around punctuation, in the order of the harness's rules."""
     text = page.replace("s '", "s'")
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)
@@ -206,14 +206,15 @@ class Task:
     Parameters
     ----------
     harness : str
-        The harness's task and its version, whose prompts and scores these are.
+        Task and version of the harness that define the prompts and scores.
     kind : {"last word", "choices", "text", "number"}
-        What is asked: whether the answer is the greedy continuation, which answer is most likely, how likely the answer
-        is, or whether the text that the model writes ends in the answer's number.
+        Scored quantity. "last word" tests whether the answer is the greedy continuation, "choices" finds the most
+        likely answer. "text" measures the likelihood of the answer. "number" tests whether the generated text ends in
+        the answer's number.
     files : tuple of str
-        Where they lie in the data folder, packed (with ``.xz`` after the name) or not; items come from the first.
+        File names in the data folder, plain or packed (``.xz`` after the name). Items come from the first file.
     read : callable
-        Takes the files, gives the items.
+        Reads the files and returns the items.
     """
 
     harness: str
@@ -229,14 +230,14 @@ TASKS: Mapping[str, Task] = {
     "arc_challenge": Task("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
     "hellaswag": Task("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
     "gsm8k": Task("gsm8k 3.0", "number", _GSM8K, _gsm8k),
-    # As Li, App. Q has it; the solved problems hold the chain of thought.
+    # As in Li, App. Q; the solved problems contain the chain of thought.
     "gsm8k_8": Task("gsm8k 3.0, num_fewshot 8", "number", _GSM8K, partial(_gsm8k, n_shots=8)),
     "wikitext": Task("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
 }
 
 
 def find_task(name: str) -> Task:
-    """Return the task of that name, or say which there are."""
+    """Return the task of that name. The error lists the known names."""
     if name not in TASKS:
         raise ConfigError(f"no task {name!r}; known: {', '.join(TASKS)}")
     return TASKS[name]
@@ -252,12 +253,12 @@ def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
     data : Path
         Folder of the task's files.
     limit : int, optional
-        Items to take from the start; all when absent.
+        Number of items from the start. All when absent.
 
     Raises
     ------
     ConfigError
-        No such task, no file of it in the folder, or a record that is none: the message names file and line.
+        If the task is unknown, the folder has no file of it, or a record is malformed. It names file and line.
     """
     task = find_task(name)
     paths = [_find(name, data, file) for file in task.files]

@@ -1,4 +1,4 @@
-"""Where in the loop the error is: every layer's output at every step, quantized beside full precision."""
+"""Locate the error in the loop: compare every layer's output at every step with full precision."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def layer_errors(
     system : LoopedSystem
         Adapter of the full-precision model.
     variants : mapping of str to weights
-        Quantized weights by the variant's name, as of `compare`.
+        Quantized weights by the variant's name, as in `compare`.
     tokens : TokenSet
-        Prompts, of which the first `N_PROMPTS` run.
+        Prompts. The first `N_PROMPTS` run.
     n_steps : int, optional
-        Depth; the system's default when absent.
+        Depth. The system's default when absent.
     seed : int
         Seed of the initial states, the same for all weights.
     batch_size : int
@@ -53,21 +53,21 @@ def layer_errors(
     Returns
     -------
     dict of str to dict
-        For each variant "moved" and "own": layer name to one number for each call, None where it is not finite.
+        For each variant "moved" and "own". Both map a layer name to one number per call, None if not finite.
 
     Notes
     -----
-    With X and Y = X W^T a layer's inputs and outputs at step t in the full-precision rollout, X^ those in the
-    quantized rollout and W^ the quantized weight, "moved" is ||X^ W^^T - Y||_F / ||Y||_F, the error as it has
-    arrived through the loop, and "own" is ||X (W^ - W)^T||_F / ||Y||_F, the part that this weight adds. Sums run over
-    at most `N_ROWS` rows of each call, evenly spaced; biases are left out.
+    X and Y = X W^T are a layer's inputs and outputs at step t of the full-precision rollout. X^ are the inputs of the
+    quantized rollout and W^ is the quantized weight. The value "moved" is the error accumulated through the loop,
+    ||X^ W^^T - Y||_F / ||Y||_F. The value "own" is the part that this weight adds, ||X (W^ - W)^T||_F / ||Y||_F. The
+    sums use at most `N_ROWS` evenly spaced rows of each call. Biases are left out.
     """
     progress = progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     chosen = [
         p
         for p in system.shared_parameters(depth)
-        # A quantized rollout may send other tokens to an expert: there is nothing to compare row by row.
+        # A quantized rollout may route other tokens to an expert, so its rows cannot be compared.
         if p.orientation != "table"
         and not p.routed_in
         and any(p.name in weights for weights in variants.values())
@@ -100,7 +100,7 @@ def layer_errors(
 def _rows(
     system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
 ) -> dict[str, list[Tensor]]:
-    """Some input rows of every call of every parameter, of one rollout."""
+    """Collect some input rows of every call of every parameter in one rollout."""
     import torch  # lazy: loopq imports without torch
 
     found: dict[str, list[Tensor]] = {p.name: [] for p in parameters}
@@ -122,14 +122,14 @@ def _add(
     plain: Sequence[Tensor],
     other: Sequence[Tensor],
 ) -> None:
-    """Add the squared errors and the squared output of every call of one layer: all calls in one product."""
+    """Add the squared errors and squared outputs of every call of one layer, in one product for all calls."""
     import torch  # lazy: loopq imports without torch
 
     stored = system.parameter(parameter).detach()
     weight = stored.float()
     changed = weight
     if parameter.name in weights:
-        # As the model holds it: rounded to its own type.
+        # Rounded to the model's own dtype.
         changed = torch.as_tensor(weights[parameter.name]).to(stored.device, stored.dtype).float()
     if parameter.orientation == "conv":
         weight, changed = weight[..., 0], changed[..., 0]

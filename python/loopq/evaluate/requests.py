@@ -1,4 +1,4 @@
-"""What tasks ask a model: log-likelihoods and texts, as lm-evaluation-harness asks for them; its plugin shares this."""
+"""Task requests to a model: log-likelihoods and texts, defined as in lm-evaluation-harness, shared with its plugin."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Request = tuple[Sequence[int], Sequence[int]]
 
 
 def longest_input(loaded: LoadedModel) -> int:
-    """Tokens that a model reads at most: its positions, or 2048 where its configuration does not say."""
+    """Longest input of a model in tokens: its positions, or 2048 where its configuration gives none."""
     return loaded.context_length or _LONGEST
 
 
 def prefix_id(loaded: LoadedModel) -> int:
-    """Token that stands before a text without a context: the tokenizer's first token, one that ends a text, or 10."""
+    """Token in place of an empty context: the tokenizer's first token, one that ends a text, or 10."""
     own = getattr(loaded.tokenizer, "bos_token_id", None)
     return next((i for i in (own, *sorted(end_ids(loaded))) if i is not None), _NEWLINE)
 
 
 def encode_pair(loaded: LoadedModel, context: str, continuation: str) -> Request:
-    """Encode both as one text and cut it where the context's own tokens end; blanks between go with the continuation.
+    """Encode both as one text and split it where the context's tokens end. Blanks between go to the continuation.
 
-    An empty context is the token of `prefix_id`, or the continuation's first token where it is that one already.
+    The token of `prefix_id` replaces an empty context. A continuation that begins with it needs no other.
     """
     whole, first = list(loaded.encode(context + continuation)), list(loaded.encode(context.rstrip()))
     if first:
@@ -49,10 +49,10 @@ def encode_pair(loaded: LoadedModel, context: str, continuation: str) -> Request
 
 
 def windows_of(context: Sequence[int], continuation: Sequence[int], size: int) -> list[tuple[list[int], int]]:
-    """Cut one request in windows of at most `size` tokens, each with the number of its last tokens that are scored.
+    """Cut one request into windows of at most `size` tokens, each with the number of scored tokens at its end.
 
-    Every token of the continuation is scored once. The context is cut at its left; a continuation of `size` tokens or
-    more is cut in windows that overlap by one token at least, each as full as it can be.
+    Every token of the continuation is scored once. The context is cut at its left. A continuation of `size` tokens or
+    more is cut into windows as full as possible, which overlap by at least one token.
     """
     ids = [*context, *continuation]
     if len(continuation) < size:
@@ -81,32 +81,32 @@ def log_likelihoods(
     loaded : LoadedModel
         A model with logits.
     requests : sequence of (context ids, continuation ids)
-        As of `encode_pair`; a whole text is scored after the token of `prefix_id`.
+        As from `encode_pair`. A whole text is scored after the token of `prefix_id`.
     n_steps : int, optional
-        Depth; the system's default when absent.
+        Depth. The system's default when absent.
     longest : int, optional
-        Tokens of the longest input; `longest_input` when absent. The last token of a window is only predicted, so a
-        window has one more.
+        Tokens of the longest input. `longest_input` when absent. A window has one token more because its last token is
+        only predicted.
     execution : Execution, optional
-        Seed of the initial states: all requests start from that of prompt 0, token by token, so that neither order nor
-        batches change a score. Windows of one length that run together; there is no padding. Progress, by the window.
+        Seed of the initial states. All requests use the states of prompt 0, token by token, so neither order nor
+        batches change a score. Batches hold windows of equal length, without padding. Progress counts windows.
     label : str
         Name of the stage.
 
     Returns
     -------
     list of (float, bool)
-        Sum of log p(token | tokens before it) over the continuation in nats, and whether each of its tokens is the most
-        probable one; (0, True) of an empty continuation.
+        Sum of log p(token | tokens before it) over the continuation in nats. The flag tells whether each token is the
+        most probable one. An empty continuation gives (0, True).
 
     Raises
     ------
     NonFiniteError
-        The model's logits give a number that is none.
+        If the model's logits give a value that is not finite.
 
     Notes
     -----
-    Log-probabilities are taken in float64 from the model's own logits.
+    Log-probabilities are computed in float64 from the model's logits.
     """
     torch = require("torch")
     system, how = loaded.system, execution or Execution()
@@ -138,7 +138,7 @@ def log_likelihoods(
 
 
 def n_generated(n_tokens: int, longest: int) -> int:
-    """Tokens that are generated where `n_tokens` are asked for: at most half of what the model reads."""
+    """Tokens to generate for a request of `n_tokens`: at most half of the longest input."""
     return max(1, min(n_tokens, longest // 2))
 
 
@@ -150,22 +150,22 @@ def generate_until(
     stops: Sequence[str],
     longest: int | None = None,
 ) -> str:
-    """Text after a context, up to the first of the stop strings or a number of tokens.
+    """Generate the text after a context, up to the first stop string or a number of tokens.
 
     Parameters
     ----------
     loaded : LoadedModel
         The model.
     context : str
-        Text before it, cut at its left where both would be longer than the model reads.
+        Text before it. It is cut at its left if both together exceed the longest input.
     decoder : Decoder
         Gives the logits.
     settings : Generation
-        How many tokens (`n_generated` of them), and how they are chosen.
+        Number of tokens (limited by `n_generated`) and the sampling rule.
     stops : sequence of str
-        The text ends before the first of them.
+        The text ends before the first of these strings.
     longest : int, optional
-        Tokens that the model reads at most; `longest_input` when absent.
+        Tokens of the longest input. `longest_input` when absent.
     """
     longest = longest or longest_input(loaded)
     settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))

@@ -1,8 +1,7 @@
-"""The statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
+"""Statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
 
-What SciPy has is SciPy's; this module gives it the tables' units (answers, prompts, repetitions) and names.
-Every random procedure takes a seed and a number of resamples and returns both with its result, so that a
-report can be repeated.
+SciPy computes the standard statistics. This module adapts them to the tables' units (answers, prompts, repetitions)
+and names. Every random procedure takes a seed and a number of resamples and returns both, so a report can be repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from loopq.lazy import require
 Floats = NDArray[np.float64]
 
 N_RESAMPLES = 100_000
-# Values that one batch of resamples holds; bounds the memory and changes no result.
+# Values in one batch of resamples. Limits memory and does not change results.
 _CHUNK = 4_000_000
 
 
@@ -32,15 +31,15 @@ class Interval:
     Parameters
     ----------
     estimate, low, high : float
-        Estimate and both ends, in the unit of the quantity.
+        Estimate and interval ends, in the unit of the quantity.
     level : float
         Nominal coverage, 0.95 for a 95 % interval.
     method : str
-        How the interval was made.
+        Method of the interval.
     n : int
-        Units that were observed: answers, prompts or trials, as `method` says.
+        Observed units: answers, prompts or trials, depending on `method`.
     n_resamples : int
-        Bootstrap resamples; 0 where there are none.
+        Bootstrap resamples. 0 for methods without resampling.
     seed : int or None
         Seed of the resampling.
     """
@@ -117,12 +116,12 @@ def mcnemar_exact(b: int, c: int) -> float:
     Parameters
     ----------
     b, c : int
-        Items that only the first, and only the second, got right.
+        Items that only the first got right, and items that only the second got right.
 
     Returns
     -------
     float
-        min(1, 2 P[X <= min(b, c)]) for X binomial(b + c, 1/2); 1 where nothing is discordant.
+        min(1, 2 P[X <= min(b, c)]) with X binomial(b + c, 1/2). The p value is 1 without discordant items.
     """
     if b < 0 or c < 0:
         raise ConfigError(f"discordant counts are at least 0; got {b} and {c}")
@@ -139,14 +138,14 @@ def paired_proportion_difference(
     Parameters
     ----------
     b, c : int
-        Items that only the first, and only the second, got right.
+        Items that only the first got right, and items that only the second got right.
     n : int
         All items.
 
     Returns
     -------
     Interval
-        Of (b - c) / n. Resampling n items with replacement is a multinomial draw over the three outcomes.
+        Interval of (b - c) / n. Resampling n items with replacement is a multinomial draw over the three outcomes.
     """
     if min(b, c) < 0 or b + c > n or n < 1:
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
@@ -166,12 +165,12 @@ def bootstrap(
     seed: int = 0,
     method: str = "bootstrap over prompts",
 ) -> Interval:
-    """Percentile bootstrap over units that carry several values each.
+    """Percentile bootstrap over units with several values each.
 
     Parameters
     ----------
     columns : sequence of array_like, shape (n_units,)
-        One value of each unit per column; units are resampled and their columns stay together.
+        One value per unit in each column. Units are resampled whole.
     statistic : callable
         `statistic(*columns, axis)` reduces the axis of the units.
     level, n_resamples, seed
@@ -181,7 +180,7 @@ def bootstrap(
 
     Notes
     -----
-    A single unit resamples to itself: the interval is the estimate and says nothing.
+    A single unit always resamples to itself. The interval then equals the estimate and carries no information.
     """
     arrays = [_sample(c, method) for c in columns]
     _same_length(*arrays)
@@ -211,12 +210,12 @@ def mean_interval(
 
 
 def student(values: ArrayLike, level: float = 0.95) -> Interval:
-    """Student's interval of a mean over few independent repetitions, such as seeds.
+    """Student's t interval of a mean over few independent repetitions, such as seeds.
 
     Parameters
     ----------
     values : array_like, shape (n,)
-        One value of each repetition, at least 2.
+        One value per repetition, at least 2.
     level : float
         Nominal coverage.
 
@@ -227,8 +226,8 @@ def student(values: ArrayLike, level: float = 0.95) -> Interval:
 
     Notes
     -----
-    mean +- t_{n-1} s / sqrt(n), s the sample standard deviation. With three values t is 4.3: the interval is
-    wide because three values say little.
+    mean +- t_{n-1} s / sqrt(n) with s the sample standard deviation. For three values t is 4.3, so the interval is
+    wide.
 
     Examples
     --------
@@ -252,8 +251,8 @@ def cluster_rate(
 
     Parameters
     ----------
-    hits, sizes : array_like, shape (n_prompts,)
-        Positions of each prompt that agree, and all its positions. Prompts are resampled whole.
+    hits, sizes : array_like of shape (n_prompts,)
+        Agreeing positions of each prompt, and all its positions. Prompts are resampled whole.
     """
     return bootstrap(
         [hits, sizes],
@@ -351,15 +350,15 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
     effects : array_like, shape (n_prompts,)
         One signed effect for each prompt.
     n_resamples : int
-        Random sign patterns; where all 2^n are no more than that, all are counted instead.
+        Number of random sign patterns. If there are at most as many patterns (2^n), all are counted.
     seed : int
         Seed of the patterns.
 
     Returns
     -------
     float
-        Share of patterns whose |sum| is at least the observed one. Monte Carlo counts the observed pattern
-        too, (1 + hits) / (1 + n_resamples), and is never 0. 1 for a single effect.
+        Share of patterns with |sum| at least the observed one. The Monte Carlo estimate includes the observed pattern,
+        (1 + hits) / (1 + n_resamples), so it is never 0. 1 for a single effect.
     """
     x = _sample(effects, "effects")
     if x.size == 1:
@@ -378,11 +377,11 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
 
 
 def holm(p_values: ArrayLike) -> Floats:
-    """Holm's step-down adjustment; the order of the input is kept.
+    """Holm's step-down adjustment. Keeps the order of the input.
 
     Notes
     -----
-    p_(i) -> max_{j <= i} min(1, (m - j + 1) p_(j)) for the j-th smallest of m, counted from 1.
+    For the j-th smallest of m values, counted from 1: p_(i) -> max_{j <= i} min(1, (m - j + 1) p_(j)).
     """
     p = _sample(p_values, "p values")
     if (p < 0).any() or (p > 1).any():
@@ -395,12 +394,12 @@ def holm(p_values: ArrayLike) -> Floats:
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Pearson correlation; NaN where it is undefined: a constant side, or fewer than two values."""
+    """Pearson correlation. NaN for a constant side or fewer than two values."""
     return _correlation("pearsonr", x, y)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman rank correlation, ties with their mean rank; NaN as in `pearson`."""
+    """Spearman rank correlation with mean ranks for ties. NaN as in `pearson`."""
     return _correlation("spearmanr", x, y)
 
 
@@ -411,7 +410,7 @@ def _correlation(function: str, x: ArrayLike, y: ArrayLike) -> float:
         return float("nan")
     stats = require("scipy.stats")
     with warnings.catch_warnings():
-        # SciPy warns of a constant side and returns NaN, which is what is documented here.
+        # SciPy warns about a constant side and returns NaN, as documented here.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         return float(getattr(stats, function)(a, b).statistic)
 
@@ -422,13 +421,12 @@ def gap_closed(value: float, rtn: float, base: float) -> float:
     Parameters
     ----------
     value, rtn, base : float
-        Unrounded metric of the method, of round-to-nearest and of full precision, whichever direction is
-        better.
+        Raw metric of the method, of round-to-nearest and of full precision. Either direction may be better.
 
     Returns
     -------
     float
-        (value - rtn) / (base - rtn): 1 at full precision, 0 at round-to-nearest, negative where worse.
+        (value - rtn) / (base - rtn): 1 at full precision, 0 at round-to-nearest, negative if worse.
     """
     if base == rtn:
         raise ConfigError(f"round-to-nearest equals full precision ({base}): there is no gap to close")

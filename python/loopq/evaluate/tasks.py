@@ -1,4 +1,4 @@
-"""Scores of a model on the items of a task, by the rules of lm-evaluation-harness, with intervals."""
+"""Score a model on the items of a task by the rules of lm-evaluation-harness, with intervals."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _perplexity(nll: ArrayLike, sizes: ArrayLike, axis: int = -1) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of each item, and the task's own that they make.
+    """One number per item, and the task's metric computed from them.
 
     Parameters
     ----------
     name : str
-        As the harness calls it.
-    values : ndarray, float64, shape (n_items,)
-        1 where the item is right, else 0; of a perplexity the negative log-likelihood in nats.
-    sizes : ndarray, float64, shape (n_items,), optional
-        Of a perplexity: words of each item, or 1.
+        Name of the metric in the harness.
+    values : float64 ndarray of shape (n_items,)
+        1 where the item is right, else 0. For a perplexity, the negative log-likelihood in nats.
+    sizes : float64 ndarray of shape (n_items,), optional
+        For a perplexity, the words of each item, or 1.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Metric:
         return float(self.values.mean() if self.sizes is None else _perplexity(self.values, self.sizes))
 
     def interval(self) -> Interval:
-        """95 %: Wilson's of a share, bootstrap over items of a perplexity."""
+        """95 % interval: Wilson's for a share, bootstrap over items for a perplexity."""
         if self.sizes is None:
             return wilson(int(self.values.sum()), self.values.size)
         return bootstrap(
@@ -68,14 +68,14 @@ class Metric:
         )
 
     def change(self, before: Metric) -> tuple[Interval, float | None]:
-        """What other weights made of the same items, by a paired bootstrap over items.
+        """Change from other weights on the same items, by a paired bootstrap over items.
 
         Returns
         -------
         change : Interval
-            Difference of the shares, this one minus `before`; of perplexities this one divided by `before`.
+            Difference of the shares, this one minus `before`. For perplexities, this one divided by `before`.
         p_value : float or None
-            Of the exact McNemar test; None of a perplexity.
+            p value of the exact McNemar test. None for a perplexity.
         """
         if self.sizes is not None:
             columns = [self.values - before.values, self.sizes]
@@ -87,7 +87,7 @@ class Metric:
         return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
 
     def to_json(self, before: Metric | None) -> dict[str, Any]:
-        """Plain data: every item's value, the interval, and the change from `before` where there is one."""
+        """Plain data: every item's value, the interval, and the change from `before` where given."""
         change, p_value = (None, None) if before is None else self.change(before)
         return {
             "metric": self.name,
@@ -101,14 +101,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model made of a task's items.
+    """Scores of a model on a task's items.
 
     Parameters
     ----------
     metrics : tuple of Metric
-        The task's, in the order in which the harness prints them.
+        The task's metrics in the harness's order.
     n_cut : int
-        Items whose context was cut at its left because the model has no positions for all of it.
+        Number of items with a context cut at its left because it exceeded the model's positions.
     """
 
     metrics: tuple[Metric, ...]
@@ -132,7 +132,7 @@ def score(
     Parameters
     ----------
     loaded : LoadedModel
-        A model with logits; weights that are replaced while this runs are those that are scored.
+        A model with logits. If its weights are replaced during the run, the replaced weights are scored.
     task : str
         Name of the task.
     items : sequence of Item
@@ -140,23 +140,25 @@ def score(
     execution : Execution, optional
         Seed of the initial states, batch size and progress.
     n_steps : int, optional
-        Depth; the system's default when absent.
+        Depth. The system's default when absent.
 
     Returns
     -------
     Scores
-        "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per character) of
-        choices; "perplexity" and "acc" (the last word is the greedy continuation) of last words; "word_perplexity" of
-        texts; "exact_match" of numbers, by the harness's two ways to find one.
+        Metrics by kind.
+
+        Choices give "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per
+        character). Last words give "perplexity" and "acc" (the last word is the greedy continuation). Texts give
+        "word_perplexity". Numbers give "exact_match" by the harness's two extraction rules.
 
     Raises
     ------
     ConfigError
-        The model is not causal or gives no logits.
+        If the model is not causal or gives no logits.
     """
     how, kind = execution or Execution(), find_task(task).kind
     depth = n_steps if n_steps is not None else loaded.system.n_steps
-    # It refuses a model that reads in both directions, whose likelihoods would know the answer.
+    # Rejects a model that reads in both directions: its likelihoods would include the answer.
     decoder = Decoder(loaded.system, depth, Generation(n_tokens=_N_ANSWER, seed=how.seed))
     if kind == "number":
         return _numbers(loaded, items, decoder, how.progress, task)
@@ -180,7 +182,7 @@ def score(
 
 
 def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tuple[Metric, ...]:
-    """Whether the right answer is the most likely one, plainly and by the number of its characters."""
+    """Whether the right answer is the most likely one, by total and by per-character likelihood."""
     right = np.zeros((2, len(items)))
     for i, (item, values) in enumerate(zip(items, by_item, strict=True)):
         total, sizes = np.array(values), np.array([len(choice) for choice in item.choices])
@@ -191,7 +193,7 @@ def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tupl
 def _numbers(
     loaded: LoadedModel, items: Sequence[Item], decoder: Decoder, progress: Progress, label: str
 ) -> Scores:
-    """Write an answer to each item and compare its number with that of the right one."""
+    """Generate an answer to each item and compare its number with the right one."""
     right, n_cut, longest = np.zeros((2, len(items))), 0, longest_input(loaded)
     room = longest - n_generated(_N_ANSWER, longest)
     progress.start(label, len(items), "answers")
@@ -206,13 +208,13 @@ def _numbers(
 
 
 def _found_numbers(text: str) -> tuple[str, str]:
-    """The first number behind the mark of GSM8K, and the last number of all."""
+    """The first number after GSM8K's mark, and the last number of the text."""
     strict, all_numbers = re.search(r"#### (-?[0-9.,]+)", text), re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
     return strict[1] if strict else _NONE, all_numbers[-1] if all_numbers else _NONE
 
 
 def _plain(answer: str) -> str:
-    """A number without commas, currency and full stop; of a right answer, what stands behind its mark."""
+    """A number without commas, currency and full stop. For a right answer, the text after its mark."""
     text = answer.replace(",", "").replace("$", "").rpartition("#### ")[2]
     return text.removesuffix(".").lower()
 
@@ -224,12 +226,12 @@ def measure_tasks(
     *,
     n_steps: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Score several sets of weights on the same items, and compare the others with the first.
+    """Score several sets of weights on the same items and compare the others with the first.
 
     Parameters
     ----------
     models : iterable of (name, LoadedModel)
-        Each is scored before the next is asked for, so that one model can be filled with one checkpoint after another.
+        Each model is scored before the next is requested. One model can thus load one checkpoint after another.
     items : mapping of str to sequence of Item
         By the task's name.
     execution : Execution, optional
@@ -240,8 +242,8 @@ def measure_tasks(
     Returns
     -------
     list of dict
-        Plain data for each task, metric and set of weights: its value with the interval, each item's own value, and
-        after the first set the change from it (`Metric.change`).
+        Plain data for each task, metric and set of weights: value, interval and each item's own value. Sets after the
+        first also have the change from it (`Metric.change`).
     """
     how, found = execution or Execution(), []
     for name, model in models:

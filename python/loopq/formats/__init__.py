@@ -1,4 +1,4 @@
-"""Formats: how a quantized model is written, whole, and read back exactly. `FORMATS` is the one list of names."""
+"""Formats for writing a quantized model and reading it back exactly. `FORMATS` lists all names."""
 
 from loopq.formats.base import Format
 from loopq.settings.registry import Registry

@@ -1,4 +1,4 @@
-"""What a format is: where it comes from, what it writes, what loopq can say of it."""
+"""Interface of a format: its source, its files, and what loopq can report about them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Option:
     help : str
         One line.
     metavar : str, optional
-        What stands for the value.
+        Placeholder of the value.
     choices : tuple of str, optional
         Allowed values.
     """
@@ -43,20 +43,20 @@ class Option:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run will give, as far as that is known before it.
+    """The known part of a run's result before the run.
 
     Parameters
     ----------
     layers : tuple of QuantizedLayer
         The layers, one row each, with zero codes and scales of 1.
     transformed, trellis : tuple of str
-        Layers whose codes will be for a transformed input, or on a trellis.
+        Layers that will have a transformed input, or codes on a trellis.
     loose : tuple of str
-        Layers whose weight no module is called with.
+        Layers with weights that no module is called with.
     dense : mapping of str to str
-        The other tensors of the model, and their types, named as in safetensors.
+        The other tensors of the model and their types. Both are named as in safetensors.
     ties : mapping of str to str
-        Names of tied tensors to the name that is stored.
+        Names of tied tensors. Each maps to the stored name.
     side_files : mapping of str to bytes
         Config and tokenizer files of the model.
     """
@@ -72,7 +72,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Written(ABC):
-    """What was written, and where."""
+    """The written content, and its place."""
 
     path: Path
     format: str
@@ -84,7 +84,7 @@ class Written(ABC):
 
 @dataclass(frozen=True)
 class WrittenFile(Written):
-    """A file that was written, and what there is to say of it."""
+    """A written file with its summary lines."""
 
     said: tuple[str, ...]
 
@@ -95,10 +95,10 @@ class WrittenFile(Written):
 
 @dataclass(frozen=True)
 class WrittenLayers(Written):
-    """A folder that was written, and what it cost: bytes of the layers as loopq stores them and in the format.
+    """A written folder with its size: bytes of the layers as stored by loopq and in the format.
 
-    `notes` says by layer what had to be changed (groups cut, padding), `checked` how many layers were read back and
-    compared, `remarks` what readers of the format are known not to do with this file.
+    `notes` lists changes by layer (groups cut, padding). `checked` counts the layers that were read back and compared.
+    `remarks` lists known problems of the format's readers with this file.
     """
 
     n_bytes_before: int
@@ -120,9 +120,9 @@ class WrittenLayers(Written):
 
 
 class Format(ABC):
-    """A way to store a model, or what was measured of it.
+    """A way to store a model or its measurements.
 
-    A module of `loopq.formats` that registers an instance in `FORMATS` makes its name a value of `--format` and of
+    A module of `loopq.formats` registers an instance in `FORMATS`. Its name then becomes a value of `--format` and of
     `loopq.export`.
 
     Attributes
@@ -130,11 +130,11 @@ class Format(ABC):
     name : str
         Name in the registry and on the command line.
     takes : {"checkpoint", "model", "dump"}
-        What it is written from: a quantized checkpoint; that, or a model that is not quantized; a calibration dump.
+        Source: a quantized checkpoint, any model (quantized or not), or a calibration dump.
     own : bool
-        Whether it is loopq's own format, which holds every layer that loopq makes, and all that is known of it.
+        Whether it is loopq's native format. That format holds every layer that loopq makes, with all its facts.
     one_file : bool
-        Whether it is one file rather than a folder.
+        Whether it is one file instead of a folder.
     reads : bool
         Whether loopq reads it back as a checkpoint.
     holds_tables : bool
@@ -142,7 +142,7 @@ class Format(ABC):
     options : tuple of Option
         Options of `write`.
     loads : str
-        Line of Python by which the model is loaded, for the model card.
+        Line of Python that loads the model, for the model card.
     """
 
     name: ClassVar[str]
@@ -156,38 +156,38 @@ class Format(ABC):
 
     @property
     def from_checkpoint(self) -> bool:
-        """Whether it is written from a quantized checkpoint."""
+        """Whether its source is a quantized checkpoint."""
         return self.takes != "dump"
 
     @abstractmethod
     def holds(self, path: Path) -> bool:
-        """Whether a file or a folder is of this format."""
+        """Whether a file or a folder has this format."""
 
     @abstractmethod
     def write(self, out: Path, source: Any, *, also: Check | None = None, **options: Any) -> Written:
-        """Write to a new file or folder, which gets its name when it has been read back and compared.
+        """Write to a new file or folder. It gets its name after it has been read back and compared.
 
         Parameters
         ----------
         out : Path
             New file or folder.
         source : Checkpoint or object
-            A checkpoint in memory; of a format that takes a dump, what `loopq.run.export` opens it as.
+            A checkpoint in memory. For a format of dumps, the object that `loopq.run.export` opens.
         also : callable, optional
-            Checks what was read back; only of a format that loopq reads.
+            Checks the content that was read back. Only for a format that loopq reads.
         **options
-            Those that the format declares.
+            Options that the format declares.
 
         Raises
         ------
         CheckpointError
-            The format cannot hold the source exactly: the message names the layer, the reason and what can be done;
-            or what was read back differs.
+            If the format cannot hold the source exactly, or the content read back differs. The message names the
+            layer, the reason and a remedy.
         """
 
     @abstractmethod
     def facts(self, path: Path) -> dict[str, Any]:
-        """Say what a file or a folder holds, as plain data with its "format"."""
+        """Describe a file or a folder as plain data with its "format"."""
 
     @abstractmethod
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
@@ -199,7 +199,7 @@ class Format(ABC):
         Raises
         ------
         CheckpointError
-            It is damaged, or loopq does not read the format.
+            If it is damaged, or loopq does not read the format.
         """
         raise CheckpointError(
             f"{path}: loopq writes {self.name} and does not read it as a checkpoint; `loopq inspect` says what it holds"
@@ -216,7 +216,7 @@ class Format(ABC):
         raise CheckpointError(f"{path}: {self.name} does not hold the settings of the run")
 
     def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Read back what was written, compare it with the checkpoint, and return it where loopq reads the format.
+        """Read the written content back and compare it with the checkpoint. Return it if loopq reads the format.
 
         Raises
         ------
@@ -228,32 +228,32 @@ class Format(ABC):
         return again
 
     def refuse(self, planned: Planned, **options: Any) -> None:
-        """Refuse before a run what `write` would refuse after it.
+        """Reject before a run what `write` would reject afterwards.
 
         Raises
         ------
         CheckpointError
-            The format cannot hold what is planned.
+            If the format cannot hold the planned layers.
         """
         if not self.own:
             other = [x.name for x in planned.layers if not self.can_hold(x.grid)]
             refuse_own(planned.transformed, [*planned.trellis, *other], self, loose=planned.loose)
 
     def can_hold(self, grid: Grid) -> bool:
-        """Whether it can hold codes of such a grid, as far as their kind tells."""
+        """Whether the format can hold codes of such a grid, as far as its kind shows."""
         return self.own or grid.portable
 
     def stored(self, layers: Mapping[str, QuantizedLayer], **options: Any) -> Mapping[str, QuantizedLayer]:
-        """Return layers as the format stores them."""
+        """Return layers in the form that the format stores."""
         return layers
 
     def taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that are given, None for one that is not.
+        """Return the given options, with None for absent ones.
 
         Raises
         ------
         ConfigError
-            The format does not read one of them, or it has another value than those allowed.
+            If the format does not read an option, or does not allow its value.
         """
         given = {name: value for name, value in options.items() if value is not None}
         known = {option.name: option for option in self.options}
@@ -267,12 +267,12 @@ class Format(ABC):
         return given
 
     def refuse_checkpoint(self) -> None:
-        """Refuse a checkpoint as the source of a format that is not written from one.
+        """Reject a checkpoint for a format with another source.
 
         Raises
         ------
         ConfigError
-            The message says what it is written from.
+            If the format has another source. The message names it.
         """
         if not self.from_checkpoint:
             raise ConfigError(
@@ -288,8 +288,9 @@ def refuse_own(
     tables: Sequence[str] = (),
     loose: Sequence[str] = (),
 ) -> None:
-    """Refuse layers that only loopq's own format holds: for a transformed input, of some grids, embedding tables, and
-    weights of no linear layer.
+    """Reject layers that only loopq's format holds.
+
+    Such layers have a transformed input or special grids, are embedding tables, or do not belong to a linear layer.
     """
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
@@ -312,7 +313,7 @@ def write_folder(
     fill: Callable[[Path], object],
     also: Check | None,
 ) -> None:
-    """Make a folder that gets its name when it has been read back and compared, and `also` has checked it."""
+    """Make a folder. It gets its name after it has been read back and compared, and `also` has checked it."""
     with new_folder(out, max(checkpoint.n_bytes, n_bytes)) as folder:
         fill(folder)
         again = target.verify(folder, checkpoint)

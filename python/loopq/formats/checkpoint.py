@@ -1,4 +1,4 @@
-"""A quantized model as plain arrays: what every format writes, and what is read back."""
+"""A quantized model as plain arrays, which every format writes and reads back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What every reader needs of the settings; the rest is for those who wrote them."""
+    """Settings that every reader needs. The rest is for their writer."""
 
     system: str | None
     n_steps: Depth | None = None
@@ -34,13 +34,13 @@ class Checkpoint:
     Parameters
     ----------
     layers : mapping of str to QuantizedLayer
-        By parameter name, in order of first invocation.
+        Layers by parameter name, in order of first invocation.
     dense : dict of str to RawTensor
-        Every other tensor of the model, once.
+        Every other tensor of the model, stored once.
     ties : dict of str to str
-        Names of tied tensors to the name that is stored.
+        Names of tied tensors. Each maps to the stored name.
     settings : dict
-        Everything that fixed the result: system, depth, calibration, quantizer settings.
+        All settings that determine the result: system, depth, calibration and quantizer.
     side_files : dict of str to bytes
         Config and tokenizer files.
     """
@@ -59,12 +59,12 @@ class Checkpoint:
         )
 
     def check(self, where: object) -> Checkpoint:
-        """Return the checkpoint if its parts fit together; asked before it is written and after it was read.
+        """Return the checkpoint if its parts fit together. Called before writing and after reading.
 
         Raises
         ------
         CheckpointError
-            A tensor that is stored twice, packed codes of no layer, a tie to nothing, settings without a system.
+            If a tensor is stored twice, codes belong to no layer, a tie has no target, or settings have no system.
         """
         checked(_Settings, self.settings, f"{where}: settings", others=True)
         for name in [*self.layers, *self.dense]:
@@ -78,12 +78,12 @@ class Checkpoint:
         return self
 
     def compare(self, again: Checkpoint, where: object) -> None:
-        """Compare all that it holds with what was read back.
+        """Compare all content with what was read back.
 
         Raises
         ------
         CheckpointError
-            Anything differs; the message says what.
+            If anything differs. The message names it.
         """
         equal = {"ties": again.ties == self.ties, "side files": again.side_files == self.side_files}
         equal["settings"] = json_bytes(again.settings) == json_bytes(self.settings)
@@ -101,7 +101,7 @@ class Checkpoint:
             raise CheckpointError(f"{where}: {wrong[0]}: reads back differently from what was written")
 
     def facts(self) -> dict[str, Any]:
-        """Say what it holds, as plain data: layers as they were solved."""
+        """Describe the content as plain data, with the layers as solved."""
         return {
             "n_bytes": self.n_bytes,
             "layers": [
@@ -120,10 +120,10 @@ class Checkpoint:
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str] = ()) -> None:
-    """Put a checkpoint's tensors into a model, quantized weights dequantized in the model's own type.
+    """Put a checkpoint's tensors into a model. Quantized weights are dequantized to the model's type.
 
-    Weights are written in place, one after another, so that ties stay ties and modules that use their weight without
-    being called see it too.
+    Weights are written in place, one after another. Ties therefore stay ties, and modules that use their weight
+    without being called also see it.
 
     Parameters
     ----------
@@ -132,12 +132,12 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     checkpoint : Checkpoint
         Its tensors.
     without : collection of str
-        Quantized layers to leave as they are, since other modules will hold their codes.
+        Quantized layers to skip, because other modules will hold their codes.
 
     Raises
     ------
     CheckpointError
-        Names or shapes do not fit the model; the model is unchanged then.
+        If names or shapes do not fit the model. The model is then unchanged.
     """
     import torch
 
@@ -151,10 +151,10 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     ties = {names_in.in_model(name): names_in.in_model(source) for name, source in checkpoint.ties.items()}
     kept = {names_in.in_model(name) for name in without}
     sources = {name: name for name in stored}
-    # A model that does not tie what the checkpoint ties gets the value under both names.
+    # If the model does not tie these tensors, both names get the value.
     sources |= {n: source for n, source in ties.items() if own.get(n) is not own.get(source)}
     names = set(sources) | set(ties)
-    # Files of other tools store a tied tensor once and leave its other names to the model.
+    # Files of other tools store a tied tensor once. The model adds its other names.
     filled = {id(own[name]) for name in names if name in own}
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):

@@ -1,4 +1,4 @@
-"""compressed-tensors, "pack-quantized": what llm-compressor writes; vLLM and transformers read it.
+"""compressed-tensors, "pack-quantized": the format of llm-compressor. vLLM and transformers read it.
 
 Spec: docs/formats/compressed-tensors.md. The tensors are those of the native checkpoint.
 """
@@ -51,7 +51,7 @@ class _Config:
 
 
 class CompressedTensors(QuantizedFolder):
-    """Integers of 2, 3, 4 and 8 bits, NVFP4 and MXFP4, groups that divide in_features, or one scale per row."""
+    """Integers of 2, 3, 4 and 8 bits, NVFP4 and MXFP4. Groups divide in_features, or each row has one scale."""
 
     name: ClassVar[str] = "compressed-tensors"
     loads: ClassVar[str] = "# transformers and vLLM load this folder as it is"
@@ -61,15 +61,15 @@ class CompressedTensors(QuantizedFolder):
     )
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether the config says compressed-tensors."""
+        """Whether the config names compressed-tensors."""
         return config.get("quant_method") == "compressed-tensors"
 
     def can_hold(self, grid: Grid) -> bool:
-        """Whether the library has a format for it."""
+        """Whether the library has a format for the grid."""
         return grid.compressed is not None
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
-        """Cut ragged groups where that was chosen."""
+        """Cut ragged groups if that policy was chosen."""
         if layer.orientation == "in_out":
             other = "gptq" if layer.grid.symmetric else "gptq_v2"
             instead = f" or use the format {other!r}" if layer.grid.portable else ""
@@ -88,14 +88,14 @@ class CompressedTensors(QuantizedFolder):
         return split(layer) if self.choose(layer, ragged) == "split" else StoredLayer(layer)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
-        """The tensors of the native checkpoint under the module's name; floats have no shape beside."""
+        """The native checkpoint's tensors under the module's name. Floating codes have no separate shape."""
         found = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
         if not layer.grid.portable:
             del found["weight_shape"]
         return {f"{module}.{key}": t for key, t in found.items()}
 
     def config(self, export: Export) -> dict[str, Any]:
-        """One config group for each kind of grid; every dense matrix in `ignore` by its exact name."""
+        """One config group per kind of grid. `ignore` lists every dense matrix by its exact name."""
         groups: list[tuple[tuple[str, dict[str, Any]], list[str]]] = []
         for module, layer in export.layers.items():
             scheme = layer.grid.compressed
@@ -107,7 +107,7 @@ class CompressedTensors(QuantizedFolder):
                 known.append(module)
         config_groups = {}
         for number, ((name, weights), modules) in enumerate(groups):
-            # Among several groups a class name would claim the layers of the others.
+            # With several groups, a class name would also match the layers of the others.
             targets = ["Linear"] if len(groups) == 1 else modules
             config_groups[f"group_{number}"] = {
                 "targets": targets,
@@ -138,7 +138,7 @@ class CompressedTensors(QuantizedFolder):
         return [n.removesuffix(".weight_packed") for n in names if n.endswith(".weight_packed")]
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
-        """Read one layer, also of a file that another tool wrote."""
+        """Read one layer, including files of other tools."""
         where = f"{reader.where}: config.json: module {module!r}"
         group, name = _group_of(module, where, config)
         if name != "pack-quantized":
@@ -166,16 +166,16 @@ class CompressedTensors(QuantizedFolder):
 
 
 def _inside(dense: Sequence[str]) -> list[str]:
-    """Patterns for what engines put inside the entries of a list that hold a matrix themselves.
+    """Patterns for modules that engines put inside list entries that hold a matrix themselves.
 
-    vLLM keeps IQuest's gates, `gate_projections.0`, in a linear `gate_projections.0.gate_proj` of its own.
+    vLLM stores IQuest's gates, `gate_projections.0`, in a separate linear `gate_projections.0.gate_proj`.
     """
     lists = dict.fromkeys(name.rpartition(".")[0] for name in dense if name.rpartition(".")[2].isdigit())
     return [rf"re:{re.escape(name)}\.[0-9]+\..*" for name in lists]
 
 
 def _packed_zeros(module: str, reader: TensorReader, bits: int) -> TensorReader:
-    """Pack the zero points of files of before the library did: signed, one byte each."""
+    """Pack the zero points of files from before the library packed them: signed, one byte each."""
     name = f"{module}.weight_zero_point"
     stored = reader.tensors.get(name)
     if stored is None or stored.dtype != "I8":
@@ -189,7 +189,7 @@ def _packed_zeros(module: str, reader: TensorReader, bits: int) -> TensorReader:
 
 
 def _floats(module: str, where: str, name: str, reader: TensorReader) -> QuantizedLayer:
-    """Read a layer of a kind of grid that has a format of its own."""
+    """Read a layer of a grid with a separate format."""
     for _, kind in GRIDS:
         if name == f"{kind.name}-pack-quantized":
             settings = checked(LayerSettings, kind.from_compressed(reader, module), where)
@@ -200,7 +200,7 @@ def _floats(module: str, where: str, name: str, reader: TensorReader) -> Quantiz
 
 
 def _group_of(module: str, where: str, config: Mapping[str, Any]) -> tuple[_Group, str]:
-    """Scheme of a module and its format: exact names and patterns come before class names."""
+    """Scheme of a module and its format. Exact names and patterns precede class names."""
     whole = checked(_Config, dict(config), where, others=True)
     groups = list(whole.config_groups.values())
     named = [g for g in groups if any(_applies(t, module, where) for t in g.targets)]

@@ -1,4 +1,4 @@
-"""Find the format of what is on the disk, read it, and write a checkpoint in any format, by the registry alone."""
+"""Find the format of a checkpoint on the disk, read it, and write it in any format, using only the registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loopq.storage.schema import Object, shown
 
 
 def format_names() -> list[str]:
-    """Every format, loopq's own first."""
+    """All formats, the native one first."""
     return [name for name, _ in sorted(FORMATS, key=lambda entry: not entry[1].own)]
 
 
@@ -27,7 +27,7 @@ def format_of(path: str | Path) -> Format:
     Raises
     ------
     CheckpointError
-        It is none that loopq knows; the message says what it is instead.
+        If loopq does not know the format. The message names the content instead.
     """
     path = Path(path)
     for _, target in FORMATS:
@@ -49,7 +49,7 @@ def format_of(path: str | Path) -> Format:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a quantized checkpoint, readable or not, rather than a model."""
+    """Whether a folder holds a quantized checkpoint, readable or not, instead of a model."""
     if (folder / store.INDEX).is_file():
         return True
     return (folder / hf_folder.CONFIG).is_file() and hf_folder.read_config(folder)[1] is not None
@@ -61,24 +61,24 @@ def settings_of(path: str | Path) -> Object:
     Raises
     ------
     CheckpointError
-        loopq did not make it.
+        If loopq did not make it.
     """
     return format_of(path).read_settings(Path(path))
 
 
 def read_any(path: str | Path) -> Checkpoint:
-    """Read a checkpoint of any format that loopq reads, whoever wrote it.
+    """Read a checkpoint of any format that loopq reads, from any tool.
 
     Raises
     ------
     CheckpointError
-        The file is damaged or of a kind that loopq does not read; the message names the tensor.
+        If the file is damaged or of a kind that loopq does not read. The message names the tensor.
     """
     return format_of(path).read(Path(path))
 
 
 def read_model(source: str | Path) -> Checkpoint:
-    """Read a checkpoint, or a model that is not quantized as one without quantized layers.
+    """Read a checkpoint, or an unquantized model as one without quantized layers.
 
     Parameters
     ----------
@@ -101,16 +101,16 @@ def write_as(
 ) -> Written:
     """Write a checkpoint in one of `FORMATS`.
 
-    It gets its name when it has been read back and compared, and `also` has checked what was read. Options are those
+    It gets its name after it has been read back and compared, and `also` has checked the content. Options are those
     that the format declares.
 
     Raises
     ------
     CheckpointError
-        The format cannot hold the checkpoint exactly: the message names the layer, the reason and what can
-        be done; or what was read back differs.
+        If the format cannot hold the checkpoint exactly, or the content read back differs. The message names the
+        layer, the reason and a remedy.
     ConfigError
-        An option that the format does not read, or a format that is not written from a checkpoint.
+        If the format does not read an option, or its source is not a checkpoint.
     """
     target = FORMATS.get(format_name)
     target.refuse_checkpoint()
@@ -118,12 +118,12 @@ def write_as(
 
 
 def check_readable(path: str | Path) -> None:
-    """Refuse what loopq cannot read as a checkpoint, before any work is done for it.
+    """Reject input that loopq cannot read as a checkpoint, before any work.
 
     Raises
     ------
     CheckpointError
-        As of `format_of`; or a format that loopq writes and does not read.
+        As in `format_of`. Also for a format that loopq writes but does not read.
     """
     target = format_of(path)
     if not target.reads:
@@ -131,7 +131,7 @@ def check_readable(path: str | Path) -> None:
 
 
 def verify(path: str | Path, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Compare what is on the disk with a checkpoint, and return what was read where loopq reads the format.
+    """Compare the disk's content with a checkpoint. Return it if loopq reads the format.
 
     Raises
     ------
@@ -142,5 +142,5 @@ def verify(path: str | Path, checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def inspect_any(path: str | Path) -> dict[str, Any]:
-    """Say what is on the disk, as plain data; see `Format.facts`."""
+    """Describe the disk's content as plain data. See `Format.facts`."""
     return format_of(path).facts(Path(path))

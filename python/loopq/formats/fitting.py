@@ -1,4 +1,4 @@
-"""What brings a layer into a shape that a format can hold, without changing a number, and what undoes it."""
+"""Bring a layer into a shape that a format can hold without changing a number, and undo it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RAGGED: tuple[Ragged, ...] = ("keep", "split", "pad")
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer as a format stores it, standing for the same numbers; what was changed for that, and what it costs."""
+    """A layer in a format's form with the same numbers, the changes for that, and their cost."""
 
     layer: QuantizedLayer
     notes: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ def is_ragged(layer: QuantizedLayer) -> bool:
 def split(layer: QuantizedLayer, size: int | None = None) -> StoredLayer:
     """Cut groups to `size`, by default the largest that divides in_features and the old size.
 
-    Codes stay, scales are repeated: the weight stays the same, number by number; only scales take more room.
+    Codes stay and scales are repeated. The weight keeps all its numbers. Only the scales take more space.
     """
     columns = layer.shape[1]
     size = size or math.gcd(columns, layer.grid.group_size)
@@ -50,7 +50,7 @@ def split(layer: QuantizedLayer, size: int | None = None) -> StoredLayer:
 
 
 def as_channel(layer: QuantizedLayer) -> StoredLayer:
-    """Call a row that is one short group by its name: group_size -1 stores the same tensors."""
+    """Give a row with one short group its usual name: group_size -1 stores the same tensors."""
     if not is_ragged(layer) or layer.scales.shape[1] != 1:
         return StoredLayer(layer)
     note = f"one group of {layer.shape[1]} columns, stored as one scale per row"
@@ -58,7 +58,7 @@ def as_channel(layer: QuantizedLayer) -> StoredLayer:
 
 
 def in_scale_type(layer: QuantizedLayer, scale_dtype: str, format_name: str) -> QuantizedLayer:
-    """Return the layer with scales called `scale_dtype`, which must hold each of them exactly."""
+    """Return the layer with scales of type `scale_dtype`, which must hold each of them exactly."""
     if layer.grid.scale_dtype == scale_dtype:
         return layer
     with np.errstate(over="ignore"):
@@ -74,12 +74,12 @@ def in_scale_type(layer: QuantizedLayer, scale_dtype: str, format_name: str) -> 
 
 
 def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> QuantizedLayer:
-    """Undo what a format did to a layer of these settings; that it did just that, preparing it again tells.
+    """Undo the changes of a format to a layer of these settings. Preparing it again verifies them.
 
     Raises
     ------
     CheckpointError
-        The tensors cannot stand for a layer of these settings.
+        If the tensors cannot represent a layer of these settings.
     """
     (rows, columns), grid = settings.shape, settings.grid(where)
     width = layer.grid.width(layer.shape[1])

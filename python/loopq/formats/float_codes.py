@@ -1,6 +1,6 @@
-"""Weights of other tools in codes that are floating numbers or bytes: FP8, INT8, NVFP4 and MXFP4, as float32.
+"""Floating-point and byte codes of other tools as float32: FP8, INT8, NVFP4 and MXFP4.
 
-Spec: docs/formats/compressed-tensors.md. A code times its scale is one product in float32, as other readers compute it.
+Spec: docs/formats/compressed-tensors.md. A code times its scale is one float32 product, as in other readers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CODES = ("F8_E4M3", "I8")
 
 
 def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Values of float8 codes: 1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinity."""
+    """Values of float8 codes with 1 sign, 4 exponent and 3 mantissa bits. The bias is 7, and there is no infinity."""
     every = np.arange(256)
     exponent, mantissa = every >> 3 & 15, every & 7
     sizes = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
@@ -31,7 +31,7 @@ def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Values of 4-bit float codes, two in a byte, the first in the low half: (rows, n) gives (rows, 2 n)."""
+    """Values of 4-bit float codes. A byte holds two, the first in the low half, so (rows, n) gives (rows, 2 n)."""
     found: NDArray[np.float32] = np.stack((_E2M1[packed & 15], _E2M1[packed >> 4]), -1).reshape(
         len(packed), -1
     )
@@ -44,12 +44,12 @@ def powers(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTensor]:
-    """Return tensors with the weights in such codes as float32, and without their scales.
+    """Return tensors with such weights as float32, and without their scales.
 
     Raises
     ------
     CheckpointError
-        Scales that are missing or of another shape, or zero points, which no such format has.
+        If scales are missing or have another shape, or zero points exist, which these formats do not have.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():

@@ -40,12 +40,12 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     -------
     kind : str
         Name of the type.
-    data : uint8, shape (out, blocks of a row * bytes of a block)
+    data : uint8 array of shape (out, blocks of a row * bytes of a block)
 
     Raises
     ------
     CheckpointError
-        Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
+        If the grid is different, rows are not whole blocks, or float16 cannot hold the scales.
     """
     columns = layer.shape[1]
     name = layer.grid.gguf
@@ -83,17 +83,17 @@ class GGUF(Format):
     )
 
     def holds(self, path: Path) -> bool:
-        """Whether it is a GGUF file that holds a model."""
+        """Whether it is a GGUF file with a model."""
         return holds_gguf(path, importance=False)
 
     def can_hold(self, grid: Grid) -> bool:
-        """Whether there are blocks for it, or a message of its own."""
+        """Whether the grid has blocks or a specific message."""
         return grid.portable or grid.gguf is not None
 
     def refuse(self, planned: Planned, *, vocabulary: str | Path | None = None, **options: Any) -> None:
-        """Refuse an architecture, a tensor or a grid that the file has no place for.
+        """Reject an architecture, a tensor or a grid that the file cannot store.
 
-        Whether float16 holds scales of bfloat16 depends on their values, and is seen after the run alone.
+        Whether float16 holds bfloat16 scales depends on their values, so this is only known after the run.
         """
         require("gguf")
         shape = Shape.read(planned.side_files).check_whole()
@@ -122,18 +122,18 @@ class GGUF(Format):
         vocabulary: str | Path | None = None,
         **options: Any,
     ) -> WrittenFile:
-        """Write the file, read it back by the package `gguf` and compare every tensor, dequantized.
+        """Write the file, read it back with the package `gguf` and compare every tensor, dequantized.
 
         Parameters
         ----------
         out : Path
             New file.
         source : Checkpoint
-            Quantized, or without a quantized layer: its tensors are written as they are then.
+            Checkpoint. Without a quantized layer its tensors are written unchanged.
         also : callable, optional
-            Not called, since loopq does not read the file.
+            Not called because loopq does not read the file.
         vocabulary : path, optional
-            GGUF file whose tokenizer is copied (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the
+            GGUF file to copy the tokenizer from (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the
             model).
         **options
             None.
@@ -141,7 +141,7 @@ class GGUF(Format):
         Raises
         ------
         CheckpointError
-            llama.cpp has no such architecture or grid: the message names the layer and what can be done.
+            If llama.cpp does not support the architecture or grid. The message names the layer and a remedy.
         """
         check_new(out)
         shape = Shape.read(source.side_files).check_whole()
@@ -169,10 +169,10 @@ class GGUF(Format):
         _compare(path, checkpoint, Shape.read(checkpoint.side_files))
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Say what the file holds: architecture, loops, layers, tokenizer, and each tensor with its type.
+        """Describe the file: architecture, loops, layers and tokenizer, and each tensor with its type.
 
-        `n_loops` is None where the file does not say it: llama.cpp has a key for one architecture, and in the others
-        a loop is written out as layers.
+        `n_loops` is None if the file does not give it. llama.cpp has a key for one architecture. In the others a loop
+        is written out as layers.
         """
         reader = open_gguf(path)
         architecture = contents(path, reader, "general.architecture")
@@ -197,7 +197,7 @@ class GGUF(Format):
         }
 
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
-        """A table of the tensors by type, and what the model is."""
+        """A table of the tensors by type, and a description of the model."""
         counts, weights, n_bytes = Counter[str](), Counter[str](), Counter[str]()
         for tensor in facts["tensors"]:
             kind = tensor["type"]
@@ -214,7 +214,7 @@ class GGUF(Format):
 
 
 def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[str, NDArray[Any]]]]:
-    """Tensors by llama.cpp's names: the type's name and the bytes or numbers, rows in its order."""
+    """Tensors by llama.cpp's names: the type's name, and the bytes or numbers with rows in its order."""
     for name, layer in checkpoint.layers.items():
         kind, data = blocks(layer)
         yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
@@ -235,7 +235,7 @@ def _check_type(name: str, dtype: str) -> None:
 
 def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str, NDArray[Any]]:
     _check_type(name, tensor.dtype)
-    # llama.cpp wants vectors in F32, which holds every 16-bit number.
+    # llama.cpp needs vectors in F32, which holds every 16-bit number.
     if len(tensor.shape) == 1 or tensor.dtype == "F32":
         return "F32", tensor.float32()[order]
     if tensor.dtype == "F16":
@@ -287,7 +287,7 @@ def _write(
 
 
 def _tokenizer(path: Path) -> list[tuple[Any, ...]]:
-    """Every key of the tokenizer of another GGUF: its name, value, type and, of an array, the type of what is in it."""
+    """Every key of another GGUF's tokenizer: name, value, type and, for an array, the element type."""
     fields = [f for name, f in open_gguf(path).fields.items() if name.startswith("tokenizer.")]
     if not fields:
         raise CheckpointError(f"{path}: a GGUF without a tokenizer")
@@ -296,14 +296,14 @@ def _tokenizer(path: Path) -> list[tuple[Any, ...]]:
 
 
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
-    """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
+    """Read the file with gguf and compare every tensor with the checkpoint's, dequantized."""
     gguf = package()
     found = {t.name: t for t in open_gguf(path).tensors}
     expected: dict[str, Callable[[], NDArray[Any]]] = {
         n: layer.dequantize for n, layer in checkpoint.layers.items()
     }
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
-    # The package knows how long these blocks are, not what they stand for.
+    # The package knows the size of these blocks but not their values.
     expected |= {n: partial(_bytes, x) for n, x in checkpoint.layers.items() if x.grid.gguf == "Q2_0"}
     n_compared = len(found)
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""GGUF files through the package `gguf`, whose own errors become loopq's and name the file."""
+"""GGUF files through the package `gguf`. Its errors become loopq's and name the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = 4096
 
 
 def holds_gguf(path: Path, *, importance: bool) -> bool:
-    """Whether a file begins as GGUF does, and holds importance rather than a model; needs no package."""
+    """Whether a file begins like GGUF and holds importance instead of a model. Needs no package."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -28,7 +28,7 @@ def holds_gguf(path: Path, *, importance: bool) -> bool:
 
 
 def package() -> Any:
-    """Return the package, which is told of Q2_0, newer than its release 0.19: 64 weights in 18 bytes."""
+    """Return the package after adding Q2_0: 64 weights in 18 bytes, newer than its release 0.19."""
     gguf = require("gguf")
     kinds = gguf.GGMLQuantizationType
     if "Q2_0" not in kinds.__members__:
@@ -41,13 +41,13 @@ def package() -> Any:
 
 @contextlib.contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Turn what the package raises into an error that names the file."""
+    """Convert errors of the package into an error that names the file."""
     try:
         yield
     except (LoopqError, OSError):
         raise
     except Exception as cause:
-        # The package checks little: what is damaged ends in whatever error its arithmetic meets first.
+        # The package checks little, so a damaged file can cause any error in its arithmetic.
         what = " ".join(str(cause).split())
         raise CheckpointError(
             f"{path}: a GGUF file that is damaged or not understood by the package gguf "
@@ -56,14 +56,14 @@ def told(path: Path) -> Iterator[None]:
 
 
 def open_gguf(path: Path) -> Any:
-    """Open a file by the package's reader.
+    """Open a file with the package's reader.
 
     Raises
     ------
     CheckpointError
-        No plain file, or damaged.
+        If it is not a plain file, or damaged.
     MissingExtraError
-        The package is not installed.
+        If the package is not installed.
     """
     check_regular(path)
     gguf = package()
@@ -72,12 +72,12 @@ def open_gguf(path: Path) -> Any:
 
 
 def contents(path: Path, reader: Any, key: str) -> Any:
-    """Return the value of a key; None where the file does not have it.
+    """Return the value of a key. None if the file does not have it.
 
     Raises
     ------
     CheckpointError
-        It cannot be read, or is a string that would do something to a terminal.
+        If it cannot be read, or is a string with terminal control characters.
     """
     field = reader.fields.get(key)
     if field is None:

@@ -1,4 +1,4 @@
-"""Architectures of llama.cpp: names of tensors, the order of rows and layers. Spec: docs/formats/gguf.md."""
+"""Architectures of llama.cpp: tensor names, and order of rows and layers. Spec: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What config.json says of a Llama-shaped model."""
+    """Settings of a Llama-shaped model in config.json."""
 
     architecture: str
     config: Mapping[str, Any]
 
     @classmethod
     def read(cls, side_files: Mapping[str, bytes]) -> Shape:
-        """Read the config.json among the files of a checkpoint or a dump; see `of`."""
+        """Read the config.json among the files of a checkpoint or a dump. See `of`."""
         config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
         return cls.of(checked(dict[str, Any], config, CONFIG))
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Take what a config.json says.
+        """Read the settings of a config.json.
 
         Raises
         ------
         CheckpointError
-            llama.cpp has no such architecture, or a setting has no place in the file.
+            If llama.cpp does not support the architecture, or the file cannot store a setting.
         """
         names = config.get("architectures") or []
         dense = [str(n).removeprefix(PREFIX) for n in names]
@@ -83,12 +83,12 @@ class Shape:
         return cls(found, config)
 
     def check_whole(self) -> Shape:
-        """Return the shape if config.json has everything that the file's header says.
+        """Return the shape if config.json has all values of the file's header.
 
         Raises
         ------
         CheckpointError
-            A key is missing, or is no number.
+            If a key is missing, or is not a number.
         """
         for key in (*_NEEDED, *(CYCLES if self.architecture == HRM else ())):
             value = self.config.get(key)
@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def n_loops(self) -> int:
-        """Runs of the stack; one of a plain Llama. Of HRM-Text those of the high stack."""
+        """Runs of the stack, one for a plain Llama. HRM-Text counts those of the high stack."""
         if self.architecture == HRM:
             return int(self.config["H_cycles"])
         weights = self.config.get("loop_loss_weights")
@@ -114,14 +114,14 @@ class Shape:
 
     @property
     def n_kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key/value heads."""
         return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
 
     @property
     def order(self) -> list[int]:
-        """Numbers of the layers in the order of the file: a loop of `looped:` is written out, others are keys.
+        """Layer numbers in the file's order. A loop of `looped:` is written out, others are keys.
 
-        llama.cpp counts HRM-Text's layers once for each run.
+        llama.cpp counts HRM-Text's layers once per run.
         """
         n = int(self.config["num_hidden_layers"])
         if self.architecture == HRM:
@@ -129,12 +129,12 @@ class Shape:
         return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
 
     def tensors(self, name: str) -> list[str]:
-        """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
+        """Return llama.cpp's names of a tensor, one for each layer of the file that has it.
 
         Raises
         ------
         CheckpointError
-            It has no place in the architecture.
+            If the architecture has no place for it.
         """
         module, _, last = name.rpartition(".")
         if module in _OTHERS:
@@ -153,7 +153,7 @@ class Shape:
 
     @property
     def stacks(self) -> dict[str, int]:
-        """How names of layers begin, and the number of the first: HRM-Text's low stack, then its high one."""
+        """Name prefixes of layers with the number of the first. HRM-Text has its low stack before the high one."""
         if self.architecture != HRM:
             return {"model.layers.": 0}
         return {
@@ -164,8 +164,8 @@ class Shape:
     def rows(self, name: str, n: int) -> NDArray[np.int64]:
         """Return the order in which a tensor's rows are stored.
 
-        llama.cpp turns neighbours in a head where transformers turns one half against the other: rows of q and k are
-        reordered within each head, which is exact for codes and scales. Of HRM-Text it turns halves too.
+        llama.cpp rotates neighbours in a head, while transformers rotates the halves. Rows of q and k are therefore
+        reordered within each head, which is exact for codes and scales. For HRM-Text it rotates halves too.
         """
         heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
         n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])

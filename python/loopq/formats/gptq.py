@@ -1,6 +1,6 @@
 """GPTQ files: version 1 ("gptq", symmetric) and version 2 ("gptq_v2", any zero points).
 
-Spec: docs/formats/gptq.md. GPTQModel, optimum with transformers, and vLLM read them.
+Spec: docs/formats/gptq.md. GPTQModel, optimum with transformers, and vLLM read these files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loopq.storage.schema import Object, checked, shown
 
 @dataclass(frozen=True)
 class _Config:
-    """Settings of a module, and changes of them by pattern of its name; "-:" leaves modules as they are."""
+    """Settings of a module, and changes by name pattern. "-:" leaves modules unchanged."""
 
     bits: Bits
     group_size: GroupSize
@@ -40,12 +40,12 @@ class _Config:
 
 
 class GPTQ(QuantizedFolder):
-    """2, 3, 4 and 8 bits; what the two versions differ in is how a zero point is stored.
+    """2, 3, 4 and 8 bits. The two versions differ in the storage of a zero point.
 
     Attributes
     ----------
     version : {1, 2}
-        1 stores z - 1 modulo 2^bits, 2 stores z.
+        Version 1 stores z - 1 modulo 2^bits, version 2 stores z.
     """
 
     name: ClassVar[str] = "gptq"
@@ -56,13 +56,13 @@ class GPTQ(QuantizedFolder):
     loads: ClassVar[str] = "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether the config says GPTQ of this version; one without a version is of the first."""
+        """Whether the config names GPTQ of this version. A missing version means version 1."""
         if config.get("quant_method") != "gptq":
             return False
         return bool((config.get("checkpoint_format") or config.get("format") or "gptq") == self.name)
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
-        """Cut ragged groups where that was chosen; scales must be exact in float16."""
+        """Cut ragged groups if that policy was chosen. Scales must be exact in float16."""
         if not layer.grid.symmetric and self.version == 1:
             raise CheckpointError(
                 f"layer {layer.name}: an asymmetric grid in GPTQ version 1 is refused by GPTQModel, since tools "
@@ -114,18 +114,18 @@ class GPTQ(QuantizedFolder):
             "format": self.name,
             "pack_dtype": "int32",
             "dynamic": dynamic,
-            # For optimum, which else takes every nn.Linear under a block whose name it guesses.
+            # For optimum, which otherwise takes every nn.Linear under a block with a guessed name.
             "block_name_to_quantize": _common_path(modules),
             "modules_in_block_to_quantize": [modules],
             "meta": dict(export.report),
         }
 
     def more_files(self, quantization: Mapping[str, Any]) -> dict[str, bytes]:
-        """The same settings in a file of their own, which older readers take."""
+        """The same settings in a separate file for older readers."""
         return {QUANTIZE_CONFIG: json_bytes(quantization)}
 
     def remarks(self, export: Export) -> tuple[str, ...]:
-        """Layers outside numbered blocks, which GPTQModel leaves as they were initialised, without an error."""
+        """Layers outside numbered blocks. GPTQModel leaves them at their initial values without an error."""
         outside = [name for name in export.layers if not re.search(r"\.\d+\.", f".{name}.")]
         if not outside:
             return ()
@@ -139,7 +139,7 @@ class GPTQ(QuantizedFolder):
         return [n.removesuffix(".qweight") for n in names if n.endswith(".qweight")]
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
-        """Read one layer, also of a file that another tool wrote."""
+        """Read one layer, including files of other tools."""
         found = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
         bits, group_size = found.bits, found.group_size
         n_words, rows = reader.get(f"{module}.qweight", ("I32",), (None, None)).shape
@@ -170,7 +170,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class GPTQv2(GPTQ):
-    """Version 2: any zero point. AWQ's files are read as such, since they hold the same numbers in other words."""
+    """Version 2: any zero point. AWQ's files are also read as such, since they store the same numbers differently."""
 
     name: ClassVar[str] = "gptq_v2"
     version: ClassVar[int] = 2
@@ -178,11 +178,11 @@ class GPTQv2(GPTQ):
     loads: ClassVar[str] = QuantizedFolder.loads
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether the config says GPTQ of this version, or AWQ."""
+        """Whether the config names GPTQ of this version, or AWQ."""
         return config.get("quant_method") == "awq" or super().describes(config)
 
     def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
-        """Put AWQ's codes, whose words lie along the outputs, into words of GPTQ."""
+        """Convert AWQ's codes to words of GPTQ. AWQ's words run along the outputs."""
         found = dict(tensors)
         for module in self.modules(list(tensors)):
             words, zeros, scales = (tensors.get(f"{module}.{n}") for n in ("qweight", "qzeros", "scales"))
@@ -197,7 +197,7 @@ class GPTQv2(GPTQ):
         return found
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
-        """Read one layer; AWQ's always has zero points."""
+        """Read one layer. AWQ layers always have zero points."""
         awq = {"sym": False} if config.get("quant_method") == "awq" else {}
         return super().read_layer(module, reader, {**config, **awq})
 
@@ -216,7 +216,7 @@ def _awq_codes(words: RawTensor, path: Path, module: str) -> NDArray[np.uint8]:
 
 
 def _own(grid: Grid) -> tuple[int, int, bool]:
-    """What a module can have of its own."""
+    """Settings that can differ by module."""
     return grid.bits, grid.group_size, grid.symmetric
 
 
@@ -232,7 +232,7 @@ def _signed(codes: NDArray[Any], zeros: NDArray[Any], bits: int, what: str) -> N
 
 
 def _check_order(module: str, reader: TensorReader, group_size: int, columns: int) -> int:
-    """Return in_features: the length of g_idx, which must be in order, or what the words hold where there is none."""
+    """Return in_features: the length of an ordered g_idx. Without g_idx, the size of the words."""
     name = f"{module}.g_idx"
     if name not in reader.tensors:
         return columns
@@ -249,7 +249,7 @@ def _check_order(module: str, reader: TensorReader, group_size: int, columns: in
 
 
 def _common_path(modules: Sequence[str]) -> str:
-    """Longest path that all modules lie under; "" where there is none."""
+    """Longest common path of all modules. "" if there is none."""
     paths = [m.split(".")[:-1] for m in modules]
     common = []
     for parts in zip(*paths, strict=False):
@@ -260,7 +260,7 @@ def _common_path(modules: Sequence[str]) -> str:
 
 
 def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
-    """Settings of a module, with the rules of `dynamic` applied as GPTQModel does."""
+    """Settings of a module, with the rules of `dynamic` applied as in GPTQModel."""
     found = checked(_Config, dict(config), where, others=True)
     for pattern, changes in (found.dynamic or {}).items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):

@@ -1,4 +1,4 @@
-"""Folders as transformers lays them out: config.json, safetensors in one file or in shards, everything else."""
+"""Folders in transformers' layout: config.json, safetensors in one file or in shards, and other files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _Shards:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name to file; None where the folder has no index of shards."""
+    """Tensor name to file. None if the folder has no index of shards."""
     if not (folder / SHARDS).exists():
         return None
     return checked(_Shards, read_json(inside(folder, SHARDS)), folder / SHARDS, others=True).weight_map
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The one safetensors file of a folder without an index."""
+    """The single safetensors file of a folder without an index."""
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
         pickled = sorted(p.name for p in folder.glob("*.bin"))
@@ -54,13 +54,13 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
-    """Map every tensor of the shards that the index names, or of the one safetensors file (`map_tensors`).
+    """Map every tensor of the shards in the index, or of the single safetensors file (`map_tensors`).
 
     Raises
     ------
     CheckpointError
-        There is no file, or there are several and no index; a tensor is in two shards, or in another than the index
-        says. Pickled weights are not read.
+        If there is no file, or several without an index. Also if a tensor is in two shards, or in another than the
+        index names. Pickled weights are not read.
     """
     tensors: dict[str, RawTensor] = {}
     found: dict[str, str] = {}
@@ -79,7 +79,9 @@ def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
 
 
 def read_config(folder: Path) -> tuple[Object, Object | None]:
-    """Return config.json without its quantization config, and that: there, in quantize_config.json, or None."""
+    """Return config.json without its quantization config, and that config (None if absent).
+
+    Without one in config.json, quantize_config.json is read."""
 
     def read(name: str) -> Object:
         data = read_json(inside(folder, name), finite=False)
@@ -113,9 +115,9 @@ def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -
 
 
 def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
-    """Put a `quantization_config` at the end of the config.json of a model of transformers, other bytes as they are.
+    """Append a `quantization_config` to the config.json of a transformers model and keep its other bytes.
 
-    A model of another library has no "architectures", and its config.json stays as it is.
+    A model of another library has no "architectures", so its config.json does not change.
     """
     head, brace, tail = config.rpartition(b"}")
     told = head.rstrip()
@@ -131,12 +133,12 @@ def without_own(config: bytes) -> bytes:
 
 
 def check_weight_files(folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder without weights, pickled weights unless they are allowed, and files that are no plain ones.
+    """Reject a folder without weights, with forbidden pickled weights, or with files that are not plain.
 
     Raises
     ------
     CheckpointError
-        Any of these; the message says what to do.
+        In any of these cases. The message gives the remedy.
     """
     for pattern in (*SIDE_FILES, *WEIGHTS, *PICKLES):
         for path in folder.glob(pattern):

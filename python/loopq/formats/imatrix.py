@@ -1,4 +1,4 @@
-"""Importance for llama.cpp's own quantizer, as `llama-quantize --imatrix` reads it. Spec: docs/formats/gguf.md."""
+"""Importance for llama.cpp's quantizer, read by `llama-quantize --imatrix`. Spec: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loopq.terminal.table import size
 
 
 class Entry(NamedTuple):
-    """Importance of one layer: of each input column a sum over rows, and how many rows; whether by the loop metric."""
+    """Importance of one layer: sum over rows by input column, row count, and whether the loop metric made it."""
 
     name: str
     sums: NDArray[np.float64]
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Observed(Protocol):
-    """What was observed of a model; `loopq.run.imatrix` makes it of a calibration dump."""
+    """Observations of a model. `loopq.run.imatrix` makes them from a calibration dump."""
 
     @property
     def side_files(self) -> Mapping[str, bytes]:
@@ -36,14 +36,14 @@ class Observed(Protocol):
 
     @property
     def calibration(self) -> Mapping[str, Any]:
-        """Where the prompts came from ("source"), "n_prompts" and "n_tokens"."""
+        """Origin of the prompts ("source"), "n_prompts" and "n_tokens"."""
 
     def entries(self, steps: str) -> Iterator[Entry]:
-        """Give the importance of every layer over some steps of the loop."""
+        """Return the importance of every layer over some steps of the loop."""
 
 
 class IMatrix(Format):
-    """One file of llama.cpp: a weight for every input column of every layer."""
+    """One file of llama.cpp with a weight for every input column of every layer."""
 
     name: ClassVar[str] = "imatrix"
     takes: ClassVar[Literal["checkpoint", "model", "dump"]] = "dump"
@@ -54,13 +54,13 @@ class IMatrix(Format):
     )
 
     def holds(self, path: Path) -> bool:
-        """Whether it is a GGUF file that holds importance."""
+        """Whether it is a GGUF file with importance."""
         return holds_gguf(path, importance=True)
 
     def write(
         self, out: Path, source: Observed, *, also: Check | None = None, steps: str = "all", **options: Any
     ) -> WrittenFile:
-        """Write the file; `steps` are those that count, as of `loopq.settings.steps.parse_steps`."""
+        """Write the file. `steps` selects the counted ones, as in `loopq.settings.steps.parse_steps`."""
         gguf = require("gguf")
         check_new(out)
         shape = Shape.read(source.side_files)
@@ -86,7 +86,7 @@ class IMatrix(Format):
         return WrittenFile(out, self.name, (f"{out}: importance of {n_layers} layers, steps {steps}{by}",))
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Say what the file holds: the layers that it has importance of, and the text that they observed."""
+        """Describe the file: its layers and the text of the observations."""
         reader = open_gguf(path)
         with told(path):
             rows = {t.name: float(t.data.ravel()[0]) for t in reader.tensors if t.name.endswith(".counts")}
@@ -109,7 +109,7 @@ class IMatrix(Format):
         }
 
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
-        """How many layers, and of which text."""
+        """Number of layers and the text."""
         return [
             f"format {self.name}, architecture {facts['architecture']}: importance of {len(facts['layers'])} layers; "
             f"{facts['chunk_count']} chunks of {facts['chunk_size']} tokens of {facts['datasets']}; "

@@ -42,11 +42,11 @@ class Marlin(QuantizedFolder):
     reason: ClassVar[str] = "its kernel takes groups of 128 that divide the inputs"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether the config says marlin."""
+        """Whether the config names marlin."""
         return config.get("quant_method") == "marlin"
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
-        """Pad inputs and outputs to whole tiles: zero codes, and a scale of 1 for rows that are not there."""
+        """Pad inputs and outputs to whole tiles. Padding has zero codes, and padded rows have a scale of 1."""
         if layer.grid.bits != 4 or not isinstance(layer.grid, Integer):
             raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
         if layer.grid.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
@@ -79,7 +79,7 @@ class Marlin(QuantizedFolder):
         return {f"{module}.B": RawTensor.of(words), f"{module}.s": float_to_raw(scales, "F16")}
 
     def config(self, export: Export) -> dict[str, Any]:
-        """The quantization config; it holds one group size."""
+        """The quantization config. It holds one group size."""
         sizes = {m.grid.group_size for m in export.layers.values()}
         if len(sizes) > 1:
             raise CheckpointError(
@@ -102,7 +102,7 @@ class Marlin(QuantizedFolder):
         return [n[:-2] for n in names if n.endswith(".B") and f"{n[:-2]}.s" in known]
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
-        """Read one layer with its padding: without loopq's own record the file does not say where that begins."""
+        """Read one layer with its padding. Only loopq's record tells where the padding begins."""
         group_size = checked(_Config, dict(config), f"{reader.where}: config.json", others=True).group_size
         words = reader.get(f"{module}.B", ("I32",), (None, None)).array()
         k, n = words.shape[0] * 16, words.shape[1] // 2

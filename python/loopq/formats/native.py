@@ -1,4 +1,4 @@
-"""The native checkpoint: a folder that gives the model back exactly. Format: docs/formats/checkpoint.md."""
+"""The native checkpoint: a folder that restores the model exactly. Format: docs/formats/checkpoint.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report_lines(layers: Iterable[QuantizedLayer]) -> str:
 
 
 def read_report(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a run report: layer name to what the run said of it; empty where there is none."""
+    """Read a run report as layer name to the run's entry. Empty if there is none."""
     if not path.exists():
         return {}
     reports = {}
@@ -66,9 +66,9 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the files of a checkpoint into a folder, which `write_folder` makes: whole or not at all.
+    """Write the files of a checkpoint into a folder. `write_folder` makes it completely or not at all.
 
-    The same checkpoint gives the same bytes: no time, path or host is in it.
+    The same checkpoint gives the same bytes. They contain no time, path or host.
     """
     tensors, values = _packed(checkpoint.check("the checkpoint"))
     texts = {**checkpoint.side_files, REPORT: report_lines(checkpoint.layers.values()).encode()}
@@ -88,7 +88,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str], RawTensor]]:
-    """Return all tensors, without the data of the largest of each layer, and what makes each: one layer at a time."""
+    """Return all tensors and their maker, one layer at a time. A layer's largest tensor has no data yet."""
     tensors, owners = dict(checkpoint.dense), {}
     for layer in checkpoint.layers.values():
         found = layer.tensors()
@@ -100,7 +100,7 @@ def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check `loopq.json`: every version that there was becomes the same here."""
+    """Read and check `loopq.json`. Older versions are converted here."""
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"{folder}: not a loopq checkpoint: it has no {INDEX}")
@@ -116,7 +116,7 @@ def read_index(folder: Path) -> Index:
 
 
 class _Unpacked(Mapping[str, QuantizedLayer]):
-    """Layers of a file, unpacked when they are asked for."""
+    """Layers of a file, unpacked on request."""
 
     def __init__(self, index: Index, reader: TensorReader, reports: Mapping[str, dict[str, Any]]) -> None:
         self._settings = {s.name: s for s in index.layers}
@@ -133,15 +133,15 @@ class _Unpacked(Mapping[str, QuantizedLayer]):
 
 
 def read(folder: Path, *, hold: bool = True) -> Checkpoint:
-    """Read a checkpoint folder to plain arrays; needs no torch.
+    """Read a checkpoint folder to plain arrays. Needs no torch.
 
-    Tensors that are not quantized stay in the file, mapped (`map_tensors`); without `hold` all do, and a layer is
-    unpacked each time that it is asked for.
+    Tensors that are not quantized stay mapped in the file (`map_tensors`). Without `hold` all do, and each request for
+    a layer unpacks it.
 
     Raises
     ------
     CheckpointError
-        Unknown format or version, a missing, truncated or altered file, a tensor of a wrong shape or type.
+        If the format or version is unknown, a file is missing or changed, or a tensor has a wrong shape or type.
     """
     index = read_index(folder)
     check_files(folder, index.files)
@@ -150,7 +150,7 @@ def read(folder: Path, *, hold: bool = True) -> Checkpoint:
     unpacked = _Unpacked(index, reader, reports)
     layers: Mapping[str, QuantizedLayer] = dict(unpacked) if hold else unpacked
     if not hold:
-        # A look at each checks it, and says which tensors are those of layers.
+        # Looking at each layer checks it, and shows the tensors of layers.
         deque(unpacked.values(), maxlen=0)
     side = [e.file for e in index.files if e.file not in (TENSORS, REPORT)]
     dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
@@ -161,7 +161,7 @@ def read(folder: Path, *, hold: bool = True) -> Checkpoint:
 
 
 class Native(Format):
-    """loopq's own format: every layer that loopq makes, exactly."""
+    """loopq's native format: every layer that loopq makes, exactly."""
 
     name: ClassVar[str] = "native"
     own: ClassVar[bool] = True
@@ -169,7 +169,7 @@ class Native(Format):
     loads: ClassVar[str] = "import loopq.integrations.transformers  # or loopq.load(DIR)"
 
     def holds(self, path: Path) -> bool:
-        """Whether the folder has an index of loopq's."""
+        """Whether the folder has an index of loopq."""
         return (path / INDEX).is_file()
 
     def write(
@@ -181,11 +181,11 @@ class Native(Format):
         return WrittenLayers(out, self.name, n_bytes, n_bytes, {}, len(source.layers))
 
     def read(self, path: Path) -> Checkpoint:
-        """Read the folder; see the function `read`."""
+        """Read the folder. See the function `read`."""
         return read(path)
 
     def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
-        """As of `Format`; one layer at a time is unpacked."""
+        """As in `Format`. Unpacks one layer at a time."""
         again = read(path, hold=False)
         checkpoint.compare(again, path)
         return again
@@ -195,11 +195,11 @@ class Native(Format):
         return read_index(path).settings
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Say what the folder holds."""
+        """Describe the folder."""
         return {"format": self.name, **read(path).facts()}
 
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
-        """Sizes alone; the command `inspect` prints the run."""
+        """Only sizes. The command `inspect` prints the run."""
         return [f"format {self.name}, {len(facts['layers'])} layers, {size(facts['n_bytes'])}"]
 
 

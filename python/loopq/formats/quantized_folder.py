@@ -1,7 +1,7 @@
-"""Quantized folders of other tools: config.json with a `quantization_config`, and safetensors as transformers has them.
+"""Quantized folders of other tools: config.json with a `quantization_config`, and safetensors of transformers.
 
-A format of this kind says how a layer is stored and read; the folder is written and read here, with the record by
-which an export of loopq becomes the native checkpoint again.
+A format of this kind defines how to store and read a layer. This module writes and reads the folder. A record turns an
+export of loopq back into the native checkpoint.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ RECORD_FORMAT = "loopq-export"
 
 @dataclass(frozen=True)
 class Export:
-    """All that a format needs to know to write its config.
+    """Everything that a format needs to write its config.
 
-    Layers as the format stores them, by module (a tied weight stands under each of its modules), modules that hold a
-    matrix which stays as it is, and further facts: version of loopq, damping.
+    Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
+    that stays unchanged. Further facts: version of loopq, damping.
     """
 
     layers: Mapping[str, QuantizedLayer]
@@ -58,7 +58,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Record:
-    """What `loopq_export.json` holds: all that a format loses."""
+    """Content of `loopq_export.json`: everything that a format loses."""
 
     loopq_version: str
     target: str
@@ -70,17 +70,17 @@ class Record:
 
 
 class QuantizedFolder(Format):
-    """A format of another tool that is a folder of transformers.
+    """A format of another tool with a transformers folder.
 
     Attributes
     ----------
     ragged : tuple of {"keep", "split", "pad"}
-        Policies for a last group that is shorter than the others: stored as it is, cut in smaller groups of
-        the same scale, or filled up with zeros.
+        Policies for a last group shorter than the others: stored unchanged ("keep"), cut into smaller groups with the
+        same scale ("split"), or filled with zeros ("pad").
     reason : str
-        Why the other policies cannot be had.
+        Why the other policies are not possible.
     one_group_size : bool
-        Some readers know one group size for the whole file: where one layer is split, all of its group size are.
+        Some readers support one group size per file. Splitting one layer then splits all layers of its group size.
     """
 
     options: ClassVar[tuple[Option, ...]] = (
@@ -97,16 +97,16 @@ class QuantizedFolder(Format):
 
     @abstractmethod
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is of this format."""
+        """Whether a `quantization_config` has this format."""
 
     @abstractmethod
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
-        """Bring a layer into the shape that the format holds, without changing a number.
+        """Bring a layer into the format's shape without changing a number.
 
         Raises
         ------
         CheckpointError
-            The format cannot hold the layer; the message says why and what can.
+            If the format cannot hold the layer. The message gives the reason and a suitable format.
         """
 
     @abstractmethod
@@ -118,39 +118,39 @@ class QuantizedFolder(Format):
         """Return the `quantization_config`."""
 
     def more_files(self, quantization: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return what readers want to find beside config.json; nothing for most."""
+        """Return files that readers expect beside config.json. Most formats have none."""
         return {}
 
     def remarks(self, export: Export) -> tuple[str, ...]:
-        """What readers of the format are known not to do with such a file, in sentences; empty where nothing is."""
+        """Known problems of the format's readers with such a file, in sentences. Empty if there are none."""
         return ()
 
     @abstractmethod
     def modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules that are quantized, told by the tensor names of a file."""
+        """Return the quantized modules, found by the tensor names of a file."""
 
     @abstractmethod
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer."""
 
     def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
-        """Return tensors with weights that no grid of loopq holds as plain numbers; the same object without any."""
+        """Return tensors, with weights outside loopq's grids as plain numbers. The same object without any."""
         return tensors
 
     def holds(self, path: Path) -> bool:
-        """Whether the folder's config.json says so."""
+        """Whether the folder's config.json names this format."""
         if (path / store.INDEX).is_file() or not (path / hf_folder.CONFIG).is_file():
             return False
         quantization = hf_folder.read_config(path)[1]
         return quantization is not None and self.describes(quantization)
 
     def choose(self, layer: QuantizedLayer, ragged: Ragged | None) -> Ragged | None:
-        """Return the policy for a layer: None where it needs none.
+        """Return the policy for a layer. None if it needs none.
 
         Raises
         ------
         CheckpointError
-            The layer is ragged and no policy was chosen, or the format cannot have the one that was.
+            If the layer is ragged and no policy was chosen, or the format does not support the chosen one.
         """
         if not is_ragged(layer):
             return None
@@ -173,9 +173,9 @@ class QuantizedFolder(Format):
     def prepare_all(
         self, layers: Mapping[str, QuantizedLayer], ragged: Ragged | None
     ) -> dict[str, StoredLayer]:
-        """Bring the layers of a checkpoint into the shape that the format holds.
+        """Bring the layers of a checkpoint into the format's shape.
 
-        Where a format has one group size for a file, the groups of all layers that had one size are cut alike.
+        If a format has one group size per file, the groups of all layers with the same size are cut alike.
         """
         whole = layers.items()
         refuse_own(
@@ -204,13 +204,13 @@ class QuantizedFolder(Format):
     def stored(
         self, layers: Mapping[str, QuantizedLayer], *, ragged: Ragged | None = None, **options: Any
     ) -> Mapping[str, QuantizedLayer]:
-        """Return layers as the format stores them."""
+        """Return layers in the form that the format stores."""
         return {name: found.layer for name, found in self.prepare_all(layers, ragged).items()}
 
     def refuse(self, planned: Planned, *, ragged: Ragged | None = None, **options: Any) -> None:
-        """Refuse grids, groups and layers that the format cannot hold.
+        """Reject grids, groups and layers that the format cannot hold.
 
-        What depends on the values of scales (float16 for GPTQ and Marlin) is seen after the run alone.
+        Limits on the values of scales (float16 for GPTQ and Marlin) are only checked after the run.
         """
         super().refuse(planned)
         self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
@@ -224,7 +224,7 @@ class QuantizedFolder(Format):
         ragged: Ragged | None = None,
         **options: Any,
     ) -> WrittenLayers:
-        """Write the folder; `ragged` says what to do with a last group that is shorter than the others."""
+        """Write the folder. `ragged` selects the policy for a last group shorter than the others."""
         owners = _owners(source)
         prepared = self._prepared(source, ragged)
         tensors: dict[str, RawTensor] = {}
@@ -282,10 +282,10 @@ class QuantizedFolder(Format):
         return side | own
 
     def read(self, path: Path) -> Checkpoint:
-        """Read a folder, whoever wrote it.
+        """Read a folder from any tool.
 
-        Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself makes,
-        and there is no run report.
+        For files that loopq did not export, `settings["system"]` is None. Ties then come from the model itself, and
+        there is no run report.
         """
         config, quantization = hf_folder.read_config(path)
         quantization = quantization or {}
@@ -305,7 +305,7 @@ class QuantizedFolder(Format):
         if (path / RECORD).exists():
             return self._recorded(path, layers, dense, side).check(path)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        # Read again as strictly as loopq's own files are, into which it goes.
+        # Checked as strictly as loopq's own files, because it becomes one of them.
         kept = parse_json(json.dumps(quantization), f"{path / hf_folder.CONFIG}: {hf_folder.KEY}")
         settings = {"system": None, "imported": {"format": self.name, "quantization_config": kept}}
         return Checkpoint(layers, dense, {}, settings, {hf_folder.CONFIG: text.encode(), **side}).check(path)
@@ -317,7 +317,7 @@ class QuantizedFolder(Format):
         dense: dict[str, RawTensor],
         side: dict[str, bytes],
     ) -> Checkpoint:
-        """Undo an export of loopq with the help of the record that it left."""
+        """Undo an export of loopq with the help of its record."""
         record = _read_record(folder)
         if record.target != self.name:
             raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
@@ -347,16 +347,16 @@ class QuantizedFolder(Format):
         return Checkpoint(restored, dense, record.ties, record.settings, side)
 
     def read_settings(self, path: Path) -> Object:
-        """Return the settings that an export of loopq left."""
+        """Return the settings stored by an export of loopq."""
         if not (path / RECORD).exists():
             raise CheckpointError(f"{path}: loopq did not make it, so the settings are not known")
         return _read_record(path).settings
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Say what the folder holds: layers as they were solved, without what the format added.
+        """Describe the folder: layers as solved, without the format's additions.
 
-        There is also the `quantization_config`, `n_bytes_files` (the safetensors files, with padding and cut groups),
-        and of an export of loopq its version (`exported_by_loopq`) and its policy for ragged groups, else None.
+        The facts include the `quantization_config` and `n_bytes_files` (the safetensors files, with padding and cut
+        groups). An export of loopq adds its version (`exported_by_loopq`) and its policy for ragged groups, else None.
         """
         record = _read_record(path) if (path / RECORD).exists() else None
         return {
@@ -369,7 +369,7 @@ class QuantizedFolder(Format):
         }
 
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
-        """A table of the layers, sizes, and who wrote it."""
+        """A table of the layers, sizes, and the writing tool."""
         rows = [
             (
                 layer["name"],
@@ -400,8 +400,8 @@ class QuantizedFolder(Format):
 def matches(pattern: str, module: str, where: str) -> bool:
     """Whether a regular expression of a file matches the beginning of a module's name.
 
-    A search can take time exponential in the name where what is repeated is a group, and a power of the repeats else;
-    both are limited, since a file may come from anyone.
+    A search can take exponential time in the name if it repeats a group, and polynomial time for other repeats. Both
+    are limited because a file may come from anyone.
     """
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     try:
@@ -438,12 +438,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def modules_of(settings: Object) -> dict[str, str]:
-    """Modules of layers whose names in the model's files do not tell them."""
+    """Modules of layers that their names in the model's files do not identify."""
     return checked(dict[str, Name], settings.get("modules", {}), "settings: modules")
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Modules of every quantized layer: its own, and those tied to it, which other tools load apart."""
+    """Modules of every quantized layer, including tied ones, which other tools load separately."""
     modules = modules_of(checkpoint.settings)
     for name in checkpoint.layers:
         if not name.endswith(".weight") and name not in modules:
@@ -459,7 +459,7 @@ def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 
 def _dense_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every module with a matrix that was left alone, tied ones too: a superset of the linear layers."""
+    """Every module with an unchanged matrix, including tied ones. A superset of the linear layers."""
     names = {n for n, t in checkpoint.dense.items() if len(t.shape) == 2}
     names |= {tied for tied, source in checkpoint.ties.items() if source in names}
     return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))

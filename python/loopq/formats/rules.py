@@ -1,4 +1,4 @@
-"""What inference engines refuse or do wrong, as far as it is known: dated, and printed by docs/formats/engines.md."""
+"""Known limits and errors of inference engines, with dates. docs/formats/engines.md prints them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that an engine refuses or does wrong.
+    """One limit or error of an engine.
 
     Parameters
     ----------
@@ -42,11 +42,11 @@ class Rule:
     instead : str
         What to do.
     known : str
-        Version, and how it is known: "run", "config read by its own classes" or "source read".
+        Version, and source: "run", "config read by its own classes" or "source read".
     broken : callable
-        Takes the layers as the format stores them; gives the names of those that break the rule.
+        Takes the layers in the format's form. Returns the names of those that break the rule.
     systems : tuple of str
-        Systems that it is about; all of them when empty.
+        Affected systems. All if empty.
     """
 
     engines: tuple[str, ...]
@@ -63,7 +63,7 @@ def _where(test: Callable[[QuantizedLayer], bool]) -> Callable[[Layers], Iterabl
 
 
 def _unlike_siblings(layers: Layers) -> Iterable[str]:
-    """Projections whose grid is not that of those they are fused with, or that are dense beside them."""
+    """Projections with another grid than those they are fused with, or dense ones beside quantized ones."""
     for name, layer in layers.items():
         module, _, last = name.removesuffix(".weight").rpartition(".")
         for family in _FUSED:
@@ -203,7 +203,7 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
 def check_engine(
     engine: str, format_name: str, layers: Layers, system: str | None, ragged: Ragged | None = None
 ) -> None:
-    """Refuse what an engine would refuse, or load wrongly, of a checkpoint in a format.
+    """Reject a checkpoint in a format if an engine would reject it or load it wrongly.
 
     Parameters
     ----------
@@ -214,14 +214,14 @@ def check_engine(
     layers : mapping of str to QuantizedLayer
         Layers of the checkpoint.
     system : str or None
-        Adapter's name; None where it is not known.
+        Adapter's name. None if unknown.
     ragged : {"keep", "split", "pad"}, optional
         As of `loopq.run.export.export`.
 
     Raises
     ------
     CheckpointError
-        The message names the layer, what is known of the engine and what to do.
+        If a rule applies. The message names the layer, the engine's limit and a remedy.
     """
     if format_name not in READS[engine]:
         raise CheckpointError(f"{engine} reads {', '.join(READS[engine])}, not {format_name}")

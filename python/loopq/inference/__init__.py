@@ -1,1 +1,1 @@
-"""Layers that hold codes, products with them on the processor, the runner and generation."""
+"""Layers with codes, products with them on the processor, the runner and text generation."""

@@ -1,9 +1,8 @@
-"""The layout ``lq-cpu``: products with packed codes on the processor, by the core.
+"""The layout ``lq-cpu``: products with packed codes on the processor, by the native core.
 
-Codes and scales of 32 outputs lie side by side, in the order in which a core reads them; codes on a trellis lie in
-their streams and are decoded where they are multiplied. Activations become integers block by block, sums of products
-are exact, and the result has the same bits on any instruction set, in any batch and on any number of threads:
-`docs/cpu.md`.
+Codes and scales of 32 outputs are stored side by side in the core's reading order. Codes on a trellis stay in their
+streams and are decoded during the product. Activations become integers block by block, and sums of products are exact.
+The result has the same bits for any instruction set, batch and number of threads (`docs/cpu.md`).
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ def _layout(held: Held, scale_dtype: torch.dtype) -> native.CpuLayout:
 
 
 def _memory(n_bytes: int) -> torch.Tensor:
-    """Bytes that begin on a cache line; large ones on pages of 2 MiB, where the system has them."""
+    """Bytes that begin on a cache line. Large ones use pages of 2 MiB if the system has them."""
     if n_bytes < _LARGE:
         return torch.empty(n_bytes, dtype=torch.uint8)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8))
     made = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # advice: without it the memory is the same, only slower
+    with contextlib.suppress(OSError):  # a hint; without it the memory is only slower
         made.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(made, np.uint8))
 
 
 class CpuPanels:
-    """What the processor reads in order: any group size and width, with zero points or on a trellis."""
+    """Codes in the processor's order: any group size and width, with zero points or on a trellis."""
 
     devices: tuple[str, ...] = ("cpu",)
 
@@ -61,7 +60,7 @@ class CpuPanels:
     def pack(
         self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> torch.Tensor:
-        """Codes (out, in), scales and zero points (groups, out) as one array of bytes."""
+        """Pack codes (out, in) with scales and zero points (groups, out) into one array of bytes."""
         layout = _layout(held, scales.dtype)
         packed = _memory(layout.n_bytes)
         points = None if zeros is None else np.ascontiguousarray(zeros.numpy().T)
@@ -69,7 +68,7 @@ class CpuPanels:
         return packed
 
     def unpack(self, layer: PackedLayer) -> torch.Tensor:
-        """A layer's codes again, int8 or uint8, (out, in)."""
+        """Recover a layer's codes as int8 or uint8 (out, in)."""
         return torch.from_numpy(_layout(layer.held, layer.scales.dtype).unpack(layer.qweight.numpy()))
 
     def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ class CpuPanels:
         return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
 
     def layout_of(self, layer: PackedLayer) -> native.CpuLayout:
-        """Where a layer's codes and scales lie in its `qweight`."""
+        """Positions of a layer's codes and scales in its `qweight`."""
         return _layout(layer.held, layer.scales.dtype)
 
     def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,7 @@ class CpuPanels:
 
 
 class _Bound(NamedTuple):
-    """A layer's tensors as the core takes them."""
+    """A layer's tensors in the core's form."""
 
     tensors: tuple[torch.Tensor | None, ...]
     layout: native.CpuLayout
@@ -128,12 +127,12 @@ class _Bound(NamedTuple):
     bias: NDArray[np.float32] | None
 
 
-# Beside the layers, not in them: a layer is copied and pickled.
+# Stored outside the layers, because layers are copied and pickled.
 _BOUND: WeakKeyDictionary[PackedLayer, _Bound] = WeakKeyDictionary()
 
 
 def _bound(layer: PackedLayer) -> _Bound:
-    """The same as long as the layer's tensors are: making it takes longer than a small product."""
+    """Reuse the form while the layer's tensors exist, because making it takes longer than a small product."""
     found, buffers = _BOUND.get(layer), layer._buffers
     tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])
     if found is None or any(a is not b for a, b in zip(found.tensors, tensors, strict=True)):

@@ -1,4 +1,4 @@
-"""Generate text: one token after another, by the model's own cache where it gives the logits of a rollout."""
+"""Generate text token by token, with the model's cache if it gives the logits of a rollout."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Generation(Settings):
 
 
 class Decoder:
-    """Logits of the token after the ones given, again and again for a text that grows.
+    """Logits of the next token, for repeated calls on a growing text.
 
     Parameters
     ----------
@@ -66,16 +66,16 @@ class Decoder:
     Attributes
     ----------
     no_cache : str
-        Why every token is computed from all tokens before it; empty where there is a cache.
+        Why every token is computed from all earlier tokens. Empty if there is a cache.
     no_runner : str
-        Why the model's modules are called; empty where the core runs it as one program, with a cache of its own.
+        Why the model's modules are called. Empty if the core runs it as one program with its cache.
     depths : list of int
-        Steps that were run for each call.
+        Number of steps of each call.
 
     Raises
     ------
     ConfigError
-        The model is not causal or gives no logits, so that it cannot generate; or it has no rule for leaving early.
+        If the model is not causal or gives no logits, so that it cannot generate. Also if it has no early-exit rule.
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
@@ -99,7 +99,7 @@ class Decoder:
     def __call__(self, ids: Sequence[int]) -> Tensor:
         """Logits after the last token, float32 (vocabulary).
 
-        Of a text that goes on from the one before, only the new tokens are run.
+        If the text continues the previous one, only the new tokens run.
         """
         with require("torch").no_grad():
             if self.settings.exit is not None:
@@ -110,7 +110,7 @@ class Decoder:
         return logits.float().cpu()
 
     def restart(self) -> None:
-        """Forget the text so far."""
+        """Clear the text so far."""
         self._seen, self._cache = [], None
         if self._runner is not None:
             self._runner.restart()
@@ -123,9 +123,9 @@ class Decoder:
         return self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
 
     def _extended(self, ids: Sequence[int]) -> Tensor:
-        """The same, from the keys and values of the tokens seen, the runner's or the model's own."""
+        """The same, from the keys and values of earlier tokens, in the runner's or the model's cache."""
         seen, now = self._seen, list(ids)
-        # Empty also after a call that was stopped: what it left is not gone on from.
+        # Also empty after an interrupted call, because its rest cannot be continued.
         if not seen or now[: len(seen)] != seen or len(now) == len(seen):
             self.restart()
         n_seen, self._seen = len(self._seen), []
@@ -144,7 +144,7 @@ class Decoder:
         return logits
 
     def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
-        """Logits at the step that the model's rule chooses for the last token; all tokens are run to it."""
+        """Logits at the step that the model's rule chooses for the last token. All tokens run to that step."""
         system, n_steps = self.system, self.n_steps
         rule = system.exit_rule()
         embedding = system.embed(batch)
@@ -158,7 +158,7 @@ class Decoder:
         return logits
 
     def _refuse_two_directions(self) -> int:
-        """Another last token must not change the logits of those before it. Gives the size of the vocabulary."""
+        """Check that another last token keeps the earlier logits. Return the size of the vocabulary."""
         first = range(1, _PROBE + 1)
         with require("torch").no_grad():
             texts = (self._batch(first), self._batch((*first[:-1], 1)))
@@ -172,14 +172,14 @@ class Decoder:
 
     def _growing(self, vocabulary: int) -> list[list[int]]:
         """A prompt, and the same with one token more, and so on."""
-        # Far apart, since the first ones often are marks, after which logits depend on every rounding.
+        # Spread out, because the first ids are often marks, after which logits depend on every rounding.
         apart = max(1, vocabulary // (_PROBE + _MORE + 1))
         tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
         start, more = self.system.prompt_ids(tried[:_PROBE]), tried[_PROBE:]
         return [[*start, *more[:n]] for n in range(_MORE + 1)]
 
     def _as_rolled_out(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether texts that go on from each other have the logits of a rollout."""
+        """Whether texts that continue each other have the logits of a rollout."""
         torch = require("torch")
         with torch.no_grad():
             found = torch.stack([self._extended(text) for text in texts])
@@ -188,7 +188,7 @@ class Decoder:
         return _close(found, whole)
 
     def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
-        """Try the core's runner, whose description of a model goes by the names of its modules."""
+        """Test the core's runner, because it describes a model by the names of its modules."""
         system = self.system
         from loopq.inference.linear import QuantLinear  # lazy: loopq imports without torch
         from loopq.inference.runner import Runner  # lazy: loopq imports without torch
@@ -210,14 +210,14 @@ class Decoder:
         return why
 
     def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
-        """Try the model's cache: published ones differ from version to version, and some give other logits."""
+        """Test the model's cache. Published ones differ between versions, and some give other logits."""
         try:
             if self._as_rolled_out(texts) or self.system.served_by_cache:
                 return ""
             return "the model's own cache gives other logits"
         except LoopqError as cause:
             return str(cause)
-        # Any error of code that is not ours says the same: this cache cannot be used here.
+        # Any error of external code has the same meaning: this cache cannot be used here.
         except Exception as cause:  # noqa: BLE001
             return f"the model's own cache cannot be used ({type(cause).__name__}: {cause})"
         finally:
@@ -234,7 +234,7 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
 
     Parameters
     ----------
-    logits : Tensor, float32, shape (vocabulary,)
+    logits : float32 Tensor of shape (vocabulary,)
         Of the next token.
     settings : Generation
         Temperature and top-p.
@@ -249,13 +249,13 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
     if settings.temperature == 0.0:
         return int(logits.numpy().argmax())
     probability, order = (logits / settings.temperature).softmax(-1).sort(descending=True)
-    # A token is kept while those before it have less than top_p together: the first one always is.
+    # A token is kept while the earlier ones sum to less than top_p. The first one is always kept.
     kept = probability * (probability.cumsum(-1) - probability < settings.top_p)
     return int(order[kept.multinomial(1, generator=generator)])
 
 
 def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: int = 16) -> float | None:
-    """Measure how fast text comes.
+    """Measure the speed of text generation.
 
     Parameters
     ----------
@@ -264,14 +264,14 @@ def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: i
     n_steps : int
         Depth.
     prompt : sequence of int
-        Token ids, half of which are read before and some of which follow.
+        Token ids. Half of them are read first and some of the others follow.
     n_tokens : int
-        Tokens to time, at most.
+        Maximum number of timed tokens.
 
     Returns
     -------
     float or None
-        Tokens per second after the prompt, one at a time; None of a model that generates no text.
+        Tokens per second after the prompt, one at a time. None for a model without text generation.
     """
     try:
         decoder = Decoder(system, n_steps, Generation())
@@ -287,12 +287,12 @@ def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: i
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, with the special tokens that the tokenizer puts before a text.
+    """Return the token ids of a prompt, with the tokenizer's special tokens before it.
 
     Parameters
     ----------
     loaded : LoadedModel
-        Gives the tokenizer, and what the model needs after the prompt.
+        Gives the tokenizer, and the tokens that the model needs after the prompt.
     prompt : str
         Text.
 
@@ -304,7 +304,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
     Raises
     ------
     ConfigError
-        The prompt has no tokens.
+        If the prompt has no tokens.
     """
     special = hasattr(loaded.tokenizer, "decode")
     if special:
@@ -317,7 +317,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
 
 
 def _numbers(prompt: str) -> list[int]:
-    """Token ids that a prompt consists of."""
+    """Token ids of a prompt."""
     words = prompt.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):
         raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
@@ -325,7 +325,7 @@ def _numbers(prompt: str) -> list[int]:
 
 
 def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Return the text of token ids; the ids themselves where a model has no tokenizer and does not read bytes.
+    """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
 
     Parameters
     ----------
@@ -337,7 +337,7 @@ def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
     Returns
     -------
     str
-        Text without special tokens; an unfinished UTF-8 character ends it as U+FFFD.
+        Text without special tokens. An unfinished UTF-8 character at its end becomes U+FFFD.
     """
     if hasattr(loaded.tokenizer, "decode"):
         return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -347,7 +347,7 @@ def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
-    """Tokens that end a text, as tokenizer, generation settings and configuration name them."""
+    """Tokens that end a text, as named by tokenizer, generation settings and configuration."""
     sources = (loaded.tokenizer, getattr(loaded.model, "generation_config", None))
     named = [getattr(source, "eos_token_id", None) for source in sources] + [
         loaded.config.get("eos_token_id")
@@ -371,17 +371,17 @@ def generate(
     decoder : Decoder
         Gives the logits.
     settings : Generation
-        How many tokens, and how they are chosen.
+        Number of tokens, and the sampling rule.
 
     Yields
     ------
     int
-        Next token; the last one comes before a token that ends the text.
+        Next token. The last one precedes a token that ends the text.
 
     Raises
     ------
     ConfigError
-        The prompt and the tokens asked for are more than the model has positions for.
+        If prompt and requested tokens exceed the model's positions.
     """
     limit = loaded.context_length
     if limit is not None and len(prompt) + settings.n_tokens > limit:

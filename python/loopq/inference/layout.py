@@ -1,4 +1,4 @@
-"""What layouts of packed codes share with the layers that they multiply for."""
+"""Interface between layouts of packed codes and their layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Activations = Literal["float", "int8"]
 
 @dataclass(frozen=True)
 class Held:
-    """What decides which layouts can hold a layer.
+    """Properties of a layer that decide which layouts can hold it.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class Held:
     grid : Grid
         Of its codes.
     transformed : bool
-        The codes are for another basis of the input.
+        Whether the codes are for another basis of the input.
     """
 
     out_features: int
@@ -39,7 +39,7 @@ class Held:
 
 
 class PackedLayer(Protocol):
-    """What a layout reads of a layer that holds its codes."""
+    """Attributes that a layout reads of a layer with its codes."""
 
     held: Held
     qweight: torch.Tensor
@@ -57,9 +57,9 @@ class PackedLayer(Protocol):
 
 
 class Backend(Protocol):
-    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
+    """Memory layout of codes, with its product routine. It holds no tensors.
 
-    Another backend is another entry of `loopq.inference.linear.LAYOUTS`: nothing else knows how codes are stored.
+    Another backend is another entry of `loopq.inference.linear.LAYOUTS`. No other code knows how codes are stored.
     """
 
     devices: tuple[str, ...]
@@ -71,13 +71,13 @@ class Backend(Protocol):
     def pack(
         self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> torch.Tensor:
-        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
+        """Pack stored int8 or uint8 codes (out, in) with scales and zero points (groups, out)."""
 
     def unpack(self, layer: PackedLayer) -> torch.Tensor:
-        """A layer's codes again, int8 or uint8, (out, in)."""
+        """Recover a layer's codes as int8 or uint8 (out, in)."""
 
     def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         """Codes of some outputs, (n, in)."""
 
     def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
-        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
+        """``T x W^T + bias`` in x's type, with float32 sums and one rounding."""

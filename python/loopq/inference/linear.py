@@ -61,7 +61,7 @@ class _Int4Tiles:
 
 
 class _PlainCodes:
-    """One byte for each code of a plain grid: the weight is dequantized at each call and forgotten."""
+    """One byte per code of a plain grid. Each call dequantizes the weight and drops it."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
@@ -87,7 +87,7 @@ class _PlainCodes:
         return out.to(x.dtype)
 
 
-# A layer for which none is named takes the first that fits.
+# Without a given layout, a layer takes the first that fits.
 LAYOUTS: dict[str, Backend] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
 
 
@@ -110,7 +110,7 @@ def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
 
 
 class _Weight(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
-    """The weight of a layer, of which nothing but shape, type and device is there until an operation needs numbers."""
+    """A layer's weight with only shape, type and device until an operation needs its numbers."""
 
     @staticmethod
     def __new__(cls, layer: QuantLinear) -> _Weight:
@@ -139,26 +139,26 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     Attributes
     ----------
     layout : str
-        Key of `LAYOUTS`. ``"lq-w4"``: the int4 kernel's words, which run it on a GPU. ``"codes"``: one byte per
-        code, dequantized at each call, on any device. ``"lq-cpu"``: codes and scales for the processor; moved to
-        a GPU, the layer is packed anew.
+        Key of `LAYOUTS`. ``"lq-w4"`` has the int4 kernel's words for a GPU. ``"codes"`` has one byte per code,
+        dequantized at each call, on any device. ``"lq-cpu"`` has codes and scales for the processor. Moving such a
+        layer to a GPU repacks it.
     activations : str
         ``"float"``, or ``"int8"`` for W4A8 (``"lq-cpu"`` only).
     qweight : torch.Tensor
         int32 (out / 16, ceil(in / 64) * 128), int8 or uint8 (out, in), or uint8 (bytes,).
     scales : torch.Tensor, shape (groups, out)
-        In 16 bits where that is exact, else float32.
-    zeros : torch.Tensor or None, uint8 or float32, shape (groups, out)
-        Zero points of an asymmetric grid, or offsets of a type of GGUF.
+        16 bits if exact, else float32.
+    zeros : uint8 or float32 torch.Tensor of shape (groups, out), or None
+        Zero points of an asymmetric grid, or offsets of a GGUF type.
     bias : torch.Tensor or None, float32, shape (out,)
     transform : InputTransform or None
     dtype : torch.dtype
-        Of the weight that it replaces.
+        Type of the replaced weight.
 
     Notes
     -----
-    ``y = (T x) @ (s (u - z))^T + bias`` with float32 sums and one rounding to x's type; T is the identity and z
-    zero where there is none.
+    ``y = (T x) @ (s (u - z))^T + bias`` with float32 sums and one rounding to x's type. Without a transform T is the
+    identity. Without zero points z is zero.
     """
 
     qweight: torch.Tensor
@@ -191,14 +191,14 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     @property
     def weight(self) -> torch.Tensor:
-        """Weight (out, in) for the plain input, for models that ask for its type or multiply by it without a call.
+        """Weight (out, in) for the plain input, for models that read its type or multiply by it without a call.
 
-        Its numbers are made at each use.
+        Its numbers are computed at each use.
         """
         return _Weight(self)
 
     def plain_weight(self) -> torch.Tensor:
-        """Product with the unit matrix: the weight for the plain input, in the type of the one that codes replace."""
+        """Product with the unit matrix: the weight for the plain input in the type of the replaced one."""
         product = self(torch.eye(self.in_features, device=self.scales.device))
         plain = product if self.bias is None else product - self.bias
         return plain.t().to(self.dtype)
@@ -218,21 +218,21 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Parameters
         ----------
         layer : QuantizedLayer
-            Its transform, where it has one, is applied to the input at each call.
+            The layer. Its transform, if any, is applied to the input at each call.
         bias : shape (out,), or None
             Kept in float32.
         scale_dtype : torch.dtype or None
-            Type to round the scales to; None keeps them exact, in 16 bits where possible.
+            Type to round the scales to. None keeps them exact, in 16 bits if possible.
         layout : str or None
-            Key of `LAYOUTS`; None takes the first that fits, which a GPU can run too.
+            Key of `LAYOUTS`. None takes the first that fits and also runs on a GPU.
         activations : "float" or "int8"
-            "int8" rounds activations to 8 bits, one scale for each token and group: W4A8, of ``layout="lq-cpu"`` only.
+            "int8" rounds activations to 8 bits with one scale per token and group (W4A8), in ``"lq-cpu"`` only.
 
         Raises
         ------
         ConfigError
-            If the layer's arrays do not fit its grid, its transform is of an unknown kind, or the layout does not take
-            the layer or its activations.
+            If the layer's arrays do not fit its grid, its transform is unknown, or the layout does not support the
+            layer or its activations.
         """
         layer.grid.check(layer.codes, layer.scales, layer.zeros)
         codes = np.ascontiguousarray(layer.codes)
@@ -265,7 +265,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         group_size: int,
         bias: torch.Tensor | None = None,
     ) -> QuantLinear:
-        """A layer from a Marlin file's weight and scales: words are moved, nothing is requantised.
+        """A layer from a Marlin file's weight and scales. Words are moved and nothing is requantised.
 
         Parameters
         ----------
@@ -277,8 +277,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Raises
         ------
         ConfigError
-            If the file's arrays are too small for the layer, its padding is not zero, or its scales are of another
-            group size.
+            If the file's arrays are too small for the layer, its padding is not zero, or its scales have another group
+            size.
         """
         packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
         grid = Integer(4, group_size, "float16")
@@ -298,13 +298,13 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         )
 
     def codes(self) -> torch.Tensor:
-        """The stored integers, int8 or uint8, (out, in)."""
+        """The stored integers as int8 or uint8 (out, in)."""
         return LAYOUTS[self.layout].unpack(self)
 
     def dequantize(self) -> torch.Tensor:
         """``s (u - z)`` in float32, (out, in): the weight for the transformed input.
 
-        On a trellis it is the value of the codes' state in the place of ``u - z``.
+        On a trellis the value of the codes' state replaces ``u - z``.
         """
         if not self.held.grid.plain:
             scales = self.scales.t().float().contiguous().numpy()
@@ -312,7 +312,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return self._values(self.codes(), slice(None))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (n, in) of `dequantize`, of a layer on a plain grid, by their int64 numbers (n,)."""
+        """Rows (n, in) of `dequantize` for int64 row numbers (n,). The layer has a plain grid."""
         return self._values(LAYOUTS[self.layout].rows(self, ids), ids)
 
     def _values(self, codes: torch.Tensor, outputs: torch.Tensor | slice) -> torch.Tensor:
@@ -332,15 +332,15 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return weight + points if offsets else weight
 
     def product(self, x: torch.Tensor) -> Product:
-        """The operands of the int4 kernel, for a layer in its layout."""
+        """The operands of the int4 kernel for a layer in its layout."""
         return Product(x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer to ``x`` of shape (..., in); the result has x's type."""
+        """Apply the layer to ``x`` of shape (..., in). The result has x's type."""
         return LAYOUTS[self.layout].multiply(self, x)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
-        """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
+        """Moves between devices but keeps types, because `model.bfloat16()` must not round the scales."""
         device = fn(self.scales).device.type
         if device not in LAYOUTS[self.layout].devices:
             dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales.device)).dtype
@@ -355,7 +355,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return self
 
     def rounding(self, activations: Activations) -> QuantLinear:
-        """Itself, with inputs as they are ("float") or rounded to 8 bits ("int8")."""
+        """Return the layer with unchanged inputs ("float") or inputs rounded to 8 bits ("int8")."""
         if activations not in ("float", "int8"):
             raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
         self.activations = activations
@@ -375,7 +375,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.layout = layout
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes over the stored type of the scales: copying into a narrower buffer would round them."""
+        """Takes over the stored type of the scales, because copying into a narrower buffer would round them."""
         stored = state_dict.get(f"{prefix}scales")
         if stored is not None and stored.dtype != self.scales.dtype:
             self.scales = torch.empty_like(self.scales, dtype=stored.dtype)
@@ -395,9 +395,9 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
     Parameters
     ----------
     table : QuantLinear
-        On a plain grid, without a transform, (vocabulary, width); a tied head's own layer, where there is one.
+        Plain grid without a transform, (vocabulary, width). For a tied head, the head's layer.
     dtype : torch.dtype
-        Of the rows that it gives; follows the model's.
+        Type of the returned rows. It follows the model's.
     """
 
     like: torch.Tensor
@@ -410,11 +410,11 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
 
     @property
     def weight(self) -> torch.Tensor:
-        """All rows, made at each use."""
+        """All rows, computed at each use."""
         return self.table.dequantize().to(self.like.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantEmbedding:
-        """Takes codes of its own where a tied head's, on a GPU, are the kernel's words, which have no rows."""
+        """Gets its own codes if a tied head, on a GPU, has the kernel's words, which have no rows."""
         super()._apply(fn, recurse)
         if self.table.layout == "lq-w4":
             own = self.table
@@ -444,7 +444,7 @@ def _to_numpy(array: Any) -> Any:
 
 
 def _narrowest(scales: torch.Tensor) -> torch.Tensor:
-    """The same values in 16 bits where that loses nothing, else float32."""
+    """The same values in 16 bits if that is exact, else float32."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales):

@@ -1,4 +1,4 @@
-"""Put quantized modules in the place of a model's linear layers."""
+"""Replace a model's linear layers by quantized modules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
-    """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`, every table by a `QuantEmbedding`.
+    """Replace every linear layer in a checkpoint by a `QuantLinear`, and every table by a `QuantEmbedding`.
 
     Parameters
     ----------
     model : nn.Module
-        Model that the checkpoint's weights were put into (`loopq.formats.checkpoint.load_into`).
+        Model that holds the checkpoint's weights (`loopq.formats.checkpoint.load_into`).
     checkpoint : Checkpoint
         Its layers.
     activations : "float" or "int8"
@@ -38,7 +38,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     Raises
     ------
     CheckpointError
-        A layer of the checkpoint is no module of the model, or of another shape.
+        If a layer of the checkpoint is not a module of the model, or has another shape.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -64,7 +64,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
 
 
 def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
-    """Names of the layers whose codes `install` will put into modules of their own."""
+    """Names of the layers that `install` will replace by modules with codes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
     return {
@@ -75,7 +75,7 @@ def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
 
 
 def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
-    """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
+    """Modules that hold a layer's weight, under its name and tied ones. None for a missing one."""
     names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
     own = names_of(modules[""])
     return [modules.get(own.in_model(n).removesuffix(".weight")) for n in names]
@@ -86,7 +86,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
-    """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
+    """Why a layer keeps a dequantized weight. Empty if its modules are replaced."""
     torch = require("torch")
     others = [module for module in owners if not _is_table(module)]
     strange = {type(module).__name__ for module in others if type(module) is not torch.nn.Linear}
@@ -102,7 +102,7 @@ def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
 def stand_ins(
     layer: QuantizedLayer, owners: Sequence[Any], activations: Activations = "float"
 ) -> dict[int, Any]:
-    """What holds a layer's codes in the place of each of its modules, by the module's `id`.
+    """Replacements for the modules of a layer, by the module's `id`.
 
     A table reads the codes of the head that it is tied to.
     """
@@ -120,12 +120,12 @@ def has_product(layer: QuantizedLayer, device: Any) -> bool:
 
 
 def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activations = "float") -> Any:
-    """Return the module that holds a layer's codes, on the device and with the bias of the one that it replaces.
+    """Return a module with a layer's codes, on the device and with the bias of the replaced one.
 
     Raises
     ------
     CheckpointError
-        The module's `weight` is of another shape.
+        If the module's `weight` has another shape.
     """
     if tuple(linear.weight.shape) != layer.shape:
         raise CheckpointError(

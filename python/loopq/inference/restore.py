@@ -1,4 +1,4 @@
-"""A checkpoint as a torch model again."""
+"""Turn a checkpoint back into a torch model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def open_source(
     model: Path, *, requantize: bool = False, trust_remote_code: bool = False
 ) -> LoadedModel | None:
-    """Open a quantized folder as a source of weights; None where a folder is none, or its layers are no codes.
+    """Open a quantized folder as a source of weights. None for other folders, or layers without codes.
 
     Raises
     ------
     CheckpointError
-        loopq wrote it, and `requantize` is not given.
+        If loopq wrote it and `requantize` is not given.
     """
     if not (model / "config.json").is_file() and not NATIVE.holds(model):
         return None
@@ -54,7 +54,7 @@ def load_checkpoint(
     activations: Activations = "float",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Put a checkpoint into a model; see `loopq.load`."""
+    """Put a checkpoint into a model. See `loopq.load`."""
     loaded = model or build_model(
         checkpoint.side_files,
         system=checkpoint.settings.get("system"),
@@ -69,10 +69,10 @@ def load_checkpoint(
             )
         load_into(loaded.model, checkpoint)
         return loaded
-    # torch is needed for modules that hold codes, and for nothing before.
+    # Only modules with codes need torch.
     from loopq.inference.quantized import coded, install  # lazy: loopq imports without torch
 
-    # A loop that is found by a run is found while its weights are there. What has none says so when it is asked.
+    # A loop is discovered by a run while the weights exist. A model without a loop reports this on request.
     with contextlib.suppress(LoopqError):
         _ = loaded.system.n_steps
     load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))

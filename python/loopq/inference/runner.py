@@ -1,7 +1,7 @@
-"""A looped decoder as one program of the core: everything between a token's embedding and its logits in one call.
+"""Run a looped decoder as one program of the core: all operations from embedding to logits in one call.
 
-A system describes its model in a `Program`; the core multiplies by the packed codes, keeps keys and values, and does
-what lies between the products in float32 (`docs/cpu.md`). No module of the model is called, so that hooks see nothing.
+A system describes its model in a `Program`. The core multiplies by the packed codes, stores keys and values, and does
+the rest in float32 (`docs/cpu.md`). No module of the model is called, so hooks do not see it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Runner:
     Parameters
     ----------
     program : Program
-        Of a model on the processor, some of whose layers hold codes.
+        Program of a model on the processor. Some of its layers have codes.
 
     Raises
     ------
     KernelError
-        Layers hold codes that it does not multiply by: on a trellis, with a transform, of another layout, or with
-        unlike activations; or none does.
+        If it cannot multiply by some codes: they lie on a trellis, have a transform, another layout, or mixed
+        activations. Also if no layer has codes.
     ConfigError
-        Shapes do not fit together.
+        If shapes do not fit together.
     """
 
     def __init__(self, program: Program) -> None:
@@ -77,7 +77,7 @@ class Runner:
 
     @property
     def seen(self) -> int:
-        """Tokens whose keys and values it keeps."""
+        """Number of tokens with stored keys and values."""
         return self._core.seen
 
     def restart(self) -> None:
@@ -85,19 +85,19 @@ class Runner:
         self._core.restart()
 
     def extend(self, ids: Tensor, start: Tensor | None = None) -> Tensor:
-        """Go on by some tokens.
+        """Continue with some tokens.
 
         Parameters
         ----------
-        ids : Tensor, int64, shape (n)
-            Those that it has not seen.
-        start : Tensor, shape (n, width), optional
-            Their initial states, where the program has a step "start".
+        ids : int64 Tensor of shape (n)
+            Tokens that it has not seen yet.
+        start : Tensor of shape (n, width), optional
+            Their initial states, for a program with a step "start".
 
         Returns
         -------
         Tensor, float32, shape (vocabulary)
-            Logits after the last one.
+            Logits after the last token.
 
         Raises
         ------
@@ -129,9 +129,9 @@ class Runner:
 
 
 class _Threads:
-    """Threads of a call: torch's, or one where these wait for each other, as they do on a machine with other work.
+    """Threads of a call: torch's number, or one if threads wait for each other on a busy machine.
 
-    Single tokens are timed with either, again and again. The number of threads changes no bit of a result.
+    Single tokens are repeatedly timed with both. The number of threads does not change a result's bits.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Threads:
 
     @contextlib.contextmanager
     def of(self, n_tokens: int) -> Iterator[int]:
-        """Give a call that many."""
+        """Set that number for a call."""
         most = torch.get_num_threads()
         if n_tokens > 1 or most == 1:
             yield most
@@ -157,7 +157,7 @@ class _Threads:
 
 
 class _Parts:
-    """A program's layers, norms and blocks by their numbers: each stands once, however often it runs."""
+    """A program's layers, norms and blocks by number. Each appears once, even if it runs several times."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -168,7 +168,7 @@ class _Parts:
         self._numbers: dict[int, int] = {}
 
     def number(self, name: str, what: Any) -> int:
-        """Number of what a step is about."""
+        """Number of a step's object."""
         if what is None or isinstance(what, int):
             return what or 0
         return {"block": self._block, "norm": self._norm, "adapter": self.weight}[name](what)

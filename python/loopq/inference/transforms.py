@@ -1,4 +1,4 @@
-"""The change of basis that some layers' codes are for, applied to the input at each call."""
+"""The change of basis for some layers' codes, applied to the input at each call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
     Parameters
     ----------
     transform : Transform
-        A rotation by blocks, or a scale of each channel.
+        A rotation by blocks, or a scale per channel.
 
     Raises
     ------
     ConfigError
-        A transform of another kind.
+        If the transform is of another kind.
     """
 
     def __init__(self, transform: Transform) -> None:
@@ -34,14 +34,14 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
             self.sizes = transform.sizes()
             for size in sorted(set(self.sizes)):
                 block = torch.from_numpy(transform.matrix(size).T.astype(np.float32))
-                # Made anew from its description: a saved state needs no copy.
+                # Recreated from its description, so a saved state needs no copy.
                 self.register_buffer(f"rotation_{size}", block.contiguous(), persistent=False)
         else:
             raise ConfigError(f"no module applies an input transform of type {type(transform).__name__}")
         self.described = transform.describe()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Transform ``x`` of shape (..., in); the result is float32."""
+        """Transform ``x`` of shape (..., in). The result is float32."""
         x = x.float()
         if not self.sizes:
             return x / self.input_scale
@@ -49,5 +49,5 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         return torch.cat([part @ getattr(self, f"rotation_{size}") for part, size in parts], dim=-1)
 
     def extra_repr(self) -> str:
-        """What the transform is, for `print(model)`."""
+        """Description of the transform for `print(model)`."""
         return ", ".join(f"{key}={value!r}" for key, value in self.described.items() if key != "made")

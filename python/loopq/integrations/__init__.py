@@ -1,1 +1,1 @@
-"""What transformers, vLLM and lm-evaluation-harness run checkpoints by."""
+"""Plugins that run checkpoints in transformers, vLLM and lm-evaluation-harness."""

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness runs models and checkpoints of loopq: ``lm-eval run --model loopq --model_args path=DIR``.
+"""Run models and checkpoints of loopq in lm-evaluation-harness: ``lm-eval run --model loopq --model_args path=DIR``.
 
-The entry point `lm_eval.models` makes the name known to harnesses of 2026-09 and later; with earlier ones
-`import loopq.integrations.lm_eval` does, before `lm_eval.simple_evaluate`.
+The entry point `lm_eval.models` registers the name with harnesses of 2026-09 and later. For earlier ones, `import
+loopq.integrations.lm_eval` before `lm_eval.simple_evaluate`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class LoopqLM(LM):  # type: ignore[misc]  # lm_eval is untyped here
     path : str
         Checkpoint of any format that loopq reads, embedded model, folder or hub id.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's default when absent.
     seed : int
         Seed of the initial states, where the model draws them.
     batch_size : int
-        Texts of one length that run together; there is no padding.
+        Number of texts of equal length per batch. There is no padding.
     max_length : int, optional
-        Longest text in tokens; what the model's configuration says, or 2048.
+        Longest text in tokens. The default is the limit in the model's configuration, or 2048.
     device : str
         Device of the model.
     trust_remote_code : bool
         Allow code that comes with the model to run.
     max_batch_size : int, optional
-        Handed over by the harness; has no meaning here.
+        Passed by the harness and ignored.
 
     Raises
     ------
     ConfigError
-        The model is not causal.
+        If the model is not causal.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LoopqLM(LM):  # type: ignore[misc]  # lm_eval is untyped here
         return self._scored([encode_pair(self.loaded, *request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-likelihood of whole texts, every token after as many others as the model takes."""
+        """Log-likelihood of whole texts. Every token has as much context as the model accepts."""
         prefix = [prefix_id(self.loaded)]
         pairs = [(prefix, self.loaded.encode(request.args[0])) for request in requests]
         return [score for score, _ in self._scored(pairs)]

@@ -1,6 +1,6 @@
 """Let transformers load native checkpoints: import this module, then call `AutoModel....from_pretrained(DIR)`.
 
-A module of its own, since `import loopq` needs numpy and safetensors only. Checked with transformers 4.57.6 and 5.
+A separate module because `import loopq` needs only numpy and safetensors. Checked with transformers 4.57.6 and 5.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformer
     Parameters
     ----------
     groups : sequence of dict
-        Grids: bits, group_size, symmetric, scale_dtype, orientation, transform where there is one, and "layers", the
-        names of their weights.
+        Grids: bits, group_size, symmetric, scale_dtype, orientation and, if present, transform. The entry "layers"
+        names their weights.
     ties : dict of str to str
-        Names of tied weights to the name that is stored.
+        Names of tied weights. Each maps to the stored name.
     """
 
     def __init__(self, groups: Sequence[Object] = (), ties: dict[str, str] | None = None, **_: Any) -> None:
@@ -69,12 +69,12 @@ class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformer
 
     @staticmethod
     def names(group: Object) -> list[str]:
-        """Names of the weights of one grid."""
+        """Names of the weights that share a grid."""
         return list(checked(tuple[str, ...], group.get("layers"), "quantization_config: layers"))
 
 
 class _Stored(torch.nn.Module):  # type: ignore[misc]
-    """Stands for a linear layer while transformers loads the rest of the model: its bias, and no weight."""
+    """Placeholder of a linear layer while transformers loads the rest of the model. It has the bias but no weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class _Stored(torch.nn.Module):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts `QuantLinear` modules in the place of the linear layers of a native checkpoint, and writes them again."""
+    """Replaces the linear layers of a native checkpoint by `QuantLinear` modules and saves them again."""
 
     requires_calibration = True
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
-        """Convert nothing: transformers 4 would import accelerate to look for experts in one tensor."""
+        """Convert nothing. transformers 4 would import accelerate to search for experts in one tensor."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, **given: Any) -> nn.Module:
         self._files = [Path(f) for f in given.get("checkpoint_files") or _files(model)]
@@ -125,7 +125,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             stored = _Stored(modules[owners[0]])
             for owner in owners:
                 _put(model, owner, stored)
-        # Tied modules are one module already; transformers would look for their weights.
+        # Tied modules are already one module here. transformers would look for their weights.
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         owned = {f"{owner}.weight" for owners in self._placed.values() for owner in owners}
         for name in [name for name, source in tied.items() if {name, source} & owned]:
@@ -140,7 +140,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Leave out what would put experts into stacks: here each has its own modules."""
+        """Skip the conversions that stack experts, because each expert has its own modules here."""
         state = model.state_dict(keep_vars=True)
         stacks = re.compile(r"experts\.(gate_up|up|down)_proj(_bias)?$")
         apart = any(".experts.0." in name for name in state)
@@ -155,7 +155,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             if any(_keeps_weight(model.get_submodule(owner)) for owner in self._placed[layer.name]):
                 self._put_table(layer, model)
                 continue
-            # Only its shape and device are asked for.
+            # Only shape and device are used.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
             product = has_product(layer, model.device)
             made = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
@@ -164,10 +164,10 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
-        """Replace an embedding table and the heads that are tied to it."""
+        """Replace an embedding table and the heads tied to it."""
         owners = {name: model.get_submodule(name) for name in self._placed[layer.name]}
         for owner in owners.values():
-            # Only its shape, type and device are asked for.
+            # Only shape, type and device are used.
             place = torch.empty(1, dtype=owner.weight.dtype, device=model.device).expand(owner.weight.shape)
             owner.weight = torch.nn.Parameter(place, requires_grad=False)
         if why_kept(layer, list(owners.values())):
@@ -182,7 +182,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: nn.Module, *_: Any
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return the tensors to save: codes and scales byte for byte as they were loaded."""
+        """Return the tensors to save. Codes and scales keep the bytes of the loaded files."""
         owners = {owner for owners in self._placed.values() for owner in owners}
         stored = self._tensors()
         coded = owners | {f"{owner}.table" for owner in owners}
@@ -193,7 +193,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             if beside or module not in coded:
                 own[name] = tensor
         state = dict(names_of(model).stored(model, own))
-        # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
+        # transformers 4 rejects tied weights of unknown code, or keeps another of their names.
         kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
         state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}
         files = {name.removesuffix(".weight") for name in (*self._placed, *self.quantization_config.ties)}
@@ -201,7 +201,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             module, last = name.rpartition(".")[::2]
             if module in files and (last in _STORED or last == "bias"):
                 state[name] = to_torch(tensor)
-        # These are the names of the files already.
+        # The names already match the files.
         model._weight_conversions = []
         return state, {}
 
@@ -219,19 +219,19 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _keeps_weight(module: nn.Module | None) -> bool:
-    """Whether a module stays where it is: a table, or a linear layer with a forward of its own."""
+    """Whether a module stays in place: a table, or a linear layer with its own forward."""
     own = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
     return own or isinstance(module, torch.nn.Embedding)
 
 
 def _files(model: nn.Module) -> list[Path]:
-    """Weight files of the model being loaded, for versions of transformers that do not hand them over."""
+    """Weight files of the model being loaded, for versions of transformers that do not pass them."""
     place = str(model.config._name_or_path)
     return sorted(Path(place).glob("*.safetensors")) or [Path(cached_file(place, TENSORS))]
 
 
 def _dense(layer: QuantizedLayer, stored: nn.Module, model: nn.Module) -> nn.Module:
-    """A linear layer with the dequantized weight, for codes that no product takes."""
+    """A linear layer with the dequantized weight, for codes without a product kernel."""
     linear = torch.nn.Linear(*reversed(layer.shape), bias=False, device="meta")
     linear.weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
     linear.bias = stored.bias

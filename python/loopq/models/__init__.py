@@ -1,1 +1,1 @@
-"""Opening a model: embedded, a folder, a hub id, a torch module, a quantized source."""
+"""Open a model from any source, such as a folder, a hub id, a torch module or a quantized checkpoint."""

@@ -1,8 +1,8 @@
-"""Buffers that a checkpoint does not hold: checked against a freshly built module after loading.
+"""Check buffers that a checkpoint does not store against a newly built module after loading.
 
-transformers 5 builds a model without memory and fills only what the checkpoint has. For classes that bring
-their own weight initialisation, buffers registered with `persistent=False` (rotary frequencies, masks) then
-come back as whatever the memory held, and nothing is raised.
+transformers 5 builds a model without memory and fills only the tensors of the checkpoint. Classes with their own
+weight initialisation may have buffers registered with `persistent=False` (rotary frequencies, masks). These then
+contain arbitrary memory, and no error is raised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Name to buffer, of those that `state_dict` leaves out."""
+    """Map names to the buffers that `state_dict` omits."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in model.named_modules()
@@ -30,7 +30,7 @@ def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Build modules inside the block with real buffers but parameters that take no memory."""
+    """Build modules inside the block with real buffers but parameters without memory."""
     from torch import nn  # lazy: loopq imports without torch
 
     plain = nn.Module.register_parameter
@@ -50,12 +50,12 @@ def without_weights() -> Iterator[None]:
 
 
 def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Build the model's class once more from its configuration and return the unsaved buffers.
+    """Build the model's class again from its configuration and return the unsaved buffers.
 
     Raises
     ------
     CheckpointError
-        The class cannot be built, so that nothing can be checked.
+        If the class cannot be built. Nothing can be checked then.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -63,7 +63,7 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
         return type(model)(copy.deepcopy(model.config))
 
     with torch.random.fork_rng(devices=[]):
-        # A constructor that computes with its parameters needs real ones: then it is tried once more.
+        # A constructor that computes with its parameters needs real ones, so it is tried once more.
         with contextlib.suppress(Exception), without_weights():
             return unsaved_buffers(make())
         try:
@@ -79,24 +79,24 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
 def repair_buffers(
     model: nn.Module, build: Callable[[nn.Module], dict[str, Tensor]] = fresh_buffers
 ) -> tuple[str, ...]:
-    """Compare every unsaved buffer with a freshly built one and set those right that differ.
+    """Compare every unsaved buffer with a newly built one and correct those that differ.
 
     Parameters
     ----------
     model : nn.Module
-        A model as its loader left it.
+        A model as left by its loader.
     build : callable
-        Gives the buffers as they should be.
+        Returns the correct buffers.
 
     Returns
     -------
     tuple of str
-        Names of the buffers that were set right.
+        Names of the corrected buffers.
 
     Raises
     ------
     CheckpointError
-        A buffer cannot be told: a new one is random or not finite, or has another shape.
+        If a buffer cannot be checked: the new one is random, not finite, or of another shape.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -127,5 +127,5 @@ def _same(loaded: Tensor, fresh: Tensor | None) -> bool:
 
     if fresh is None or loaded.is_meta or loaded.shape != fresh.shape:
         return False
-    # A model cast as a whole has cast its buffers too.
+    # Casting the whole model has also cast its buffers.
     return bool(torch.equal(loaded.cpu(), fresh.to(loaded.dtype).cpu()))

@@ -1,4 +1,4 @@
-"""Build a model without its weights, from the config files that a checkpoint carries."""
+"""Build a model without weights from the config files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from loopq.systems.files import find_names
 def build_model(
     side_files: Mapping[str, bytes], system: str | None = None, *, trust_remote_code: bool = False
 ) -> LoadedModel:
-    """Build the model that config files describe, to be filled with a checkpoint's tensors.
+    """Build the model that config files describe. The caller fills it with a checkpoint's tensors.
 
     Parameters
     ----------
     side_files : mapping of str to bytes
-        File name to contents; "config.json" is needed.
+        File name to contents. "config.json" is required.
     system : str, optional
         Name of the adapter.
     trust_remote_code : bool
-        Allow code among the files to run.
+        Allow code in the files to run.
 
     Raises
     ------
     CheckpointError
-        There is no config.json, or no known class for it.
+        If there is no config.json, or no known class for it.
     """
     if "config.json" not in side_files:
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
@@ -70,7 +70,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     Raises
     ------
     ConfigError
-        No class for the configuration, or code that is not trusted.
+        If the configuration has no class, or needs code that is not trusted.
     """
     torch = require("torch")
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")

@@ -1,4 +1,4 @@
-"""Does loopq fit a model: the conformance checks, run on a user's own checkpoint."""
+"""Conformance checks that test whether loopq fits a model, run on a user's checkpoint."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SystemRow:
     summary : str
         The loop in one line.
     checkpoints : tuple of (str, int)
-        Published models and how many of their weights are quantized by default.
+        Published models and the number of weights quantized by default.
     exposed : tuple of str
-        Layers that no identity path leads around.
+        Layers without an identity path around them.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Verdict:
     check : str
         What must hold.
     ok : bool or None
-        Whether it does; None where it does not apply.
+        Whether the check holds. None where it does not apply.
     detail : str
-        What was measured, or what is wrong.
+        The measurement, or the problem.
     """
 
     check: str
@@ -80,9 +80,9 @@ class CheckReport:
     n_steps : int
         Depth that was checked.
     verdicts : tuple of Verdict
-        One for each check, in the order they ran.
+        One for each check, in execution order.
     notes : tuple of str
-        Facts that are no failure.
+        Facts that are not failures.
     """
 
     system: str
@@ -102,16 +102,16 @@ class CheckReport:
         return text + [f"  note  {note}" for note in self.notes]
 
 
-# What remote code raises when it meets a version of a library that it was not written for.
+# Errors of remote code that was written for another version of a library.
 _OF_THE_MODEL = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 class _Failed(Exception):
-    """A check does not hold; the message is the detail of its verdict."""
+    """A check does not hold. The message is the detail of its verdict."""
 
 
 class _Idle(Exception):
-    """A check does not apply; the message says why."""
+    """A check does not apply. The message gives the reason."""
 
 
 class _Probe:
@@ -131,7 +131,7 @@ class _Probe:
         self.shared: tuple[SharedParameter, ...] = ()
 
     def declared(self) -> str:
-        """Weights that the adapter lists exist, each once."""
+        """All weights in the adapter's list exist, and none is listed twice."""
         self.shared = self.system.shared_parameters(self.n_steps)
         for parameter in self.shared:
             found = self.system.parameter(parameter)
@@ -163,7 +163,7 @@ class _Probe:
         return f"{self.n_steps} steps, {self.system.output} {tuple(self.output.shape)}, {self.output.dtype}"
 
     def reproducible(self) -> str:
-        """The same seed gives the same bits, whatever the global generator does."""
+        """The same seed gives the same bits, regardless of the global generator."""
         import torch  # lazy: loopq imports without torch
 
         with torch.random.fork_rng(devices=[]):
@@ -174,7 +174,7 @@ class _Probe:
         return "two rollouts agree in every bit"
 
     def counted(self) -> str:
-        """Every declared weight is called as often as declared."""
+        """The number of calls of every declared weight matches its declaration."""
         assert self.seen is not None
         rows, entered = self.seen.rows, self.seen.entered
         for parameter in self.shared:
@@ -190,7 +190,7 @@ class _Probe:
         return f"{' and '.join(map(str, calls))} calls of each weight, as declared{also}"
 
     def complete(self) -> str:
-        """No weight is called repeatedly without being declared."""
+        """No undeclared weight is called repeatedly."""
         assert self.seen is not None
         known = {id(self.system.parameter(p)) for p in self.shared}
         known |= {id(self.system.model.get_parameter(name)) for name in self.system.left_out()}
@@ -201,7 +201,7 @@ class _Probe:
         return f"{len(self.system.left_out())} looped parameters are left out on purpose"
 
     def steps_chain(self) -> str:
-        """Single steps in a chain give the rollout."""
+        """A chain of single steps equals the rollout."""
         import torch  # lazy: loopq imports without torch
 
         system = self.system
@@ -222,7 +222,7 @@ class _Probe:
         return f"largest difference {off:.1e} of the largest value"
 
     def state_is_paired(self) -> str:
-        """A prompt's initial state is the same in whatever batch it runs."""
+        """A prompt's initial state does not depend on its batch."""
         import torch  # lazy: loopq imports without torch
 
         system = self.system
@@ -236,7 +236,7 @@ class _Probe:
         return f"noise of standard deviation {float(whole.float().std()):.4f}, fixed by seed and prompt"
 
     def depth_matters(self) -> str:
-        """Another depth is another rollout, and an impossible one is refused."""
+        """Another depth gives another rollout. An impossible depth is rejected."""
         try:
             self.system.rollout(self.batch, 0)
         except ConfigError:
@@ -259,7 +259,7 @@ class _Probe:
         return f"depth {self.n_steps - 1} makes fewer calls; depth 0 is refused"
 
     def notes(self) -> tuple[str, ...]:
-        """Facts that are no failure: short groups, functional uses, what is left out."""
+        """Facts that are not failures: short groups, functional uses, omitted weights."""
         ragged = sorted({p.in_features for p in self.shared if p.in_features % GROUP_SIZE})
         found = [
             f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
@@ -284,16 +284,16 @@ def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 
     Parameters
     ----------
     loaded : LoadedModel
-        The model, as `loopq.models.load.load_model` gives it.
+        The model from `loopq.models.load.load_model`.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth. The model's default when absent.
     seed : int
         Seed of prompts and initial states.
 
     Returns
     -------
     CheckReport
-        A verdict for every check. A check that needs the outcome of a failed one does not run.
+        A verdict for every check. A check is skipped if it depends on a failed one.
     """
     system = loaded.system
     depth = system.n_steps if n_steps is None else n_steps
@@ -338,12 +338,12 @@ def _judge(name: str, run: Callable[[], str]) -> Verdict:
 
 
 def vocabulary(system: LoopedSystem) -> int:
-    """Token ids that are safe to draw for a probe.
+    """Token ids that a probe can safely draw.
 
     Raises
     ------
     ConfigError
-        The model has no embedding that tells.
+        If the model has no embedding that defines them.
     """
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
@@ -351,9 +351,9 @@ def vocabulary(system: LoopedSystem) -> int:
     config: Any = getattr(system.model, "config", None)
     size = getattr(config, "vocab_size", None)
     if size is None:
-        # A table of positions or steps may be larger than that of the tokens, or smaller.
+        # A table of positions or steps may be larger or smaller than the token table.
         ids, found = torch.tensor([[1, 0, 1, 1]]), []
-        # The rollout that is checked says in a verdict what the model raises.
+        # The checked rollout reports the model's error in a verdict.
         with contextlib.suppress(*_OF_THE_MODEL):
             found = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
         tables = found or [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
@@ -361,5 +361,5 @@ def vocabulary(system: LoopedSystem) -> int:
         if not sizes:
             raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")
         size = max(sizes)
-    # The last ids are often marks with a meaning of their own.
+    # The last ids are often special tokens.
     return max(2, int(size) - 8)

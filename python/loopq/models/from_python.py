@@ -1,4 +1,4 @@
-"""Models that a Python file makes: `--python FILE.py:FUNCTION`, and what `loopq.quantize` does with a torch module."""
+"""Models built by a Python file (`--python FILE.py:FUNCTION`) or passed to `loopq.quantize` as a torch module."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 def wrap(
     model: nn.Module | LoopedSystem, encode: Any = encode_bytes, depth: str | None = None
 ) -> LoadedModel:
-    """Take a torch module or an adapter as a loaded model.
+    """Wrap a torch module or an adapter as a loaded model.
 
     Parameters
     ----------
     model : nn.Module or LoopedSystem
-        A module of a published class gets the adapter of that class; the loop of any other is discovered by one
-        run (`loopq.systems.generic.Generic`). It is put in eval mode, and run as `loopq.models.plain.plain` has it.
+        A module of a published class gets the adapter of that class. For any other module, one run discovers the loop
+        (`loopq.systems.generic.Generic`). The module is set to eval mode and runs through `loopq.models.plain.plain`.
     encode : callable
-        Text to token ids; bytes when absent.
+        Text to token ids. Bytes when absent.
     depth : str, optional
-        Argument of the module's forward that sets the number of steps: takes discovery for any class.
+        Argument of the module's forward that sets the number of steps. If given, the loop is discovered for any class.
     """
     given = model.model if isinstance(model, LoopedSystem) else model
-    # Dropout would calibrate on noise of its own.
+    # Dropout would add its own noise to calibration.
     notes: tuple[str, ...] = (
         ("the model was in train mode: it is in eval mode now",) if given.training else ()
     )
@@ -59,22 +59,22 @@ def wrap(
 
 
 def load_python(spec: str, depth: str | None = None, device: str = "cpu") -> LoadedModel:
-    """Run a function of a Python file and take what it returns.
+    """Call a function of a Python file and wrap its result.
 
     Parameters
     ----------
     spec : str
-        "FILE.py:FUNCTION". The function takes nothing and returns a torch module, an adapter (`LoopedSystem`), or
+        "FILE.py:FUNCTION". The function takes no arguments. It returns a torch module, an adapter (`LoopedSystem`), or
         one of them with a function that turns text into token ids.
     depth : str, optional
         As of `wrap`.
     device : str
-        Where the model is moved; on "cpu" it stays where the function put it.
+        Device of the model. With "cpu" it stays where the function put it.
 
     Raises
     ------
     ConfigError
-        No such file or function, or it returns something else.
+        If the file or function does not exist, or the function returns something else.
     """
     file, colon, name = spec.rpartition(":")
     path = Path(file)

@@ -1,4 +1,4 @@
-"""Load checkpoints in the layout of transformers: a folder, or a hub id that is fetched into one."""
+"""Load checkpoints in the layout of transformers, from a folder or a downloaded hub id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# The one version that runs the most published remote code unchanged.
+# The version that runs the most published remote code unchanged.
 TESTED_TRANSFORMERS = "4.57.6"
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _TOKENIZER_FILES = (
@@ -36,7 +36,7 @@ _CARD = ("README.md",)
 
 
 def fetch(hub_id: str, revision: str | None, allow_pickle: bool) -> Path:
-    """Download a checkpoint from the hub, or take it from the local cache."""
+    """Download a checkpoint from the hub, or use the local cache."""
     patterns = [
         *hf_folder.SIDE_FILES,
         *_CARD,
@@ -76,12 +76,12 @@ def auto_class(config: Mapping[str, Any], trust_remote_code: bool) -> str:
 
 
 def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
-    """Refuse a checkpoint whose class is code of its own, unless that is trusted.
+    """Reject a checkpoint with its own code, unless that code is trusted.
 
     Raises
     ------
     ConfigError
-        The message says what would be run.
+        If the code is not trusted. The message names the code.
     """
     known = is_known(config)
     if config.get("auto_map") and not known and not trust_remote_code:
@@ -116,11 +116,11 @@ def load_hf(
     config : mapping
         Contents of ``config.json``.
     source : str
-        What the user asked for, for messages.
+        The user's input, for messages.
     trust_remote_code, allow_pickle : bool
         As of `loopq.models.load.load_model`.
     dtype : torch.dtype or None
-        Floating type; that of the checkpoint when None.
+        Floating type. That of the checkpoint when None.
     memory : int, optional
         As of `loopq.models.load.load_model`.
 
@@ -145,7 +145,7 @@ def load_hf(
         return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
     auto = getattr(transformers, auto_class(config, trust_remote_code))
     try:
-        # Parts that a checkpoint lacks and no rollout uses are drawn; equal work must still give equal bytes.
+        # Parameters that a checkpoint lacks and no rollout uses are random. A fixed seed keeps the bytes equal.
         with _quiet(), _seeded():
             model, info = auto.from_pretrained(
                 str(folder),
@@ -155,7 +155,7 @@ def load_hf(
                 output_loading_info=True,
                 dtype=dtype if dtype is not None else "auto",
             )
-    except Exception as cause:  # it raises what it likes on a damaged folder
+    except Exception as cause:  # damaged folders raise various errors
         reason = " ".join(str(cause).split())
         raise CheckpointError(
             f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
@@ -180,7 +180,7 @@ def from_config(
     dtype: torch.dtype | None = None,
     apart: bool = True,
 ) -> nn.Module:
-    """Build a model from its configuration files; its weights have any values.
+    """Build a model from its configuration files. Its weights are arbitrary.
 
     Parameters
     ----------
@@ -191,9 +191,9 @@ def from_config(
     trust_remote_code : bool
         Allow code of the folder to run.
     dtype : torch.dtype, optional
-        Floating type; that of the configuration when absent.
+        Floating type. That of the configuration when absent.
     apart : bool
-        Make experts that the class keeps in stacks modules of their own.
+        Turn stacked experts into separate modules.
     """
     transformers = require("transformers")
     auto = getattr(transformers, auto_class(config, trust_remote_code))
@@ -201,7 +201,7 @@ def from_config(
     given = {} if dtype is None else {"dtype": dtype}
     with _no_initial_values():
         model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
-    # What is tied is tied where values are drawn.
+    # Weights are tied when values are drawn, which was skipped.
     model.tie_weights()
     if apart:
         unfuse(model)
@@ -211,7 +211,7 @@ def from_config(
 def _streamed(
     folder: Path, config: Mapping[str, Any], trust_remote_code: bool, dtype: torch.dtype | None
 ) -> nn.Module:
-    """Build a model whose layers are read from its files when they run."""
+    """Build a model that reads each layer from its files when the layer runs."""
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
     with without_weights():
@@ -221,7 +221,7 @@ def _streamed(
 
 
 def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, memory: int | None) -> bool:
-    """Whether a model's weights fit in memory, or there is no telling."""
+    """Whether a model's weights fit in memory. True where this is unknown."""
     limit = memory if memory is not None else available_bytes()
     if limit is None or not any(folder.glob("*.safetensors")):
         return True
@@ -231,7 +231,7 @@ def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, me
 
 
 def _no_initial_values() -> contextlib.AbstractContextManager[None]:
-    """Parameters are not drawn inside the block, so that memory which codes take the place of is never touched."""
+    """Skip drawing parameters inside the block, so memory that codes will replace is never touched."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # transformers 4
@@ -241,8 +241,8 @@ def _no_initial_values() -> contextlib.AbstractContextManager[None]:
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Make experts of transformers 5 modules of their own; see `loopq.systems.experts.unfuse`."""
-    # torch is needed for a model alone; systems are listed without it.
+    """Turn the stacked experts of transformers 5 into modules. See `loopq.systems.experts.unfuse`."""
+    # Only a model needs torch. Listing systems does not.
     from loopq.systems import experts  # lazy: loopq imports without torch
 
     return experts.unfuse(model)
@@ -261,7 +261,7 @@ def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing its own report and progress: ours says the same, and as data."""
+    """Silence transformers' report and progress bar. Ours reports the same, and also as data."""
     logging = require("transformers").utils.logging
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -276,7 +276,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Draw from one seed inside the block and leave the global generator as it was."""
+    """Draw from one seed inside the block. The global generator does not change."""
     torch = require("torch")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -284,12 +284,12 @@ def _seeded() -> Iterator[None]:
 
 
 def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> None:
-    """Refuse a model with parameters that the checkpoint lacks, unless no rollout uses them.
+    """Reject a model if its checkpoint lacks parameters that a rollout uses.
 
     Raises
     ------
     CheckpointError
-        Names them: they hold random numbers.
+        If parameters are missing. The message names them, because they hold random numbers.
     """
     needed = [name for name in missing if not name.startswith(system.idle)]
     if needed:
@@ -301,7 +301,7 @@ def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> 
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has files of a tokenizer."""
+    """Whether a folder contains tokenizer files."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
@@ -314,7 +314,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_text(text: str) -> Sequence[int]:
-    """Stands for the tokenizer of a folder that has none."""
+    """Placeholder for a missing tokenizer."""
     raise ConfigError(
         "no tokenizer beside the model; give prompts as token ids (.npy, or .jsonl with input_ids)"
     )
@@ -327,7 +327,7 @@ def load_tokenizer(
     if not has_tokenizer(folder):
         return None, refuse_text
     transformers = require("transformers")
-    # Of a model_type that is not its own, transformers warns at length before it takes the tokenizer's files.
+    # For a model_type it does not know, transformers prints a long warning before it uses the tokenizer's files.
     plain = {} if is_known(config) or "auto_map" in config else {"config": transformers.PretrainedConfig()}
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain

@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _Known:
-    """What is read of a ``config.json`` here; the rest is for the model's class."""
+    """Entries of ``config.json`` that are read here. The model's class reads the rest."""
 
     model_type: str | None = None
     architectures: tuple[str, ...] | None = None
@@ -46,26 +46,26 @@ class _Known:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading found: everything that is not as the checkpoint says it should be.
+    """Result of loading, with every difference from the checkpoint.
 
     Parameters
     ----------
     source : str
         What was asked for.
     kind : str
-        "registered" for a class of `loopq.systems.classes`, "transformers", or "module" for one made by hand.
+        "registered" for a class of `loopq.systems.classes`, "transformers", or "module" for one built by hand.
     dtype : str
         Floating types of the parameters, joined by commas.
     n_parameters : int
-        Numbers in all parameters, a tied one counted once.
+        Number of values in all parameters. A tied one counts once.
     missing : tuple of str
-        Parameters the checkpoint does not have and no tie supplies.
+        Parameters that are neither in the checkpoint nor tied.
     unexpected : tuple of str
-        Tensors of the checkpoint that the model has no place for.
+        Tensors of the checkpoint without a place in the model.
     tied : tuple of tuple of str
-        Names that stand for one parameter, the first name first.
+        Names of one parameter. The first name comes first.
     repaired : tuple of str
-        Buffers that came back with other values than a freshly built model has, and were set right.
+        Corrected buffers. Their values differed from those of a newly built model.
     notes : tuple of str
         Anything else worth saying.
     """
@@ -92,7 +92,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to roll out.
+    """A model ready to run.
 
     Parameters
     ----------
@@ -101,15 +101,15 @@ class LoadedModel:
     system : LoopedSystem
         Its adapter.
     encode : callable
-        Text to token ids, without special tokens.
+        Text to token ids. No special tokens.
     tokenizer : object or None
-        The tokenizer behind `encode`; None where a token is a byte.
+        The tokenizer behind `encode`. None for models of bytes.
     config : dict
         Contents of ``config.json``.
     folder : Path or None
         Where the files lie.
     side_files : mapping of str to bytes
-        Files other than weights that belong to the checkpoint (configuration, tokenizer, remote code).
+        Other files of the checkpoint: configuration, tokenizer, remote code.
     report : LoadReport
         What loading found.
     """
@@ -125,19 +125,19 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the model has positions for, by its configuration; None where that does not say."""
+        """Number of positions in the model's configuration. None if it does not give one."""
         config = getattr(self.model, "config", None)
         return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
 
     @property
     def no_text(self) -> bool:
-        """Whether nothing turns text into token ids."""
+        """Whether no function turns text into token ids."""
         return self.tokenizer is None and self.encode is hf.refuse_text
 
     def count_bytes(self, ids: NDArray[np.int64]) -> int | None:
-        """UTF-8 bytes of the text that token ids stand for; None where `encode` has no inverse that is known.
+        """UTF-8 bytes of the text for token ids. None where `encode` has no known inverse.
 
-        Of a character that the last token begins and does not end, the bytes of U+FFFD count.
+        If the last token starts an incomplete character, the bytes of U+FFFD count for it.
         """
         if hasattr(self.tokenizer, "decode"):
             text = self.tokenizer.decode(
@@ -163,7 +163,7 @@ register_model(zoo.MODEL_TYPE, _embedded, encode=encode_bytes)
 
 
 def parse_dtype(dtype: str | None) -> torch.dtype | None:
-    """Turn "float32", "bfloat16" or "float16" into torch's type; None stays None."""
+    """Turn "float32", "bfloat16" or "float16" into torch's type. None stays None."""
     if dtype is None:
         return None
     if dtype not in DTYPES:
@@ -173,7 +173,7 @@ def parse_dtype(dtype: str | None) -> torch.dtype | None:
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of parameters that are one object, in the order of their first names."""
+    """Groups of names that share one parameter, ordered by first name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -181,12 +181,12 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse a model with parameters that have no values: on the device "meta", or of lazy modules.
+    """Reject a model with parameters that have no values (device "meta" or lazy modules).
 
     Raises
     ------
     ConfigError
-        The message names the first one.
+        If there are any. The message names the first one.
     """
     torch = require("torch")
     for name, parameter in model.named_parameters():
@@ -200,7 +200,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
-    """Make the report of a model that is loaded."""
+    """Build the report of a loaded model."""
     parameters = list(model.parameters())
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
     return LoadReport(
@@ -214,12 +214,12 @@ def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadR
 
 
 def choose_system(model: nn.Module, system: str | None) -> LoopedSystem:
-    """Return the adapter named, or the one that fits the model.
+    """Return the named adapter, or the one that fits the model.
 
     Raises
     ------
     SystemContractError
-        None fits, several do, or the one named does not.
+        If none or several fit, or the named one does not.
     """
     if system is None:
         return find_system(model)
@@ -247,25 +247,24 @@ def load_model(
     Parameters
     ----------
     spec : str or Path
-        Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
-        id ("owner/name"); ``looped:MODEL[8:20]x2`` for a dense model whose layers 8 to 19 are to run twice. Only a hub
-        id makes the network be used. Classes that transformers does not know are registered before, by
-        `loopq.systems.classes.register_model`.
+        Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub id
+        ("owner/name"). ``looped:MODEL[8:20]x2`` runs layers 8 to 19 of a dense model twice. Only a hub id uses the
+        network. Register classes that transformers does not know first, with `loopq.systems.classes.register_model`.
     system : str, optional
-        Name of the adapter, where it is not to be found by itself.
+        Name of the adapter, if loopq should not choose it.
     trust_remote_code : bool
-        Allow the checkpoint to bring and run its own Python code.
+        Allow the checkpoint to run its own Python code.
     allow_pickle : bool
-        Allow weights in pickle files (``*.bin``), which can run code when they are read.
+        Allow weights in pickle files (``*.bin``). Reading them can run code.
     dtype : {"float32", "bfloat16", "float16"}, optional
-        Cast the model; what the checkpoint holds when absent, computed in float32 where the processor has no bfloat16.
+        Cast the model. By default the checkpoint's type, but computing in float32 if the processor lacks bfloat16.
     device : str
         Device of the model.
     revision : str, optional
         Commit, tag or branch of a hub id.
     memory : int, optional
-        Bytes that weights may take; what is free when absent. Where they take more, those of a layer are read from the
-        files for each of its visits.
+        Memory limit of the weights in bytes. Free memory when absent. Larger models read a layer's weights from the
+        files at each of its visits.
 
     Returns
     -------
@@ -274,16 +273,16 @@ def load_model(
     Raises
     ------
     ConfigError
-        Nothing of this name, code that is not trusted, a dtype that is not known, or a device that is not there.
+        If the name, dtype or device does not exist, or the code is not trusted.
     CheckpointError
-        Files that are damaged or do not fit, parameters that the checkpoint lacks, pickled weights.
+        If files are damaged or do not fit, parameters are missing, or weights are pickled.
     SystemContractError
-        No looped system fits the model.
+        If no looped system fits the model.
 
     Notes
     -----
-    Buffers that a checkpoint does not hold are compared with those of a freshly built model and set right
-    where they differ; the report names them.
+    Buffers that a checkpoint does not store are compared with those of a newly built model. Differing ones are
+    corrected and listed in the report.
     """
     wanted = parse_dtype(dtype)
     base, loop = parse_spec(str(spec))
@@ -316,7 +315,7 @@ def load_model(
     if said:
         findings["notes"] = (*findings.get("notes", ()), said)
     tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
-    # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
+    # If the model has its own encoder, the checkpoint includes only the configuration.
     own_encoder = registered is not None and encode is registered.encode
     files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
     side_files = {path.name: path.read_bytes() for path in files}
@@ -337,19 +336,19 @@ def load_model(
 def text_encoder(
     registered: ModelClass | None, folder: Path, config: Mapping[str, Any], trust_remote_code: bool
 ) -> tuple[Any, Encode]:
-    """Return the tokenizer, None without one, and the function that encodes text: the class's where there is none."""
+    """Return the tokenizer (None without one) and the encode function, by default the class's."""
     if registered is not None and registered.encode is not None and not hf.has_tokenizer(folder):
         return None, registered.encode
     return hf.load_tokenizer(folder, config, trust_remote_code)
 
 
 def to_device(model: nn.Module, device: str) -> nn.Module:
-    """Move a model; weights that are read layer by layer are from now on read to there.
+    """Move a model. Weights that are read layer by layer are then read to that device.
 
     Raises
     ------
     ConfigError
-        The device cannot be used here.
+        If the device cannot be used here.
     """
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
@@ -360,7 +359,7 @@ def to_device(model: nn.Module, device: str) -> nn.Module:
             return model
         return model.to(device=device)
     except (RuntimeError, AssertionError) as cause:
-        # torch says it on many lines; the first names the device.
+        # torch reports it on many lines. The first names the device.
         reason = str(cause).strip().splitlines()[0]
         raise ConfigError(f"device {device!r} cannot be used here: {reason}") from cause
 

@@ -1,4 +1,4 @@
-"""What a published model, or a folder, needs to be loaded: version of transformers, flags, tokenizer, floating type."""
+"""Requirements of a published model or folder: version of transformers, flags, tokenizer and floating type."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DTYPE = "as stored; --dtype float32|bfloat16|float16 changes it"
 
 
 def needs(model: str) -> list[tuple[str, str]]:
-    """Return what a model needs, as pairs of a subject and a sentence.
+    """Return the requirements of a model as pairs of a subject and a sentence.
 
     Parameters
     ----------
     model : str
-        Name of a published model of `loopq systems`, name of a system, or a folder with ``config.json``.
+        A published model of `loopq systems`, a system, or a folder with ``config.json``.
 
     Returns
     -------
@@ -46,14 +46,14 @@ def needs(model: str) -> list[tuple[str, str]]:
     Raises
     ------
     ConfigError
-        None of these; the message lists the names.
+        If the name is unknown. The message lists the names.
     """
     if (Path(model) / "config.json").is_file():
         return _of_folder(Path(model))
     wanted = model.rpartition("/")[2].lower()
     published = [(name, kind) for _, kind in SYSTEMS for name, _ in kind.checkpoints]
     for name, kind in published:
-        # A hub id may say more than the name, as Nanbeige4.2-3B-Base does, or less: huginn-0125.
+        # A hub id may be longer than the name (Nanbeige4.2-3B-Base) or shorter (huginn-0125).
         if wanted.startswith(name.lower()):
             return _of_published(name, kind)
         if wanted == kind.name or wanted.startswith(f"{kind.name}-"):
@@ -88,7 +88,7 @@ def _of_folder(folder: Path) -> list[tuple[str, str]]:
 
 
 def _asked(version: str) -> str:
-    """What to install, and what is."""
+    """Install command of a version of transformers, with the installed version."""
     try:
         here = f"here: {metadata.version('transformers')}"
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Modules whose weights accelerate keeps elsewhere (`device_map="auto"`): their tensors; modules without hooks."""
+"""Modules with weights that accelerate keeps elsewhere (`device_map="auto"`): tensors, and copies without hooks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _map = cache(map_tensors)
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether some parameters have no values but while accelerate's hooks bring them."""
+    """Whether some parameters have values only while accelerate's hooks load them."""
     return any(_places(module) is not None for module in model.modules())
 
 
 def device_of(model: nn.Module) -> str:
-    """Where layers run, whose weights are kept elsewhere."""
+    """Where layers with offloaded weights run."""
     found = next(
         hook for module in model.modules() for hook in _hooks(module) if hook.weights_map is not None
     )
@@ -35,7 +35,7 @@ def device_of(model: nn.Module) -> str:
 
 
 def tensors_of(model: nn.Module) -> dict[str, RawTensor]:
-    """Return every tensor of a model under its name: mapped, or as it lies in memory."""
+    """Return every tensor of a model by name, mapped or in memory."""
     found = {name: raw(t, copy=False) for name, t in model.state_dict().items() if not t.is_meta}
     for place, module in model.named_modules():
         weights = _places(module)
@@ -46,7 +46,7 @@ def tensors_of(model: nn.Module) -> dict[str, RawTensor]:
 
 
 def unhooked(values: dict[str, Any], made: Any) -> None:
-    """Take accelerate's hooks out of the attributes of a copy of a module, whose own forward it gets back."""
+    """Remove accelerate's hooks from a copy of a module and restore its forward."""
     if values.pop(_HOOK, None) is None:
         return
     values.pop("forward", None)
@@ -63,12 +63,12 @@ def _hooks(module: Any) -> Iterator[Any]:
 
 
 def _places(module: Any) -> Any:
-    """Where the weights of a module are kept, by their names in it."""
+    """Locate the weights of a module by their names in it."""
     return next((hook.weights_map for hook in _hooks(module) if hook.weights_map is not None), None)
 
 
 def _kept(weights: Any, name: str) -> RawTensor:
-    """A tensor that is kept elsewhere: an entry of the disk's index, or a tensor in memory."""
+    """An offloaded tensor: an entry of the disk's index, or a tensor in memory."""
     loader, key = getattr(weights, "dataset", weights), getattr(weights, "prefix", "") + name
     told = getattr(loader, "index", {}).get(key)
     if told is None or key in getattr(loader, "state_dict", {}):

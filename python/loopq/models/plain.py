@@ -1,4 +1,4 @@
-"""The plain module: without what is compiled or parallel around it, with weights that are computed as parameters."""
+"""The plain module without compiled or parallel wrappers, with computed weights as plain parameters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a module with the names and the weights of the plain one.
+    """Return a plain module with the same names and weights.
 
     Parameters
     ----------
     model : nn.Module
-        It stays as it is.
+        The module. It does not change.
 
     Returns
     -------
     model : nn.Module
-        The very module where nothing is to be done; else modules of its own that share its parameters and buffers:
-        without what `torch.compile`, `DataParallel` and their like put around them, and with the weights that
-        parametrizations (weight_norm, spectral_norm and others) compute as plain parameters. What accelerate keeps on
-        the disk or elsewhere (`device_map`) is read for each visit of a layer.
+        The same module if it is already plain. Otherwise a new module that shares its parameters and buffers. It drops
+        the wrappers of `torch.compile`, `DataParallel` and similar ones. Weights computed by parametrizations
+        (weight_norm, spectral_norm and others) become plain parameters. Weights that accelerate keeps on the disk or
+        elsewhere (`device_map`) are read at each visit of a layer.
     notes : tuple of str
         What was done.
     """
@@ -45,7 +45,7 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def _streamed(inside: Any) -> tuple[nn.Module, tuple[str, ...]]:
-    """A copy of a module whose layers are read from where accelerate keeps them."""
+    """Copy a module so that its layers are read from accelerate's storage."""
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
     made, device = _copied(inside, {}), device_of(inside)
@@ -56,7 +56,7 @@ def _streamed(inside: Any) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def _inside(module: Any) -> Any:
-    """The module that others are wrapped around."""
+    """The module inside the wrappers."""
     import torch  # lazy: loopq imports without torch
 
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -89,11 +89,11 @@ def _is_computed(module: Any) -> bool:
 
 
 def _copied(module: Any, done: dict[int, Any]) -> Any:
-    """A module of the same kind over the same parameters, as are those in it; one that stands twice stays one."""
+    """Copy a module and its submodules over the same parameters. A repeated submodule stays one object."""
     module = _inside(module)
     if id(module) in done:
         return done[id(module)]
-    # Not `copy.copy`, which parametrized modules refuse.
+    # Parametrized modules do not allow `copy.copy`.
     made = done[id(module)] = object.__new__(type(module))
     for name, value in module.__dict__.items():
         own = isinstance(value, MethodType) and value.__self__ is module
@@ -110,7 +110,7 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
 
 
 def _fold(module: Any, made: Any) -> None:
-    """Give a copy of a module the weights that the module computes, as parameters."""
+    """Store the weights that the module computes as parameters of its copy."""
     from torch import nn  # lazy: loopq imports without torch
     from torch.nn.utils import parametrize  # lazy: loopq imports without torch
 
@@ -119,7 +119,7 @@ def _fold(module: Any, made: Any) -> None:
         made.__class__ = parametrize.type_before_parametrizations(module)
         del made._modules["parametrizations"]
     for key, name in _hooks(module).items():
-        # It sets the weight anew, as every call does.
+        # The call sets the weight anew, as every forward does.
         module._forward_pre_hooks[key](module, ())
         del made._forward_pre_hooks[key]
         for suffix in ("g", "v", "u", "orig", "mask"):

@@ -1,4 +1,4 @@
-"""The type that a model computes in, where it is not the one that its checkpoint holds."""
+"""The type a model computes in, if it differs from the checkpoint's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16; yes where the system does not say."""
+    """Whether the processor has bfloat16 product instructions. True where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -29,9 +29,9 @@ def multiplies_bfloat16() -> bool:
 
 
 def widen(model: nn.Module) -> str:
-    """Let a bfloat16 model compute in float32 where the processor is slow in bfloat16; return what is to be said.
+    """Let a bfloat16 model compute in float32 on processors with slow bfloat16. Return the note to report.
 
-    Its weights are the same numbers, and are read as bfloat16 (`loopq.storage.model_files.model_tensors`). On a
+    The weights keep their values and are still read as bfloat16 (`loopq.storage.model_files.model_tensors`). On a
     processor with AVX2 alone, rollouts of SmolLM2 are five times as fast (docs/performance.md).
     """
     torch = require("torch")

@@ -1,4 +1,4 @@
-"""Other weights in a model for a while."""
+"""Temporarily replace weights of a model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Weights = Mapping[str, "NDArray[np.float32] | Tensor"]
 
 
 def placed(system: LoopedSystem, weights: Weights) -> Weights:
-    """Weights on the model's device in the model's own type, to be put in more than once.
+    """Move weights to the model's device and dtype, for repeated use.
 
-    On the processor they stay as they are: a second copy of each would be memory for little time. So do those of a
-    model that is read layer by layer.
+    On the processor they stay in place, since a second copy would cost memory and save little time. Weights of a model
+    that is read layer by layer also stay.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -38,17 +38,17 @@ def placed(system: LoopedSystem, weights: Weights) -> Weights:
 
 @contextlib.contextmanager
 def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
-    """Put other weights into the model, and the old ones back afterwards, also after an error.
+    """Put other weights into the model and restore the old ones afterwards, also after an error.
 
-    The memory of the old ones is not written to: whoever reads it meanwhile finds what was there. Those of a model that
-    is read layer by layer are taken from `weights` at each visit.
+    The old weights' memory is not overwritten, so concurrent readers still find the old values. A model that is read
+    layer by layer takes its weights from `weights` at each visit.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
-    weights : mapping of str to ndarray, float32, or of what `placed` gives
-        Parameter name to new values in the model's own orientation.
+    weights : mapping of str to float32 ndarray or output of `placed`
+        Parameter name to new values, oriented as in the model.
     """
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
@@ -79,7 +79,7 @@ def _check_shape(name: str, parameter: Tensor, given: NDArray[np.float32] | Tens
 
 
 def _given(name: str, parameter: Tensor, weights: Weights) -> Tensor:
-    """A weight to be put in: never the array itself, which is the caller's."""
+    """Return a weight to put in. An array is copied because it belongs to the caller."""
     import torch  # lazy: loopq imports without torch
 
     given = weights[name]

@@ -1,4 +1,4 @@
-"""Models larger than memory: the weights of a layer are read from the files for each of its visits."""
+"""Models larger than memory: each visit of a layer reads its weights from the files."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _OWN: Mapping[int, Any] = {}
 
 
 class Stream(Mapping[str, RawTensor]):
-    """Weights of a model's layers, read when a layer is visited and forgotten after it.
+    """Weights of a model's layers, read when a layer is visited and dropped afterwards.
 
-    As a mapping it gives every tensor of the model under its name in the files, one layer in memory at a time.
+    As a mapping it gives every tensor of the model under its name in the files, with one layer in memory at a time.
     `before_visit` is called before each visit of a layer.
 
     Parameters
     ----------
     model : nn.Module
-        With parameters that take no memory. Afterwards its experts are modules, what
-        belongs to no layer is in memory, and parameters of a layer have their values until another is visited.
+        A model with parameters that take no memory. Afterwards its experts are modules and parts outside of layers are
+        in memory. A layer's parameters keep their values until another layer is visited.
     tensors : mapping of str to RawTensor
         Mapped tensors of its files.
     renamed : bool
-        Whether they have the names, and the layout, of files; else those of the model.
+        Whether they use the names and layout of files. Otherwise those of the model.
 
     Raises
     ------
     CheckpointError
-        The files lack a parameter.
+        If the files lack a parameter.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor], *, renamed: bool = True) -> None:
@@ -70,7 +70,7 @@ class Stream(Mapping[str, RawTensor]):
             model.tie_weights()
         if renamed:
             find_names(model, tensors)
-        # By themselves: an adapter may run a model whose list has only some of them for a while.
+        # Hooked one by one, since an adapter may temporarily run a model with some of its layers.
         self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
@@ -80,7 +80,7 @@ class Stream(Mapping[str, RawTensor]):
         set_source(model, self)
 
     def move(self, device: str) -> None:
-        """Keep what belongs to no layer on a device, and read layers to there."""
+        """Keep parts outside of layers on a device and read layers to it."""
         import torch  # lazy: loopq imports without torch
         from torch import nn  # lazy: loopq imports without torch
 
@@ -98,7 +98,7 @@ class Stream(Mapping[str, RawTensor]):
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
 
     def _hold_places(self) -> dict[str, str]:
-        """Put parameters without memory in the layers, and hooks on them; names in files and layers of all tensors."""
+        """Install memory-free parameters and hooks in the layers. Return file names and layers of all tensors."""
         from torch import nn  # lazy: loopq imports without torch
 
         names, places = names_of(self._model), {}
@@ -115,14 +115,14 @@ class Stream(Mapping[str, RawTensor]):
         return places | dict.fromkeys(self._stored(""), "")
 
     def _stored(self, prefix: str) -> dict[str, RawTensor]:
-        """Tensors of a layer whose values are there, or of no layer, as the files have them."""
+        """Tensors in file layout of a layer that holds values, or of parts outside of layers."""
         state = self._model.state_dict(keep_vars=True)
         mine = {n: t.data for n, t in state.items() if (_prefix(n, self._blocks) or "") == prefix}
         stored = names_of(self._model).stored(self._model, mine)
         return {name: raw(tensor, copy=False) for name, tensor in stored.items()}
 
     def _read(self, keys: Mapping[str, RawTensor]) -> dict[str, Tensor]:
-        """Tensors of the model, experts in stacks, made of some of the files."""
+        """Tensors of the model, with stacked experts, from some of the files."""
         found = self._names.taken(self._shapes, keys, to_torch, raw)
         return {
             name: to_torch(tensor).to(self._device, self._shapes.dtype_of(name))
@@ -130,7 +130,7 @@ class Stream(Mapping[str, RawTensor]):
         }
 
     def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; a backward pass visits it again, so that the inputs of a visit are all that it keeps."""
+        """Run a layer. A backward pass visits it again, so a visit stores only its inputs."""
         import torch  # lazy: loopq imports without torch
         from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
@@ -146,17 +146,17 @@ class Stream(Mapping[str, RawTensor]):
         )
 
     def visits(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has its values only while its layer is visited."""
+        """Whether a parameter has values only while its layer is visited."""
         return any(parameter is own for member in self._members.values() for own in member.parameters())
 
     @contextlib.contextmanager
     def others(self, values: Mapping[int, Callable[[], Tensor]]) -> Iterator[None]:
-        """Visit layers with other values of some parameters, by their id; what is read as a mapping stays as it is."""
+        """Visit layers with other values of some parameters, by id. The mapping view does not change."""
         with setting(self, _others=values):
             yield
 
     def _enter(self, prefix: str) -> None:
-        """Read a layer, in the place of the one that was read last."""
+        """Read a layer in place of the last one."""
         before, others = self._there
         if prefix == before and others is self._others:
             return
@@ -189,7 +189,7 @@ class Stream(Mapping[str, RawTensor]):
 
 
 class _Shapes:
-    """What conversions ask of a model: types of its parameters as they were with experts in stacks."""
+    """Interface of a model for conversions: types of its parameters before experts were unstacked."""
 
     def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.config, self._parameters = getattr(model, "config", None), parameters
@@ -203,7 +203,7 @@ class _Shapes:
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape without memory of its own."""
+    """A tensor of the same shape that uses no memory."""
     import torch  # lazy: loopq imports without torch
 
     return torch.zeros(1, dtype=like.dtype, device=device).expand(like.shape)
@@ -230,7 +230,7 @@ def _is_tied(state: Mapping[str, Tensor], name: str, there: set[str]) -> bool:
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a parameter or a buffer its values, once and for all."""
+    """Assign values to a parameter or a buffer permanently."""
     from torch import nn  # lazy: loopq imports without torch
 
     place, _, last = name.rpartition(".")
@@ -242,7 +242,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a parameter, a buffer, or the layers of a stack of experts their values for a while."""
+    """Assign values temporarily to a parameter, a buffer or the layers of a stack of experts."""
     place, _, last = name.rpartition(".")
     module = layer.get_submodule(place)
     if isinstance(module, Experts):

@@ -1,3 +1,3 @@
-"""Analogues of the paper's tables, measured on any looped system, by default the embedded one."""
+"""Versions of the paper's tables for any looped system, by default the embedded one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every table is measured with: one model, its prompts, its Hessians collected once, and its variants compared."""
+"""Shared measurements of all tables: one model, its prompts, its Hessians collected once, and compared variants."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import model_tensors
 
-# Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
+# Li, Table 25: the adapter has 10 % damping, the core 1 %.
 ADAPTER_DAMPING = 0.1
-# Blocks of the rotation; narrower inputs are cut by what divides them.
+# Block size of the rotation. Narrower inputs use a divisor of their width.
 ROTATION = "hadamard:512"
-# What is held against a planted column or channel: small groups, and little weight on step 0.
+# Remedies for a planted column or channel: small groups, and little weight on step 0.
 CURE_GROUP, CURE_ALPHA = 32, "0.05"
 
 
@@ -69,20 +69,20 @@ class BenchSettings(Settings):
 
 @dataclass
 class Bench:
-    """One model on the bench; what several tables need is made once.
+    """One model on the bench. Results that several tables need are computed once.
 
     Parameters
     ----------
     source : Source
-        Model, and what its prompts are cut from.
+        Model, and the source of its prompts.
     settings : BenchSettings
         Sizes.
     execution : Execution
-        How work is carried out.
+        Execution settings.
     n_steps : int, optional
-        Depth; the system's default when absent.
+        Depth. The system's default when absent.
     saved : Journal, optional
-        Where parts of the table that is being made are saved.
+        Journal that saves parts of the current table.
     """
 
     source: Source
@@ -92,7 +92,7 @@ class Bench:
     saved: Journal | None = None
 
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Part of a table: read where an earlier run of the same command saved it, else made and saved."""
+        """Part of a table, read if an earlier run of the same command saved it, else computed and saved."""
         piece = self.saved.find(name) if self.saved else None
         if piece is not None:
             return dict(json.loads(piece.facts["found"]))
@@ -130,11 +130,11 @@ class Bench:
 
     @cached_property
     def sums(self) -> HessianSet:
-        """Hessians of every input, each step apart."""
+        """Hessians of every input, with separate steps."""
         return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
     def context(self, tokens: TokenSet | None = None, **changes: Any) -> Context:
-        """Context of `loopq.diagnose.sections`: on held-out prompts, or on those given."""
+        """Context of `loopq.diagnose.sections`, on held-out prompts or on the given ones."""
         config = DiagnoseConfig(
             bits=self.settings.bits,
             group_size=self.settings.group_size,
@@ -146,7 +146,7 @@ class Bench:
             tokens or self.model.evaluation,
             self.depth,
             config,
-            # The bench saves whole tables itself, no sections.
+            # The bench saves whole tables, not sections.
             execution=self.execution.changed(work=None),
             train=self.model.calibration,
         )
@@ -157,7 +157,7 @@ class Bench:
         return tuple(p.name for p in self.collected.job.selection.observed if p.role == "adapter")
 
     def cures(self) -> dict[str, QuantConfig]:
-        """Variants that undo the harm of what was planted: groups, rotation of those layers, less weight on step 0."""
+        """Remedies for a planted outlier: groups, rotation of those layers, less weight on step 0."""
         source = self.source
         if not source.planted:
             return {}
@@ -167,7 +167,7 @@ class Bench:
             f"RTN, groups of {CURE_GROUP}": self.rtn(**small),
             f"GPTQ, groups of {CURE_GROUP}": self.gptq("all", **small),
         }
-        # An outlier is in the adapter, which the tables rotate anyway.
+        # The outlier is in the adapter, which the tables already rotate.
         if source.planted_in != self.adapters:
             cures["RTN, planted layers rotated"] = self.rtn(*turned)
             cures["GPTQ, planted layers rotated"] = self.gptq("all", *turned)
@@ -176,7 +176,7 @@ class Bench:
         return cures
 
     def rtn(self, *overrides: Override, **changes: Any) -> QuantConfig:
-        """Settings of rounding to nearest, as the paper rounds."""
+        """Settings of rounding to nearest, as in the paper."""
         return self._config(overrides, {"method": "rtn", "scale_search": "max"} | changes)
 
     def gptq(self, steps: str = "all", *overrides: Override, **changes: Any) -> QuantConfig:
@@ -196,17 +196,18 @@ class Bench:
         return QuantConfig.of(*overrides, rank_threshold=None, **(grid | dict(changes)))
 
     def solve(self, config: QuantConfig) -> Layers:
-        """Quantize from the Hessians at hand, or as the settings' inputs collect them."""
+        """Quantize from the collected Hessians, or collect them as the settings' inputs require."""
         return solve_from(self.collected.plan(config), self.collected, self.sums)
 
     def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> dict[str, Any]:
-        """Quantize by each of several settings and compare with full precision on the held-out prompts.
+        """Quantize with each of several settings and compare with full precision on the held-out prompts.
 
         Returns
         -------
         dict
-            `model`, `n_steps`, `output`, `bytes_per_token`, and `variants`: by name, "full precision" first, the
-            bytes and for each prompt KL, agreement, negative log-likelihood, and whether the answer is right.
+            Entries `model`, `n_steps`, `output`, `bytes_per_token` and `variants`. The variants are listed by name,
+            "full precision" first. Each has its bytes. It also has KL, agreement, negative log-likelihood and
+            correctness of the answer by prompt.
         """
         layers = {n: self.solve(v) if isinstance(v, QuantConfig) else v for n, v in variants.items()}
         measured = compare(
@@ -226,7 +227,7 @@ class Bench:
         }
 
     def key(self) -> str:
-        """Identity of everything that a result depends on."""
+        """Identity of all inputs of a result."""
         tensors = model_tensors(self.source.loaded.model)[0]
         weights = {n: hashlib.sha256(t.data.data).hexdigest() for n, t in tensors.items()}
         texts = [t.digest() for t in (self.model.calibration, self.model.evaluation)]
@@ -235,11 +236,11 @@ class Bench:
         )
 
     def head(self) -> dict[str, Any]:
-        """What every result begins with."""
+        """Common entries of every result."""
         return {"model": self.source.name, "n_steps": self.depth, "output": self.system.output}
 
     def changed(self, **changes: Any) -> Bench:
-        """The same model with other settings; Hessians are shared."""
+        """The same model with other settings. Hessians are shared."""
         other = dataclasses.replace(self, settings=self.settings.changed(**changes))
         other.__dict__.update(
             {k: self.__dict__[k] for k in ("model", "run", "sums", "adapters") if k in self.__dict__}

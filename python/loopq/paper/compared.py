@@ -42,19 +42,19 @@ HEADER = ("model", "variant", "KL", "95 %", "agreement", "last token right", "bi
 
 
 def without_logits(bench: Bench) -> str | None:
-    """Without logits nothing is predicted, and no text or answer has a likelihood."""
+    """Without logits there are no predictions, and texts or answers have no likelihood."""
     return None if bench.system.output == "logits" else "the model has no logits, so it predicts no token"
 
 
 def without_exposed(bench: Bench) -> str | None:
-    """What is compared with the core needs an exposed layer, and its predictions logits."""
+    """A comparison with the core needs an exposed layer. Its predictions need logits."""
     exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
     why = None if exposed else "no layer is feedback-exposed: each has an identity path around it"
     return without_logits(bench) or why
 
 
 def three(bench: Bench) -> dict[str, QuantConfig]:
-    """Return the variants of Li, Table 2: rounding, GPTQ on step 0, GPTQ on the trajectory."""
+    """Return the variants of Li, Table 2: rounding, GPTQ on step 0 and GPTQ on the trajectory."""
     return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}
 
 
@@ -64,7 +64,7 @@ def ratio(top: Values, bottom: Values) -> Interval:
 
 
 def closer(model: str, text: str, better: Values, worse: Values, words: str = "KL ratio") -> Claim:
-    """Claim that the first of two errors is smaller, each given by prompt: KL, or a squared relative error."""
+    """Claim that the first of two errors is smaller. Both are given by prompt: KL, or a squared relative error."""
     means = [float(np.mean(values)) for values in (better, worse)]
     if abs(means[0] - means[1]) < RESOLUTION:
         numbers = f"{means[0]:.3g} against {means[1]:.3g}"
@@ -74,13 +74,13 @@ def closer(model: str, text: str, better: Values, worse: Values, words: str = "K
 
 
 def higher(model: str, text: str, more: Values, less: Values, what: str = "points of agreement") -> Claim:
-    """Claim that the first of two shares is higher, each given by prompt."""
+    """Claim that the first of two shares is higher. Both are given by prompt."""
     gain = mean_interval(100 * (np.asarray(more) - np.asarray(less)), n_resamples=N_RESAMPLES)
     return Claim(model, text, f"{gain.estimate:+.1f} {what} [{gain.low:+.1f}, {gain.high:+.1f}]", gain)
 
 
 def most(model: str, text: str, wins: Sequence[bool], of: str = "layers") -> Claim:
-    """Claim that something is so in most layers: Wilson's interval of their share has to exclude a half."""
+    """Claim that something holds in most layers. Wilson's interval of their share has to exclude a half."""
     share = wilson(sum(wins), len(wins)) if wins else None
     return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5)
 
@@ -98,19 +98,19 @@ def span(interval: Interval, digits: int) -> str:
 
 
 def below(found: Found, better: str, worse: str, text: str | None = None) -> Claim:
-    """Claim that one variant is closer to full precision than another, judged by the interval of the ratio of KL."""
+    """Claim that one variant is closer to full precision than another, tested by the interval of the KL ratio."""
     kl = (found["variants"][name]["kl"] for name in (better, worse))
     return closer(found["model"], text or f"{better} is closer than {worse}", *kl)
 
 
 def cured(found: Found, harmed: str, kind: str) -> list[Claim]:
-    """Claims that what is held against a planted column or channel helps: of a planted model alone."""
+    """Claims that remedies for a planted column or channel help. Only for planted models."""
     names = [n for n in found["variants"] if n in found.get("cures", ()) and n.startswith(kind)]
     return [below(found, name, harmed) for name in names]
 
 
 def answers(found: Found, better: str, worse: str) -> Claim | None:
-    """Claim that one variant gets more last tokens right: exact McNemar test and paired bootstrap over prompts."""
+    """Claim that one variant gets more last tokens right, by exact McNemar test and paired bootstrap over prompts."""
     a, b = (found["variants"][name]["answered"] for name in (better, worse))
     if a is None:
         return None
@@ -123,21 +123,21 @@ def answers(found: Found, better: str, worse: str) -> Claim | None:
 
 
 def paired_shares(model: str, text: str, gain: Interval, p: float) -> Claim:
-    """Claim that one share of the same answers is larger: the bootstrap has to exclude 0, and McNemar's test."""
+    """Claim that one share of the same answers is larger. The bootstrap and McNemar's test have to exclude 0."""
     numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-    # The bootstrap of few discordant answers is too narrow; the exact test is not.
+    # The bootstrap of few discordant answers is too narrow. The exact test is not.
     why = "" if p < 0.05 else "p is not below 0.05"
     return Claim(model, text, f"{numbers}, exact McNemar p = {p:.3g}", gain, why_open=why)
 
 
 def bits_per_byte(found: Found, name: str) -> list[float] | None:
-    """Bits per byte of each prompt under a variant; None without logits or where bytes are unknown."""
+    """Bits per byte of each prompt under a variant. None without logits or if bytes are unknown."""
     nll, width = found["variants"][name]["nll"], found["bytes_per_token"]
     return None if nll is None or width is None else [v / width / float(np.log(2.0)) for v in nll]
 
 
 def closed(found: Found, name: str, rtn: str = RTN) -> float:
-    """Share of the KL of rounding that a variant removes (Li, Table 2)."""
+    """Share of rounding's KL that a variant removes (Li, Table 2)."""
     mean = {n: float(np.mean(found["variants"][n]["kl"])) for n in (name, rtn)}
     return gap_closed(mean[name], mean[rtn], 0.0)
 
@@ -170,7 +170,7 @@ def table(founds: Sequence[Found], title: str, text: str = TEXT) -> Table:
 
 
 def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Picture:
-    """Draw the KL of every variant with its interval, a panel for each model."""
+    """Draw the KL of every variant with its interval, one panel per model."""
     with styled(name):
         longest = max(len(f["variants"]) for f in founds)
         figure, many = panels(len(founds), 6.0, 1.2 + 0.34 * longest, across=2)
@@ -195,7 +195,7 @@ def curves(
     axes_labels: tuple[str, str],
     log: bool = False,
 ) -> Picture:
-    """Draw named series of (x, y), a panel for each model."""
+    """Draw named series of (x, y), one panel per model."""
     with styled(name):
         figure, many = panels(len(models))
         for axes, (heading, series) in zip(many, models, strict=True):
@@ -207,7 +207,7 @@ def curves(
             elif all(float(x).is_integer() for xs, _ in series.values() for x in xs):
                 whole_numbers(axes.xaxis)
             label(axes, *axes_labels, heading)
-        # One legend for all, where no panel has its curves.
+        # One common legend if no panel has all curves.
         handles = {
             text: drawn
             for axes in many
@@ -224,7 +224,7 @@ def show_variants(
     caption: str,
     claims: Callable[[Found], Sequence[Claim | None]],
 ) -> Callable[[Sequence[Found]], Shown]:
-    """Return what shows the variants of all models as a table, claims and bars."""
+    """Show the variants of all models as a table, claims and bars."""
 
     def show(founds: Sequence[Found]) -> Shown:
         made: list[Any] = [c for found in founds for c in claims(found) if c is not None]

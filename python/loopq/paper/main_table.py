@@ -1,6 +1,6 @@
-"""The analogue of Li, Table 2: rounding, one-step and N-step calibration on every model, and its rank survey.
+"""The version of Li, Table 2: rounding, one-step and N-step calibration on every model, and its rank survey.
 
-`measure_model` measures one model and returns plain data; `loopq.paper.main_text` turns that into estimates with
+`measure_model` measures one model and returns plain data. `loopq.paper.main_text` turns it into estimates with
 intervals, sentences and tables.
 """
 
@@ -32,7 +32,7 @@ from loopq.terminal.progress import Progress, Silent
 
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
-# Name, quantizer, steps whose Hessians are summed.
+# Name, quantizer, and the steps of the summed Hessians.
 VARIANTS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
 ADAPTER_DAMPING = 0.1
 
@@ -41,7 +41,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How many prompts and seeds a run uses.
+    """Numbers of prompts and seeds of a run.
 
     Parameters
     ----------
@@ -50,11 +50,11 @@ class Settings:
     seq_len : int
         Tokens of a prompt of text.
     n_seeds : int
-        Calibration seeds; prompts and initial states differ from seed to seed.
+        Calibration seeds. Prompts and initial states differ between seeds.
     hidden_calibration, hidden_evaluation : int
-        Prompts for PL-BERT, whose rollout costs thirty times as much.
+        Prompts for PL-BERT. Its rollout costs thirty times as much.
     n_probe : int
-        Prompts on which PL-BERT's probe is fitted.
+        Prompts for fitting PL-BERT's probe.
     """
 
     n_calibration: int = 64
@@ -71,7 +71,7 @@ class Settings:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
 
     def of(self, name: str) -> Settings:
-        """Settings for one model; PL-BERT has smaller counts."""
+        """Settings for one model. PL-BERT has smaller counts."""
         if name != PLBERT:
             return self
         small = {"n_calibration": self.hidden_calibration, "n_evaluation": self.hidden_evaluation}
@@ -79,7 +79,7 @@ class Settings:
 
 
 def sizes_of(settings: Settings) -> Sizes:
-    """Prompts to load: the calibration prompts of all seeds, then those of the probe, from one text."""
+    """Prompts to load from one text: the calibration prompts of all seeds, then those of the probe."""
     return Sizes(
         settings.n_calibration * settings.n_seeds,
         settings.n_probe,
@@ -96,11 +96,11 @@ def measure_model(
     Returns
     -------
     dict
-        `model`, `system`, `n_steps`, `output`; `looped`: whether any calibrated weight is called more than once;
-        `full_precision`: for each prompt the negative log-likelihood in nats, null for hidden states; `variants`: for
-        each grid and variant the bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
-        (for hidden states squared relative error, cosine and null); `ranks`: see `rank_survey`; `states`: see
-        `loopq.paper.probe.measure_states`, null for systems with logits.
+        `model`, `system`, `n_steps` and `output` identify the run. `looped` tells whether any calibrated weight is
+        called more than once. `full_precision` is the negative log-likelihood in nats by prompt, null for hidden
+        states. `variants` has the bytes for each grid and variant. It lists KL, agreement and negative log-likelihood
+        by calibration seed and prompt (for hidden states squared relative error, cosine and null). `ranks` comes from
+        `rank_survey`. `states` comes from `loopq.paper.probe.measure_states` and is null for systems with logits.
     """
     progress = progress or Silent()
     began = time.monotonic()
@@ -173,8 +173,8 @@ def _name(bits: int, group: int, variant: str, seed: int) -> str:
 
 
 def _solve(source: ModelSource, sums: HessianSet) -> dict[str, dict[str, Any]]:
-    """Layers of every grid and variant from one calibration set; rounding needs none and is done once."""
-    # Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
+    """Layers of every grid and variant from one calibration set. Rounding needs none and is done once."""
+    # Li, Table 25: the adapter has 10 % damping, the core 1 %.
     adapters = tuple(
         Override(p.name, {"damping": ADAPTER_DAMPING})
         for p in source.job.selection.observed
@@ -254,9 +254,9 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dic
     Returns
     -------
     dict
-        `threshold` tau: eigenvalues above tau times the largest are counted; `layers`: for each distinct input the
-        class of its layers, width, rows, steps, the three ranks and the gain (trajectory over step 0);
-        `bottleneck`: the layer with the lowest step-0 rank over width.
+        `threshold` is tau: the ranks count eigenvalues above tau times the largest. `layers` describes each distinct
+        input by the class of its layers, width, rows and steps. It also has the three ranks and the gain (trajectory
+        over step 0). `bottleneck` is the layer with the lowest step-0 rank over width.
     """
     layers = []
     for p in selection.distinct_inputs:

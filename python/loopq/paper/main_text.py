@@ -1,4 +1,4 @@
-"""Estimates with intervals, sentences and tables, from the results of `loopq.paper.main_table`."""
+"""Estimates with intervals, sentences and tables from the results of `loopq.paper.main_table`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `models`: for each model and grid the variants and their comparisons, and the model's ranks and states;
-        `training_seeds`: gap closed over models that differ only in the seed of their training.
+        `models` has the variants of each model and grid and their comparisons. It also has the model's ranks and
+        states. `training_seeds` is the gap closed over models that differ only in their training seed.
     """
     models = [summarize_model(m) for m in found]
     return {"models": models, "training_seeds": _training_seeds(models)}
@@ -105,7 +105,7 @@ def _variant(
         out["bits_per_byte"] = _interval(nll)
         out["bits_lost"] = _interval(nll - base)
         lost = _interval(bits(_per_prompt(rtn_nll)) - base)
-        # Where the bits lost by rounding are not significantly above 0, there is no gap to close.
+        # If the bits lost by rounding are not significantly above 0, there is no gap to close.
         mean = float((nll - base).mean())
         out["gap_closed_bits"] = gap_closed(mean, lost["estimate"], 0.0) if lost["low"] > 0 else None
     return out
@@ -127,13 +127,13 @@ def comparisons(model: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def words(claims: Mapping[str, Claim]) -> dict[str, Any]:
-    """Say from `comparisons` whether the ordering of Li, Table 2 holds.
+    """Decide from `comparisons` whether the ordering of Li, Table 2 holds.
 
     Returns
     -------
     dict
-        `holds`: N steps are better than rounding and than one step; False where they are worse than either, None
-        where that is left open. `in_words`: the same as a sentence.
+        `holds` is True if N steps are better than rounding and than one step. It is False if they are worse than
+        either, and None if undecided. `in_words` is the same as a sentence.
     """
     tell = {True: "better than", False: "worse than", None: "not significantly different from"}
     found = [claims[f"{ALL} / {other}"].holds for other in (RTN, ONE)]
@@ -150,7 +150,7 @@ def words(claims: Mapping[str, Claim]) -> dict[str, Any]:
 
 
 def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Gap closed over models of one kind that differ in the seed of their training."""
+    """Gap closed over models of one kind that differ in their training seed."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for m in models:
         kinds.setdefault(re.sub(r"_seed\d+$", "", m["model"]), []).append(m)
@@ -192,7 +192,7 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Make every table of a record, in order."""
+    """Build every table of a record, in order."""
     models = record["models"]
     found = [_grid_table(models, number) for number in range(len(GRIDS))]
     found += [_ordering_table(models), _seeds_table(record["training_seeds"]), _ranks_table(models)]
@@ -201,7 +201,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def headline(record: Mapping[str, Any]) -> list[str]:
-    """Lines that say for how many models the ordering holds, and for which it does not."""
+    """Lines that list the number of models where the ordering holds, and the models where it does not."""
     lines = []
     for number, (bits, group) in enumerate(GRIDS):
         cases = [(m["model"], m["grids"][number]) for m in record["models"]]
@@ -243,7 +243,7 @@ def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
                 )
             )  # fmt: skip
     bits, group = GRIDS[number]
-    # What differs for some models is said where one of them is in the table.
+    # Notes on single models appear only if the table contains one of them.
     hidden = [m["model"] for m in models if "bits_per_byte" not in m]
     tasks = {m["model"]: m["task"] for m in models if m["task"] != "text"}
     return Table(

@@ -1,4 +1,4 @@
-"""The models of a table, each with text to calibrate, to tune and to measure on, no prompt in two of them."""
+"""The models of a table with their calibration, tuning and evaluation texts. No prompt is in two of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loopq.models.load import LoadedModel, load_model
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model of a table, with its prompts.
+    """A model of a table with its prompts.
 
     Parameters
     ----------
@@ -26,11 +26,11 @@ class PreparedModel:
     loaded : LoadedModel
         The model.
     calibration : TokenSet
-        Prompts that Hessians and gradients come from.
+        Prompts for Hessians and gradients.
     tuning_held_out : TokenSet
-        Prompts that decide what is kept of a fit by gradient.
+        Prompts that decide what to keep of a gradient fit.
     evaluation : TokenSet
-        Prompts that the table is measured on.
+        Prompts for the table's measurements.
     """
 
     name: str
@@ -41,7 +41,7 @@ class PreparedModel:
 
     @property
     def task(self) -> str:
-        """What is measured, in words: "text", or what stands in its place."""
+        """Name of the measured data: "text", or the source of the evaluation prompts."""
         return self.evaluation.source if self.evaluation.scored_from else "text"
 
 
@@ -57,7 +57,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model and where its prompts are cut from.
+    """A loaded model and the source of its prompts.
 
     Parameters
     ----------
@@ -68,9 +68,9 @@ class Source:
     data : Path or None
         Data folder.
     calibration, text : Path or None
-        Texts to calibrate and to measure on; those that ship with loopq when absent.
+        Calibration and evaluation texts. The texts shipped with loopq when absent.
     planted, planted_in : str, tuple of str
-        What `loopq.paper.planted` planted, and in which weights; empty for a model as it is.
+        Kind of planted outlier (`loopq.paper.planted`) and its weights. Empty for an unchanged model.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Source:
     planted_in: tuple[str, ...] = ()
 
     def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
-        """Cut the prompts; each draw has calibration prompts of its own."""
+        """Cut the prompts. Each draw has different calibration prompts."""
         count, cut = sizes.n_calibration + sizes.n_tuning_held_out, sizes.n_calibration
         own = own_prompts(self.loaded)
         if own is not None and self.calibration is None and self.text is None:
@@ -127,18 +127,18 @@ def open_source(
     Parameters
     ----------
     name : str
-        The embedded model, a folder, a hub id, or the real checkpoint "plbert".
+        Name of the embedded model, folder, or hub id. "plbert" is the real checkpoint.
     data : Path, optional
-        Data folder; "plbert" is read from its `models/plbert_kokoro`.
+        Data folder. "plbert" is read from its `models/plbert_kokoro`.
     calibration, text : Path, optional
-        Texts in place of those that ship with loopq.
+        Texts that replace those shipped with loopq.
     **loading
         Options of `loopq.models.load.load_model`.
 
     Raises
     ------
     ConfigError
-        "plbert" without a data folder.
+        If "plbert" has no data folder.
     """
     if name == PLBERT:
         return Source(name, load_plbert(data, **loading), data)

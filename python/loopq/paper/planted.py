@@ -1,7 +1,7 @@
-"""What large models have and small ones lack, planted without changing the function: a loud column, a loud activation.
+"""Plant outliers of large models into small ones without changing the function: a large column or activation.
 
-A hook in front of a layer divides one input channel by a power of two, and the weight's column is multiplied by it. So
-no bit of the output moves, while the layer that is quantized, and its Hessian, are those of a model with an outlier.
+A hook in front of a layer divides one input channel by a power of two. The weight's column is multiplied by it. The
+output keeps all its bits, while the quantized layer and its Hessian look like those of a model with an outlier.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FACTORS = {"outlier": 64.0, "spike": 1 / 256, "token": 1 / 256}
 
 
 def plant(source: Source, kind: str, tokens: TokenSet, execution: Execution | None = None) -> Source:
-    """Plant what large models have into a loaded model.
+    """Plant an outlier of large models into a loaded model.
 
     Parameters
     ----------
     source : Source
-        Its model is changed in place; it computes the same function.
+        The model is changed in place and computes the same function.
     kind : {"outlier", "spike", "token"}
-        "outlier": the largest column of each feedback-exposed weight is 64 times larger, its input smaller. "spike": in
-        each MLP of the loop the channel of the down projection with most of its energy at step 0 is 256 times larger,
-        its column smaller. "token": the channel with most of its energy at the first token is.
+        "outlier" makes the largest column of each feedback-exposed weight 64 times larger and its input smaller.
+        "spike" acts on the down projection of each MLP in the loop. The channel with the largest share of its energy
+        at step 0 becomes 256 times larger, and its column smaller. "token" does the same for the first token.
     tokens : TokenSet
-        Prompts on which channels are chosen.
+        Prompts for choosing the channels.
     execution : Execution, optional
         Seed and batch size.
 
     Raises
     ------
     ConfigError
-        The model has no layer of that kind.
+        If the model has no suitable layer.
     """
     system = source.loaded.system
     shared = system.shared_parameters(system.n_steps)
@@ -67,9 +67,9 @@ def _matrix(system: LoopedSystem, p: SharedParameter) -> Any:
 def _loud(
     system: LoopedSystem, layers: list[SharedParameter], tokens: TokenSet, kind: str, execution: Execution
 ) -> dict[SharedParameter, int]:
-    """Channel of each layer whose share of the energy at step 0, or at the first token, is largest.
+    """Channel of each layer with the largest share of its energy at step 0, or at the first token.
 
-    Channels below the median there are left out: a share of next to nothing says nothing.
+    Channels below the median there are left out because a share of almost no energy carries no information.
     """
     here: dict[str, Any] = {}
     total: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Models without logits: the error of their hidden states step by step, and a probe for masked tokens.
+"""Models without logits: the error of their hidden states by step, and a probe for masked tokens.
 
-The probe is a ridge regression from the final hidden state of a masked position to the token that was masked. It is
-fitted once, on the full-precision model and separate text, and then applied to the states under every set of weights.
+The probe is a ridge regression from the final hidden state of a masked position to the masked token. It is fitted
+once, on the full-precision model and separate text. It is then applied to the states of all sets of weights.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Probe:
 
     Parameters
     ----------
-    weight : ndarray, float64, shape (width + 1, n_tokens)
+    weight : float64 ndarray of shape (width + 1, n_tokens)
         The last row is the intercept.
-    tokens : ndarray, int64, shape (n_tokens,)
+    tokens : int64 ndarray of shape (n_tokens,)
         Token of each column.
     n_positions : int
-        Masked positions on which it was fitted.
+        Masked positions of the fit.
     """
 
     weight: Floats
@@ -56,12 +56,12 @@ class Probe:
 
 
 def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
-    """Mask `MASK_SHARE` of each prompt's positions; which ones depends on the seed and the prompt's number.
+    """Mask `MASK_SHARE` of each prompt's positions. The choice depends on the seed and the prompt's number.
 
     Returns
     -------
     list of (Batch, ndarray)
-        Prompts with `MASK_ID` at the masked positions, and the masked ids, -1 where nothing is masked.
+        Prompts with `MASK_ID` at the masked positions. The array has the masked ids, and -1 elsewhere.
     """
     torch = require("torch")
     found = []
@@ -81,16 +81,16 @@ def fit_probe(system: LoopedSystem, tokens: TokenSet, progress: Progress | None 
     Parameters
     ----------
     system : LoopedSystem
-        A system whose rollout returns hidden states.
+        A system with hidden states as output.
     tokens : TokenSet
-        Prompts that are used neither for calibration nor for evaluation.
+        Prompts used neither for calibration nor for evaluation.
     progress : Progress, optional
         Advanced by every prompt.
 
     Notes
     -----
-    With X (n, width + 1) the states of the masked positions and a column of ones, and Y their tokens as
-    one-hot rows: W = (X^T X + c mean(diag X^T X) I)^-1 X^T Y, c = `RIDGE`, in float64.
+    X (n, width + 1) holds the states of the masked positions and a column of ones. Y holds their tokens as one-hot
+    rows. In float64, W = (X^T X + c mean(diag X^T X) I)^-1 X^T Y with c = `RIDGE`.
     """
     progress = progress or Silent()
     progress.start("probe", len(tokens.sequences), "prompts")
@@ -124,7 +124,7 @@ def measure_states(
     system : LoopedSystem
         A system with a single-step function and hidden states as output.
     variants : mapping of str to weights
-        The parameters that differ, by the variant's name.
+        Differing parameters by the variant's name.
     tokens : TokenSet
         Prompts.
     probe : Probe
@@ -135,9 +135,9 @@ def measure_states(
     Returns
     -------
     dict
-        For "full precision" and each variant: `error` and `cosine` of the states after each step relative to full
-        precision, mean over prompts; for each prompt `hits`, the masked positions that the probe predicts correctly,
-        `same`, those where it predicts the same token as at full precision, and `masked`, the number of masked
+        "full precision" and each variant have `error` and `cosine` of the states after each step. Both are relative to
+        full precision and means over prompts. The other entries count by prompt. `hits` are masked positions with a
+        correct prediction. `same` are those with the prediction of full precision. `masked` is the number of masked
         positions.
     """
     progress = progress or Silent()
@@ -168,7 +168,7 @@ def measure_states(
 
 
 def _states(system: LoopedSystem, batch: Batch) -> list[Floats]:
-    """States after each step, float64, each (n_prompts, n_tokens, width)."""
+    """States after each step as float64 arrays of shape (n_prompts, n_tokens, width)."""
     torch = require("torch")
     with torch.no_grad():
         embedding = system.embed(batch)
@@ -186,7 +186,7 @@ def _host(state: Tensor) -> Floats:
 
 
 def _read(probe: Probe, states: Floats, truth: Ints) -> Ints:
-    """Predictions of the probe at masked positions, -1 elsewhere."""
+    """Predictions of the probe at masked positions, and -1 elsewhere."""
     predicted = np.full_like(truth, -1)
     predicted[truth >= 0] = probe.predict(states[truth >= 0])
     return predicted

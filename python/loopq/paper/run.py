@@ -1,4 +1,4 @@
-"""Measure tables on models, going on where an earlier run stopped, and write what came out as one record."""
+"""Measure tables on models, resume an interrupted run, and write all results as one record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Made:
-    """One table as it came out.
+    """Result of one table.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ class Made:
         Its name in the registry.
     entry : PaperTable
         What it is.
-    found : tuple of dict
+    Data of each model that supports the table.
         Data of each model that can have it.
     refused : dict
-        Why the others cannot, by model.
+        Reasons why the other models do not, by model.
     shown : Shown
         Tables, claims and figures.
     """
@@ -49,7 +49,7 @@ class Made:
     shown: Shown
 
     def lines(self) -> list[str]:
-        """Sentences: what the paper showed, what holds here, and for which models there is no such table."""
+        """Sentences on the paper's result, the result here, and models without the table."""
         lines = [f"{', '.join(self.entry.labels)}: {self.entry.title}.", f"The paper: {self.entry.paper}"]
         lines += [*self.shown.lines, *(claim.line() for claim in self.shown.claims)]
         return lines + [f"{model}: not measured: {why}" for model, why in self.refused.items()]
@@ -67,7 +67,7 @@ class Made:
 
 
 def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progress) -> Made:
-    """Measure one table on every model that can have it.
+    """Measure one table on every model that supports it.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
     benches : sequence of Bench
         The models.
     work : Path or None
-        Folder where each model's data are saved; what is there for the same weights, prompts and settings is read.
+        Folder with each model's saved data. Data of the same weights, prompts and settings are read again.
     progress : Progress
         Told of every model.
     """
@@ -99,10 +99,10 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
             except MissingExtraError:
                 raise
             except LoopqError as error:
-                # One model that cannot have a table does not discard those of the others.
+                # A model that fails does not discard the results of the others.
                 why = str(error)
             else:
-                # As text: the journal sorts keys, and the layers of a model have an order.
+                # Stored as text because the journal sorts keys, but the layers of a model have an order.
                 journal.save(bench.source.name, found=json.dumps(found[-1]))
         if why is not None:
             refused[bench.source.name] = why
@@ -111,12 +111,12 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
 
 
 def in_order() -> list[str]:
-    """Names of all tables, figures first, as the paper numbers them."""
+    """Names of all tables, figures first, in the paper's numbering."""
     return [name for name, _ in sorted(TABLES, key=lambda item: order(min(item[1].labels, key=order)))]
 
 
 def write(made: Sequence[Made], out: Path, figures: bool = True) -> Path:
-    """Write one page, one Markdown text and the plain data of all tables; return the page.
+    """Write one page, one Markdown text and the plain data of all tables. Return the page.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def _markdown(made: Made) -> str:
 def _section(made: Made) -> str:
     heading, paper, *lines = made.lines()
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    # What a table says is not said again under a figure.
+    # Text of a table is not repeated under a figure.
     said = {t.text for t in made.shown.tables}
     drawn = []
     for picture in made.shown.pictures() if made.shown.tables else ():

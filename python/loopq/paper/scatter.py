@@ -1,4 +1,4 @@
-"""The figure of gap closed against rank gain, which two of the paper's tables draw."""
+"""The figure of gap closed against rank gain, used by two of the paper's tables."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from loopq.report.style import Picture, canvas, label, styled
 
 
 def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
-    """Gap closed by trajectory calibration against the largest rank gain, a point for each model (Li, Fig. 2).
+    """Gap closed by trajectory calibration against the largest rank gain, one point per model (Li, Fig. 2).
 
     Parameters
     ----------
     points : sequence of mapping
-        `name`, `gain`, `gap_closed` (a share), `one_step_better` (one-step GPTQ is better than round-to-nearest).
+        `name`, `gain` and `gap_closed` (a share). `one_step_better` marks models where one-step GPTQ beats rounding.
     """
     with styled("scatter"):
         figure, axes = canvas(6.2, 3.8)

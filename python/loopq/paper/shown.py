@@ -1,4 +1,4 @@
-"""What a table of the paper is here: what is measured on one model, and how models are shown beside the paper's."""
+"""A table of the paper in loopq: its measurement on one model, and the comparison of models with the paper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Table:
     header : tuple of str
         Column heads.
     rows : tuple of tuple
-        Cells; None is shown as a dash.
+        Cells. None is shown as a dash.
     """
 
     title: str
@@ -56,10 +56,10 @@ MIN_UNITS = 5
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper, held against what was measured on one model, by one rule for all.
+    """One statement of the paper, tested against the measurement on one model by a common rule.
 
-    It holds where the whole paired interval is on the statement's side of the bound, does not hold where the whole
-    interval is on the other side, and is left open otherwise.
+    The claim holds if the whole paired interval is on its side of the bound. It does not hold if the whole interval is
+    on the other side. Otherwise it is open.
 
     Parameters
     ----------
@@ -68,15 +68,15 @@ class Claim:
     text : str
         The statement.
     found : str
-        The measured numbers, with their interval.
+        The measured numbers with their interval.
     interval : Interval or None
-        Of what the statement is about, paired over prompts, items or layers; None where there is no such interval.
+        Interval of the claimed quantity, paired over prompts, items or layers. None without an interval.
     bound : float
-        What the interval has to exclude.
+        Value that the interval has to exclude.
     below : bool
-        The statement says that the quantity is below the bound, not above it.
+        Whether the claimed quantity is below the bound instead of above it.
     why_open : str
-        Why no interval could decide it, such as a difference below the resolution.
+        Why no interval can decide it, such as a difference below the resolution.
     """
 
     model: str
@@ -89,7 +89,7 @@ class Claim:
 
     @property
     def undecided(self) -> str:
-        """Why nothing is decided, apart from the interval; empty where it decides."""
+        """Why the claim is undecided, apart from the interval. Empty if the interval decides."""
         if self.why_open or self.interval is None:
             return self.why_open or "no interval"
         few = self.interval.n < MIN_UNITS
@@ -97,7 +97,7 @@ class Claim:
 
     @property
     def holds(self) -> bool | None:
-        """Whether it holds; None where it is left open."""
+        """Whether it holds. None if open."""
         if self.undecided or self.interval is None:
             return None
         above, below = self.interval.low > self.bound, self.interval.high < self.bound
@@ -115,16 +115,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Shown:
-    """A table as it is printed.
+    """A table ready to print.
 
     Parameters
     ----------
     tables : sequence of Table
         The numbers.
     claims : sequence of Claim
-        What the paper says, held against them.
+        The paper's claims about these tables.
     pictures : callable
-        Draws the figures, for which matplotlib is needed.
+        Draws the figures. Needs matplotlib.
     lines : sequence of str
         Sentences over all models.
     """
@@ -137,24 +137,24 @@ class Shown:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or figure of the paper, or several that one experiment gives.
+    """A table or figure of the paper, or several from one experiment.
 
     Parameters
     ----------
     labels : tuple of str
-        As the paper numbers them: "Table 6", "Figure 3", "Algorithm 1", "Appendix J".
+        Labels in the paper: "Table 6", "Figure 3", "Algorithm 1", "Appendix J".
     title : str
         What it holds.
     paper : str
         What the paper's showed.
     measure : callable or None
-        Takes a bench, returns plain data; None where no model is needed.
+        Takes a bench and returns plain data. None if no model is needed.
     show : callable
-        Takes the data of all models, of which there are none where `measure` is None.
+        Takes the data of all models. There are none if `measure` is None.
     refuses : callable
-        Takes a bench; says why its model cannot have this table, or None where it can.
+        Takes a bench. Returns the reason why its model cannot have this table, or None if it can.
     one_step : bool
-        A model whose rollout is one step can have it: it is no evidence about loops, so most tables refuse it.
+        Whether models with one-step rollouts can have it. They are no evidence about loops, so most tables refuse.
     """
 
     labels: tuple[str, ...]
@@ -170,19 +170,19 @@ TABLES: Registry[PaperTable] = Registry("table", "loopq.paper.tables")
 
 
 def order(label: str) -> tuple[int, int, str]:
-    """Key by which labels are sorted: figures, tables, the others, each by number."""
+    """Sort key of labels: figures, tables, then the others, each by number."""
     kind, _, number = label.partition(" ")
     digits = "".join(c for c in number if c.isdigit())
     return ("Figure", "Table").index(kind) if kind in ("Figure", "Table") else 2, int(digits or 0), number
 
 
 def find(name: str) -> tuple[str, PaperTable]:
-    """Return name and entry of a table called by its name ("horizon") or by a label ("table-6", "figure-3").
+    """Return name and entry of a table by its name ("horizon") or by a label ("table-6", "figure-3").
 
     Raises
     ------
     ConfigError
-        No table of that name or label.
+        If no table has that name or label.
     """
     for own, entry in TABLES:
         if name == own or name in (label.lower().replace(" ", "-") for label in entry.labels):

@@ -1,1 +1,1 @@
-"""A diagnosis as one page that opens offline, and as JSON."""
+"""Reports: a diagnosis as a page that opens offline, and as JSON."""

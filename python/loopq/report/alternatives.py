@@ -1,4 +1,4 @@
-"""What quantized weights cost: KL and bytes of every set of weights, and the prompts that changed most."""
+"""Compare quantized weights: KL and bytes of every set of weights, and the prompts that changed most."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 480, 300, 62, 46
 
 
 def facts(measured: Mapping[str, Any]) -> str:
-    """Return the figures of one set of weights in large type; nothing for several, which a table compares."""
+    """Return the figures of one set of weights in large type. Empty for several sets, which have a table."""
     reference, *quantized = measured["weights"]
     if len(quantized) != 1:
         return ""
@@ -43,14 +43,14 @@ def facts(measured: Mapping[str, Any]) -> str:
 
 
 def _measure(reference: Summary) -> tuple[str, str, str]:
-    """Head, name and unit of what is measured against full precision."""
+    """Head, name and unit of the distance from full precision."""
     if reference["output"] == "hidden":
         return "squared relative error", "squared relative error of the output", ""
     return "KL [nats per token]", "KL to full precision", " in nats per token"
 
 
 def comparison(label: str, summaries: Sequence[Summary], ours: str = "\0") -> str:
-    """Return a table of measurements with a bar for each divergence; names that begin with `ours` are marked."""
+    """Return a table of measurements with a bar for each divergence. Names that begin with `ours` are marked."""
     hidden = summaries[0]["output"] == "hidden"
     most = max((s["kl"] for s in summaries if math.isfinite(s["kl"])), default=0.0) or 1.0
     heads = ["weights", _measure(summaries[0])[0], ""]
@@ -73,7 +73,7 @@ def comparison(label: str, summaries: Sequence[Summary], ours: str = "\0") -> st
 
 
 def alternatives(measured: Mapping[str, Any]) -> str:
-    """Return the table of all weights, and KL against bytes where there are two sets or more."""
+    """Return the table of all weights, and KL against bytes if there are two sets or more."""
     summaries = measured["weights"]
     hidden = summaries[0]["output"] == "hidden"
     what = (
@@ -87,7 +87,7 @@ def alternatives(measured: Mapping[str, Any]) -> str:
 
 
 def _plot(summaries: Sequence[Summary]) -> str:
-    """KL against bytes: a point for each set of weights whose bytes are known."""
+    """KL against bytes: a point for each set of weights with known bytes."""
     points = [
         (s["n_bytes"], s["kl"], s["name"])
         for s in summaries[1:]
@@ -97,7 +97,7 @@ def _plot(summaries: Sequence[Summary]) -> str:
         return ""
     head = _measure(summaries[0])[0]
     x_ticks, y_ticks = (_ticks(max(p[i] for p in points) or 1.0) for i in (0, 1))
-    # Names stand to the right of their points.
+    # Names appear to the right of their points.
     wide, high = 0.74 * (_WIDTH - _LEFT), _HEIGHT - _BOTTOM - 26
 
     def place(n_bytes: float, kl: float) -> tuple[float, float]:
@@ -133,14 +133,14 @@ def _plot(summaries: Sequence[Summary]) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from zero to the first one that is not below `most`."""
+    """Round numbers from zero to the first one that is at least `most`."""
     scale = 10.0 ** math.floor(math.log10(most))
     step = next(s * scale for s in (0.2, 0.5, 1.0, 2.0, 5.0) if most <= 5 * s * scale)
     return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
 
 
 def changed_prompts(measured: Mapping[str, Any]) -> str:
-    """Return the prompts whose output changed most, with the divergence under each set of weights."""
+    """Return the prompts with the largest changes in output, and the divergence under each set of weights."""
     reference, *quantized = measured["weights"]
     texts = measured["prompts"]
     means = [s["kl"] or 1.0 for s in quantized]

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint folder: what it is of, what was measured, how to make it again."""
+"""The model card of a checkpoint folder: its model, its measurements and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def write_card(
     measured: Sequence[Mapping[str, Any]],
     text: Mapping[str, Any],
 ) -> Path:
-    """Write README.md into a checkpoint folder, and beside it a picture where chunks were measured.
+    """Write README.md into a checkpoint folder, with a picture if chunks were measured.
 
     Parameters
     ----------
     folder : Path
         Checkpoint of any format that loopq reads.
     model : str or None
-        What the full-precision model was asked for by: a hub id is named in the card, a folder by its last part. None:
-        nothing was measured, and the card has the name of the folder.
+        The user's name of the full-precision model. The card shows a hub id, or a folder's last part. None means that
+        nothing was measured. The card then has the checkpoint folder's name.
     base : Path, optional
-        The model's folder, whose own card may name a licence.
+        The model's folder. Its card may name a licence.
     measured : sequence of mapping
-        `Measurement.summary` of full precision and of the checkpoint, and "kl_95" where there is an interval; or none.
+        `Measurement.summary` of full precision and of the checkpoint, with "kl_95" if available. May be empty.
     text : mapping
         `TokenSet.describe` of the prompts, with "n_steps" and "n_seeds".
 
@@ -52,7 +52,7 @@ def write_card(
     Raises
     ------
     ConfigError
-        The folder has a README.md that is no card of loopq's.
+        If the folder has a README.md that loopq did not write.
     """
     check_card(folder)
     found = inspect_any(folder)
@@ -76,12 +76,12 @@ def write_card(
 
 
 def check_card(folder: Path) -> None:
-    """Refuse a folder whose README.md is not a card that loopq wrote.
+    """Reject a folder with a README.md that loopq did not write.
 
     Raises
     ------
     ConfigError
-        There is one: it would be lost.
+        If there is one, because it would be lost.
     """
     path = folder / CARD
     if not path.exists():
@@ -107,7 +107,7 @@ def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str
 
 
 def _licence(base: Path | None) -> str | None:
-    """The licence that the base model's card names."""
+    """The licence in the base model's card."""
     card = None if base is None else base / CARD
     if card is None or not card.is_file():
         return None
@@ -162,7 +162,7 @@ def _table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _picture(path: Path, tokens: Mapping[str, Any]) -> None:
-    """Which share of the tokens has a larger KL."""
+    """Share of the tokens with a larger KL."""
     with styled("card"):
         figure, axes = canvas(6.4, 3.2)
         kl = [max(v, 1e-7) for v in tokens["quantiles"]]

@@ -1,4 +1,4 @@
-"""A model at several depths on one page: KL, agreement and speed by the number of loops."""
+"""A model at several depths on one page, with KL, agreement and speed by the number of loops."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def write_depths(
     out : path
         HTML file.
     model : str
-        What the model was asked for by.
+        Name or path of the model, as given by the user.
     rows : sequence of mapping
-        `Measurement.summary` of each set of weights at each depth, with "n_steps" and "tokens_per_second".
+        Rows of the table. `Measurement.summary` of each set of weights at each depth, with "n_steps" and
+        "tokens_per_second".
     text : mapping
         `TokenSet.describe` of the prompts.
 

@@ -1,4 +1,4 @@
-"""The diagnosis on the page: its figures, what it says of every layer, and how to make it again."""
+"""The diagnosis on the page: its figures, its verdict on every layer, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VERSION = 1
 
 
 def check(diagnosis: Mapping[str, Any]) -> None:
-    """Refuse what is no diagnosis of this version.
+    """Reject data that are not a diagnosis of this version.
 
     Raises
     ------
     ConfigError
-        It has another format or version.
+        If the format or version is different.
     """
     if diagnosis.get("format") != FORMAT:
         raise ConfigError(f"not a diagnosis: its format is {diagnosis.get('format')!r}, expected {FORMAT!r}")

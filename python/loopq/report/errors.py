@@ -1,4 +1,4 @@
-"""Where the error is: maps of every layer at every step."""
+"""Locate the error: maps of every layer at every step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Rows = Mapping[str, Sequence[float | None]]
 
 
 def error_maps(errors: Mapping[str, Any] | None, diagnosis: Mapping[str, Any] | None) -> str:
-    """Return maps of measured errors; where there are none, of the error that plain rounding would have.
+    """Return maps of measured errors, or else of the error that plain rounding would have.
 
     Parameters
     ----------
     errors : mapping or None
-        "on" and "weights", as of `loopq.report.page.write_page`.
+        "on" and "weights", as in `loopq.report.page.write_page`.
     diagnosis : mapping or None
         A diagnosis with section "ranks".
     """
@@ -81,7 +81,7 @@ def _values(maps: Mapping[str, Any], kind: str) -> list[float | None]:
 
 
 def _reading(found: Mapping[str, Rows]) -> list[str]:
-    """What the two maps show, in sentences."""
+    """Explain the two maps in sentences."""
     own = {name: max((v for v in row if v is not None), default=0.0) for name, row in found["own"].items()}
     worst = max(own, key=lambda name: own[name])
     lines = [

@@ -12,7 +12,7 @@ _NAMED_COLUMNS = 8
 
 
 def blocks(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Group layers by block: the name up to its first number; a layer without one stands alone."""
+    """Group layers by block: the name up to its first number. A layer without a number forms its own group."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for layer in layers:
         parts = short_name(layer["name"]).split(".")
@@ -37,7 +37,7 @@ def draw(diagnosis: Mapping[str, Any]) -> Picture:
     Parameters
     ----------
     diagnosis : mapping
-        Diagnosis; only `model` and `layers` are used.
+        Diagnosis. Only `model` and `layers` are used.
     """
     layers = diagnosis["layers"]
     columns = blocks(layers)
@@ -133,13 +133,13 @@ def _draw_column(
             plate = {"facecolor": face, "edgecolor": "none", "pad": 1.0} if exposed else None
             axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=SMALL, color=ink, bbox=plate)
     if named and len(column) > 1:
-        # The block's number and the name before it; the rest of the path is the same for all.
+        # The block's number and the name before it. The rest of the path is the same for all.
         title = ".".join(name.split(".")[-2:])
         axes.text(x, top + 0.12, title, ha="center", va="bottom", fontsize=SMALL, fontweight="bold")
 
 
 def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows: int) -> None:
-    """Draw arrows between blocks, identity paths over those that have one, and the feedback."""
+    """Draw arrows between blocks, identity paths over those with one, and the feedback."""
     arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
     middle, last = rows / 2, len(columns) - 1
     axes.annotate("", (-0.47, middle), (-1.0, middle), arrowprops=arrow)

@@ -1,4 +1,4 @@
-"""Parts of a page: head, sections, tables, heat maps and figures as HTML that loads nothing."""
+"""Parts of a page (head, sections, tables, heat maps, figures) as HTML that loads nothing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None 
     body : str
         HTML.
     data : mapping, optional
-        What the page shows, for download.
+        The page's data, for download.
     """
     save = script = ""
     if data is not None:
         save = ' <a class="save" download="loopq.json" href="#data">Save the data as JSON</a>'
-        # Weights that overflow have a KL that is no number, which JSON does not know.
+        # Overflowing weights have a KL that is not finite, which JSON does not support.
         known = json.loads(json.dumps(data), parse_constant=lambda _: None)
         # A "<" inside a script element could end it or open another.
         text = json.dumps(known, sort_keys=True).replace("<", "\\u003c")
         script = f'<script type="application/json" id="data">{text}</script>\n<script>{_file("page.js")}</script>\n'
     name = html.escape(title)
-    # Without the icon browsers request one, even for a local file.
+    # Without the icon, browsers request one, even for a local file.
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -72,7 +72,7 @@ def listed(items: Iterable[str], css: str = "") -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: its HTML, its class, and what its column is sorted by where that is not its text."""
+    """One table cell: its HTML, its class, and the sort key if that is not its text."""
 
     html: str
     css: str = ""
@@ -80,14 +80,14 @@ class Cell:
 
 
 def number(value: float | None, spec: str = ",.3g") -> Cell:
-    """Return the cell of a number; None is a dash, and last when sorted."""
+    """Return the cell of a number. None is a dash and sorts last."""
     if value is None:
         return Cell("-", "number", "")
     return Cell(format(value, spec), "number", repr(float(value)))
 
 
 def bar(share: float, css: str = "") -> Cell:
-    """Return a cell with a bar of a share of its width; what is no number has none."""
+    """Return a cell with a bar of a share of its width. A share that is not finite has no bar."""
     if not math.isfinite(share):
         return Cell("", "plot", "")
     return Cell(
@@ -110,15 +110,15 @@ def table(
     Parameters
     ----------
     label : str
-        What it is, for those who hear the page.
+        Description for screen readers.
     heads : sequence of str
-        Column heads; an empty one continues the column before it.
+        Column heads. An empty one continues the column before it.
     rows : sequence of sequences
         Cells, or plain text. The first cell names the row.
     caption : str
         Text above it.
     name : str
-        Its id. A table with one is sorted by a click on a head.
+        Its id. With an id, a click on a head sorts the table.
     """
     whole = [[c if isinstance(c, Cell) else Cell(html.escape(c)) for c in row] for row in rows]
     shown = []
@@ -131,7 +131,7 @@ def table(
         shown.append(f"<th scope=col{css}{f' colspan={span}' if span > 1 else ''}>{inner}</th>")
     body = "".join(f"<tr>{''.join(_cell(c, i == 0) for i, c in enumerate(row))}</tr>\n" for row in whole)
     action = '<span class="action"> Click a heading to sort.</span>' if name else ""
-    # Not as the table's caption, which would be cut off where the table is scrolled.
+    # Not the table's caption, which would be cut off where the table scrolls.
     top = f'<p class="soft">{html.escape(caption)}{action}</p>' if caption or name else ""
     attributes = f' id={name} class="sortable"' if name else ""
     return top + scroll(
@@ -161,7 +161,7 @@ class Shades:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Shades:
-        """Shades for all values together; they span a factor of 4 at least, so that equal values look equal."""
+        """Shades for all values together. They span at least a factor of 4, so that equal values look equal."""
         known = [v for v in values if v is not None]
         top = max(known, default=1.0) or 1.0
         return cls(max(min([*known, top / 4]), top / 100), top)
@@ -172,7 +172,7 @@ class Shades:
         return min(int(place * _N_SHADES), _N_SHADES - 1)
 
     def legend(self) -> str:
-        """Return what each shade means, in percent."""
+        """Return the legend of the shades, in percent."""
         ends = [self.low * (self.top / self.low) ** (i / _N_SHADES) for i in range(_N_SHADES + 1)]
         shown = [f"{percent(a)} to {percent(b)}" for a, b in itertools.pairwise(ends)]
         shown[0] = f"under {percent(ends[1])}"
@@ -192,11 +192,11 @@ def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Sha
     Parameters
     ----------
     title : str
-        What it shows, as its caption.
+        Caption of the map.
     rows : mapping of str to sequence of float or None
-        A share for each step; rows may be of different lengths.
+        A share for each step. Rows may have different lengths.
     shades : Shades
-        Its shades; maps that are compared have the same.
+        Its shades. Compared maps use the same.
     unit : str
         Unit of the numbers.
     """

@@ -1,4 +1,4 @@
-"""The page: what was done to every weight, where the error is, what it costs, and the diagnosis, as far as known."""
+"""The page: the treatment of every weight, the place of the error, its cost, and the diagnosis, if known."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def write_page(
     errors: Data | None = None,
     measured: Data | None = None,
 ) -> Path:
-    """Write all that is known of a model and its quantized weights as one HTML page that loads nothing.
+    """Write everything known of a model and its quantized weights as one HTML page that loads nothing.
 
     Parameters
     ----------
     out : path
         HTML file.
     diagnosis : mapping, optional
-        Result of `loopq.diagnose` or `diagnose_dump`, or the JSON of one. Its figures need matplotlib.
+        Result of `loopq.diagnose` or `diagnose_dump`, or its JSON. Its figures need matplotlib.
     weights : mapping of str to sequence of mapping, optional
-        What was done to every tensor, by the checkpoint's name (`loopq.report.weights.tensors`).
+        Treatment of every tensor, by the checkpoint's name (`loopq.report.weights.tensors`).
     errors : mapping, optional
-        "on", what was measured on, and "weights": `loopq.evaluate.layers.layer_errors` by the checkpoint's name.
+        "on" describes the data. "weights" holds `loopq.evaluate.layers.layer_errors` by the checkpoint's name.
     measured : mapping, optional
-        "on": "n_prompts", "n_tokens", "source", "n_steps" and "n_seeds"; "weights": `Measurement.summary` of full
-        precision, then of each checkpoint, these with "kl_95" (interval or None) and "kl_by_prompt"; "prompts": text.
+        "on" has "n_prompts", "n_tokens", "source", "n_steps" and "n_seeds". "weights" has `Measurement.summary` of
+        full precision, then of each checkpoint. Checkpoints add "kl_95" (or None) and "kl_by_prompt". "prompts" is
+        text.
 
     Returns
     -------
@@ -48,9 +49,9 @@ def write_page(
     Raises
     ------
     ConfigError
-        The diagnosis is none, or of another version.
+        If the data are not a diagnosis, or of another version.
     MissingExtraError
-        There is a diagnosis and matplotlib is not installed.
+        If there is a diagnosis and matplotlib is not installed.
     """
     return write_text(out, render(diagnosis, weights, errors, measured))
 
@@ -68,7 +69,7 @@ def render(
     errors: Data | None = None,
     measured: Data | None = None,
 ) -> str:
-    """Return the page as text; parameters as of `write_page`."""
+    """Return the page as text. Parameters as for `write_page`."""
     if diagnosis is not None:
         diagnosed.check(diagnosis)
     known = {"diagnosis": diagnosis, "weights": weights, "errors": errors, "measured": measured}
@@ -97,7 +98,7 @@ def _title(diagnosis: Data | None, weights: Mapping[str, Any] | None, measured: 
 
 
 def _intro(diagnosis: Data | None, measured: Data | None) -> str:
-    """What was measured on which text, in a line."""
+    """Describe the measured text in one line."""
     lines = []
     if measured:
         on = measured["on"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from loopq.lazy import require
 
-# Okabe and Ito's colours, distinct for every kind of colour blindness; line style and marker differ as well.
+# Colours of Okabe and Ito, distinct for every kind of colour blindness. Line style and marker differ as well.
 SERIES = (
     ("#0072B2", "-", "o"),
     ("#D55E00", "--", "s"),
@@ -25,7 +25,7 @@ SERIES = (
 ALARM = "#D55E00"
 #: On a light cell; plain black becomes light on a dark page.
 INK = "#111111"
-# Lightness changes evenly, so that the map survives printing in grey; dark is high.
+# Lightness changes evenly, so the map survives printing in grey. Dark means high.
 MAP = "cividis_r"
 
 #: Size of letters inside cells and boxes, in points; all others have that of the style.
@@ -38,7 +38,7 @@ _COLUMN = 6.3
 _RC = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    # One size for all letters: they are at least 9 pixels on a screen of 1,100.
+    # One size for all letters: at least 9 pixels on a screen of 1,100.
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.labelsize": 10,
@@ -69,7 +69,7 @@ class Picture:
     title : str
         Heading.
     caption : str
-        What the figure shows and what it means, in sentences.
+        Content of the figure and its meaning, in sentences.
     figure : Any
         matplotlib Figure.
     """
@@ -81,11 +81,11 @@ class Picture:
 
     @property
     def wide(self) -> bool:
-        """Whether it needs the whole width of the page, not one of two columns."""
+        """Whether it needs the whole page width instead of one of two columns."""
         return float(self.figure.get_size_inches()[0]) > _COLUMN
 
     def svg(self) -> str:
-        """The figure as an SVG element whose ids are unique on the page."""
+        """The figure as an SVG element. Its ids are unique on the page."""
         buffer = io.StringIO()
         with styled(self.name):
             self.figure.savefig(
@@ -109,7 +109,7 @@ class Picture:
 
 @contextlib.contextmanager
 def styled(salt: str) -> Iterator[None]:
-    """Draw in the page's style; the salt makes the ids inside the SVG the same in every run."""
+    """Draw in the page's style. The salt makes the ids inside the SVG reproducible."""
     matplotlib = require("matplotlib")
     with matplotlib.rc_context(_RC | {"svg.hashsalt": salt}):
         yield
@@ -122,7 +122,7 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
 
 
 def panels(n: int, width: float = 4.0, height: float = 3.4, across: int = ACROSS) -> tuple[Any, list[Any]]:
-    """Return a figure with n axes of the given size in inches each, so many in a row."""
+    """Return a figure with n axes of the given size in inches each, with a fixed number per row."""
     columns = min(n, across)
     rows = -(-n // columns)
     figure_module = require("matplotlib.figure")
@@ -162,7 +162,7 @@ def short_name(name: str) -> str:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Short names of layers shown together: without the path they share, up to a block's number."""
+    """Short names of layers shown together: without their common path, up to a block's number."""
     short = {name: short_name(name) for name in names}
     if len(short) < 2:
         return short

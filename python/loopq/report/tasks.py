@@ -9,7 +9,7 @@ from loopq.terminal.table import render, short
 
 
 def task_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of tasks: a line for each metric and set of weights; below it what was cut."""
+    """Return the table of tasks, with a line for each metric and set of weights, and notes on cut contexts."""
 
     def cells(row: dict[str, Any], key: str) -> tuple[str | None, str | None]:
         found, share = row[key], row["sizes"] is None

@@ -1,4 +1,4 @@
-"""What was done to every tensor of a model: how it is stored and at which error, or why it was left as it was."""
+"""Treatment of every tensor of a model: its storage and error, or the reason why it stayed unchanged."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _N_NAMES = 12
 
 
 def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = None) -> list[dict[str, Any]]:
-    """Return what was done to each tensor of a checkpoint, quantized ones first.
+    """Return the treatment of each tensor of a checkpoint, quantized ones first.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        Quantized model; what solved it is known where its layers have reports.
+        Quantized model. The solver is known if its layers have reports.
     system : LoopedSystem
-        Adapter of the model, which knows why a weight is left alone.
+        Adapter of the model. It knows why a weight stays unchanged.
     n_steps : int, optional
-        Depth; the system's own when absent.
+        Depth. The system's default when absent.
 
     Returns
     -------
     list of dict
-        "name", "shape", "n_bytes"; of a quantized one "bits", "grid", "group_size", and where known "method", "steps",
-        "error" and "error_rtn": ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration rows X, and that of rounding to
-        nearest; of any other "dtype" and "reason".
+        All have "name", "shape" and "n_bytes". Quantized ones have "bits", "grid" and "group_size". They may have
+        "method", "steps", "error" and "error_rtn". "error" is ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration
+        rows X. "error_rtn" is the error of rounding to nearest. Other tensors have "dtype" and "reason".
     """
     shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
     reasons = {name: p.reason or "excluded by the settings" for name, p in shared.items()} | system.left_out()
@@ -56,7 +56,7 @@ def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = 
 
 
 def solved(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Method, steps and errors out of a layer's report, None where it does not have them."""
+    """Method, steps and errors from a layer's report. None for missing ones."""
     return {
         "method": report.get("method_done"),
         "steps": report.get("steps") or [],
@@ -78,7 +78,7 @@ def _why_left(shape: Sequence[int]) -> str:
 
 
 def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return tables of all tensors: a row for each weight that is quantized in one of the checkpoints, then the others.
+    """Return tables of all tensors, starting with the weights that some checkpoint quantizes, one per row.
 
     Parameters
     ----------
@@ -96,14 +96,14 @@ def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def quantized(found: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
-    """Return the table of the weights that are quantized in one of the checkpoints.
+    """Return the table of the weights that some checkpoint quantizes.
 
     Parameters
     ----------
     found : mapping of str to mapping of str to dict
-        Checkpoint to name to what `tensors` says of it.
+        Checkpoint to name to the entry from `tensors`.
     name : str
-        Id of the table, where a script sorts it.
+        Id of the table if a script sorts it.
     """
     names = list(
         dict.fromkeys(name for rows in found.values() for name, row in rows.items() if "bits" in row)
@@ -150,7 +150,7 @@ def _shape(row: Mapping[str, Any]) -> Cell:
 def _alone(
     found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[list[str], list[list[Cell | str]]]:
-    """All that is known of the weights of one checkpoint."""
+    """All known facts of one checkpoint's weights."""
     (rows,) = found.values()
     short = short_names(names)
     known = [row["error"] for row in map(rows.__getitem__, names) if row["error"] is not None]
@@ -170,7 +170,7 @@ def _alone(
 def _beside(
     found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[list[str], list[list[Cell | str]]]:
-    """One column of each checkpoint for how a weight is stored, and one for its error."""
+    """Two columns per checkpoint, for a weight's storage and its error."""
     short = short_names(names)
     heads = ["weight", "shape", *(f"{name}: {what}" for name in found for what in ("stored as", "error [%]"))]
     table_rows: list[list[Cell | str]] = []
@@ -195,7 +195,7 @@ def _beside(
 
 
 def _left(found: Mapping[str, Mapping[str, Mapping[str, Any]]], quantized: Collection[str]) -> str:
-    """Tensors that were left as they are, those of one reason in one row."""
+    """Unchanged tensors, with those of the same reason in one row."""
     by_reason: dict[str, dict[str, list[str]]] = {}
     tensors = {name: row for rows in found.values() for name, row in rows.items() if "bits" not in row}
     for checkpoint, rows in found.items():

@@ -1,4 +1,4 @@
-"""Adapters of looped systems: what is shared, how a rollout runs, what a step is."""
+"""Adapters of looped systems: their shared weights, rollouts and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SYSTEMS", "Batch", "LoopedSystem", "SharedParameter", "find_system",
 
 
 def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
-    """Return the adapters, of those named or of all, that fit a model by its structure."""
+    """Return the adapters that fit a model by its structure. By default all adapters are tried."""
     return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
 
 
@@ -28,7 +28,7 @@ def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedS
     Raises
     ------
     SystemContractError
-        None fits, or more than one does.
+        If none fits, or more than one does.
     """
     fitting = fitting_systems(model, names)
     if len(fitting) == 1:

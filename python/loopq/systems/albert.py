@@ -1,4 +1,4 @@
-"""ALBERT: one layer group applied again and again."""
+"""ALBERT applies one layer group repeatedly."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _LINEARS = (
 
 @SYSTEMS.register("albert")
 class Albert(LoopedSystem):
-    """transformers' ALBERT, bare (hidden states come out) or with a masked-language-model head.
+    """transformers' ALBERT, bare (with hidden states as output) or with a masked-language-model head.
 
-    A step is one application of a layer group, and all groups are run equally often. Rollouts ignore
-    `chunk_size_feed_forward`: it computes the same function in several calls of the feed-forward pair, whose
-    number would depend on the length of the prompts and be taken for steps.
+    A step is one application of a layer group. All groups run equally often. Rollouts ignore
+    `chunk_size_feed_forward`. It computes the same function in several calls of the feed-forward pair. Their number
+    would depend on the prompt length and be mistaken for steps.
     """
 
     name = "albert"
@@ -57,7 +57,7 @@ class Albert(LoopedSystem):
 
     @property
     def n_steps(self) -> int:
-        """Applications of each group: `config.num_hidden_layers / config.num_hidden_groups`."""
+        """Number of applications of each group: `config.num_hidden_layers / config.num_hidden_groups`."""
         layers = int(self.model.config.num_hidden_layers)
         if layers % self._n_groups:
             raise ConfigError(f"albert: {layers} layers do not divide evenly among {self._n_groups} groups")
@@ -91,7 +91,7 @@ class Albert(LoopedSystem):
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Feed-forward pairs in one piece."""
+        """Run feed-forward pairs in one piece."""
         with contextlib.ExitStack() as stack:
             for group in self._bare.encoder.albert_layer_groups:
                 for layer in group.albert_layers:
@@ -99,7 +99,7 @@ class Albert(LoopedSystem):
             yield
 
     def embed(self, batch: Batch) -> Tensor:
-        """Embeddings, mapped to the width of the layers; they start the state and are not injected again."""
+        """Embeddings, mapped to the width of the layers. They start the state and are not injected again."""
         ids = self.to_device(batch.input_ids)
         embedding: Tensor = self._bare.encoder.embedding_hidden_mapping_in(self._bare.embeddings(ids))
         return embedding
@@ -110,11 +110,11 @@ class Albert(LoopedSystem):
         return start
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        """One application of the group; needs a model with one group."""
+        """One application of the group. Needs a model with one group."""
         if not self.has_steps:
             raise self._no_steps()
         with self._whole():
-            # The group's own forward asks for a mask of heads in transformers 4.
+            # The group's forward needs a head mask in transformers 4.
             for layer in self._bare.encoder.albert_layer_groups[0].albert_layers:
                 after = layer(state)
                 state = after[0] if isinstance(after, tuple) else after

@@ -1,8 +1,8 @@
-"""What every looped system declares: its rollout, its shared parameters and, where it has one, its step.
+"""Interface of a looped system: its rollout, its shared parameters and, if it has one, its step.
 
-A *rollout* is everything the model does for a batch of prompts from the initial state to the output. An
-*invocation* is one call of a shared parameter's module within it, and step t of a parameter is its t-th
-invocation. Parameters are identified by object, not by name, since systems tie one weight to several modules.
+A *rollout* is everything the model does for a batch of prompts from the initial state to the output. An *invocation*
+is one call of a shared parameter's module within it. Step t of a parameter is its t-th invocation. Parameters are
+identified by object, not by name, since systems tie one weight to several modules.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 
 @dataclass(frozen=True)
 class ModelClass:
-    """How a model is built from its ``config.json`` and filled from its files.
+    """Builds a model from its ``config.json`` and fills it from its files.
 
     Parameters
     ----------
     build : callable
-        Takes the contents of ``config.json``, gives the model with any weights.
+        Takes the contents of ``config.json`` and returns the model with arbitrary weights.
     encode : callable, optional
         Text to token ids, for folders without a tokenizer.
     rename : callable, optional
-        Takes the stored tensors by name, gives them under the model's own names.
+        Takes the stored tensors by name and returns them under the model's names.
     """
 
     build: Callable[[dict[str, Any]], nn.Module]
@@ -58,20 +58,20 @@ class ModelClass:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of one length that run together.
+    """Prompts of equal length that run together.
 
     Parameters
     ----------
-    input_ids : Tensor, int64, shape (n_prompts, n_tokens)
+    input_ids : int64 Tensor of shape (n_prompts, n_tokens)
         Token ids, without padding.
     prompts : tuple of int
-        Number of each prompt within the whole data set; with `seed` it fixes the prompt's initial state, so
-        that batching changes nothing about it.
+        Number of each prompt within the whole data set. Together with `seed` it fixes the prompt's initial state, so
+        batching does not change it.
     seed : int
         Seed of the initial states.
     by_token : bool
-        Draw the noise of every token from a generator of its own, so that a token starts from the same state however
-        many follow, as a text that is being generated needs it.
+        Draw the noise of every token from its own generator. A token then starts from the same state regardless of how
+        many follow. Text generation needs this.
     """
 
     input_ids: Tensor
@@ -87,7 +87,7 @@ class Batch:
             )
 
     def noise(self, *shape: int, std: float = 1.0, cut: float | None = None, first: int = 0) -> Tensor:
-        """Draw Gaussian noise, prompt by prompt, from generators of its own.
+        """Draw Gaussian noise from a separate generator for each prompt.
 
         Parameters
         ----------
@@ -98,18 +98,18 @@ class Batch:
         cut : float, optional
             Draw from the normal distribution truncated at +- `cut` standard deviations.
         first : int
-            Leave out the tokens before this one.
+            Skip the tokens before this one.
 
         Returns
         -------
-        Tensor, float32, shape ``(n_prompts, *shape)``, tokens without those left out, on the CPU
-            The same numbers for a prompt in whatever batch it runs; the global generator is not touched.
+        float32 Tensor on the CPU of shape ``(n_prompts, *shape)``, without the skipped tokens
+            A prompt gets the same numbers in every batch. The global generator does not change.
         """
         import torch  # lazy: loopq imports without torch
 
         def draw(number: int, size: tuple[int, ...]) -> Tensor:
             generator = torch.Generator().manual_seed(number % (1 << 63))
-            # Named, since the defaults of torch are whatever the program around has set.
+            # Explicit, since the calling program may have changed torch's defaults.
             row = torch.empty(*size, dtype=torch.float32, device="cpu")
             if cut is None:
                 return row.normal_(generator=generator)
@@ -136,30 +136,30 @@ class SharedParameter:
     name : str
         Full name of the parameter in the model's files, or under its first owner ("transformer.adapter.weight").
     owners : tuple of str
-        Names of all modules that hold this very parameter, the first owner first; none where no module is called with
-        it, so that its products are watched.
+        Names of all modules that hold this parameter, the first owner first. Empty if no module is called with it. Its
+        products are watched then.
     in_features, out_features : int
         Input and output width of the product.
     orientation : {"out_in", "in_out", "table", "conv"}
-        How the weight is stored: as of `nn.Linear`, transposed as of GPT-2's `Conv1D`, as rows that are looked up, or
-        with a third axis of length 1 as of `nn.Conv1d`.
+        Storage of the weight: like `nn.Linear`, transposed like GPT-2's `Conv1D`, as a lookup table, or like
+        `nn.Conv1d` with a third axis of length 1.
     invocations : int
-        Calls in one rollout at the depth asked for.
+        Calls in one rollout of the requested depth.
     role : str
-        What the layer is, in the field's words: "adapter", "attention", "mlp", "modulation", "head", ...
+        Kind of layer: "adapter", "attention", "mlp", "modulation", "head" or another term of the field.
     exposed : bool
-        No identity path leads around it: its error is fed back into the loop whole.
+        No identity path leads around the layer, so its whole error is fed back into the loop.
     treatment : {"gptq", "rtn", "dense"}
-        What is done by default: calibrated; rounded by the paper's methods and calibrated by others
-        (`Method.rounds_as_published`); or left as it is.
+        Default treatment. "gptq" is calibrated. "rtn" is rounded by the paper's methods and calibrated by others
+        (`Method.rounds_as_published`). "dense" stays unchanged.
     reason : str
-        Why, where the treatment is not "gptq".
+        Reason for a treatment other than "gptq".
     fused : str
-        Blocks of output rows that one weight holds, in order, joined by "+" ("q+k+v", "gate+up"); "/head" at
-        the end says that they repeat head by head. Empty where the weight is one projection.
+        Blocks of output rows in one weight, in order, joined by "+" ("q+k+v", "gate+up"). "/head" at the end means
+        that they repeat head by head. Empty if the weight is one projection.
     routed_in : str
-        Of an expert: the module that chooses which of its rows go to which expert. Its calls are the steps then, and
-        `invocations` counts them; a step may give the expert any number of rows, or none.
+        For an expert, the module that routes rows to experts. Its calls are then the steps, counted by `invocations`.
+        A step may give the expert any number of rows, or none.
     """
 
     name: str
@@ -176,20 +176,20 @@ class SharedParameter:
     routed_in: str = ""
 
     def matrix(self, stored: Tensor) -> Tensor:
-        """View what the model stores as this weight, or its gradient, in shape (out_features, in_features)."""
+        """View a stored tensor of this weight, or its gradient, in shape (out_features, in_features)."""
         plain = stored[..., 0] if self.orientation == "conv" else stored
         return plain.T if self.orientation == "in_out" else plain
 
     def __post_init__(self) -> None:
-        """Refuse a name that cannot stand for a file, as it does in a dump and while layers are solved."""
+        """Reject a name that cannot be a file name, as needed in a dump and while layers are solved."""
         checked(Name, self.name, "parameter", SystemContractError)
 
 
 class LoopedSystem(ABC):
     """Adapter of one kind of looped model.
 
-    A subclass registers itself under its name in `loopq.systems.SYSTEMS`. It takes the model as it is, in
-    whatever precision and on whatever device, and changes nothing about it.
+    A subclass registers itself under its name in `loopq.systems.SYSTEMS`. It takes the model in any precision and on
+    any device, and does not change it.
 
     Parameters
     ----------
@@ -201,33 +201,32 @@ class LoopedSystem(ABC):
     name : str
         Name in the registry.
     summary : str
-        The loop in one line, for `loopq systems`.
+        One-line description of the loop for `loopq systems`.
     checkpoints : tuple of (str, int)
-        Published models of this kind and how many of their weights are quantized by default.
+        Published models of this kind and the number of weights quantized by default.
     code : {"checkpoint", "transformers", "own"}
-        Where the class of the published models comes from: the checkpoint itself, transformers, or neither.
+        Source of the published models' class: the checkpoint itself, transformers, or neither.
     transformers : str
-        Versions that their class needs, where these are not the usual ones.
+        Versions that their class needs, if these are not the usual ones.
     also : str
-        What else they need, in words.
+        Their other requirements, in words.
     exposed : tuple of str
-        Layers that no identity path leads around, in words.
+        Layers without an identity path around them, in words.
     idle : tuple of str
-        Beginnings of names of parameters that no rollout uses: a checkpoint may lack them.
+        Name prefixes of parameters that no rollout uses. A checkpoint may lack them.
     model_types : tuple of str
-        ``model_type`` of each ``config.json`` whose class `model_class` builds.
+        ``model_type`` in every ``config.json`` that `model_class` supports.
     has_steps : bool
-        Whether `embed`, `initial_state`, `step` and `predict` are there; diagnoses that intervene in the
-        loop need them.
+        Whether `embed`, `initial_state`, `step` and `predict` exist. Diagnoses that intervene in the loop need them.
     output : {"logits", "hidden"}
         What a rollout returns.
     state_is_random : bool
         Whether the initial state is drawn, so that pairing of runs matters.
     keeps_graph : bool
-        Whether `rollout` keeps what gradients need; set by `differentiable`, and read by every `rollout`.
+        Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
     interleaves : bool
-        Whether a `rollout` at the model's own depth changes nothing of the model for a while, so that several can run
-        in turns, a layer each.
+        Whether a `rollout` at the model's default depth leaves the model unchanged while it runs. Several rollouts can
+        then take turns, one layer each.
     """
 
     name: ClassVar[str]
@@ -251,21 +250,21 @@ class LoopedSystem(ABC):
     @classmethod
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whether this adapter fits the model, told by its configuration and structure."""
+        """Whether this adapter fits the model, judged by its configuration and structure."""
 
     @classmethod
     def model_class(cls) -> ModelClass | None:
-        """How to build a checkpoint whose ``config.json`` does not tell its class; None where it does."""
+        """Build rule for a checkpoint if its ``config.json`` does not name the class. None if it does."""
         return None
 
     @property
     @abstractmethod
     def n_steps(self) -> int:
-        """Depth the model is deployed at."""
+        """Depth of the deployed model."""
 
     @abstractmethod
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Shared weights in the order of their first invocation."""
+        """Shared weights, ordered by first invocation."""
 
     @abstractmethod
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
@@ -274,22 +273,22 @@ class LoopedSystem(ABC):
         Parameters
         ----------
         batch : Batch
-            Prompts; their seeds fix the initial states.
+            Prompts. Their seeds fix the initial states.
         n_steps : int
             Depth.
 
         Returns
         -------
         Tensor, shape (n_prompts, n_tokens, vocabulary or width)
-            Logits, or hidden states where `output` says so.
+            Logits, or hidden states as given by `output`.
         """
 
     def prompt_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt with what the model needs after it before it answers."""
+        """Return the ids of a prompt with the marks that the model needs before it answers."""
         return list(ids)
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
-        """Go on with a rollout by the model's own cache of keys and values, one for each step of the loop.
+        """Continue a rollout with the model's key/value cache, one for each step of the loop.
 
         Parameters
         ----------
@@ -298,35 +297,35 @@ class LoopedSystem(ABC):
         n_steps : int
             Depth.
         n_seen : int
-            Tokens that the cache holds.
+            Number of tokens in the cache.
         cache : object or None
-            What the last call returned; None at first.
+            Second result of the last call. None at first.
 
         Returns
         -------
-        logits : Tensor, shape (n_prompts, n_tokens - n_seen, vocabulary)
-            Of the tokens that the cache does not hold.
+        logits : Tensor of shape (n_prompts, n_tokens - n_seen, vocabulary)
+            Logits of the tokens that are not in the cache.
         cache : object
-            That of all tokens. None instead of the pair: the model has no cache.
+            Cache of all tokens. The method returns None instead of the pair if the model has no cache.
         """
         return None
 
     @property
     def served_by_cache(self) -> bool:
-        """Whether engines give the logits of the model's cache even where a rollout without it has others."""
+        """Whether engines return the logits of the model's cache even if a rollout without it differs."""
         return False
 
     def program(self, n_steps: int) -> Program | None:
-        """Describe the model as a program of the core, which generates text on the processor; None where it is none."""
+        """Describe the model as a program for text generation on the processor. None if this is not possible."""
         return None
 
     def exit_rule(self) -> ExitRule | None:
-        """Return the model's own rule for leaving the loop early, new for each token; None where it has none."""
+        """Return the model's early-exit rule, new for each token. None if it has no rule."""
         return None
 
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[None]:
-        """Let rollouts keep what gradients need inside the block."""
+        """Keep the graph of rollouts for gradients inside the block."""
         before, self.keeps_graph = self.keeps_graph, True
         try:
             yield
@@ -336,31 +335,31 @@ class LoopedSystem(ABC):
     def left_out(self) -> dict[str, str]:
         """Parameters that the loop uses but `shared_parameters` does not list: name and reason.
 
-        Those are used without a call of their module, so that no hook sees their input, are no matrices, or
-        have no part in the output.
+        Some are used without a call of their module, so that no hook sees their input. Others are not matrices, or do
+        not affect the output.
         """
         return {}
 
     def missed(self) -> dict[str, str]:
-        """Those of `left_out` that a user may expect to be quantized: their input cannot be seen."""
+        """Entries of `left_out` that a user may expect to be quantized. Their input cannot be observed."""
         return {}
 
     def look(self, batch: Batch) -> None:  # noqa: B027  # Most adapters declare their loop.
-        """Take note of prompts that are to be run: an adapter that finds the loop by a run finds it by these."""
+        """Receive the prompts of a later run. Adapters that discover the loop by a run use them."""
 
     def describe_loop(self) -> tuple[str, ...]:
-        """Lines on the loop where a run found it; nothing where the adapter declares it."""
+        """Lines on the discovered loop. Empty where the adapter declares it."""
         return ()
 
     def n_updates(self, n_steps: int) -> int:
-        """Times `step` runs before `predict` in a rollout of depth `n_steps`.
+        """Number of `step` calls before `predict` in a rollout of depth `n_steps`.
 
-        It is `n_steps` except where reading out the state is itself the last pass through the loop's weights.
+        It is `n_steps`, unless the readout is itself the last pass through the loop's weights.
         """
         return n_steps
 
     def embed(self, batch: Batch) -> Any:
-        """What every step is given besides the state (the prelude's output), or None."""
+        """Second input of every step besides the state (the prelude's output), or None."""
         raise self._no_steps()
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
@@ -380,7 +379,7 @@ class LoopedSystem(ABC):
 
     @property
     def prompt_length(self) -> int | None:
-        """Number of tokens that every prompt must have, or None where any will do."""
+        """Required number of tokens of every prompt, or None for any number."""
         return None
 
     def check_depth(self, n_steps: int) -> int:
@@ -409,19 +408,19 @@ class LoopedSystem(ABC):
         return next(self.model.parameters()).device
 
     def to_device(self, tensor: Tensor, dtype: bool = False) -> Tensor:
-        """Move a tensor to the model's device and, if asked, to its floating type."""
+        """Move a tensor to the model's device and, if requested, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
 
 
 @contextlib.contextmanager
 def model_code(where: str | Callable[[], str], error: type[LoopqError] = CalibrationError) -> Iterator[None]:
-    """Run code of a model inside the block: what it raises becomes one line that says where it was.
+    """Run code of a model inside the block. Its errors become one line that names the place.
 
     Raises
     ------
     LoopqError
-        Of the class given: whatever the model's own code raised. Errors of loopq, and of memory, pass as they are.
+        Has the given class and wraps any error of the model's code. Errors of loopq and of memory pass unchanged.
     """
     try:
         yield
@@ -435,9 +434,9 @@ def model_code(where: str | Callable[[], str], error: type[LoopqError] = Calibra
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:
-    """Return what stands before the module name `marker` ("", "gpt.", ...), or None without such a module.
+    """Return the prefix of the module name `marker` ("", "gpt.", ...), or None without such a module.
 
-    Published classes often wrap the model of the paper once more, which puts a word before every name.
+    Published classes often wrap the paper's model again, which adds a prefix to every name.
     """
     for name, _ in model.named_modules(remove_duplicate=False):
         if name == marker or name.endswith("." + marker):
@@ -447,7 +446,7 @@ def find_prefix(model: nn.Module, marker: str) -> str | None:
 
 @contextlib.contextmanager
 def setting(target: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of an object other values inside the block and their own ones after it."""
+    """Set attributes of an object inside the block and restore them afterwards."""
     missing = object()
     before = {name: vars(target).get(name, missing) for name in values}
     for name, value in values.items():
@@ -463,12 +462,12 @@ def setting(target: Any, **values: Any) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Take the logits out of whatever a model's forward returns.
+    """Take the logits out of the output of a model's forward.
 
     Raises
     ------
     SystemContractError
-        The model kept a cache, so its next call would not be a rollout of its own, or gave no logits.
+        If the model kept a cache, so its next call would continue this rollout, or gave no logits.
     """
     if cache_of(output) is not None:
         raise SystemContractError(
@@ -478,24 +477,24 @@ def logits_of(output: Any) -> Tensor:
 
 
 def cache_of(output: Any) -> Any:
-    """Take the cache out of what a forward returns; None where it kept none."""
+    """Take the cache out of a forward's output. None if it kept none."""
     name = next((name for name in _CACHES if hasattr(output, name)), "")
     return getattr(output, name, None)
 
 
 def cache_name(forward: Callable[..., Any]) -> str | None:
-    """Name under which a forward takes its cache; None where it takes none."""
+    """Name of a forward's cache argument. None if it has none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHES if name in parameters), None)
 
 
 def cached(output: Any) -> tuple[Tensor, Any]:
-    """Take the logits and the cache out of what a forward with ``use_cache=True`` returns.
+    """Take the logits and the cache out of the output of a forward with ``use_cache=True``.
 
     Raises
     ------
     SystemContractError
-        The model kept no cache, or gave no logits.
+        If the model kept no cache, or gave no logits.
     """
     cache = cache_of(output)
     if cache is None:
@@ -504,7 +503,7 @@ def cached(output: Any) -> tuple[Tensor, Any]:
 
 
 def past(module: nn.Module, cache: Any) -> dict[str, Any]:
-    """Arguments of a forward that is to go on from a cache, or to begin one."""
+    """Arguments of a forward that starts or continues a cache."""
     return (
         {"use_cache": True} if cache is None else {"use_cache": True, str(cache_name(module.forward)): cache}
     )
@@ -523,7 +522,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def is_embedding(model: nn.Module, module_name: str) -> bool:
-    """Whether the weight of a module is also that of an embedding, so that rounding it rounds the inputs."""
+    """Whether a module shares its weight with an embedding, so that rounding it also rounds the inputs."""
     owners = owners_of_parameters(model)[id(model.get_submodule(module_name).weight)]
     return any("Embedding" in type(model.get_submodule(owner)).__name__ for owner in owners)
 
@@ -539,7 +538,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def routing_module(model: nn.Module, name: str, layer: str = "") -> str | None:
-    """Name of the module whose list of experts (`nn.ModuleList`) a module stands in; None where it stands in none.
+    """Name of the module that holds this module in a list of experts (`nn.ModuleList`). None without such a list.
 
     Parameters
     ----------
@@ -548,7 +547,7 @@ def routing_module(model: nn.Module, name: str, layer: str = "") -> str | None:
     name : str
         Name of the module.
     layer : str
-        Module around it: lists that hold this one too are none of experts.
+        Module around it. Lists that also hold this one are not lists of experts.
     """
     from torch import nn  # lazy: loopq imports without torch
 
@@ -565,15 +564,14 @@ def routing_module(model: nn.Module, name: str, layer: str = "") -> str | None:
 
 
 def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
-    """Weights by which modules choose experts or weigh them, and why they stay as they are.
+    """Weights that choose or weigh experts, with the reason why they stay unchanged.
 
     Parameters
     ----------
     model : nn.Module
         The whole model.
     routing : iterable of str
-        Modules that choose experts. What stands in them beside the experts and has an output for each, or one alone, is
-        a gate.
+        Modules that choose experts. A child besides the experts is a gate if it has one output, or one per expert.
     """
     from torch import nn  # lazy: loopq imports without torch
 
@@ -589,7 +587,7 @@ def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
 
 
 def stacked_experts(model: nn.Module) -> dict[str, str]:
-    """Experts that a model keeps in tensors of three dimensions, which no module is called with, and what to do."""
+    """Experts stored in three-dimensional tensors that no module is called with, with advice."""
     return {
         name: "experts in one tensor of three dimensions: `loopq.systems.experts.unfuse(model)` takes apart those of "
         "classes of transformers 5 that use its interface of experts; no other layout can be quantized"
@@ -603,7 +601,7 @@ def declare(
     modules: Iterable[tuple[str, dict[str, Any]]],
     invocations: int,
 ) -> tuple[SharedParameter, ...]:
-    """Declare the weights of the modules named, each parameter once.
+    """Declare the weights of the named modules, each parameter once.
 
     Parameters
     ----------
@@ -612,12 +610,12 @@ def declare(
     modules : iterable of (str, dict)
         Module name and the fields of `SharedParameter` that differ from the defaults; "role" is required.
     invocations : int
-        Calls in one rollout, unless a module's fields say otherwise.
+        Calls in one rollout, unless a module's fields give another number.
 
     Raises
     ------
     SystemContractError
-        A module that is missing, or whose weight is not a matrix.
+        If a module is missing, or its weight is not a matrix.
     """
     from torch import nn  # lazy: loopq imports without torch
 

@@ -1,7 +1,7 @@
-"""Transformer blocks read out of modules, for `loopq.inference.runner`: by the names that published classes give them.
+"""Read transformer blocks from modules for `loopq.inference.runner`, by the names in published classes.
 
-A block with another module in it than is known here is not described: None. What no name shows, the first run of a
-text finds, which compares the logits with a rollout's (`loopq.inference.generate`).
+A block with an unknown module gives None. Differences that no name shows appear at the first run of a text, which
+compares the logits with a rollout's (`loopq.inference.generate`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROPES = (None, "default", "linear", "llama3")
 
 
 def _holds(module: nn.Module, needed: str, optional: str = "") -> bool:
-    """Whether a module has exactly the children named, and perhaps the optional ones."""
+    """Whether a module has exactly the named children, and possibly the optional ones."""
     found = {name for name, _ in module.named_children()}
     return set(needed.split()) <= found <= {*needed.split(), *optional.split()}
 
@@ -32,7 +32,7 @@ def _is_silu(act: Any) -> bool:
 
 
 def _plain(config: Any) -> bool:
-    """Whether every token attends to all before it, and positions do not depend on the length of the text."""
+    """Whether every token attends to all earlier ones, and positions do not depend on the text's length."""
     windows = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -41,20 +41,20 @@ def _plain(config: Any) -> bool:
 
 
 def llama_block(layer: nn.Module, config: Any) -> Block | None:
-    """Describe a layer of Llama, Mistral, Qwen2, Qwen3, Ouro, Nanbeige or HRM-Text.
+    """Describe a decoder layer, such as one of Llama, Mistral, Qwen, Ouro, Nanbeige or HRM-Text.
 
     Parameters
     ----------
     layer : nn.Module
-        ``x += attn(norm(x)); x += mlp(norm(x))``, with a second norm on each branch in Ouro and gates of the values
-        attended to in HRM-Text.
+        ``x += attn(norm(x))``, then ``x += mlp(norm(x))``. Ouro has a second norm on each branch. HRM-Text gates the
+        attended values. Qwen2 and Qwen3 are supported.
     config : object
         The model's configuration.
 
     Returns
     -------
     Block or None
-        None: it has other modules than these.
+        None if the layer has other modules.
     """
 
     after = ("input_layernorm_2", "post_attention_layernorm_2")
@@ -90,7 +90,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
 
 
 def raven_block(block: nn.Module, config: Any) -> Block | None:
-    """Describe a block of Huginn (norms on the stream) or R-Llama (norms before the branches); None for another."""
+    """Describe a block of Huginn (norms on the stream) or R-Llama (norms before the branches). None for others."""
 
     if not _holds(block, "attn mlp norm_1 norm_2", "norm_3 norm_4"):
         return None
@@ -125,12 +125,12 @@ def raven_block(block: nn.Module, config: Any) -> Block | None:
 
 
 def angles_of(rotary: nn.Module, n_positions: int) -> Tensor:
-    """Cosines and sines of positions, float32 (n, head / 2, 2), by a model's rotary embedding.
+    """Cosines and sines of positions from a model's rotary embedding, as float32 (n, head / 2, 2).
 
     Parameters
     ----------
     rotary : nn.Module
-        ``rotary(x, position_ids)`` gives cosines and sines, (1, n, head) with both halves alike or (n, head / 2).
+        ``rotary(x, position_ids)`` returns cosines and sines as (1, n, head) with equal halves, or as (n, head / 2).
     n_positions : int
         How many.
     """

@@ -1,4 +1,4 @@
-"""Model classes that transformers does not know: which `model_type` of a ``config.json`` builds what."""
+"""Model classes that transformers does not know, registered by the `model_type` of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def register_model(
     encode: Encode | None = None,
     rename: Callable[[Tensors], Tensors] | None = None,
 ) -> None:
-    """Let `load_model` open folders whose ``config.json`` has this `model_type`.
+    """Let `load_model` open folders by this `model_type` in ``config.json``.
 
     Parameters
     ----------
     model_type : str
         A name that no other class has.
     build : callable
-        Takes the contents of ``config.json``, gives the model with any weights; they are filled from
-        ``*.safetensors`` and keep the floating type that they were built with.
+        Takes the contents of ``config.json`` and returns the model with arbitrary weights. They are then filled from
+        ``*.safetensors`` and keep the floating type they were built with.
     encode : callable, optional
-        Text to token ids where no tokenizer lies beside the model: `loopq.models.load.encode_bytes` for one that reads
-        bytes. A tokenizer beside the model is always the one that is used.
+        Text to token ids for models without a tokenizer file. Use `loopq.models.load.encode_bytes` for a model of
+        bytes. A tokenizer beside the model takes precedence.
     rename : callable, optional
-        Takes the stored tensors by name, gives them under the model's own names.
+        Takes the stored tensors by name and returns them under the model's names.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def register_model(
 def find_class(config: Mapping[str, Any], system: str | None) -> ModelClass | None:
     """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
 
-    An adapter has one for its `model_types`, and for any folder that it is named for.
+    An adapter provides one for its `model_types`, and for any folder if the caller names the adapter.
     """
     kind = str(config.get("model_type", ""))
     if kind in _CLASSES:
@@ -88,7 +88,7 @@ def load_registered(
     Raises
     ------
     CheckpointError
-        There are no weights, they cannot be read, they are pickles that are not allowed, or a shape does not fit.
+        If weights are missing, unreadable, pickled without permission, or of a wrong shape.
     """
     tensors = _read_tensors(folder, allow_pickle)
     if found.rename is not None:
@@ -99,18 +99,18 @@ def load_registered(
     own = model.state_dict(keep_vars=True)
     _check_shapes(folder, own, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    # A tied parameter is stored under one of its names.
+    # The file stores a tied parameter under one of its names.
     filled = {id(own[name]) for name in tensors if name in own}
     missing = [name for name in missing if id(own[name]) not in filled]
     return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
 
 
 def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tensors: Tensors) -> None:
-    """Refuse a ``config.json`` of another size than the weights, or than memory, before anything is made."""
+    """Reject a ``config.json`` that exceeds the weights or memory in size, before building anything."""
     import torch  # lazy: loopq imports without torch
 
     skeleton = None
-    # A constructor that computes with what it makes cannot be tried without memory.
+    # A constructor that computes with its tensors cannot be tried without memory.
     with contextlib.suppress(Exception), torch.device("meta"):
         skeleton = found.build(dict(config))
     if skeleton is None:

@@ -36,12 +36,12 @@ _DEFAULT_LATENTS = 4
 class Coconut(LoopedSystem):
     """COCONUT around a GPT-2.
 
-    A rollout of depth N has N-1 latent thoughts: `question <start> latent * (N-1) <end> answer`. Pass 0
-    runs question and start token, each further pass the next latent alone, the last one also end token and
-    answer: passes differ in rows. The logits come back aligned with the ids given; at the question's last
-    position they are those of the end token, which predict the answer.
+    A rollout of depth N has N-1 latent thoughts: `question <start> latent * (N-1) <end> answer`. Pass 0 runs question
+    and start token. Each further pass runs the next latent. The last pass also runs end token and answer, so passes
+    differ in rows. The logits are aligned with the given ids. At the question's last position they come from the end
+    token and predict the answer.
 
-    Ids that hold the start and end token themselves are cut there; else `question_length` tokens are the
+    Ids that contain the start and end tokens are cut there. Otherwise the first `question_length` tokens are the
     question, by default half of them.
     """
 
@@ -61,17 +61,17 @@ class Coconut(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `base_causallm`, a GPT-2."""
+        """Recognised by `base_causallm`, a GPT-2."""
         return _MARKER in dict(model.named_modules())
 
     @property
     def n_steps(self) -> int:
-        """5: the paper's four latents and the last pass."""
+        """5 passes: the paper's four latents and the last pass."""
         return _DEFAULT_LATENTS + 1
 
     @classmethod
     def model_class(cls) -> ModelClass:
-        """The published checkpoint is a state dict of the wrapper; its ``config.json``, put beside it, is GPT-2's."""
+        """The published checkpoint is a state dict of the wrapper. Its ``config.json``, added by hand, is GPT-2's."""
         return ModelClass(build_coconut, rename=_published_names)
 
     def describe_loop(self) -> tuple[str, ...]:
@@ -92,23 +92,23 @@ class Coconut(LoopedSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """The head, where it is the embedding."""
+        """The head, if it is the embedding."""
         if is_embedding(self.model, "base_causallm.lm_head"):
             return {"base_causallm.lm_head.weight": "is the input embedding, which stays as it is"}
         return {}
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Run question, latents and answer in `n_steps` passes that keep each other's keys and values."""
+        """Run question, latents and answer in `n_steps` passes that share keys and values."""
         with torch.set_grad_enabled(self.keeps_graph):
             return self._whole(self.to_device(batch.input_ids), self.check_depth(n_steps))[0]
 
     def prompt_ids(self, ids: Sequence[int]) -> list[int]:
-        """Put the marks after a question that has none."""
+        """Add the marks after a question without them."""
         marks = [] if self.start_id in ids else [self.start_id, self.end_id]
         return [*ids, *marks]
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on with the answer by GPT-2's cache of question, latents and what there is of the answer."""
+        """Continue the answer with GPT-2's cache of question, latents and the answer so far."""
         ids = self.to_device(batch.input_ids)
         if cache is None:
             return self._whole(ids, n_steps)
@@ -119,7 +119,7 @@ class Coconut(LoopedSystem):
         question, answer, marked = self._split(ids)
         passes, cache = self._passes(question, answer, depth)
         logits = torch.cat([out for _, out in passes], 1)
-        # Positions of the whole: question, start, latents, end, answer.
+        # Positions of the whole sequence: question, start, latents, end and answer.
         end = question.shape[1] + depth
         parts = [logits[:, : question.shape[1]], logits[:, question.shape[1] : end], logits[:, end:]]
         if marked:
@@ -127,7 +127,7 @@ class Coconut(LoopedSystem):
         return torch.cat((parts[0][:, :-1], parts[2]), 1), cache
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Return question, answer, and whether the ids held the marks between them."""
+        """Return question, answer, and whether the ids contained the marks between them."""
         starts, ends = (ids == self.start_id), (ids == self.end_id)
         if not bool(starts.any()) and not bool(ends.any()):
             cut = max(1, ids.shape[1] // 2) if self.question_length is None else self.question_length
@@ -174,20 +174,20 @@ class Coconut(LoopedSystem):
 
 
 def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn.Module:
-    """Put a GPT-2 causal model in the shape of the published COCONUT wrapper.
+    """Wrap a GPT-2 causal model in the form of the published COCONUT wrapper.
 
     Parameters
     ----------
     base : GPT2LMHeadModel
-        With the three tokens in its vocabulary.
+        A model with the three tokens in its vocabulary.
     start_id, latent_id, end_id : int
         Ids of the start, latent and end tokens.
 
     Returns
     -------
     nn.Module
-        With `base_causallm`, `embedding` and the three ids; parameter names are those of the published
-        checkpoint. It has no forward of its own: `Coconut.rollout` is the rollout.
+        A module with `base_causallm`, `embedding` and the three ids. Parameters have the names of the published
+        checkpoint. It has no forward. `Coconut.rollout` is the rollout.
     """
     if _MARKER.removeprefix("base_causallm.") not in dict(base.named_modules()):
         raise SystemContractError(f"coconut: {type(base).__name__} is no GPT-2 with a language-model head")
@@ -204,8 +204,8 @@ def build_coconut(config: dict[str, Any]) -> nn.Module:
     Parameters
     ----------
     config : dict
-        GPT-2's ``config.json``. `start_latent_id`, `end_latent_id` and `latent_token_id` may be named in it;
-        by default they are the last three ids of the vocabulary in this order, as the training code adds them.
+        GPT-2's ``config.json``. It may name `start_latent_id`, `end_latent_id` and `latent_token_id`. The default is
+        the last three ids of the vocabulary in this order, as the training code adds them.
     """
     transformers = require("transformers")
     settings = transformers.GPT2Config.from_dict(config)
@@ -221,7 +221,7 @@ def build_coconut(config: dict[str, Any]) -> nn.Module:
 
 
 def _published_names(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Bare GPT-2 files have no prefix, and older ones hold masks that are no weights."""
+    """Bare GPT-2 files have no prefix, and older ones contain masks that are not weights."""
     kept = {k: v for k, v in tensors.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
     prefixes = ("base_causallm.", "embedding.")
     return {k if k.startswith(prefixes) else f"base_causallm.{k}": v for k, v in kept.items()}

@@ -1,4 +1,4 @@
-"""A model at several depths at once: one rollout is one of each depth, on the same prompts and initial states."""
+"""A model at several depths: one rollout covers each depth, on the same prompts and initial states."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Depths(LoopedSystem):
-    """Adapter around another one whose rollout runs several depths, one after another.
+    """Adapter that wraps another one and runs several depths in one rollout.
 
-    The steps of a weight are its calls at the first depth, then those at the second, and so on. So sums over all steps
-    are sums over all depths, and gradients are those of the outputs of all of them.
+    The steps of a weight are its calls at the first depth, then those at the second, and so on. Sums over all steps
+    are therefore sums over all depths. Gradients come from the outputs of all depths.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Depths(LoopedSystem):
         return max(self.depths)
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse every depth but the largest, which stands for all."""
+        """Reject every depth but the largest, which represents all."""
         if n_steps != self.n_steps:
             raise ConfigError(
                 f"several depths run at once: {', '.join(map(str, self.depths))}; got {n_steps}"
@@ -64,7 +64,7 @@ class Depths(LoopedSystem):
         return tuple(found.values())
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Run all depths; their outputs stand one after another, as if they were one of more tokens."""
+        """Run all depths and concatenate their outputs along the tokens."""
         import torch  # lazy: loopq imports without torch
 
         self.check_depth(n_steps)
@@ -72,7 +72,7 @@ class Depths(LoopedSystem):
 
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[None]:
-        """As of the other adapter, like all that follows."""
+        """Delegates to the other adapter, like all that follows."""
         with self.system.differentiable():
             yield
 

@@ -1,4 +1,4 @@
-"""Dory: a loop over middle layers, on unit spheres; how often it runs is chosen at loading."""
+"""Dory: a loop over middle layers on unit spheres. The number of loops is chosen at loading."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Dory(StepwiseSystem):
     """NVIDIA's Dory, a class of transformers from 5.24 on.
 
     The weights of the layers before and after the loop are called once in a rollout. With the cache "last_loop" the
-    model is served by other keys and values than a rollout without cache has: earlier loops read what the last loop
-    kept of the tokens before.
+    served keys and values differ from those of a rollout without cache: earlier loops read the last loop's entries of
+    earlier tokens.
     """
 
     name = "dory"
@@ -32,7 +32,7 @@ class Dory(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by the loop count in the configuration."""
+        """Recognised by the loop count in the configuration."""
         return hasattr(getattr(model, "config", None), "n_recurrent_loops") and hasattr(model, "lm_head")
 
     @property
@@ -42,17 +42,17 @@ class Dory(StepwiseSystem):
 
     @property
     def served_by_cache(self) -> bool:
-        """Whether the cache is the one that the last loop alone writes."""
+        """Whether only the last loop writes the cache."""
         return bool(self.model.config.recurrent_kv_cache_mode == "last_loop")
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """First layer of the loop, and the one after its last."""
+        """First layer of the loop, and the first layer after it."""
         config = self.model.config
         return config.n_input_layers, config.n_input_layers + config.n_recurrent_layers
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Eight linears of every layer; those outside the loop are called once."""
+        """Eight linears of every layer. Those outside the loop are called once."""
         first, end = self._ends
         modules: list[tuple[str, dict[str, Any]]] = []
         for i in range(len(self.model.model.layers)):
@@ -67,13 +67,13 @@ class Dory(StepwiseSystem):
             return logits_of(self.model(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache, in the mode that its configuration names."""
+        """Continue with the model's cache in the mode of its configuration."""
         with setting(self.model.config, n_recurrent_loops=n_steps):
             return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
 
     @contextlib.contextmanager
     def _only(self, first: int, end: int | None, *, norm: bool = False) -> Iterator[Any]:
-        """The inner model with these layers alone, run once, without a loop."""
+        """The inner model with only these layers, run once without a loop."""
         from torch import nn  # lazy: loopq imports without torch
 
         inner = self.model.model
@@ -95,7 +95,7 @@ class Dory(StepwiseSystem):
         return self.model.model.norm(before)
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        """The loop's layers on what was normed and added."""
+        """The loop's layers on the normed and added input."""
         given = self.model.model.norm(state) + embedding
         with self._only(*self._ends) as inner:
             after: Tensor = inner(inputs_embeds=given, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""Experts that a class of transformers 5 keeps in stacks of matrices: each a module of its own."""
+"""Turn the stacked experts of a transformers 5 class into separate modules."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NAMES, _SPARSE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"
 
 
 class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
-    """Experts of one block, each with its linear layers, in the place of a module that keeps them in stacks.
+    """Experts of one block with separate linear layers. Replaces a module with stacked matrices.
 
-    Their weights are views of the stacks where these have the rows of a linear layer one after another.
+    Their weights are views of the stacks if these store the rows of a linear layer contiguously.
 
     Parameters
     ----------
     stacks : nn.Module
-        Module with ``gate_up_proj`` (n_experts, 2 * inner, width), or ``up_proj`` of experts without a gate, and
-        ``down_proj`` (n_experts, width, inner); the matrices may be transposed, have biases, or alternate the rows of
-        gate and up.
+        Module with ``gate_up_proj`` (n_experts, 2 * inner, width) and ``down_proj`` (n_experts, width, inner). Experts
+        without a gate have ``up_proj`` instead of the first. The matrices may be transposed, have biases, or alternate
+        the rows of gate and up.
     names : tuple of str
         Names of the layers for gate, up and down.
     """
@@ -46,18 +46,18 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         super().__init__(made)
         self.names = names[-len(made[0]) :]
         stacks._parameters.clear()
-        # What is left has no parameters and computes; registered, it would be one of the experts.
+        # The remaining module computes without parameters. If registered, it would count as an expert.
         self.__dict__["act"] = stacks._apply_gate if self.gated else stacks.act_fn
 
     def _matrices(self, stacks: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight, outputs first, and bias of each expert."""
+        """Weight (outputs first) and bias of each expert."""
         weights = getattr(stacks, name).detach()
         weights = weights.transpose(1, 2).contiguous() if self.transposed else weights
         biases = getattr(stacks, f"{name}_bias").detach() if stacks.has_bias else [None] * len(weights)
         return list(zip(weights, biases, strict=True))
 
     def fill(self, name: str, stack: Tensor) -> None:
-        """Give the layers the values of a stack, which the module of transformers has under this name."""
+        """Fill the layers from a stack, given its name in the module of transformers."""
         stem = name.removesuffix("_bias")
         layers = self.names[-1:] if stem == "down_proj" else self.names[:-1]
         if stem == name and self.transposed:
@@ -75,7 +75,7 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         return list(both.chunk(2))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Add what the experts give of the rows that are sent to them, in float32.
+        """Add the experts' outputs for the rows routed to them, in float32.
 
         Parameters
         ----------
@@ -109,18 +109,18 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Make each expert of a model of transformers 5 a module of its own.
+    """Turn each stacked expert of a transformers 5 model into a module.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place. Experts that are modules already stay as they are, and so do those in a layout that is not
-        known (`loopq.systems.base.stacked_experts` lists them).
+        Changed in place. Experts that are modules already stay unchanged. So do experts in an unknown layout
+        (`loopq.systems.base.stacked_experts` lists them).
 
     Returns
     -------
     list of str
-        What was done, in words.
+        Performed changes, in words.
     """
     found = [name for name, module in model.named_modules() if _is_known(name, module)]
     names = _names(model) if found else _NAMES
@@ -142,7 +142,7 @@ def _is_known(name: str, module: nn.Module) -> bool:
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:
-    """Names of an expert's layers in the files of a class that stacks them at loading, else the usual ones."""
+    """An expert's layer names in the files if loading stacks them, else the usual names."""
     names: dict[str, list[str]] = {}
     for rule in conversions(model):
         steps = [type(step).__name__ for step in getattr(rule, "operations", None) or ()]

@@ -1,4 +1,4 @@
-"""Names and layouts of the files of a class of transformers, by the rules that it loads and saves them with."""
+"""Names and layouts of the files of a transformers class, by its own loading and saving rules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FileNames(Names):
     Parameters
     ----------
     model : nn.Module
-        The model, its experts as loopq runs them.
+        The model, with experts in loopq's form.
     rules : sequence
         Renamings and conversions of transformers, in their order.
     keys : iterable of str
-        Names in the files. What is in none of them is named as transformers would save it.
+        Names in the files. Tensors without one get the name that transformers would save.
     """
 
     def __init__(self, model: Any, rules: list[Any], keys: Iterable[str]) -> None:
@@ -60,7 +60,7 @@ class FileNames(Names):
         return self._files.get(name, name)
 
     def of_layer(self, name: str) -> str:
-        """As of `Names`; those that the files keep together with it have the model's names from then on, too."""
+        """As in `Names`. Tensors stored together with it also keep the model's names from then on."""
         if name in self._files:
             return self._files[name]
         mates = {name}
@@ -76,7 +76,7 @@ class FileNames(Names):
         """As of `Names`."""
         import torch  # lazy: loopq imports without torch
 
-        # A name that no rule for weights knows: the rules for modules alone apply.
+        # No weight rule matches this name, so only the rules for modules apply.
         saved = self._saved(model, {f"{name}.weight_packed": torch.empty(0)})
         return next(iter(saved)).removesuffix(".weight_packed")
 
@@ -89,7 +89,7 @@ class FileNames(Names):
         return next((own for own, keys in self._made.items() if name in keys), self.in_model(name))
 
     def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """As of `Names`: what transformers converts at loading it converts back."""
+        """As in `Names`. It reverts the conversions of transformers at loading."""
         found = {self._files[name]: tensor for name, tensor in state.items() if name in self._files}
         rest = {name: tensor.detach() for name, tensor in state.items() if name not in self._files}
         return found | self._saved(model, rest)
@@ -125,12 +125,12 @@ class FileNames(Names):
 
 
 def find_names(model: Any, keys: Iterable[str]) -> None:
-    """Find what the files of a model call its tensors, where transformers renames or converts any of them.
+    """Find the files' names of a model's tensors where transformers renames or converts them.
 
     Parameters
     ----------
     model : nn.Module
-        Of any class; afterwards `loopq.storage.names.names_of` tells.
+        A model of any class. Afterwards `loopq.storage.names.names_of` returns the names.
     keys : iterable of str
         Names of the tensors in its files.
     """
@@ -140,7 +140,7 @@ def find_names(model: Any, keys: Iterable[str]) -> None:
 
 
 def conversions(model: Any) -> list[Any]:
-    """Rules by which transformers 5 loads the files of a model's class; none of other classes and before."""
+    """Rules of transformers 5 for loading the files of a model's class. Empty for other classes and versions."""
     try:
         mapping = require("transformers.conversion_mapping").get_model_conversion_mapping
         known = isinstance(model, require("transformers").PreTrainedModel)

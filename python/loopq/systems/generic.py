@@ -1,4 +1,4 @@
-"""Discovery: the loop of any torch model, found by running it once."""
+"""Discover the loop of any torch model by running it once."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ _UNCLEAR = (
 
 @dataclass(frozen=True)
 class Discovery:
-    """The loop that one run showed.
+    """The loop found by one run.
 
     Parameters
     ----------
     order : tuple of str
-        Looped parameters in the order of their first calls.
+        Looped parameters, ordered by first call.
     rows : dict of str to list of int
         Input rows of each parameter at each step.
     n_prompts, n_tokens : int
-        Shape of the prompts that were run.
+        Shape of the prompts of the run.
     others : dict of str to str
-        All other weights: how often each was called, and why it is not taken.
+        All other weights, with the number of calls and the reason why they are not taken.
     left_out : dict of str to str
-        Those of `others` that the loop may use all the same: without a call of their module, gates of experts, and
-        experts that one call of their module calls several times.
+        Entries of `others` that the loop may still use. They are weights used without a call of their module, gates of
+        experts, and experts that one call of their module calls several times.
     watched : dict of str to str
-        How the looped parameters are stored that no module is called with, so that their products are watched.
+        Storage of looped parameters that no module is called with. Their products are watched.
     routed_in : dict of str to str
-        Weights of experts, and the module that sends rows to them, whose calls are their steps.
+        Maps expert weights to the module that routes rows to them. Its calls are their steps.
     output : {"logits", "hidden"}
         What the model gives.
     """
@@ -98,7 +98,7 @@ class Discovery:
 
 
 def _alike(reasons: dict[str, str]) -> list[str]:
-    """A line for each weight and its reason; one for those whose names differ in numbers alone."""
+    """A line for each weight and its reason. Names that differ only in numbers share a line."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         kinds.setdefault((re.sub(r"\b\d+\b", "*", name), reason), []).append(name)
@@ -118,7 +118,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     batch : Batch
         Prompts to run.
     run : callable, optional
-        Takes the batch, runs one rollout and returns its output; by default the model is called with the ids, without
+        Takes the batch, runs one rollout and returns its output. By default the model is called with the ids, without
         cache.
 
     Returns
@@ -152,7 +152,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
     others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate
     hidden = set(found.uncalled) - found.once
-    # Rows that fill up a head may make it larger than the table.
+    # Padding rows may make a head larger than the table.
     is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
     return Discovery(
         tuple(loop),
@@ -169,7 +169,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
 
 
 def _not_taken(model: nn.Module, found: Trace) -> dict[str, str]:
-    """Why each weight is not taken, unless it is called more than once."""
+    """Reasons why weights are not taken, for all that are not called more than once."""
     rows, idle = found.rows, set(found.idle)
     reasons = {}
     for name, parameter in model.named_parameters():
@@ -186,12 +186,12 @@ def _not_taken(model: nn.Module, found: Trace) -> dict[str, str]:
 
 
 def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
-    """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives.
+    """Call a model with token ids, without cache if it has one, and return the tensor in its output.
 
     Returns
     -------
     Tensor, shape (n_prompts, n_tokens, ...)
-        Or (n_prompts, 1, ...) where it gives one row for each prompt.
+        Shape (n_prompts, 1, ...) if the model returns one row per prompt.
     """
     import torch  # lazy: loopq imports without torch
 
@@ -211,7 +211,7 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
 
 
 def _outputs(out: Any) -> Iterator[Tensor]:
-    """Floating-point tensors in what a forward gives, the most likely output first."""
+    """Floating-point tensors in a forward's output, the most likely output first."""
     import torch  # lazy: loopq imports without torch
 
     if isinstance(out, torch.Tensor):
@@ -227,20 +227,20 @@ def _outputs(out: Any) -> Iterator[Tensor]:
 
 @SYSTEMS.register("generic")
 class Generic(LoopedSystem):
-    """Whatever one plain run of the model shows: every matrix that is called more than once.
+    """The loop shown by one plain run of the model: every matrix that is called more than once.
 
-    It is taken only when it is named, since a run alone cannot tell which layers feed the loop back, or whether the
-    model draws its own noise.
+    loopq uses it only when named. A run alone cannot tell which layers feed the loop back, or whether the model draws
+    its own noise.
 
     Parameters
     ----------
     model : nn.Module
-        Any torch model that is called with token ids.
+        Any torch model that takes token ids.
     select : sequence of str
-        Shell patterns of parameter names to take; all looped ones by default.
+        Shell patterns of parameter names to take. By default all looped ones.
     depth : str, optional
-        Argument of the model's forward that sets the number of steps; without one the depth is what the model runs by
-        itself, and no other can be had.
+        Argument of the model's forward that sets the number of steps. Without it, only the model's default depth is
+        available.
     """
 
     name = "generic"
@@ -264,13 +264,13 @@ class Generic(LoopedSystem):
         return False
 
     def look(self, batch: Batch) -> None:
-        """Find the loop by prompts of this length: a loop over blocks of tokens is as long as they are."""
+        """Find the loop with prompts of this length, because a loop over blocks of tokens grows with them."""
         if self._like is None or self._like.shape != batch.input_ids.shape:
             self._found.clear()
         self._like = batch.input_ids
 
     def discovery(self, n_steps: int | None = None) -> Discovery:
-        """The loop at a depth, found by one short run when it is first asked for."""
+        """The loop at a depth, found by one short run at the first request."""
         if n_steps not in self._found:
             found = self._discovered(n_steps)
             if not found.order:
@@ -280,7 +280,7 @@ class Generic(LoopedSystem):
 
     def _discovered(self, n_steps: int | None) -> Discovery:
         failed: list[LoopqError] = []
-        # A model may take prompts of one length alone.
+        # Some models accept prompts of one length only.
         for n_tokens in _PROBE_TOKENS if self._like is None else (self._like.shape[1],):
             try:
                 return discover(self.model, self._probe(n_tokens), lambda b: self._call(b, n_steps))
@@ -289,7 +289,7 @@ class Generic(LoopedSystem):
         raise failed[0]
 
     def _probe(self, n_tokens: int) -> Batch:
-        """The prompts given and others, as many and as unlike as a router needs to show its experts."""
+        """The given prompts and others, enough different ones for a router to show its experts."""
         import torch  # lazy: loopq imports without torch
 
         n_prompts = max(2, _PROBE_ROWS // n_tokens)
@@ -302,7 +302,7 @@ class Generic(LoopedSystem):
 
     @property
     def output(self) -> Output:  # type: ignore[override]
-        """Hidden states where it is narrower than the table of the tokens, else logits."""
+        """Hidden states if the output is narrower than the token table, else logits."""
         return self.discovery().output
 
     def _call(self, batch: Batch, n_steps: int | None) -> Tensor:
@@ -315,7 +315,7 @@ class Generic(LoopedSystem):
         return self.discovery().depth
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse every depth but the one the model runs by itself, unless an argument of its sets the depth."""
+        """Reject every depth but the model's default, unless an argument of its forward sets the depth."""
         if self._depth is not None:
             return super().check_depth(n_steps)
         if n_steps != self.n_steps and not self._grows:
@@ -327,7 +327,7 @@ class Generic(LoopedSystem):
 
     @functools.cached_property
     def _grows(self) -> bool:
-        """Whether a longer prompt has more steps: then each has as many as it has."""
+        """Whether a longer prompt has more steps. Each length then has its own number."""
         try:
             longer = discover(
                 self.model, self._probe(2 * self.discovery().n_tokens), lambda b: self._call(b, None)
@@ -342,7 +342,7 @@ class Generic(LoopedSystem):
         Raises
         ------
         SystemContractError
-            A pattern selects a matrix that the run never called, or none at all.
+            If a pattern selects no matrix, or one that the run never called.
         """
         found = self.discovery(n_steps if self._depth is not None else None)
         owners = owners_of_parameters(self.model)
@@ -371,16 +371,16 @@ class Generic(LoopedSystem):
         return SharedParameter(name, (), inputs, outputs, stored, **fields)  # type: ignore[arg-type]
 
     def left_out(self) -> dict[str, str]:
-        """Matrices used without a call, gates of experts, and experts whose inputs cannot be had."""
+        """Matrices used without a call, gates of experts, and experts with unobservable inputs."""
         return self.discovery().left_out
 
     def missed(self) -> dict[str, str]:
-        """What the run used in a way that shows no input."""
+        """Weights that the run used without showing their input."""
         gates = {n for n, why in self.left_out().items() if why.startswith("a gate")}
         return {n: why for n, why in self.left_out().items() if n not in gates}
 
     def describe_loop(self) -> tuple[str, ...]:
-        """Order, depth and row counts, as the run showed them."""
+        """Order, depth and row counts as shown by the run."""
         return tuple(self.discovery().lines())
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
@@ -389,7 +389,7 @@ class Generic(LoopedSystem):
         return self._call(batch, n_steps)
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
-        """Go on by the cache of a model that is called as those of transformers are."""
+        """Continue with the cache of a model that has the call interface of transformers."""
         takes = inspect.signature(self.model.forward).parameters
         if "use_cache" not in takes or cache_name(self.model.forward) is None:
             return None

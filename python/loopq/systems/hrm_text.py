@@ -38,9 +38,9 @@ _LINEARS = (
 class HrmText(LoopedSystem):
     """transformers' HRM-Text.
 
-    A step is one high cycle: `L_cycles` runs of the low stack on z_L + z_H, then one of the high stack. The
-    low stack's weights are therefore called `L_cycles` times as often as the high stack's. The state is
-    cat(z_H, z_L) along the width.
+    A step is one high cycle: `L_cycles` runs of the low stack on z_L + z_H, then one of the high stack. The low
+    stack's weights are therefore called `L_cycles` times as often as the high stack's. The state is cat(z_H, z_L)
+    along the width.
     """
 
     name = "hrm_text"
@@ -51,7 +51,7 @@ class HrmText(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `model.L_module` and `model.H_module`."""
+        """Recognised by `model.L_module` and `model.H_module`."""
         names = dict(model.named_modules())
         return "model.L_module.layers.0" in names and "model.H_module.layers.0" in names
 
@@ -85,7 +85,7 @@ class HrmText(LoopedSystem):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each layer of each run of a stack."""
+        """Continue with the model's cache: a slot for each layer of each run of a stack."""
         config = self.model.config
         slots = config.num_layers_per_stack * n_steps * (self._low_cycles + 1)
         ids = self.to_device(batch.input_ids[:, n_seen:])
@@ -93,7 +93,7 @@ class HrmText(LoopedSystem):
             return cached(self.model(input_ids=ids, **past(self.model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
-        """Both stacks in their order, each with its norm; z_H is kept under 0, z_L under 1."""
+        """Both stacks in order, each with its norm. z_H is kept under 0, z_L under 1."""
         inner, config = self.model.model, self.model.config
         stacks = []
         for stack in (inner.L_module, inner.H_module):
@@ -122,20 +122,20 @@ class HrmText(LoopedSystem):
         )  # fmt: skip
 
     def embed(self, batch: Batch) -> Tensor:
-        """Scaled token embeddings; they start z_H and are not injected again."""
+        """Scaled token embeddings. They start z_H and are not injected again."""
         inner = self.model.model
         embedding: Tensor = inner.embed_tokens(self.to_device(batch.input_ids)) * inner.embedding_scale
         return embedding
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
-        """Return cat(embeddings, z_L_init), Tensor (n_prompts, n_tokens, 2 * width)."""
+        """Return cat(embeddings, z_L_init) of shape (n_prompts, n_tokens, 2 * width)."""
         low = self.model.model.z_L_init.to(embedding.dtype).expand_as(embedding)
         return torch.cat((embedding, low), -1)
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One high cycle."""
         from transformers.masking_utils import (
-            create_causal_mask,  # lazy: only its own models need transformers
+            create_causal_mask,  # lazy: only its models need transformers
         )
 
         inner = self.model.model

@@ -1,4 +1,4 @@
-"""Huginn: prelude, noise-initialised state, adapter on cat(state, embedding), core blocks, coda."""
+"""Huginn: prelude, noise as initial state, looped adapter and core blocks, coda."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("huginn")
 class Huginn(Raven):
-    """Huginn-3.5B (`raven` remote code) and the embedded model, which is of the same class.
+    """Huginn-3.5B (`raven` remote code) and the embedded model, which has the same class.
 
-    The initial state is truncated normal noise of standard deviation sqrt(2/5), cut at three standard
-    deviations, handed over explicitly so that runs can be paired; the state's columns come first in the
-    adapter's input. The adapter has no identity path: it is feedback-exposed. Norms sit on the stream.
+    The initial state is truncated normal noise of standard deviation sqrt(2/5), cut at three standard deviations. It
+    is passed explicitly so that runs can be paired. The adapter acts on cat(state, embedding), with the state's
+    columns first. It has no identity path and is feedback-exposed. Norms act on the stream.
     """
 
     name = "huginn"
@@ -27,7 +27,7 @@ class Huginn(Raven):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `transformer.adapter` and core blocks with four norms each."""
+        """Recognised by `transformer.adapter` and core blocks with four norms each."""
         names = dict(model.named_modules())
         return "transformer.adapter" in names and "transformer.core_block.0.norm_4" in names
 

@@ -1,4 +1,4 @@
-"""Inkling-2-Mini: passes over the middle layers that all start alike and get messages of the pass before."""
+"""Inkling-2-Mini: passes over the middle layers that start alike and receive messages of the previous pass."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SMALL = ("sink_proj", "weight_proj")
 
 @SYSTEMS.register("inkling")
 class Inkling(LoopedSystem):
-    """Inkling-2-Mini of Thinking Machines, of transformers from 5.24 on: the text model, or the one with images.
+    """Inkling-2-Mini of Thinking Machines (transformers from 5.24 on), the text model or the one with images.
 
-    A layer of the loop is called in every pass; its message gates in every pass but the first. The weights of the
-    layers around the loop are called once.
+    A layer of the loop is called in every pass. Its message gates are called in every pass but the first. The weights
+    of the layers around the loop are called once.
     """
 
     name = "inkling"
@@ -49,7 +49,7 @@ class Inkling(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by the queries for messages between passes, and a head."""
+        """Recognised by the queries for messages between passes, and a head."""
         return find_prefix(model, "message_input") is not None and hasattr(model, "lm_head")
 
     @property
@@ -58,7 +58,7 @@ class Inkling(LoopedSystem):
         return int(self._config.loop_num_passes)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Linears of every layer and of every expert; those outside the loop are called once."""
+        """Linears of every layer and of every expert. Those outside the loop are called once."""
         first, end = self._config.loop_layer_index_start, self._config.loop_layer_index_end
         modules: list[tuple[str, dict[str, Any]]] = []
         gates: list[tuple[str, dict[str, Any]]] = []
@@ -78,7 +78,7 @@ class Inkling(LoopedSystem):
         return declare(self.model, modules, n_steps)
 
     def _linears(self, layer: str) -> list[str]:
-        """Linear layers of a layer, those that gate the output of attention last of attention, as they are called."""
+        """Linear layers of a layer in call order. Attention output gates come last in the attention part."""
         from torch import nn  # lazy: loopq imports without torch
 
         found = [
@@ -92,7 +92,7 @@ class Inkling(LoopedSystem):
         return [*inner, *outputs, *found[at:]]
 
     def left_out(self) -> dict[str, str]:
-        """What is float32, chooses experts, or has few outputs."""
+        """Weights that are float32, choose experts, or have few outputs."""
         left = {}
         for name, parameter in self.model.get_submodule(self._layers).named_parameters():
             module = name.rpartition(".")[0]
@@ -118,6 +118,6 @@ class Inkling(LoopedSystem):
             return logits_of(self.model(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each layer of each pass."""
+        """Continue with the model's cache: a slot for each layer of each pass."""
         with setting(self._config, loop_num_passes=n_steps):
             return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))

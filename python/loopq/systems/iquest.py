@@ -1,4 +1,4 @@
-"""IQuest-Coder-Loop: a Llama stack run twice; from the second loop on, heads also read the first loop's keys."""
+"""IQuest-Coder-Loop: a Llama stack run twice. From the second loop on, heads also read the first loop's keys."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Cache = dict[tuple[int, int], tuple["Tensor", "Tensor"]]
 class IQuest(LoopedSystem):
     """IQuest-Coder-V1-40B-Loop (remote code).
 
-    Loop 0 is a plain Llama. In a later loop each head of a layer reads twice with one query: loop 0's keys and
-    values at all positions up to its own (G), and its own loop's at the last `loop_window_size` of them (L). What
-    it gives is ``g G + (1 - g) L`` with ``g = sigmoid(w . q + b)``, w and b of the layer's `gate_projections`.
+    Loop 0 is a plain Llama. In a later loop each head of a layer reads twice with one query. G reads loop 0's keys and
+    values at all positions up to the query's. L reads the current loop's at the last `loop_window_size` of them. The
+    output is ``g G + (1 - g) L`` with ``g = sigmoid(w . q + b)``. w and b belong to the layer's `gate_projections`.
 
-    The published forward does this for one token at a time, as a server calls it; given several at once it puts
-    the heads in another order, and without a cache it fails. Here the layers are run by the adapter, all tokens at
-    once, with the result of one after the other. There is no single step: what a loop leaves to the next is more than
-    a hidden state, loop 0's keys and values belong to it.
+    The published forward works on one token at a time, as in a server. With several tokens it permutes the heads, and
+    without a cache it fails. The adapter therefore runs the layers itself, on all tokens at once, with the results of
+    one after the other. There is no single step, because a loop passes on more than a hidden state: the next loop also
+    needs loop 0's keys and values.
     """
 
     name = "iquest"
@@ -35,7 +35,7 @@ class IQuest(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `model.gate_projections` beside `model.layers`."""
+        """Recognised by `model.gate_projections` beside `model.layers`."""
         names = dict(model.named_modules())
         return "model.gate_projections.0" in names and "model.layers.0.self_attn.q_proj" in names
 
@@ -61,12 +61,12 @@ class IQuest(LoopedSystem):
             return self._run(self.to_device(batch.input_ids), depth, 0, {})
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by keys and values of all tokens, for each layer of each loop."""
+        """Continue with keys and values of all tokens, for each layer of each loop."""
         cache = {} if cache is None else cache
         return self._run(self.to_device(batch.input_ids[:, n_seen:]), n_steps, n_seen, cache), cache
 
     def _run(self, ids: Tensor, n_steps: int, n_seen: int, cache: Cache) -> Tensor:
-        """Logits of the tokens `ids`, which follow the `n_seen` that the cache holds; they are added to it."""
+        """Logits of the tokens `ids`, which follow the `n_seen` tokens in the cache. The cache grows by them."""
         inner = self.model.model
         state = inner.embed_tokens(ids)
         positions = torch.arange(n_seen, n_seen + ids.shape[1], device=ids.device)
@@ -80,7 +80,7 @@ class IQuest(LoopedSystem):
         return logits
 
     def _heads(self, attention: Any, x: Tensor, rope: Any, place: tuple[int, int], cache: Cache) -> Tensor:
-        """What the heads of a layer give in a loop, (n_prompts, n_heads, n_tokens, head width)."""
+        """Output of a layer's heads in a loop, of shape (n_prompts, n_heads, n_tokens, head width)."""
         q, k, v = (
             linear(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -99,13 +99,13 @@ class IQuest(LoopedSystem):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of (n_prompts, n_heads, n_tokens, width) by tables (1, n_tokens, width)."""
+    """Rotate (n_prompts, n_heads, n_tokens, width) by rotary tables (1, n_tokens, width)."""
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention of the last tokens to all, or to the last `window` up to each; heads of k and v repeat."""
+    """Causal attention of the last tokens to all, or to the last `window` up to each. Heads of k and v repeat."""
     at = torch.arange(k.shape[2], device=k.device)
     back = at[-q.shape[2] :, None] - at
     seen = back >= 0 if window is None else (back >= 0) & (back < window)

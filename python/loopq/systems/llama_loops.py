@@ -1,4 +1,4 @@
-"""Looped stacks of Llama-style layers: what Ouro and Nanbeige, with a norm between loops, have in common."""
+"""Looped stacks of Llama-style layers with a norm between loops, shared by Ouro and Nanbeige."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEARS = (
 
 
 def llama_linears(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """Names and roles of the seven linears of every layer of `model.layers`, as `declare` takes them."""
+    """Names and roles of the seven linears of every layer of `model.layers`, in the form for `declare`."""
     n_layers = len(model.get_submodule("model.layers")._modules)
     return [
         (f"model.layers.{i}.{suffix}", {"role": role}) for i in range(n_layers) for suffix, role in _LINEARS
@@ -31,14 +31,14 @@ def llama_linears(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 class LlamaLoops(StepwiseSystem):
-    """Base of the adapters for models whose state is the hidden state and whose step is the whole stack."""
+    """Base of adapters with the hidden state as state and the whole stack as step."""
 
     def layers(self, n_steps: int, *others: tuple[str, dict[str, Any]]) -> tuple[SharedParameter, ...]:
         """Seven linears of every layer, then `others`."""
         return declare(self.model, [*llama_linears(self.model), *others], n_steps)
 
     def program(self, n_steps: int) -> Program | None:
-        """All layers, then the norm, as often as the loop runs."""
+        """All layers, then the norm, repeated for every loop."""
         inner = self.model.model
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]
         if not all(blocks):

@@ -1,4 +1,4 @@
-"""Any dense decoder of transformers with some of its layers run several times: a loop without training."""
+"""Any dense decoder of transformers with some layers run several times: a loop without training."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PARTS = ("layers", "norm", "embed_tokens")
 
 @SYSTEMS.register("looped")
 class Looped(StepwiseSystem):
-    """Dense decoders with ``model.layers`` (Llama, Qwen, Mistral, SmolLM, ...), looped without training.
+    """Dense decoders with ``model.layers``, such as Llama, Qwen, Mistral or SmolLM, looped without training.
 
-    ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice; the others once, before and after. All of them are
-    quantized, each over its own invocations. The loop is kept in ``config.json`` as ``looped_layers``, and the
-    architecture is called ``LoopedLlamaForCausalLM`` there. vLLM runs it by `loopq.integrations.vllm`; tools that go by
-    ``model_type`` alone, as transformers does, run every layer once.
+    ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice. The others run once, before and after. All layers are
+    quantized, each over its own invocations. ``config.json`` stores the loop as ``looped_layers`` and names the
+    architecture ``LoopedLlamaForCausalLM``. vLLM runs it through `loopq.integrations.vllm`. Tools that only read
+    ``model_type``, such as transformers, run every layer once.
     """
 
     name = "looped"
@@ -55,7 +55,7 @@ class Looped(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `looped_layers` in the configuration."""
+        """Recognised by `looped_layers` in the configuration."""
         if getattr(getattr(model, "config", None), LOOP, None) is None:
             return False
         inner = getattr(model, "model", None)
@@ -72,11 +72,11 @@ class Looped(StepwiseSystem):
 
     @property
     def n_steps(self) -> int:
-        """Times the loop's layers run."""
+        """Number of runs of the loop's layers."""
         return int(self._times)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Every linear of every layer; those outside the loop are called once."""
+        """Every linear of every layer. Those outside the loop are called once."""
         from torch import nn  # lazy: loopq imports without torch
 
         gate = gates(self.model, self._routing())
@@ -106,23 +106,23 @@ class Looped(StepwiseSystem):
         return [name for name in found if name is not None]
 
     def describe_loop(self) -> tuple[str, ...]:
-        """What runs how often, and who knows."""
+        """Describe the loop, and the tools that know it."""
         return (
             f"layers {self._first} to {self._last - 1} run {self._times} times; transformers runs every layer once, "
             "vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
         )
 
     def left_out(self) -> dict[str, str]:
-        """A head that is the embedding; gates of experts, and experts that are no modules."""
+        """A head that is the embedding, gates of experts, and experts that are not modules."""
         tied = is_embedding(self.model, "lm_head")
         head = {"lm_head.weight": "is the input embedding, which stays as it is"} if tied else {}
         return head | gates(self.model, self._routing()) | stacked_experts(self.model)
 
     @contextlib.contextmanager
     def _layers(self, order: Sequence[int], *, norm: bool = True) -> Iterator[None]:
-        """Run these layers, in this order, inside the block; a layer that stands twice has two slots in a cache.
+        """Run these layers in this order inside the block. A repeated layer has two slots in a cache.
 
-        A copy of a layer shares its parameters, buffers, submodules and hooks; only the number of its slot is its own.
+        A copy of a layer shares its parameters, buffers, submodules and hooks. Only its slot number differs.
         """
         from torch import nn  # lazy: loopq imports without torch
 
@@ -148,12 +148,12 @@ class Looped(StepwiseSystem):
             return logits_of(self.model(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each layer each time that it runs."""
+        """Continue with the model's cache: a slot for each run of a layer."""
         with self._layers(self._order(n_steps)):
             return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
-        """The layers in their order, then the norm."""
+        """The layers in order, then the norm."""
 
         inner = self._inner
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]
@@ -182,7 +182,7 @@ class Looped(StepwiseSystem):
 
 
 def _in_slot(layer: nn.Module, slot: int) -> nn.Module:
-    """A layer whose attention reads and writes the given slot of a cache; all else is shared with the original."""
+    """Copy a layer so that its attention uses the given cache slot. The rest is shared with the original."""
     made = copy.copy(layer)
     made.__dict__["_modules"] = dict(layer._modules)
     for name, module in layer._modules.items():

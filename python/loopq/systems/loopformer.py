@@ -1,4 +1,4 @@
-"""LoopFormer: a few blocks looped, gated and scaled by time and size of the step."""
+"""LoopFormer: a few looped blocks, gated and scaled by time and size of the step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _DEFAULT_STEPS = 8
 class LoopFormer(StepwiseSystem):
     """LoopFormer-278M (plain torch class, with or without its hub wrapper).
 
-    A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and
-    its input depends on the step alone: the paper's methods round it to nearest. The published forward gives
-    logits for the last position only unless it is given targets.
+    A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and its input
+    depends only on the step. The paper's methods therefore round it to nearest. The published forward returns logits
+    for the last position only, unless it gets targets.
     """
 
     name = "loopformer"
@@ -51,12 +51,12 @@ class LoopFormer(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `transformer.h.blocks` with `adaLN_modulation`."""
+        """Recognised by `transformer.h.blocks` with `adaLN_modulation`."""
         return find_prefix(model, _MARKER) is not None
 
     @property
     def n_steps(self) -> int:
-        """8: the published class has no setting for it."""
+        """8, since the published class has no setting for it."""
         return _DEFAULT_STEPS
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
@@ -91,7 +91,7 @@ class LoopFormer(StepwiseSystem):
         size = 1.0 / n_steps
         now = torch.zeros(state.shape[0], dtype=state.dtype, device=state.device)
         sizes = torch.ones_like(now) * size
-        # The model adds up its steps, which rounds otherwise than t / N.
+        # The model adds up its steps, which rounds differently from t / N.
         for _ in range(t):
             now = now + size
         conditioning = self._gpt.time_embedder(now) + self._gpt.dt_embedder(sizes)

@@ -1,4 +1,4 @@
-"""LoopUS: a pre-trained decoder whose middle layers run several times, mixed with the state before by a gate."""
+"""LoopUS: a pre-trained decoder with repeated middle layers. A gate mixes their output with the previous state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MARKS = ("encoder.embed_tokens", "reasoning.gate.dt_input_proj", "decoder.lm_he
 
 @SYSTEMS.register("loopus")
 class LoopUS(StepwiseSystem):
-    """LoopUS-Qwen3-1.7B and its like: `encoder`, `reasoning` and `decoder` hold the layers of a dense model.
+    """LoopUS-Qwen3-1.7B and similar models. `encoder`, `reasoning` and `decoder` hold the layers of a dense model.
 
-    ``s_0 = encoder(ids)``; ``s_{t+1} = a x + (1 - a) s_t`` with ``x = layers(s_t)`` and, for each token and channel,
-    ``a = exp(-softplus(P R (x - s_t) + b) exp(A_log))``; the decoder reads ``s_N``. The published class stops when its
-    `q_head` says so; here every prompt runs all N steps. The class is no class of transformers, so the model is built
-    from ``config.json`` (`build_loopus`); the published one is taken as well.
+    ``s_0 = encoder(ids)`` starts the state. A step is ``s_{t+1} = a x + (1 - a) s_t`` with ``x = layers(s_t)``. Each
+    token and channel has ``a = exp(-softplus(P R (x - s_t) + b) exp(A_log))``. The decoder reads ``s_N``. The
+    published class stops at a signal of its `q_head`, but here every prompt runs all N steps. The class is unknown to
+    transformers, so `build_loopus` builds the model from ``config.json``. The published class also works.
     """
 
     name = "loopus"
@@ -39,12 +39,12 @@ class LoopUS(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by the gate beside encoder and decoder."""
+        """Recognised by the gate beside encoder and decoder."""
         return set(_MARKS) <= set(dict(model.named_modules()))
 
     @classmethod
     def model_class(cls) -> ModelClass:
-        """The published ``config.json`` holds that of the dense model, and names which layers are where."""
+        """The published ``config.json`` contains the dense model's, and divides its layers."""
         return ModelClass(build_loopus, rename=_current_names)
 
     @property
@@ -53,7 +53,7 @@ class LoopUS(StepwiseSystem):
         return int(self.model.config.N)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Every linear of every layer, 196 of 28; those of encoder and decoder are called once."""
+        """Every linear of every layer, 196 of 28. Those of encoder and decoder are called once."""
         modules = []
         for part in _PARTS:
             for i, layer in enumerate(self.model.get_submodule(part).layers):
@@ -83,7 +83,7 @@ class LoopUS(StepwiseSystem):
         return self._run(ids, n_steps, 0, None)
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by keys and values: of the layers outside the loop, and of those inside for each step."""
+        """Continue with keys and values of the layers outside the loop, and of those inside for each step."""
         if cache is None:
             dynamic = require("transformers").DynamicCache
             cache = [dynamic() for _ in range(n_steps + 1)]
@@ -97,11 +97,11 @@ class LoopUS(StepwiseSystem):
         return self._read(state, n_seen, outside)
 
     def _layers(self, part: str, x: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
-        """Run the layers of a part on tokens that follow the `n_seen` of a cache."""
+        """Run the layers of a part on tokens that follow the `n_seen` tokens of a cache."""
         end = n_seen + x.shape[1]
         at, keys = torch.arange(n_seen, end, device=x.device), torch.arange(end, device=x.device)
         rope = self.model.encoder.rotary_emb(x, at[None])
-        # Named even where no cache is kept: without a mask some kinds of attention would read ahead.
+        # Set even without a cache, since without a mask some attention types would see later tokens.
         unseen = x.new_full((len(at), end), torch.finfo(x.dtype).min)
         mask = unseen.masked_fill(at[:, None] >= keys, 0.0)[None, None]
         for layer in self.model.get_submodule(part).layers:
@@ -119,7 +119,7 @@ class LoopUS(StepwiseSystem):
 
     def _gated(self, state: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
         gate = self.model.reasoning.gate
-        # The gate may have been left in float32.
+        # The gate may still be float32.
         before = state.to(gate.A_log.dtype)
         after = self._layers("reasoning", state, n_seen, cache).to(gate.A_log.dtype)
         delta = F.softplus(gate.delta_proj(gate.dt_input_proj(after - before)))
@@ -143,7 +143,7 @@ class LoopUS(StepwiseSystem):
         return self._read(state)
 
     def exit_rule(self) -> ExitRule:
-        """Leave when `q_head`'s probability reaches the threshold."""
+        """Exit when `q_head`'s probability reaches the threshold."""
 
         def sure(state: Tensor, logits: Tensor, threshold: float) -> bool:
             return float(self.model.q_head(state).sigmoid()) >= threshold
@@ -152,18 +152,18 @@ class LoopUS(StepwiseSystem):
 
 
 def build_loopus(config: dict[str, Any]) -> nn.Module:
-    """Build the model that a LoopUS ``config.json`` describes, untrained.
+    """Build the untrained model that a LoopUS ``config.json`` describes.
 
     Parameters
     ----------
     config : dict
-        With `base_config_dict`, the ``config.json`` of the dense model, with `encoder_layer_indices`,
-        `reasoning_layer_indices` and `decoder_layer_indices`, which divide its layers, and `N`, the steps.
+        It contains `base_config_dict`, the ``config.json`` of the dense model. `encoder_layer_indices`,
+        `reasoning_layer_indices` and `decoder_layer_indices` divide its layers. `N` is the number of steps.
 
     Raises
     ------
     ConfigError
-        A setting is missing, or the three lists do not divide the layers.
+        If a setting is missing, or the three lists do not divide the layers.
     """
     transformers = require("transformers")
 
@@ -185,7 +185,7 @@ def build_loopus(config: dict[str, Any]) -> nn.Module:
         model.add_module(part, block)
     width = int(settings.hidden_size)
     model.encoder.embed_tokens, model.encoder.rotary_emb = base.model.embed_tokens, base.model.rotary_emb
-    # Under the published names; `LoopUS` computes with it.
+    # Under the published names, with `LoopUS` doing the computation.
     gate = model.reasoning.gate = nn.Module()
     gate.A_log = nn.Parameter(torch.arange(1, width + 1, dtype=torch.float32).log())
     gate.dt_input_proj = nn.Linear(width, -(-width // 16), bias=False)
@@ -197,6 +197,6 @@ def build_loopus(config: dict[str, Any]) -> nn.Module:
 
 
 def _current_names(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Early checkpoints call the loop "plateau", and those saved by several processes have "module" in a name."""
+    """Early checkpoints call the loop "plateau". Those saved by several processes have "module" in a name."""
     plain = {name.replace(".module.", "."): tensor for name, tensor in tensors.items()}
     return {re.sub(r"^plateau\.", "reasoning.", name): tensor for name, tensor in plain.items()}

@@ -1,4 +1,4 @@
-"""Mamba: no shared block; the recurrence runs over tokens inside a layer."""
+"""Mamba has no shared block. The recurrence runs over tokens inside a layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, dec
 
 @SYSTEMS.register("mamba")
 class Mamba(LoopedSystem):
-    """transformers' Mamba: for experiments on feedback, not a looped transformer.
+    """transformers' Mamba, for experiments on feedback. It is not a looped transformer.
 
-    Each weight is called once in a rollout, so the depth is 1. The feedback goes through `A_log`, which a
-    decay multiplies the state with at every token; it is a parameter without a module. `dt_proj` is used
-    through its weight and never called.
+    Each weight is called once in a rollout, so the depth is 1. The feedback goes through `A_log`, a parameter without
+    a module. It gives the decay of the state at every token. `dt_proj` is used through its weight and never called.
     """
 
     name = "mamba"
@@ -28,7 +27,7 @@ class Mamba(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `backbone.layers` with `mixer.x_proj`."""
+        """Recognised by `backbone.layers` with `mixer.x_proj`."""
         return "backbone.layers.0.mixer.x_proj" in dict(model.named_modules())
 
     @property
@@ -37,7 +36,7 @@ class Mamba(LoopedSystem):
         return 1
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse every depth but 1."""
+        """Reject every depth but 1."""
         if n_steps != 1:
             raise ConfigError(f"mamba: the recurrence is over tokens, so n_steps must be 1; got {n_steps}")
         return n_steps
@@ -55,7 +54,7 @@ class Mamba(LoopedSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """What the scan uses without a call."""
+        """Parameters that the scan uses without a call."""
         reasons = {
             "A_log": "decay of the state: the feedback itself, a bare parameter",
             "D": "skip of the scan, a vector",
@@ -76,6 +75,6 @@ class Mamba(LoopedSystem):
             return logits_of(self.model(input_ids=ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on from the states of the recurrence."""
+        """Continue from the states of the recurrence."""
         ids = self.to_device(batch.input_ids[:, n_seen:])
         return cached(self.model(input_ids=ids, **past(self.model, cache)))

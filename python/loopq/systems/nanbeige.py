@@ -1,4 +1,4 @@
-"""Nanbeige4.2: 22 layers looped twice, final norm after each loop."""
+"""Nanbeige4.2: 22 layers looped twice, with the final norm after each loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _VARIANTS = (
 class Nanbeige(LlamaLoops):
     """Nanbeige4.2-3B (remote code).
 
-    The head is read once, after the last loop: it is no part of the loop. The paper's methods round it to nearest, the
-    same weights whatever calibrates the rest; `gptq-cd` calibrates it.
+    The head is read once after the last loop and does not belong to the loop. The paper's methods round it to nearest,
+    with the same weights for every calibration of the rest. `gptq-cd` calibrates it.
     """
 
     name = "nanbeige"
@@ -44,7 +44,7 @@ class Nanbeige(LlamaLoops):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by the model type, or by a loop count in the configuration of a Llama-style model."""
+        """Recognised by the model type, or by a loop count in the configuration of a Llama-style model."""
         config = getattr(model, "config", None)
         if "model.layers.0.self_attn.q_proj" not in dict(model.named_modules()):
             return False
@@ -52,7 +52,7 @@ class Nanbeige(LlamaLoops):
 
     @property
     def n_steps(self) -> int:
-        """Loops: one more than `config.loop_loss_weights` where there are any, else `config.num_loops`."""
+        """Number of loops: one more than `config.loop_loss_weights` if there are any, else `config.num_loops`."""
         config = self.model.config
         weights = getattr(config, "loop_loss_weights", None)
         return len(weights) + 1 if weights else int(config.num_loops)
@@ -68,7 +68,7 @@ class Nanbeige(LlamaLoops):
         return self.layers(n_steps) if self._tied else self.layers(n_steps, ("lm_head", head))
 
     def left_out(self) -> dict[str, str]:
-        """The head, where it is the embedding."""
+        """The head, if it is the embedding."""
         return {"lm_head.weight": "is the input embedding, which stays as it is"} if self._tied else {}
 
     @property
@@ -83,7 +83,7 @@ class Nanbeige(LlamaLoops):
             return logits_of(self.model(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each layer of each loop."""
+        """Continue with the model's cache: a slot for each layer of each loop."""
         with self._loops(n_steps):
             return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
 

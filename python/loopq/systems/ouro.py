@@ -1,4 +1,4 @@
-"""Ouro: a stack of layers looped four times, final norm between loops, exit gate beside it."""
+"""Ouro: a stack of layers looped four times, with the final norm between loops and an exit gate."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Ouro(LlamaLoops):
     """Ouro-1.4B and Ouro-2.6B (remote code).
 
-    The output is read from the last loop: without it, the gate's cumulative probability picks a loop per
-    token, and in bfloat16 it reaches 1.0 before the last loop for some tokens.
+    The output is read from the last loop. Otherwise the gate's cumulative probability would pick a loop per token. In
+    bfloat16 it reaches 1.0 before the last loop for some tokens.
     """
 
     name = "ouro"
@@ -29,7 +29,7 @@ class Ouro(LlamaLoops):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `model.early_exit_gate` beside `model.layers`."""
+        """Recognised by `model.early_exit_gate` beside `model.layers`."""
         names = dict(model.named_modules())
         return "model.early_exit_gate" in names and "model.layers.0.self_attn.q_proj" in names
 
@@ -39,7 +39,7 @@ class Ouro(LlamaLoops):
         return int(self.model.config.total_ut_steps)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Seven linears of every layer: 168 of 24 layers, 336 of 48."""
+        """Seven linears of every layer: 168 of 24 layers or 336 of 48."""
         return self.layers(n_steps)
 
     def left_out(self) -> dict[str, str]:
@@ -51,13 +51,13 @@ class Ouro(LlamaLoops):
             return logits_of(self.model(ids, use_cache=False, exit_at_step=n_steps - 1))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each layer of each loop."""
+        """Continue with the model's cache: a slot for each layer of each loop."""
         ids = self.to_device(batch.input_ids[:, n_seen:])
         with self._loops(n_steps):
             return cached(self.model(ids, exit_at_step=n_steps - 1, **past(self.model, cache)))
 
     def exit_rule(self) -> ExitRule:
-        """Leave when the exit gate's cumulative probability reaches the threshold."""
+        """Exit when the exit gate's cumulative probability reaches the threshold."""
         staying = 1.0
 
         def reached(state: Tensor, logits: Tensor, threshold: float) -> bool:
@@ -69,7 +69,7 @@ class Ouro(LlamaLoops):
 
     @contextlib.contextmanager
     def _loops(self, n: int) -> Iterator[None]:
-        # The inner model keeps its own copy of the loop count.
+        # The inner model has a separate copy of the loop count.
         with setting(self.model.config, total_ut_steps=n), setting(self.model.model, total_ut_steps=n):
             yield
 

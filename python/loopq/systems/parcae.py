@@ -29,9 +29,9 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 class Parcae(StepwiseSystem):
     """Parcae-140M to 1.3B (plain torch class).
 
-    The published forward draws a depth per sequence unless it is given one, and computes updates that it
-    then throws away: rollouts name the depth. The token ids re-enter at every step through the value
-    embeddings, so what a step is given is the pair (prelude's output, ids).
+    By default the published forward draws a depth per sequence and discards some of its updates. Rollouts therefore
+    set the depth. The token ids re-enter at every step through the value embeddings, so a step receives the pair
+    (prelude's output, ids).
     """
 
     name = "parcae"
@@ -48,7 +48,7 @@ class Parcae(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by core blocks with separate `c_q` and the parameter `transformer.adapter.A_log`."""
+        """Recognised by core blocks with separate `c_q` and the parameter `transformer.adapter.A_log`."""
         prefix = find_prefix(model, _MARKER)
         return prefix is not None and f"{prefix}transformer.adapter.A_log" in dict(model.named_parameters())
 
@@ -58,7 +58,7 @@ class Parcae(StepwiseSystem):
         return int(self._core.config.mean_recurrence)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Six linears of every core block, 12 or 48; gates of value embeddings stay as they are."""
+        """Six linears of every core block, 12 or 48. Gates of value embeddings stay unchanged."""
         modules: list[tuple[str, dict[str, Any]]] = []
         for i, block in enumerate(self._core.transformer.core_block):
             stem = f"{self._prefix}transformer.core_block.{i}"
@@ -76,7 +76,7 @@ class Parcae(StepwiseSystem):
         }
 
     def noise(self, batch: Batch) -> Tensor:
-        """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
+        """Truncated normal noise, cut at three standard deviations, as (n_prompts, n_tokens, width)."""
         config = self._core.config
         width = int(self._core.transformer.adapter.A_log.shape[0])
         if config.state_init != "like-init":

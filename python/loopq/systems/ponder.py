@@ -21,12 +21,12 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @SYSTEMS.register("ponder")
 class Ponder(StepwiseSystem):
-    """PonderPythia-2.8B: its remote class, and transformers' GPT-NeoX with its settings.
+    """PonderPythia-2.8B in its remote class, and transformers' GPT-NeoX with its settings.
 
-    A rollout of depth N is N passes of the language model: N-1 add the expected embedding under the model's
-    prediction to the input, the last one is read. So `predict` is a pass of its own, and `n_updates` is
-    N-1. The rollout is driven from here: cached calls of the published class differ from uncached ones.
-    The head is inside the loop without an identity path of its own: it is feedback-exposed.
+    A rollout of depth N is N passes of the language model. N-1 passes add the expected embedding under the model's
+    prediction to the input. The last one is read. `predict` is therefore a separate pass and `n_updates` is N-1. The
+    adapter drives the rollout because cached calls of the published class differ from uncached ones. The head is
+    inside the loop without an identity path, so it is feedback-exposed.
     """
 
     name = "ponder"
@@ -38,7 +38,7 @@ class Ponder(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by a GPT-NeoX model whose configuration has `pondering_steps`."""
+        """Recognised as a GPT-NeoX model with `pondering_steps` in its configuration."""
         looped = hasattr(getattr(model, "config", None), "pondering_steps")
         return looped and "gpt_neox.layers.0.attention.query_key_value" in dict(model.named_modules())
 
@@ -48,7 +48,7 @@ class Ponder(StepwiseSystem):
         return int(self.model.config.pondering_steps) + 1
 
     def n_updates(self, n_steps: int) -> int:
-        """One less than the passes: the last one is the readout."""
+        """One less than the passes, since the last one is the readout."""
         return n_steps - 1
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
@@ -63,13 +63,13 @@ class Ponder(StepwiseSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """The embedding, which the loop multiplies with."""
+        """The embedding, which multiplies inside the loop."""
         reason = "input embedding; the loop multiplies with it, but no module is called"
         return {"gpt_neox.embed_in.weight": reason}
 
     @property
     def _head(self) -> str:
-        # transformers 5 gave the head of GPT-NeoX another name.
+        # transformers 5 renamed the head of GPT-NeoX.
         return "embed_out" if hasattr(self.model, "embed_out") else "lm_head"
 
     @property
@@ -88,7 +88,7 @@ class Ponder(StepwiseSystem):
         return self.predict(state, None)
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by a cache of GPT-NeoX for each pass: every pass reads the keys and values of its own inputs."""
+        """Continue with a GPT-NeoX cache for each pass. Every pass reads the keys and values of its own inputs."""
         caches = [None] * n_steps if cache is None else cache
         state = self._start(self._embed(self.to_device(batch.input_ids[:, n_seen:])))
         done = []
@@ -106,7 +106,7 @@ class Ponder(StepwiseSystem):
 
     def _start(self, embedding: Any) -> Tensor:
         config = self.model.config
-        # The published setting is spelt so.
+        # The spelling of the published setting.
         factor = config.pondering_steps if getattr(config, "mutiply_pondering_steps", False) else 1
         start: Tensor = embedding * factor
         return start

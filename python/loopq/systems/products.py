@@ -1,4 +1,4 @@
-"""Products with weights, seen where torch carries them out: also those that no call of a module shows."""
+"""Observe products with weights where torch executes them, including those outside of module calls."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ _VIEWS = {
 
 
 class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
-    """Tells of every product of rows with one of some weights while it is entered.
+    """Reports every product of rows with one of some weights while it is entered.
 
-    A weight is known by its memory, so that it does not matter who multiplies by it, from which side, through which
-    view or cast, and whether a module is called.
+    A weight is identified by its memory. The caller, the side, views, casts and module calls do not matter.
 
     Parameters
     ----------
     weights : mapping of str to Tensor
-        Matrices (a, b), or weights (out, in, 1) of convolutions, by name.
+        Matrices (a, b) by name, or convolution weights (out, in, 1).
     on_product : callable
-        Told of every product with a whole weight.
+        Called for every product with a whole weight.
     on_other : callable, optional
-        Told the name and the operation of every other use, also of the parameters in `also`.
+        Called with name and operation for every other use. This includes the parameters in `also`.
     also : mapping of str to Tensor, optional
         Parameters of other shapes.
     """
@@ -60,12 +59,12 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         every = {**weights, **(also or {})}
         self._ranges = sorted((w.data_ptr(), w.data_ptr() + w.nbytes, name) for name, w in every.items())
         self._whole: dict[int, tuple[str, Tensor]] = {w.data_ptr(): (n, w) for n, w in weights.items()}
-        # Casts of weights, as long as their memory is theirs.
+        # Casts of weights, while their memory is alive.
         self._casts: dict[int, tuple[str, Any, tuple[int, ...], tuple[int, ...], bool]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to skip it torch imports it, which takes seconds."""
+        """No. To skip it, torch would import it, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +84,7 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         return out
 
     def _product(self, op: Any, args: Any) -> str | None:
-        """Tell of a product; the name of its weight, None where this is none."""
+        """Report a product. Return the name of its weight, or None if there is none."""
         if op in _MATRICES:
             pair = args[0], args[1]
         elif op is _aten.addmm:
@@ -107,7 +106,7 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         return None
 
     def _convolution(self, args: Any) -> str | None:
-        """As `_product`, of a convolution whose kernel is one place: of each place with the same matrix."""
+        """As `_product`, for a convolution with a kernel of size 1 as a product with the same matrix at each place."""
         x, weight = args[0], args[1]
         moves = [list(args[3]) if len(args) > 3 else [1], list(args[4]) if len(args) > 4 else [0]]
         if weight.ndim != 3 or weight.shape[2] != 1 or x.shape[1] != weight.shape[1] or moves != [[1], [0]]:
@@ -119,7 +118,7 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         return found[0]
 
     def _match(self, tensor: Any) -> tuple[str, bool] | None:
-        """Name of the weight that a tensor is the whole of, and whether it is turned round."""
+        """Name of the weight that a tensor covers completely, and whether it is transposed."""
         if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2:
             return None
         if tensor.data_ptr() in self._whole:
@@ -139,13 +138,13 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         return (name, not flipped) if given == own[::-1] else None
 
     def _within(self, tensor: Tensor) -> str | None:
-        """Name of the weight whose memory a tensor begins in."""
+        """Name of the weight with the start of a tensor in its memory."""
         place = tensor.data_ptr()
         return next((name for first, end, name in self._ranges if first <= place < end), None)
 
 
 def _plane(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Length and stride of each axis that is more than one number repeated."""
+    """Length and stride of each axis that is not a single repeated value."""
     return [(n, s) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0]
 
 
@@ -159,7 +158,7 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Let nn.MultiheadAttention multiply by its weights one by one inside the block, not in one fused operation."""
+    """Let nn.MultiheadAttention multiply by its weights separately inside the block, not in one fused operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

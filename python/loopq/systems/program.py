@@ -1,4 +1,4 @@
-"""A looped decoder described as a program: what `loopq.inference.runner` runs without calling a module of the model."""
+"""A looped decoder as a program that `loopq.inference.runner` runs without calling the model's modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Block", "Branch", "Program"]
 
 @dataclass(frozen=True)
 class Branch:
-    """Norms of a branch, ``x = stream(x + branch(f(input(x))))``; None where there is none."""
+    """Norms of a branch, ``x = stream(x + branch(f(input(x))))``. None for an absent one."""
 
     input: nn.Module | None = None
     branch: nn.Module | None = None
@@ -28,27 +28,27 @@ class Block:
     Parameters
     ----------
     heads, kv_heads, head : int
-        Query heads, key/value heads, width of a head.
+        Number of query heads and key/value heads, and width of a head.
     neighbours : bool
-        Whether rotary positions turn neighbours, or the halves of a head.
+        Whether rotary positions rotate neighbours or the halves of a head.
     qkv : tuple of nn.Module
-        Linear layers whose outputs, one after another, are queries, keys and values, and gates where there are any.
+        Linear layers with concatenated outputs: queries, keys, values and optional gates.
     out : nn.Module
         Linear layer behind attention.
     gate_up : tuple of nn.Module
-        Linear layers whose outputs, one after another, are gates and what they multiply.
+        Linear layers with concatenated outputs: gates and the values they multiply.
     down : nn.Module
         Linear layer behind the gate.
     norms : tuple of Branch
-        Of attention and of the MLP.
+        Norms of attention and of the MLP.
     scale : float
-        What queries are multiplied by.
-    qk_bias : Tensor, shape (heads + kv_heads, head), optional
+        Factor of the queries.
+    qk_bias : Tensor of shape (heads + kv_heads, head), optional
         Added to queries and keys.
     qk_norms : tuple of nn.Module, optional
         Norms of each query and of each key.
     gates : bool
-        Whether values attended to are multiplied by the sigmoids of gates, one for each.
+        Whether attended values are multiplied by the sigmoids of their gates.
     """
 
     heads: int
@@ -72,23 +72,23 @@ Step: TypeAlias = "tuple[str, Block | nn.Module | int | None]"
 
 @dataclass(frozen=True)
 class Program:
-    """What happens to a token.
+    """Operations on a token.
 
     Parameters
     ----------
     embed : callable
         Token ids (n) to embeddings (n, width).
     order : sequence
-        Steps: ("block", Block); ("norm", module); ("keep", i) keeps the state x under 0 or 1, ("take", i) goes back to
-        what was kept, ("add", i) adds it; ("start", None) begins with the initial state; ("adapter", module) is
-        ``x = W [x; e]``, e what was kept under 0.
+        Steps of the program. ("block", Block) and ("norm", module) apply a module. ("keep", i) stores the state x
+        under 0 or 1. ("take", i) returns to the stored state and ("add", i) adds it. ("start", None) begins with the
+        initial state. ("adapter", module) is ``x = W [x; e]`` with e the state stored under 0.
     head : nn.Module
-        Linear layer that gives the logits.
+        Linear layer of the logits.
     angles : callable
         Number of positions to cosines and sines, float32 (n, head / 2, 2).
     start : callable, optional
-        A batch of one text, and how many of its tokens have been seen, to the initial states (1, n, width) of the
-        others: for a step "start".
+        For a step "start". Maps a batch of one text and the number of seen tokens to the initial states (1, n, width)
+        of the others.
     """
 
     embed: Callable[[Tensor], Tensor]

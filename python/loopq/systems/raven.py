@@ -1,4 +1,4 @@
-"""What Huginn and R-Llama have in common: noise state, adapter on cat(state, embedding), core blocks."""
+"""Common parts of Huginn and R-Llama: noise state, core blocks, and an adapter on cat(state, embedding)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def initial_noise(batch: Batch, width: int, std: float, first: int = 0) -> Tenso
     Parameters
     ----------
     batch : Batch
-        Says which prompts and how many tokens.
+        Gives the prompts and the number of tokens.
     width : int
         Width of the state.
     std : float
         Standard deviation before the cut.
     first : int
-        Leave out the tokens before this one.
+        Skip the tokens before this one.
 
     Returns
     -------
-    Tensor, float32, shape (n_prompts, n_tokens - first, width)
+    float32 Tensor of shape (n_prompts, n_tokens - first, width)
         On the CPU.
     """
     return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0, first=first)
@@ -47,10 +47,10 @@ def initial_noise(batch: Batch, width: int, std: float, first: int = 0) -> Tenso
 class Raven(StepwiseSystem):
     """Base of the adapters for the `raven` classes.
 
-    The published class counts depth by a plain number, which runs without gradient; `step` therefore calls
-    `core_block_forward`, which keeps the graph. Prelude and readout are reached through the model's own
-    forward with `iterate_forward` replaced for the call, since the step functions that the class offers
-    build a padding mask that its forward does not use, and R-Llama's fail.
+    In the published class a depth given as plain number runs without gradient. `step` therefore calls
+    `core_block_forward`, which keeps the graph. Prelude and readout run through the model's forward, with
+    `iterate_forward` replaced for the call. The step functions of the class do not fit: they build a padding mask that
+    its forward does not use, and R-Llama's fail.
     """
 
     exposed = ("adapter",)
@@ -71,7 +71,7 @@ class Raven(StepwiseSystem):
         return declare(self.model, modules, n_steps)
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse a model that draws noise inside the loop or begins without noise, and a depth below 1."""
+        """Reject a depth below 1, and a model that draws noise inside the loop or starts without noise."""
         if getattr(self.model.config, "test_time_noise", 0):
             raise SystemContractError(
                 f"{self.name}: config.test_time_noise = {self.model.config.test_time_noise} draws from the "
@@ -96,12 +96,12 @@ class Raven(StepwiseSystem):
         return self.to_device(initial_noise(batch, width, self.state_std(), first), dtype=True)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        # A plain number runs without gradient, the second number of a pair with it.
+        # A plain number runs without gradient. The second number of a pair runs with it.
         depth = (0, n_steps) if self.keeps_graph else n_steps
         return logits_of(self.model(ids, num_steps=depth, input_states=self.noise(batch), use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache: a slot for each block of each step."""
+        """Continue with the model's cache: a slot for each block of each step."""
         where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
         ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch, n_seen)
         return cached(
@@ -109,7 +109,7 @@ class Raven(StepwiseSystem):
         )
 
     def program(self, n_steps: int) -> Program | None:
-        """Prelude; adapter and core blocks; coda."""
+        """Prelude, adapter and core blocks, coda."""
         parts = self.model.transformer
         inside, *around = (
             [raven_block(block, self.model.config) for block in parts[name]]
@@ -133,7 +133,7 @@ class Raven(StepwiseSystem):
         )
 
     def exit_rule(self) -> ExitRule:
-        """Leave when the prediction has settled: KL between those of two steps below the threshold."""
+        """Exit when the prediction has settled: the KL between two steps falls below the threshold."""
         before: list[Tensor] = []
 
         def settled(state: Tensor, logits: Tensor, threshold: float) -> bool:
@@ -159,7 +159,7 @@ class Raven(StepwiseSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """Adapter and core blocks."""
-        # The block index addresses the cache only, and there is none.
+        # The block index is only needed for a cache, and there is none.
         block = torch.tensor(0, dtype=torch.long)
         rotary = self._rotary(state)
         after: Tensor = self.model.core_block_forward(state, embedding, rotary, None, None, block, t)[0]
@@ -173,7 +173,7 @@ class Raven(StepwiseSystem):
 
     @abstractmethod
     def _rotary(self, state: Tensor) -> Any:
-        """What blocks are handed down for the positions of a state."""
+        """Rotary angles that blocks receive for the positions of a state."""
 
     @abstractmethod
     def _angles(self, n_positions: int) -> Tensor:
@@ -185,4 +185,4 @@ class Raven(StepwiseSystem):
 
     @abstractmethod
     def _leave(self, state: Tensor) -> Tensor:
-        """What the coda is given for the last state."""
+        """Input of the coda for the last state."""

@@ -1,4 +1,4 @@
-"""R-Llama and its like: a pre-trained model made recurrent; Huginn's skeleton around the blocks of that model."""
+"""R-Llama and similar models: a pre-trained model made recurrent, with its blocks in Huginn's skeleton."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loopq.systems.raven import Raven
 class RLlama(Raven):
     """R-Llama-1.4B, Recurrent-TinyLlama and Recurrent-OLMo-2 (`raven` remote code for Llama and OLMo).
 
-    Blocks have a pure identity path (norms before the branches, or behind them in OLMo), the noise state is small
-    beside the embedding (standard deviation sqrt(2/(5 d))), and the raw state goes to the coda. The adapter is
+    Blocks have a pure identity path (norms before the branches, or behind them in OLMo). The noise state is small
+    relative to the embedding (standard deviation sqrt(2/(5 d))). The raw state enters the coda. The adapter is
     feedback-exposed.
     """
 
@@ -28,7 +28,7 @@ class RLlama(Raven):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `transformer.adapter` and core blocks with two norms each."""
+        """Recognised by `transformer.adapter` and core blocks with two norms each."""
         names = dict(model.named_modules())
         return (
             "transformer.adapter" in names

@@ -1,4 +1,4 @@
-"""Systems whose rollout is a chain: embed, initial state, updates, readout."""
+"""Systems with a rollout of separate parts: embedding, initial state, updates and readout."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 class StepwiseSystem(LoopedSystem):
     """A system with a single-step function.
 
-    A subclass drives the published class twice: `_rollout` by the model's own forward, `_embed`, `step` and
-    `predict` by its parts. That both give the same output is what the conformance suite checks.
+    A subclass drives the published class in two ways. `_rollout` uses the model's forward. `_embed`, `step` and
+    `predict` use its parts. The conformance suite checks that both give the same output.
     """
 
     has_steps = True
 
     def noise(self, batch: Batch) -> Tensor | None:
-        """Initial state of each prompt's own seed, or None where the state starts from the embedding."""
+        """Initial state from each prompt's seed, or None where the state starts from the embedding."""
         return None
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Run the model's own forward at a fixed depth from the initial states of the batch."""
+        """Run the model's forward at a fixed depth from the initial states of the batch."""
         import torch  # lazy: loopq imports without torch
 
         depth = self.check_depth(n_steps)
@@ -34,11 +34,11 @@ class StepwiseSystem(LoopedSystem):
             return self._rollout(ids, batch, depth)
 
     def embed(self, batch: Batch) -> Any:
-        """What every step is given besides the state."""
+        """Second input of every step besides the state."""
         return self._embed(self.to_device(batch.input_ids))
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
-        """State before step 0: the prompts' noise, or what the model starts from."""
+        """State before step 0: the prompts' noise, or the model's start."""
         noise = self.noise(batch)
         return self._start(embedding) if noise is None else noise
 
@@ -56,9 +56,9 @@ class StepwiseSystem(LoopedSystem):
 
     @abstractmethod
     def _embed(self, ids: Tensor) -> Any:
-        """What every step is given besides the state, of ids on the model's device."""
+        """Second input of every step, from ids on the model's device."""
 
     def _start(self, embedding: Any) -> Tensor:
-        """State that the model starts from where none is drawn."""
+        """Start state of a model without drawn states."""
         start: Tensor = embedding
         return start

@@ -1,4 +1,4 @@
-"""One rollout watched from outside: which matrices are called, in what order, with how many rows."""
+"""Observe one rollout from outside: the called matrices, their order and their numbers of rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Routed:
     Parameters
     ----------
     module : str
-        Module that sends rows to it.
+        Module that routes rows to it.
     rows : list of int
-        Rows that it got at each call of that module.
+        Number of its rows at each call of that module.
     """
 
     module: str
@@ -39,25 +39,25 @@ class Routed:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run did with a model's weights.
+    """Uses of a model's weights in one run.
 
     Parameters
     ----------
     calls : tuple of (str, int)
-        Parameter name and input rows, in the order of the calls of its modules, or else of its products.
+        Parameter name and number of input rows, in call order. Products stand for weights without module calls.
     watched : dict of str to str
-        How weights are stored that no module is called with, whose products alone show their input.
+        Storage of weights that no module is called with. Only their products show their input.
     uncalled : dict of str to str
-        Weights that the run used in no such way, with what it did with them: nothing shows their input. Also parameters
-        of more dimensions.
+        Weights with other uses, and the operations. Their input cannot be observed. Includes parameters with more
+        dimensions.
     once : frozenset of str
-        Those of `uncalled` that it used once.
+        Names in `uncalled` with a single use.
     idle : tuple of str
-        Weights that the run did not use at all.
+        Weights without any use in the run.
     entered : dict of str to int
-        Calls of each module that holds a list of others (`nn.ModuleList`).
+        Calls of each module that contains a list of modules (`nn.ModuleList`).
     routed : dict of str to Routed
-        Weights of lists that got some of the rows of such a module, and not all the same: experts.
+        Experts: list members that got different parts of such a module's rows.
     """
 
     calls: tuple[tuple[str, int], ...]
@@ -70,7 +70,7 @@ class Trace:
 
     @property
     def rows(self) -> dict[str, list[int]]:
-        """Input rows of each call of each parameter, in the order of first calls."""
+        """Input rows of each call of each parameter, ordered by first call."""
         found: dict[str, list[int]] = {}
         for name, rows in self.calls:
             found.setdefault(name, []).append(rows)
@@ -78,7 +78,7 @@ class Trace:
 
     @property
     def repeated(self) -> dict[str, list[int]]:
-        """`rows` of the parameters that are called more than once: the loop. Of experts, by call of their module."""
+        """`rows` of the parameters that are called more than once: the loop. Experts count calls of their module."""
         found = {
             name: self.routed[name].rows if name in self.routed else rows for name, rows in self.rows.items()
         }
@@ -87,20 +87,20 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """Run a model once and note every use of its weights.
+    """Run a model once and record every use of its weights.
 
     Parameters
     ----------
     model : nn.Module
-        The whole model. Weights are its parameters of two dimensions, and of three where a convolution has them;
-        embeddings that are only looked up are left out.
+        The whole model. Weights are its two-dimensional parameters, and three-dimensional ones of convolutions.
+        Embeddings that are only looked up are left out.
     run : callable
         Runs one rollout.
 
     Returns
     -------
     Trace
-        Parameters are named as `named_parameters` does, a tied one by its first name.
+        Parameters have the names of `named_parameters`. A tied one has its first name.
     """
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
@@ -139,13 +139,13 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     finally:
         for handle in handles:
             handle.remove()
-    # A table of positions or steps is often read as `weight[...]`: its rows are no outputs of a product.
+    # A table of positions or steps is often read as `weight[...]`, so its rows are not outputs of a product.
     uses.looked_up |= {names[key] for key in tables if key in names}
     return uses.trace(list(weights))
 
 
 def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
-    """Embedding tables that one run of a model calls with the token ids themselves, not with positions or steps."""
+    """Embedding tables that one run calls with the token ids themselves, not with positions or steps."""
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
@@ -197,7 +197,7 @@ class _Uses:
 
     def trace(self, names: list[str]) -> Trace:
         n_calls = Counter((name, called) for name, _, called, _ in self._events)
-        # A call of a module shows its product too; more products than calls are those of other code.
+        # A module call also shows its product. Extra products come from other code.
         watched = {n: s for n, s in self._stored.items() if n_calls[n, False] > n_calls[n, True]}
         watched = {n: s for n, s in watched.items() if n not in self.looked_up}
         turned = {n: "multiplied from both sides" for n, s in watched.items() if len(s) > 1}
@@ -219,7 +219,7 @@ class _Uses:
 
 
 class _Lists:
-    """What the modules in lists get of the rows of the modules that hold the lists."""
+    """Rows that list members get from the modules that hold the lists."""
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
         #: Rows of each call of a module that holds a list, None where its input does not tell.
@@ -241,7 +241,7 @@ class _Lists:
         self.entered[name].append(rows)
 
     def step(self, name: str) -> int:
-        """Call of the module that holds a weight in a list; -1 before the first, and without such a module."""
+        """Call of the module that holds a weight in a list. -1 before the first, and without such a module."""
         return len(self.entered[self._held_by[name]]) - 1 if name in self._held_by else -1
 
     def called(self, name: str, step: int, rows: int) -> None:
@@ -250,7 +250,7 @@ class _Lists:
             self._calls[name].append((step, rows))
 
     def routed(self) -> dict[str, Routed]:
-        """Matrices of lists whose members got unlike rows, of which some are not those of the module around them."""
+        """Matrices of lists with different rows per member, if some rows differ from those of the outer module."""
         lists: dict[tuple[str, str], list[str]] = {}
         for name, holder in self._held_by.items():
             before = re.match(rf"{re.escape(holder)}\b.*?\.?(?=\d+\.)", name)
@@ -272,10 +272,11 @@ class _Lists:
             alike.setdefault(rest, set()).add(tuple(self._calls[name]))
         calls = [call for name in names for call in self._calls[name]]
         given = [None if step < 0 else whole[step] for step, _ in calls]
-        # What takes token ids does not tell its rows: then layers are what all get equally many.
+        # A module that takes token ids does not show its rows. Members with equal numbers of rows then count as
+        # layers.
         some = any(of is not None and of != rows for of, (_, rows) in zip(given, calls, strict=True))
         some |= None in given and len({rows for _, rows in calls}) > 1
-        # A layer that one call of the module calls repeatedly with all rows is a loop in the list.
+        # A member that one call of the module calls repeatedly with all rows is a loop inside the list.
         full = [
             (step, rows)
             for step, rows in calls

@@ -1,4 +1,4 @@
-"""TRM and HRM: a small net called again and again, its state carried over several forward calls."""
+"""TRM and HRM: a small net called repeatedly, with its state carried over several forward calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @SYSTEMS.register("trm")
 class Trm(LoopedSystem):
-    """TRM and HRM (plain torch classes): a rollout is several calls of the root forward with a carry.
+    """TRM and HRM (plain torch classes). A rollout is several calls of the root forward with a carry.
 
-    A step is one such call. In it the net runs H_cycles times (L_cycles updates of z_L, one of z_H): TRM
-    uses one net for both, HRM a net for each. Halting is left out: evaluation always runs to the end. The
-    state is cat(z_H, z_L) along the width.
+    A step is one such call. In it the net runs H_cycles times (L_cycles updates of z_L, one of z_H). TRM uses one net
+    for both, HRM a net for each. Halting is left out because evaluation always runs to the end. The state is cat(z_H,
+    z_L) along the width.
     """
 
     name = "trm"
@@ -36,7 +36,7 @@ class Trm(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by `inner.L_level` and a method `initial_carry`."""
+        """Recognised by `inner.L_level` and a method `initial_carry`."""
         return "inner.L_level.layers.0" in dict(model.named_modules()) and hasattr(model, "initial_carry")
 
     @property
@@ -46,11 +46,11 @@ class Trm(LoopedSystem):
 
     @property
     def prompt_length(self) -> int:
-        """`config.seq_len`: positions are built in."""
+        """`config.seq_len`, since positions are built in."""
         return int(self.model.config.seq_len)
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse more calls than the model makes before it starts again."""
+        """Reject more calls than the model makes before it restarts."""
         if n_steps > self.n_steps:
             raise ConfigError(f"trm: after {self.n_steps} calls the state is reset; got n_steps = {n_steps}")
         return super().check_depth(n_steps)
@@ -84,7 +84,7 @@ class Trm(LoopedSystem):
         depth = self.check_depth(n_steps)
         self._check_length(batch)
         given = self._given(batch)
-        # The published classes make the carry on torch's default device.
+        # The published classes create the carry on torch's default device.
         with torch.set_grad_enabled(self.keeps_graph), self.device:
             carry = self.model.initial_carry(given)
             for _ in range(depth):
@@ -100,7 +100,7 @@ class Trm(LoopedSystem):
         return embedding
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
-        """Learned vectors, the same at every position, Tensor (n_prompts, n_positions, 2 * width)."""
+        """Learned vectors, equal at all positions, as (n_prompts, n_positions, 2 * width)."""
         inner = self.model.inner
         high, low = (start.expand_as(embedding) for start in (inner.H_init, inner.L_init))
         return torch.cat((high, low), -1).to(embedding.dtype)

@@ -28,9 +28,9 @@ _LOW_RANK = "_adapter_list."
 class Zamba(LoopedSystem):
     """transformers' Zamba and Zamba2.
 
-    The shared block's weights belong to several distinct modules, each called once: a step of a weight is
-    the next of its modules. Zamba2 takes turns among several blocks, and gives every place low-rank adapters
-    of its own, which are not shared. The places are built in, so there is one depth.
+    The shared block's weights belong to several distinct modules, each called once. The next step of a weight is the
+    next of its modules. Zamba2 alternates between several blocks. It also gives every place separate low-rank
+    adapters, which are not shared. The places are built in, so there is one depth.
     """
 
     name = "zamba"
@@ -39,7 +39,7 @@ class Zamba(LoopedSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by layers with a shared transformer block beside a Mamba decoder."""
+        """Recognised by layers with a shared transformer block beside a Mamba decoder."""
         return any(name.endswith(".mamba_decoder") for name, _ in model.named_modules()) and any(
             name.rsplit(".", 1)[-1] in _BLOCKS for name, _ in model.named_modules()
         )
@@ -62,11 +62,11 @@ class Zamba(LoopedSystem):
 
     @property
     def n_steps(self) -> int:
-        """Places of the block that has most of them."""
+        """Number of places of the most used block."""
         return max(self._shared.values(), default=1)
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse every depth but the one built in."""
+        """Reject every depth but the one built in."""
         if n_steps != self.n_steps:
             raise ConfigError(
                 f"zamba: the shared block has {self.n_steps} places, so n_steps must be that; got {n_steps}"
@@ -74,7 +74,7 @@ class Zamba(LoopedSystem):
         return n_steps
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
-        """Every matrix of the shared blocks, called once for each place that it has."""
+        """Every matrix of the shared blocks, called once per place."""
         modules: list[tuple[str, dict[str, Any]]] = []
         for name, places in self._shared.items():
             role = "attention" if ".self_attn." in name else "mlp"
@@ -83,7 +83,7 @@ class Zamba(LoopedSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """Zamba2's low-rank adapters: tied like the block, but each is used in one place only."""
+        """Zamba2's low-rank adapters. They are tied like the block, but each is used in one place only."""
         reason = "low-rank adapter of one place, called once"
         return {f"{name}.weight": reason for name in self._tied if _LOW_RANK in name}
 
@@ -94,7 +94,7 @@ class Zamba(LoopedSystem):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Go on by the model's cache."""
+        """Continue with the model's cache."""
         return cached(
             self.model(input_ids=self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache))
         )

@@ -1,1 +1,1 @@
-"""What a user sees while work goes on: progress, tables, interrupts."""
+"""Output during work and reaction to interrupts: progress, tables, Ctrl-C."""

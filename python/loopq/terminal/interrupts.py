@@ -1,4 +1,4 @@
-"""Ctrl-C: noted when it comes, and the end of the program soon after, whatever it is doing."""
+"""Ctrl-C: record it when it comes, and end the program soon after, even in the middle of work."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ INTERRUPTED = 130
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End the program: a handler of signals for as long as no command runs."""
+    """End the program. Handles signals while no command runs."""
     _end("loopq: interrupted")
 
 
 def _end(line: str) -> NoReturn:
-    # Past every buffer and lock of a program that is going down.
+    # Bypasses all buffers and locks, because the program is going down.
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))
     os._exit(INTERRUPTED)
 
 
 class Interrupts:
-    """Ctrl-C while a command runs: a KeyboardInterrupt, which is remembered.
+    """Ctrl-C while a command runs: a KeyboardInterrupt that is also recorded.
 
-    Libraries that are being imported turn it into errors of their own.
+    Libraries that are being imported turn it into other errors.
 
     Parameters
     ----------
     patience : float or None
-        Seconds after which the process ends even where the interrupt has not arrived: a long call of a library answers
-        no signal. That is as safe as a kill is (SECURITY.md). None waits as long as it takes.
+        Seconds until the process ends if the interrupt has not arrived, since a long library call does not react to
+        signals. This is as safe as a kill (SECURITY.md). None waits indefinitely.
     line : callable
         What is printed then.
     """
@@ -45,15 +45,13 @@ class Interrupts:
     def __init__(self, patience: float | None, line: Callable[[], str]) -> None:
         self.any = False
         self._line = line
-        # Only the main thread is told of signals; elsewhere whoever has it decides.
+        # Only the main thread receives signals. In other threads the owner of the main thread decides.
         self._main = threading.current_thread() is threading.main_thread()
         self._before = signal.signal(signal.SIGINT, self._note) if self._main else None
         self._told, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._wakeup: socket.socket | None = None
         if self._main and patience is not None:
-            # Not above: what is imported before there is a handler is time in which Ctrl-C is a traceback.
-
-            # The number of every signal is written here when it comes, not when Python gets round to it.
+            # Every signal's number is written here when it comes, not when Python handles it.
             watched, self._wakeup = socket.socketpair()
             self._wakeup.setblocking(False)
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -64,7 +62,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
-        # One that comes in a destructor or a callback goes no further: Python would print where, and carry on.
+        # A KeyboardInterrupt in a destructor or callback ends here. Python would print the place and continue.
         if not isinstance(what.exc_value, KeyboardInterrupt):
             self._told(what)
 
@@ -77,13 +75,13 @@ class Interrupts:
                         again = watched.recv(1)
                     except TimeoutError:
                         again = number
-                    # The other end is closed where the command has ended. A second Ctrl-C does not wait.
+                    # The other end is closed when the command has ended. A second Ctrl-C does not wait.
                     if again:
                         _end(self._line())
                     return
 
     def end(self) -> None:
-        """Put back what was there."""
+        """Restore the previous handlers."""
         sys.unraisablehook = self._told
         if self._main:
             signal.signal(signal.SIGINT, self._before)

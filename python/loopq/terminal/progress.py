@@ -25,11 +25,11 @@ class Progress(Protocol):
         """Print a line that is not overwritten."""
 
     def warn(self, text: str) -> None:
-        """Tell what is done otherwise than by default."""
+        """Report a deviation from the defaults."""
 
 
 class Silent:
-    """Progress that prints nothing, the library's default; what is done otherwise is a warning of Python."""
+    """Progress that prints nothing, the library's default. Deviations from defaults become Python warnings."""
 
     def start(self, label: str, total: int, unit: str) -> None:
         """Ignore the stage."""
@@ -44,12 +44,12 @@ class Silent:
         """Ignore the line."""
 
     def warn(self, text: str) -> None:
-        """Warn as Python code expects it."""
+        """Warn through Python's warnings."""
         warnings.warn(text, stacklevel=3)
 
 
 class Line:
-    """Progress as text: a bar on a terminal; in a log a line once a minute and at the end of each stage."""
+    """Progress as text: a bar on a terminal. In a log, a line once a minute and at the end of each stage."""
 
     def __init__(self, stream: TextIO | None = None, every: float = 0.1, log_every: float = 60.0) -> None:
         self._stream = stream or sys.stderr
@@ -68,7 +68,7 @@ class Line:
             self._draw()
 
     def advance(self, n: int = 1) -> None:
-        """Count units and update the bar, at most ten times a second; in a log once a minute."""
+        """Count units. Update the bar at most ten times a second, or once a minute in a log."""
         self._done += n
         if time.monotonic() - self._shown > self._every and self._done < self._total:
             self._draw()

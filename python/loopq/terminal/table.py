@@ -1,4 +1,4 @@
-"""Tables for a terminal: aligned columns, numbers on the right."""
+"""Tables for a terminal with aligned columns. Numbers are on the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     header : sequence of str
         Column heads.
     rows : sequence of sequences
-        Cells; None is shown as a dash. A column whose cells are all numbers or dashes is right-aligned.
+        Cells. None is shown as a dash. A column that contains only numbers or dashes is right-aligned.
     """
     cells = [["-" if c is None else str(c) for c in row] for row in rows]
     widths = [
@@ -38,7 +38,7 @@ def _is_number(cell: str) -> bool:
 
 
 def size(n_bytes: float) -> str:
-    """Format a number of bytes; kB, MB and GB are powers of ten."""
+    """Format a number of bytes. kB, MB and GB are powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"
@@ -46,5 +46,5 @@ def size(n_bytes: float) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str | None:
-    """Format a number with a few significant digits; None stays None."""
+    """Format a number with a few significant digits. None stays None."""
     return None if value is None else f"{value:.{digits}g}"

@@ -1,4 +1,4 @@
-"""The embedded model, a small trained one of Huginn's class, and the two texts that ship with it."""
+"""The embedded model, a small trained model of Huginn's class, and its two texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loopq.errors import ConfigError
 
 __all__ = ["MODEL_TYPE", "available", "calibration_text", "evaluation_text", "folder"]
 
-# As the embedded model's config.json names its class.
+# Class name in the embedded model's config.json.
 MODEL_TYPE = "loopq-zoo-huginn"
 
 _HERE = Path(__file__).resolve().parent
@@ -17,7 +17,7 @@ _WEIGHTS = _HERE / "weights"
 
 
 def available() -> list[str]:
-    """Return the names of the embedded models, which `loopq.models.load.load_model` takes as they are."""
+    """Return the names of the embedded models. `loopq.models.load.load_model` takes these names."""
     return sorted(path.parent.name for path in _WEIGHTS.glob("*/config.json"))
 
 
@@ -49,5 +49,5 @@ def calibration_text() -> bytes:
 
 
 def evaluation_text() -> bytes:
-    """Return the embedded text for evaluation, by another author (public domain, ASCII)."""
+    """Return the embedded text for evaluation (public domain, ASCII, by another author)."""
     return (_DATA / "evaluation.txt").read_bytes()

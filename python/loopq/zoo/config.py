@@ -1,4 +1,4 @@
-"""Settings that small models of published classes share, and how ``config.json`` becomes them."""
+"""Settings shared by small models of published classes, and their conversion from ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from loopq.errors import ConfigError
 
 @dataclasses.dataclass
 class SmallConfig:
-    """Settings that every small model has; the attributes that adapters read are named as in the published classes.
+    """Settings of every small model. Attributes that adapters read keep the names of the published classes.
 
     Parameters
     ----------
     vocab_size : int
-        Number of token ids; 256 where a token is a byte.
+        Number of token ids. 256 for models of bytes.
     n_embd : int
         Width ``d`` of the state.
     n_heads : int
@@ -23,19 +23,19 @@ class SmallConfig:
     intermediate_size : int
         Hidden width of the MLP.
     block_size : int
-        Longest sequence the model was trained on.
+        Longest training sequence.
     norm_eps : float
         Added to the mean square inside the norms.
 
     Raises
     ------
     ConfigError
-        If an integer is below its least value or not the multiple it must be.
+        If an integer is below its minimum or not a multiple of the required number.
     """
 
     model_type: ClassVar[str] = ""
-    # What a class asks of its integers: the least value where it is not 1, and (setting, factor, other) for "a
-    # multiple of factor times other".
+    # Rules for integers: their minimum where it is not 1, and (setting, factor, other) for "a multiple of factor times
+    # other".
     least: ClassVar[dict[str, int]] = {}
     multiples: ClassVar[tuple[tuple[str, int, str | None], ...]] = (("n_embd", 1, "n_heads"),)
 
@@ -68,12 +68,12 @@ class SmallConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build the config from what `to_dict` gave.
+        """Build the config from the output of `to_dict`.
 
         Raises
         ------
         ConfigError
-            If ``model_type`` is another model's or a key is unknown.
+            If ``model_type`` belongs to another model or a key is unknown.
         """
         values = dict(values)
         model_type = values.pop("model_type", cls.model_type)

@@ -1,4 +1,4 @@
-"""Huginn's class in small, with its module names and calls: the class of the embedded model."""
+"""A small model of Huginn's class with the same module names and calls. The embedded model uses it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass
 class HuginnConfig(SmallConfig):
-    """Settings of `SmallHuginn`; see `SmallConfig` for the common ones.
+    """Settings of `SmallHuginn`. `SmallConfig` describes the common ones.
 
     Parameters
     ----------
     mean_recurrence : int
-        Depth ``N`` of a rollout when the caller names none.
+        Depth ``N`` of a rollout without an explicit depth.
     n_prelude, n_core, n_coda : int
         Blocks before, in and after the loop.
     rope_base : float
         Base of the rotary angles.
     tie_embeddings : bool
-        Whether head and embedding are one parameter, as in Huginn.
+        Whether head and embedding share one parameter, as in Huginn.
     """
 
     model_type: ClassVar[str] = "loopq-zoo-huginn"
@@ -76,7 +76,7 @@ class HuginnAttention(nn.Module):
 
 
 class HuginnMLP(nn.Module):
-    """Gated MLP with gate and up fused in ``fc``, gate first."""
+    """Gated MLP. ``fc`` holds gate and up, gate first."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class HuginnMLP(nn.Module):
 
 
 class HuginnBlock(nn.Module):
-    """``x = norm_2(attn(norm_1(x)) + x);  x = norm_4(mlp(norm_3(x)) + x)``: norms sit on the stream."""
+    """``x = norm_2(attn(norm_1(x)) + x)`` and ``x = norm_4(mlp(norm_3(x)) + x)``. Norms act on the stream."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class HuginnBlock(nn.Module):
 
 
 class SmallHuginn(nn.Module):
-    """Huginn's class: prelude, adapter and core blocks in a loop, coda; without cache, padding mask and loss.
+    """Huginn's class: prelude, looped adapter and core blocks, coda. It has no cache, padding mask or loss.
 
     Notes
     -----
-    ``e = prelude(sqrt(d) wte(ids))``; ``s_0`` is normal noise of variance 2/5 cut at three standard deviations;
-    ``s_{t+1} = core(adapter([s_t, e]))`` with the state columns first; logits are
-    ``lm_head(ln_f(coda(ln_f(s_N))))`` with the head tied to ``wte``. As in the published class, the noise comes from
-    the global generator unless `input_states` is given, and a depth that is one number runs without gradient.
+    The embedding is ``e = prelude(sqrt(d) wte(ids))``. The start state ``s_0`` is normal noise of variance 2/5, cut at
+    three standard deviations. A step is ``s_{t+1} = core(adapter([s_t, e]))`` with the state columns first. The logits
+    are ``lm_head(ln_f(coda(ln_f(s_N))))`` with the head tied to ``wte``. As in the published class, noise comes from
+    the global generator unless `input_states` is given. A depth given as one number runs without gradient.
     """
 
     block_class: ClassVar[type[nn.Module]] = HuginnBlock
@@ -142,12 +142,12 @@ class SmallHuginn(nn.Module):
         self.add_rotary(d // config.n_heads)
 
     def add_rotary(self, head_dim: int) -> None:
-        """Add the rotary table ``freqs_cis`` (1, block_size, 1, head_dim / 2, 2) of cosines and sines."""
+        """Store the rotary table ``freqs_cis`` of cosines and sines as (1, block_size, 1, head_dim / 2, 2)."""
         table = rotary_table(self.config.block_size, head_dim, self.config.rope_base)
         self.register_buffer("freqs_cis", table, persistent=False)
 
     def rotary(self, embeds: Tensor) -> Any:
-        """Return what blocks are handed down for the positions of (batch, seq, d)."""
+        """Return the rotary angles that blocks receive for the positions of (batch, seq, d)."""
         return self.freqs_cis[:, : embeds.shape[1]]
 
     def tables(self, freqs: Any) -> Rope:
@@ -168,22 +168,22 @@ class SmallHuginn(nn.Module):
         input_ids : int64 array (batch, seq)
             Byte values.
         input_states : float array (batch, seq, d), optional
-            State before step 0; drawn from the global generator when absent.
+            State before step 0. Drawn from the global generator when absent.
         num_steps : int or pair of int, optional
-            Depth ``N``, without gradient; a pair (n, k) runs n steps without gradient and k more with it.
-            ``config.mean_recurrence`` when absent.
+            Depth ``N``, without gradient. A pair (n, k) runs n steps without gradient and k more with it. The default
+            is ``config.mean_recurrence``.
         use_cache : bool
-            Must be false: there is no cache.
+            Must be false because the class has no cache.
 
         Returns
         -------
         SimpleNamespace
-            `logits`, float32 (batch, seq, vocab), and `past_key_values`, which is None.
+            `logits` in float32 (batch, seq, vocab). `past_key_values` is None.
 
         Raises
         ------
         ConfigError
-            If the sequence is longer than the rotary table, or a cache is asked for.
+            If the sequence exceeds the rotary table, or the call requests a cache.
         """
         if use_cache:
             raise ConfigError(
@@ -225,7 +225,7 @@ class SmallHuginn(nn.Module):
         past_key_values: None,
         num_steps: int | tuple[int, int] | None = None,
     ) -> tuple[Tensor, int, int, Tensor, Tensor]:
-        """Run the loop; return the coda's input, the steps without and with gradient, the state, the block's number."""
+        """Run the loop. Return coda input, step counts without and with gradient, state and block number."""
         x = self.initialize_state(input_embeds) if input_states is None else input_states
         depth = self.config.mean_recurrence if num_steps is None else num_steps
         n_plain, n_graph = depth if isinstance(depth, tuple) else (depth, 0)
@@ -251,6 +251,6 @@ class SmallHuginn(nn.Module):
         block_idx: Tensor,
         current_step: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return the state after one step, ``R(s, e)``, and the number of the last block that ran."""
+        """Return the state after one step, ``R(s, e)``, and the number of the last block."""
         x = self.transformer["adapter"](torch.cat((x, input_embeds), -1))
         return self.run_blocks("core_block", x, freqs_cis), block_idx + self.config.n_core

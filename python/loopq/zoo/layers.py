@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Last linear of a residual branch, by the names that published classes give it.
+# Names of a residual branch's last linear layer in the published classes.
 _BRANCH_OUTPUTS = {"proj", "o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h"}
 
 
@@ -26,13 +26,13 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(positions: Tensor, dim: int, base: float) -> Tensor:
-    """Return the rotary angles ``p / base^(2i / dim)`` as float64 (n, dim / 2) for positions ``p`` (n,)."""
+    """Return the rotary angles ``p / base^(2i / dim)`` for positions ``p`` (n,) as float64 (n, dim / 2)."""
     freq = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     return positions.double()[:, None] * freq
 
 
 def rotary_table(n_positions: int, dim: int, base: float) -> Tensor:
-    """Return cosines and sines of the rotary angles, float32 (1, n_positions, 1, dim / 2, 2)."""
+    """Return float32 cosines and sines of the rotary angles as (1, n_positions, 1, dim / 2, 2)."""
     angles = rotary_angles(torch.arange(n_positions), dim, base)
     return torch.stack((angles.cos(), angles.sin()), -1)[None, :, None].float()
 
@@ -45,17 +45,17 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Turn (batch, seq, heads * dim) into (batch, heads, seq, dim)."""
+    """Split (batch, seq, heads * dim) into heads, with the head axis second."""
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Turn (batch, heads, seq, dim) into (batch, seq, heads * dim)."""
+    """Merge the heads of (batch, heads, seq, dim) into the last axis."""
     return x.transpose(1, 2).flatten(-2)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax attention over (batch, heads, seq, dim); fewer k/v heads are repeated."""
+    """Causal softmax attention over (batch, heads, seq, dim). Fewer key and value heads are repeated."""
     if k.shape[1] != q.shape[1]:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -63,7 +63,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def init_linears(model: nn.Module, depth: int) -> None:
-    """Draw linear weights normal, std ``1/sqrt(in)``; outputs of branches smaller by ``sqrt(2 depth)``."""
+    """Draw normal linear weights with std ``1/sqrt(in)``. Branch outputs are smaller by ``sqrt(2 depth)``."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             std = 1.0 / math.sqrt(module.in_features)

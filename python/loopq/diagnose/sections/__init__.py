@@ -1,4 +1,4 @@
-"""The sections of a diagnosis, one file each here or in the `diagnose.sections` of a room.
+"""The sections of a diagnosis, one file each. Subpackages such as `loopq.paper` add theirs.
 
 A section takes the context and returns plain data.
 """
@@ -26,17 +26,17 @@ class Section:
     order : int
         Place among the sections.
     loop : str
-        What of it needs a single-step function, in words; empty where nothing does.
+        Parts that need a single-step function, in words. Empty if there are none.
     exposed : bool
-        Whether it needs a feedback-exposed layer.
+        Whether the section needs a feedback-exposed layer.
     compares : bool
-        Whether it compares predictions under different weights.
+        Whether the section compares predictions under different weights.
     rollouts : callable
-        How many rollouts of one prompt it runs.
+        Number of rollouts per prompt.
     seconds : callable
-        What it takes besides, from the seconds of one step of one prompt.
+        Additional seconds, given the seconds of one step of one prompt.
     says : callable
-        A sentence about what was found, for the terminal; empty where the verdicts of the layers say it.
+        A sentence about the result for the terminal. Empty where the layers' verdicts report it.
     """
 
     run: Callable[[Context], dict[str, Any]]
@@ -53,7 +53,7 @@ SECTIONS: Registry[Section] = Registry("section", "loopq.diagnose.sections")
 
 
 def in_order() -> dict[str, Section]:
-    """Every section by its name, in their order."""
+    """All sections by name, in their order."""
     return dict(sorted(SECTIONS, key=lambda entry: entry[1].order))
 
 

@@ -1,4 +1,4 @@
-"""Damage of each layer rounded alone, beside two one-step measures (Li, Table 16)."""
+"""Damage of each layer rounded alone, with two one-step measures (Li, Table 16)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ablation(context: Context) -> dict[str, Any]:
 
 
 def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
-    """tr(X^T X) of each observed layer over all steps: the sum of its squared inputs (Li, App. G)."""
+    """tr(X^T X) of each observed layer over all steps, its sum of squared inputs (Li, App. G)."""
     total: dict[str, float] = {}
 
     def add(p: SharedParameter, step: int, rows: Any) -> None:

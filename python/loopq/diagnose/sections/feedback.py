@@ -1,4 +1,4 @@
-"""The error that the loop feeds back (Li, App. E)."""
+"""Error fed back by the loop (Li, App. E)."""
 
 from __future__ import annotations
 

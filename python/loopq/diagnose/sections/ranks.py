@@ -1,4 +1,4 @@
-"""Ranks, spectra, proxies and magnitudes of every observed input (Li, Tables 1, 18, 19 and 22)."""
+"""Input Hessians of a diagnosis: their ranks and spectra, with the proxies and magnitudes of the layers."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from loopq.layers.grid import PER_CHANNEL
 from loopq.settings.execution import Execution
 from loopq.systems.base import SharedParameter
 
-# Input groups whose Hessians are in memory together, and a function that returns those of one group.
+# Input groups with their Hessians in memory together, and a function that returns the Hessians of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]
 
-# Width of the matrix that is timed, and inputs whose spectra are computed: those drawn, and some that were the lowest
-# rank or the largest gain before another one was found.
+# Width of the timed matrix, and number of inputs with spectra. These are the drawn inputs and some that had the lowest
+# rank or the largest gain until another one was found.
 _PROBE = 1024
 _DRAWN = 6
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What ranks are counted of.
+    """Inputs of the rank counts.
 
     Parameters
     ----------
     observed : sequence of SharedParameter
         Layers.
     input_groups : mapping of str to str
-        Of each layer, the one whose input it reads.
+        Maps each layer to a layer. That one represents its input.
     passes : iterable of Pass
         Hessians of the inputs.
     weight : callable
@@ -53,7 +53,7 @@ class _Inputs:
 
 
 def ranks(context: Context) -> dict[str, Any]:
-    """Ranks, spectra, proxies and magnitudes of every observed input (Li, Tables 1, 18, 19 and 22)."""
+    """Measure ranks, spectra, proxies and magnitudes of all observed inputs (Li, Tables 1, 18, 19 and 22)."""
     sums = context.sums()
 
     def take(name: str) -> StepHessians:
@@ -72,7 +72,7 @@ def ranks(context: Context) -> dict[str, Any]:
 
 
 def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
-    """The same, from a calibration dump."""
+    """The same measurements from a calibration dump."""
     m = dump.manifest
     weights = dump.weights()
     groups = {p.name: m.input_groups[p.name] for p in m.parameters if p.name in m.input_groups}
@@ -104,7 +104,7 @@ def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution:
         progress.start("ranks", len(names), "inputs")
         for name in names:
             h = take(name)
-            if not any(map(h.n_rows, h.steps)):  # an expert that no token was sent to
+            if not any(map(h.n_rows, h.steps)):  # no token was routed to this expert
                 progress.advance()
                 continue
             count = rank.steps_to_count(len(list(h.steps)), h.dim)
@@ -121,7 +121,7 @@ def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution:
                     outputs[p.name] = proxy.step_proxies(w, h, threads)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
                         into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
-                    # Li, Table 25: the adapter is damped ten times as much.
+                    # Li, Table 25: the adapter gets ten times the damping.
                     damping = config.damping * (10 if p.role == "adapter" else 1)
                     grouped = config.layer(config.group_size)
                     losses[p.name] = solved_losses(w, h, grouped, damping, rounder, threads)
@@ -159,7 +159,7 @@ def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(context: Context, step: float) -> float:
-    """Seconds of all counts and of the spectra that are drawn: one of each timed, scaled by the cube of the width."""
+    """Seconds of all counts and drawn spectra: one of each is timed and scaled by the cube of the width."""
     groups = context.selection.distinct_inputs
     probe = min(_PROBE, max((p.in_features for p in groups), default=1))
     h = np.eye(probe)
@@ -172,7 +172,7 @@ def _seconds(context: Context, step: float) -> float:
     per_count, per_spectrum = unit(rank.count), unit(rank.spectrum)
     total = 0.0
     for p in groups:
-        # The two blocks of a concatenated input are counted as well, each at an eighth of the cost.
+        # The two blocks of a concatenated input are counted too, each at an eighth of the cost.
         share = 1.25 if input_blocks(p) else 1.0
         counted = len(rank.steps_to_count(p.invocations, p.in_features)) + 1
         total += share * per_count * p.in_features**3 * counted

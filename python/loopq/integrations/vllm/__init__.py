@@ -1,9 +1,9 @@
-"""vLLM serves looped models with all their loops: a plugin that vLLM finds once loopq is installed beside it.
+"""A vLLM plugin that serves looped models with all their loops. vLLM finds it once loopq is installed.
 
-``vllm serve DIR`` takes Ouro, Huginn, R-Llama and dense decoders with a loop (`loopq.systems.looped`), in full
-precision or as ``loopq export`` wrote them. Each call of an attention layer in a forward pass has a key/value cache
-of its own, which is what vLLM's own fallbacks lack. The depth is that of ``config.json``; ``--hf-overrides`` changes
-it (``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'``). Checked with vLLM 0.32 (docs/formats/interop.md).
+``vllm serve DIR`` takes Ouro, Huginn, R-Llama and dense decoders with a loop (`loopq.systems.looped`). Checkpoints may
+be full-precision or written by ``loopq export``. Each call of an attention layer in a forward pass has its own
+key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides`` changes it
+(``'{"total_ut_steps": 3}'`` or ``'{"mean_recurrence": 16}'``). Checked with vLLM 0.32 (docs/formats/interop.md).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MODELS = {
 
 
 def register() -> None:
-    """Make the classes and their configurations known; vLLM calls this in each of its processes.
+    """Register the classes and their configurations. vLLM calls this in each of its processes.
 
-    Versions of vLLM up to 0.26 have a class of their own for Ouro, which they keep.
+    vLLM up to 0.26 has its own class for Ouro and keeps it.
     """
-    # Lazy: the name of this package is read without vLLM and without transformers.
+    # Lazy: reading this package's name must not need vLLM or transformers.
     from transformers import AutoConfig
     from vllm import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""Configurations of looped models under the names that vLLM asks for, so that no code of the checkpoint has to run."""
+"""Configurations of looped models with vLLM's attribute names, so that no code of the checkpoint has to run."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class HuginnConfig(PretrainedConfig):
     def __init__(self, **settings: Any) -> None:
         heads = settings.get("n_heads", 55)
         self.head_dim = settings.get("n_embd", 5280) // heads
-        # R-Llama has both; Huginn's file may leave them to its class.
+        # R-Llama has both. Huginn's file may omit them because its class has defaults.
         own = {"num_key_value_heads": heads, "max_position_embeddings": settings.get("block_size", 4096)}
         super().__init__(**(own | settings))

@@ -1,8 +1,8 @@
-"""Looped models as vLLM runs them: weights once, a key/value cache for each call of an attention layer.
+"""Looped models in vLLM: one copy of the weights, and a key/value cache for each call of an attention layer.
 
-The first loop's layers are built as vLLM builds any; `again` gives the layers of a later loop, which are the same
-modules around an attention with a cache of its own. Everything else, tensor parallelism, quantized products and paged
-caches, is vLLM's. Pipeline parallelism is refused: each loop would pass through all machines.
+vLLM's usual code builds the first loop's layers. `again` gives the layers of a later loop: the same modules around an
+attention with its own cache. Tensor parallelism, quantized products and paged caches come from vLLM. Pipeline
+parallelism is rejected because each loop would pass through all machines.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
 
 
 def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
-    """Return a module with all parameters shared, whose attention has a key/value cache of its own.
+    """Return a module that shares all parameters but has its own attention with its own key/value cache.
 
     Parameters
     ----------
     module : nn.Module
-        A layer with one attention in it.
+        A layer with one attention.
     name : str
-        What vLLM keeps that cache under; it must hold one number, which no other cache has.
+        vLLM's name of that cache. It must contain one number that no other cache uses.
     vllm_config : VllmConfig
-        As the layer was built with.
+        Configuration that the layer was built with.
     """
     if isinstance(module, Attention):
         return Attention(
@@ -77,20 +77,20 @@ def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
 
 
 class Loops(nn.Module):
-    """Layers in the order in which they run; under their names stands each once.
+    """Layers in execution order. Each appears once under its name.
 
     Parameters
     ----------
     layers : nn.ModuleList
         The layers.
     order : list of int
-        Numbers of the layers as they run. Who runs for the second time is a twin by `again`.
+        Layer numbers in execution order. A repeated layer is a twin from `again`.
     name : str
-        The layers' name, before their number.
+        Prefix of the layers' names, before the number.
     first_slot : int
-        Number of the first cache of a twin.
+        Number of the first twin's cache.
     vllm_config : VllmConfig
-        As the layers were built with.
+        Configuration that the layers were built with.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Loops(nn.Module):
                 twins.append(layer)
             seen.add(number)
             run.append(layer)
-        # No modules of their own to PyTorch: every parameter has one name, that of the checkpoint.
+        # Kept outside PyTorch's modules, so every parameter has a single name, that of the checkpoint.
         self._run = tuple(run)
         caches = [part for twin in twins for part in twin.modules() if isinstance(part, Attention)]
         self.add_module("caches", nn.ModuleList(caches))
@@ -122,7 +122,7 @@ class Loops(nn.Module):
 
 
 class _Causal(nn.Module, SupportsQuant):
-    """What vLLM asks of a causal model; a subclass gives the inner model."""
+    """Interface of a causal model in vLLM. Subclasses provide the inner model."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Causal(nn.Module, SupportsQuant):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Take the tensors of a checkpoint."""
+        """Load the tensors of a checkpoint."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)  # type: ignore[no-any-return]
 
 
@@ -210,7 +210,7 @@ class OuroLayer(nn.Module):
 
 @support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
 class OuroModel(nn.Module):
-    """Embedding, and as often as the configuration says: all layers, then the norm."""
+    """Embedding, then a configured number of loops, each with all layers and the norm."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class OuroModel(nn.Module):
 
 
 class Ouro(_Causal):
-    """Ouro-1.4B and Ouro-2.6B; every token is read from the last loop, the exit gate is not used."""
+    """Ouro-1.4B and Ouro-2.6B. Tokens are read from the last loop. The exit gate is not used."""
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper | WeightsMapper(
         orig_to_new_substr={"early_exit_gate": None}
@@ -268,7 +268,7 @@ class Ouro(_Causal):
 
 
 class RavenAttention(nn.Module):
-    """Attention with one matrix for q, k and v; `rotary` turns queries and keys by their positions."""
+    """Attention with one matrix for q, k and v. `rotary` rotates queries and keys by their positions."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
         super().__init__()
@@ -313,13 +313,13 @@ class RavenAttention(nn.Module):
 
 
 def _load_own_heads(parameter: nn.Parameter, stored: Tensor) -> None:
-    """Copy the biases of this machine's heads, from (2, 1, heads, width of a head)."""
+    """Copy the biases of this machine's heads from the (2, 1, heads, head width) tensor."""
     n = parameter.shape[2]
     parameter.data.copy_(stored.narrow(2, n * get_tensor_model_parallel_rank(), n))
 
 
 class RavenMLP(nn.Module):
-    """Gated MLP; gate and up are one matrix."""
+    """Gated MLP. Gate and up share one matrix."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class RavenMLP(nn.Module):
 
 
 class RavenBlock(nn.Module):
-    """What blocks of Huginn and R-Llama have: attention, MLP and norms."""
+    """Common parts of Huginn's and R-Llama's blocks: attention, MLP and norms."""
 
     n_norms: ClassVar[int]
 
@@ -360,7 +360,7 @@ class RavenBlock(nn.Module):
 
 
 class HuginnBlock(RavenBlock):
-    """``x = norm_2(attn(norm_1(x)) + x); x = norm_4(mlp(norm_3(x)) + x)``."""
+    """``x = norm_2(attn(norm_1(x)) + x)``, then ``x = norm_4(mlp(norm_3(x)) + x)``."""
 
     n_norms = 4
 
@@ -371,7 +371,7 @@ class HuginnBlock(RavenBlock):
 
 
 class RLlamaBlock(RavenBlock):
-    """``x += attn(norm_1(x)); x += mlp(norm_2(x))``."""
+    """``x += attn(norm_1(x))``, then ``x += mlp(norm_2(x))``."""
 
     n_norms = 2
 
@@ -383,12 +383,12 @@ class RLlamaBlock(RavenBlock):
 
 @support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
 class RavenModel(nn.Module):
-    """Prelude, noise, adapter and core blocks `mean_recurrence` times, coda, norm; Huginn's has a norm after the loop.
+    """Prelude, noise, adapter and core blocks `mean_recurrence` times, coda, norm. Huginn adds a norm after the loop.
 
-    R-Llama is told by its embeddings, which are not scaled: both call their class and their ``model_type`` alike.
+    Both models use the same class and ``model_type`` names. R-Llama is recognised by its unscaled embeddings.
 
-    The initial state of a token is noise drawn from its position, as `loopq run` draws it with seed 0: the same text
-    has the same logits whatever it is batched with.
+    A token's initial state is noise drawn from its position, as in `loopq run` with seed 0. A text thus has the same
+    logits in every batch.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -475,7 +475,7 @@ class RavenModel(nn.Module):
 
 
 class Raven(_Causal):
-    """Huginn-3.5B and R-Llama; the depth is `mean_recurrence`, without adaptive exit."""
+    """Huginn-3.5B and R-Llama. The depth is `mean_recurrence`, without adaptive exit."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"freqs_cis": None})
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
@@ -493,7 +493,7 @@ class Raven(_Causal):
 
 
 class _Looped:
-    """A dense decoder of vLLM's, some of whose layers run several times (`loopq.systems.looped`)."""
+    """A dense decoder of vLLM with layers that run several times (`loopq.systems.looped`)."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -509,7 +509,7 @@ class _Looped:
 
 
 class LoopedLlama(_Looped, LlamaForCausalLM):
-    """Llama, SmolLM and their like with a loop."""
+    """Llama, SmolLM and similar decoders with a loop."""
 
 
 class LoopedMistral(_Looped, MistralForCausalLM):

@@ -1,1 +1,1 @@
-"""Commands of the paper's room."""
+"""Commands of the `loopq.paper` package."""

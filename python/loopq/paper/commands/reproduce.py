@@ -23,7 +23,7 @@ from loopq.terminal.table import render
 
 _WORK = Path(".cache") / "reproduce"
 ALL = "all"
-# Prompts on which the channel is chosen where something is planted.
+# Prompts that choose the channel where something is planted.
 _N_PLANT = 4
 
 
@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write the record."""
+    """Measure and print, then write the record."""
     from loopq.paper.run import in_order, make, write
     from loopq.paper.shown import find
 
@@ -106,7 +106,7 @@ def _list() -> int:
 
 
 def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress) -> list[Any]:
-    """Load every model before any is measured, so that a wrong name fails at once."""
+    """Load all models before measuring any, so that a wrong name fails at once."""
     from loopq import zoo
     from loopq.calibrate.plbert import PLBERT, data_folder
     from loopq.paper.bench import Bench, BenchSettings

@@ -1,1 +1,1 @@
-"""Recurrences outside transformers: quantizing a transition against quantizing the rest."""
+"""Recurrences outside transformers: quantized transitions compared with other quantized parts."""

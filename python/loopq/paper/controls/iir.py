@@ -1,4 +1,4 @@
-"""Linear filters: quantizing the feedback matrix moves poles, quantizing the other matrices does not (Li, App. M)."""
+"""Linear filters: quantizing the feedback matrix moves poles, quantizing the others does not (Li, App. M)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from loopq.paper.controls.rounding import round_signed
 Floats = NDArray[np.float64]
 
 BITS = (4, 6, 8, 10, 12, 16)
-# Li, App. M states the ripple of one design only. A scan over ripple and attenuation finds that these values, and no
-# others, give Table 20 to three decimals. "Order" is the prototype's: a band-pass filter has twice as many poles.
+# Li, App. M gives the ripple of only one design. A scan over ripple and attenuation shows that exactly these values
+# give Table 20 to three decimals. "Order" means the prototype's order: a band-pass filter has twice as many poles.
 DESIGNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "Butterworth 4": ("butter", (4, (0.2, 0.4))),
     "Chebyshev I, 4": ("cheby1", (4, 0.5, (0.2, 0.4))),
@@ -48,9 +48,9 @@ class Row:
     n_states : int
         Number of poles.
     original, a_quantized, bcd_quantized : float
-        Largest pole magnitude of the filter, with A quantized, with B, C and D quantized.
+        Largest pole magnitude of the filter: original, with A quantized, and with B, C and D quantized.
     stable : bool
-        Whether the filter with A quantized has all poles on or inside the unit circle.
+        Whether all poles of the filter with A quantized lie on or inside the unit circle.
     """
 
     filter: str
@@ -82,12 +82,12 @@ def design(name: str) -> Realisation:
 
 
 def modal(form: Realisation) -> Realisation:
-    """Rewrite a filter in real block-diagonal form: the same poles, a 2x2 block for each complex pair.
+    """Rewrite a filter in real block-diagonal form with the same poles and a 2x2 block per complex pair.
 
     Raises
     ------
     ConfigError
-        A has repeated poles, so that the form does not exist.
+        If A has repeated poles. The form does not exist then.
     """
     values, vectors = np.linalg.eig(form.A)
     if np.linalg.cond(vectors) > 1e12:
@@ -138,11 +138,11 @@ def table(
     Returns
     -------
     list of dict
-        Fields of `Row`; the companion rows are Li, Table 20.
+        Fields of `Row`. The companion rows are Li, Table 20.
 
     Notes
     -----
-    The modal rows show that the failure is due to the companion form as much as to feedback: in block-diagonal
-    form the same poles stay stable everywhere but for the Chebyshev filter of order 6 at 4 bits.
+    The modal rows show that the companion form causes the failure as much as feedback. In block-diagonal form the same
+    poles stay stable. The only exception is the Chebyshev filter of order 6 at 4 bits.
     """
     return [asdict(row(name, b, form)) for form in forms for name in DESIGNS for b in bits]

@@ -18,13 +18,12 @@ def round_signed(matrix: ArrayLike, bits: int, group_size: int | None = None) ->
     bits : int
         At least 2.
     group_size : int, optional
-        Columns of a row that share a scale, the last group possibly fewer; when absent the whole tensor has one
-        scale.
+        Columns of a row that share a scale. The last group may be smaller. By default the tensor has one scale.
 
     Returns
     -------
-    ndarray, float64, same shape
-        scale * clip(round(M / scale), -q - 1, q) with q = 2^(bits-1) - 1 and scale = max|M| / q.
+    float64 ndarray of the same shape
+        Rounded values scale * clip(round(M / scale), -q - 1, q). The scale is max|M| / q with q = 2^(bits-1) - 1.
     """
     if bits < 2:
         raise ConfigError(f"a signed grid needs at least 2 bits; got {bits}")

@@ -1,8 +1,8 @@
-"""State-space controls: in which component of a selective scan an error grows along the tokens (Li, App. N).
+"""State-space controls: which component of a selective scan makes an error grow along the tokens (Li, App. N).
 
-The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Public Mamba classes do not return
-its states, so they are recomputed in float64 from hooked activations, and every recomputation is checked against the
-model's scan output.
+The recurrence h_t = A_t h_{t-1} + B_t x_t with A_t = exp(dt_t A) runs over tokens. Public Mamba classes do not return
+its states. This module recomputes them in float64 from hooked activations and checks every result against the model's
+scan output.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Scan:
 
     Parameters
     ----------
-    x : ndarray, float64, shape (n_tokens, width)
+    x : float64 ndarray of shape (n_tokens, width)
         Input after convolution and activation.
-    dt : ndarray, float64, shape (n_tokens, width)
+    dt : float64 ndarray of shape (n_tokens, width)
         Step sizes, above 0.
-    A_log : ndarray, float64, shape (width, n_modes)
+    A_log : float64 ndarray of shape (width, n_modes)
         A = -exp(A_log).
-    B, C : ndarray, float64, shape (n_tokens, n_modes)
+    B, C : float64 ndarrays of shape (n_tokens, n_modes)
         Input and output maps of each token.
-    D : ndarray, float64, shape (width,)
+    D : float64 ndarray of shape (width,)
         Feed-through.
     """
 
@@ -54,12 +54,12 @@ class Scan:
     D: Floats
 
     def decay(self) -> Floats:
-        """Multipliers exp(dt_t A), each in (0, 1), shape (n_tokens, width, n_modes)."""
+        """Multipliers exp(dt_t A) in (0, 1), of shape (n_tokens, width, n_modes)."""
         out: Floats = np.exp(self.dt[:, :, None] * -np.exp(self.A_log))
         return out
 
     def states(self, alpha: float = 0.0) -> Floats:
-        """States h_t, shape (n_tokens, width, n_modes), with alpha h_{t-1} added to the recurrence (Li, Table 21)."""
+        """States h_t (n_tokens, width, n_modes). The recurrence has the extra term alpha h_{t-1} (Li, Table 21)."""
         decay = self.decay() + alpha
         drive = (self.dt * self.x)[:, :, None] * self.B[:, None, :]
         h = np.zeros(self.A_log.shape)
@@ -70,7 +70,7 @@ class Scan:
         return out
 
     def outputs(self) -> Floats:
-        """y_t = C_t h_t + D x_t, shape (n_tokens, width)."""
+        """y_t = C_t h_t + D x_t, of shape (n_tokens, width)."""
         out: Floats = np.einsum("twm,tm->tw", self.states(), self.C) + self.D * self.x
         return out
 
@@ -91,14 +91,14 @@ def toy_scan(n_tokens: int = 128, width: int = 32, n_modes: int = 16, seed: int 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Distance between the states of two runs, token by token.
+    """Distance between the states of two runs by token.
 
     Parameters
     ----------
-    absolute : ndarray, float64, shape (n_tokens,)
+    absolute : float64 ndarray of shape (n_tokens,)
         ||h_t^q - h_t||.
-    norm : ndarray, float64, shape (n_tokens,)
-        ||h_t||. Read it beside the relative error, which falls where the states grow, whatever the error does.
+    norm : float64 ndarray of shape (n_tokens,)
+        ||h_t||. Compare it with the relative error, which falls where the states grow, independent of the error.
     """
 
     absolute: Floats
@@ -128,12 +128,12 @@ def diverge(perturbed: Floats, reference: Floats) -> Divergence:
 
 
 def find_mixers(model: nn.Module) -> dict[int, nn.Module]:
-    """Map layer number to mixer module, recognised by its components (`COMPONENTS`).
+    """Map layer number to mixer module. `COMPONENTS` identify a mixer.
 
     Raises
     ------
     SystemContractError
-        The model has no such module.
+        If the model has no such modules.
     """
     found = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
     if not found:
@@ -148,7 +148,7 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     Parameters
     ----------
     model : nn.Module
-        A model with the attribute names of the public classes, in eval mode.
+        A model with the attribute names of the public classes. It is in eval mode.
     layer : int
         Layer number.
     ids : sequence of int
@@ -157,7 +157,7 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     Raises
     ------
     SystemContractError
-        The recomputed scan does not reproduce the model's output.
+        If the recomputed scan does not reproduce the model's output.
     """
     torch = require("torch")
     mixers = find_mixers(model)
@@ -198,8 +198,8 @@ def _check_scan(scan: Scan, hooked: dict[str, Floats], layer: int, eps: float) -
     gate = hooked["in"][:, scan.x.shape[1] :]
     gate = gate / (1 + np.exp(-gate))
     error = float(np.linalg.norm(scan.outputs() * gate - hooked["out"]))
-    # The feed-through D x can dominate the output: the error is compared with the part that comes from the states,
-    # plus the rounding of the activations.
+    # The feed-through D x can dominate the output. The error is therefore compared with the output of the states, plus
+    # the rounding of the activations.
     part = max(float(np.linalg.norm((scan.outputs() - scan.D * scan.x) * gate)), 1e-300)
     if not error <= 2e-2 * part + 4 * eps * float(np.linalg.norm(hooked["out"])):
         raise SystemContractError(
@@ -246,7 +246,7 @@ def gaussian_error(weight: Floats, norm: float, seed: int) -> Floats:
 def perturbed_capture(
     model: nn.Module, layer: int, component: str, error: Floats, ids: Sequence[int]
 ) -> Scan:
-    """Capture with `error` added to one component's weight, which is restored afterwards."""
+    """Capture with `error` added to one component's weight. The weight is restored afterwards."""
     torch = require("torch")
     weight = component_weight(find_mixers(model)[layer], component)
     kept = weight.detach().clone()
@@ -267,28 +267,28 @@ def component_study(
     seeds: Sequence[int] = (0, 1, 2),
     early_late: tuple[int, int] = (8, 32),
 ) -> list[dict[str, Any]]:
-    """Perturb one component of one layer at a time and compare that layer's states (Li, App. N).
+    """Perturb one component of one layer at a time and compare the layer's states (Li, App. N).
 
     Parameters
     ----------
     model : nn.Module
         Mamba model.
     prompts : sequence of token id sequences
-        Prompts; Li, App. N has 10 of about 100 tokens.
+        Prompts. Li, App. N uses 10 of about 100 tokens.
     layers : sequence of int
         Layers to perturb, one at a time.
     components : sequence of str
         Weights to perturb.
     seeds : sequence of int
-        Seeds of the Gaussian control, whose norm is the median INT4 error over all components and layers.
+        Seeds of the Gaussian control. Its norm is the median INT4 error over all components and layers.
     early_late : (int, int)
-        Token positions at which the median relative errors are compared.
+        Token positions of the compared median relative errors.
 
     Returns
     -------
     list of dict
-        An entry for each layer, component and perturbation: `error_norm`; `growth`, the ratio of the median
-        relative errors; and for each prompt absolute error, relative error and state norm at every token.
+        An entry for each layer, component and perturbation. `error_norm` is the size of the error. `growth` is the
+        ratio of the median relative errors. Each prompt has absolute and relative error and state norm by token.
     """
     early, late = early_late
     if any(len(p) <= late for p in prompts):
@@ -333,8 +333,8 @@ def component_study(
 class AlphaPoint:
     """One row of the identity-injection sweep: medians over prompts and seeds at the last token.
 
-    With alpha > 0 slow channels grow without bound, and the absolute error with them, while the relative error
-    settles; read `relative` beside `absolute` and `norm`. `by_prompt`: relative error, mean over seeds.
+    With alpha > 0 slow channels grow without bound. The absolute error grows with them, while the relative error
+    settles. Compare `relative` with `absolute` and `norm`. `by_prompt` is the relative error, mean over seeds.
     """
 
     alpha: float
@@ -356,7 +356,7 @@ def identity_sweep(
     Parameters
     ----------
     scans : sequence of Scan
-        One for each prompt, from `capture` or `toy_scan`.
+        One per prompt, from `capture` or `toy_scan`.
     error_norm : float
         Frobenius norm of the noise on `A_log`.
     alphas, seeds
@@ -365,7 +365,7 @@ def identity_sweep(
     Returns
     -------
     list of dict
-        Fields of `AlphaPoint`, one entry for each alpha.
+        Fields of `AlphaPoint`, one entry per alpha.
     """
     if not scans:
         raise ConfigError("the sweep needs at least one scan")

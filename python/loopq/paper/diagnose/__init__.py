@@ -1,1 +1,1 @@
-"""The diagnosis that only the paper asks for; its sections join those of `loopq diagnose`."""
+"""Diagnosis that only the paper needs. Its sections are added to those of `loopq diagnose`."""

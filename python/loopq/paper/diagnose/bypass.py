@@ -1,4 +1,4 @@
-"""The identity-bypass control: the same weight error with and without an identity path around it (Li, App. K)."""
+"""The identity-bypass control: the same weight error with and without an identity path (Li, App. K)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Responses:
 
     Parameters
     ----------
-    mismatch, reference : ndarray, float64, shape (2,)
-        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass; Q is the rounded, B the
+    mismatch, reference : float64 ndarrays of shape (2,)
+        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass. Q is the rounded map and B the
         full-precision map.
     n_directions : int
         Number of directions k.
@@ -59,7 +59,7 @@ class Responses:
 
 
 def unit_directions(shape: Sequence[int], n: int, seed: int) -> Any:
-    """Random unit directions in a state's space, float64 Tensor (n, *shape), the same for every map."""
+    """Random unit directions in a state's space as a float64 Tensor (n, *shape), the same for every map."""
     torch = require("torch")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
@@ -82,7 +82,7 @@ def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius
 
 
 def _together(step: StepMap, n: int) -> StepMap | None:
-    """The step for n states of one prompt as a batch; None where the embedding is not a single tensor."""
+    """The step for n states of one prompt as a batch. None where the embedding is not a single tensor."""
     e = step.embedding
     if e is None:
         return step
@@ -100,7 +100,7 @@ def prompt_responses(
     n_directions: int,
     at_bypassed: bool,
 ) -> list[Responses]:
-    """Responses of one prompt at one operating state, an entry for each radius."""
+    """Responses of one prompt at one operating state, one entry per radius."""
     with Bypass(system, n_steps) as bypass:
         embedding, state = final_state(system, batch, n_steps, bypass if at_bypassed else None)
     directions = unit_directions(state.shape, n_directions, seed=0)
@@ -140,7 +140,7 @@ def bypass_study(
     Parameters
     ----------
     context : Context
-        A model with a single-step function and one exposed adapter layer, prompts, and depth of the rollout that gives
+        A model with a single-step function and one exposed adapter layer, and prompts. The rollout at this depth gives
         the operating state.
     weights : weights
         Replaced weights of the changed map, outputs first.
@@ -149,19 +149,19 @@ def bypass_study(
     n_directions : int
         Unit directions, shared by all maps.
     seeds : sequence of int
-        Seeds of the initial states; only the first is used where the state is not random.
+        Seeds of the initial states. Only the first is used where the state is not random.
     states : sequence of {"plain", "bypassed"}
-        Operating states: final states of the full-precision rollout without and with the bypass.
+        Operating states. They are final states of the full-precision rollout without and with the bypass.
     n_resamples : int
         Bootstrap resamples.
 
     Returns
     -------
     dict
-        `rows`: for each operating state and radius the mean D0 and D1; attenuation, 1 - geometric mean of the
-        prompts' D1/D0, with its bootstrap interval; RMS mismatch before normalising and its attenuation; the
-        sign-flip p, Holm-adjusted over the radii. `bypass_agreement`: agreement of the full-precision rollouts
-        with and without the bypass, which is low where the model was not trained with one.
+        `rows` has an entry per operating state and radius, with the mean D0 and D1. The attenuation is 1 - geometric
+        mean of the prompts' D1/D0, with its bootstrap interval. The RMS mismatch before normalising has its
+        attenuation too. The sign-flip p is Holm-adjusted over the radii. `bypass_agreement` compares the
+        full-precision rollouts with and without the bypass. It is low for a model trained without one.
     """
     if not radii or min(radii) <= 0:
         raise ConfigError(f"radii must be above 0; got {list(radii)}")
@@ -198,7 +198,7 @@ def bypass_study(
 
 
 def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[dict[str, Any]]:
-    """Summarise (n_seeds, n_prompts, n_radii, [relative, rms], [without, with])."""
+    """Summarise the array (n_seeds, n_prompts, n_radii, 2, 2) of relative and rms values without and with bypass."""
     prompts = table.mean(axis=0)
     raw = [sign_flip(np.log(prompts[:, k, 0, 1] / prompts[:, k, 0, 0])) for k in range(len(radii))]
     adjusted = holm(raw)

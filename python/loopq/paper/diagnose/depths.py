@@ -15,12 +15,12 @@ from loopq.quantizers.config import LayerConfig
 
 
 def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) -> list[dict[str, Any]]:
-    """Round the whole loop and compare whole rollouts of several depths, each with the unchanged model's.
+    """Round the whole loop and compare rollouts of several depths, each with the unchanged model.
 
     Parameters
     ----------
     context : Context
-        Model and prompts; no step function is needed, and the context's own depth is not read.
+        Model and prompts. It needs no step function, and the context's depth is not used.
     depths : sequence of int
         Numbers of recurrences.
     config : LayerConfig
@@ -29,8 +29,8 @@ def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) ->
     Returns
     -------
     list of dict
-        `depth`; after the last step of that depth `agreement`, `kl` (with logits) and `output_error`; in `last` the
-        same by prompt.
+        `depth`, then the values after its last step: `agreement`, `kl` (with logits) and `output_error`. `last` holds
+        the same by prompt.
     """
     rows = []
     for depth in depths:

@@ -1,4 +1,4 @@
-"""How far a changed loop drifts from the unchanged loop's final state, and how fast it settles (Li, App. L)."""
+"""Drift of a changed loop from the unchanged loop's final state, and the time it takes to settle (Li, App. L)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Displacement:
 
     Parameters
     ----------
-    distance : ndarray, float64, shape (n_prompts, n_more)
+    distance : float64 ndarray of shape (n_prompts, n_more)
         ||s_t^q - s_t||_2 over all positions of the prompt.
-    relative : ndarray, float64, shape (n_prompts, n_more)
-        The same, divided by ||s_t||_2.
+    relative : float64 ndarray of shape (n_prompts, n_more)
+        The distance divided by ||s_t||_2.
     """
 
     distance: Floats
@@ -47,7 +47,7 @@ class Displacement:
     def settled_after(self, tolerance: float = 0.01) -> int | None:
         """First update from which the mean displacement stays within `tolerance` of its final value.
 
-        None where only the last update does: it may still be moving.
+        None if only the last update qualifies, because it may still be moving.
         """
         mean = self.distance.mean(axis=0)
         outside = np.flatnonzero(np.abs(mean - mean[-1]) > tolerance * mean[-1])
@@ -55,7 +55,7 @@ class Displacement:
         return first if first < len(mean) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Means over prompts at every update, and whether and when they settle."""
+        """Means over prompts at every update, and the update where they settle."""
         mean = self.distance.mean(axis=0)
         growth = float(np.median(self.growth())) if self.distance.shape[1] > 1 else None
         return {
@@ -70,17 +70,17 @@ class Displacement:
 
 
 def displacement(context: Context, weights: Weights, *, n_more: int | None = None) -> Displacement:
-    """Run both loops on from the unchanged loop's final state and record their distance (Li, App. L).
+    """Continue both loops from the unchanged loop's final state and record their distance (Li, App. L).
 
     Parameters
     ----------
     context : Context
-        A model with a single-step function, prompts, and depth of the unchanged rollout whose final state is the start.
+        A model with a single-step function, prompts and depth. The unchanged rollout's final state is the start.
     weights : weights
         Replaced weights of the changed loop, outputs first.
     n_more : int, optional
-        Further updates; as many as n_steps when absent. Each repeats the last step, which matters for systems
-        whose step depends on its number.
+        Further updates, n_steps when absent. Each repeats the last step. This matters for systems with step-dependent
+        steps.
     """
     system, tokens, n_steps = context.system, context.tokens, context.n_steps
     batch_size, progress = context.execution.batch_size, context.execution.progress
@@ -131,9 +131,10 @@ def predicted(context: Context, weights: Weights) -> list[dict[str, float | None
     Returns
     -------
     list of dict
-        For each prompt `measured`: ||s^q - s|| after as many further updates as the depth, m; `defect`: delta =
-        F^q(s) - F(s) in norm; `linear`: ||sum_(j < m) J^j delta||, J the Jacobian of F^q at s, which tends to
-        ||(I - J)^-1 delta||; `modulus`: ||J||_2; `bound`: ||delta|| / (1 - modulus), None where that is not below 1.
+        For each prompt, `measured` is ||s^q - s|| after m further updates, as many as the depth. `defect` is the norm
+        of delta = F^q(s) - F(s). `linear` is ||sum_(j < m) J^j delta|| with J the Jacobian of F^q at s. It tends to
+        ||(I - J)^-1 delta||. `modulus` is ||J||_2. `bound` is ||delta|| / (1 - modulus), or None for a modulus of 1 or
+        more.
     """
     torch = require("torch")
     system, n_steps = context.system, context.n_steps
@@ -180,7 +181,7 @@ def _norm(times: Any, pull: Any, state: Any) -> float:
 
 
 def contraction_bound(per_step: float, modulus: float) -> float:
-    """Largest displacement of a contraction that is perturbed at every step (Li, App. H).
+    """Largest displacement of a contraction with a perturbation at every step (Li, App. H).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which of two sets of weight errors has the smaller proxy at a late step (Li, App. P)."""
+"""Compare two sets of weight errors by their proxy at a late step (Li, App. P)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def late_step_wins(
     baseline: Mapping[str, NDArray[np.float32]],
     late: Mapping[str, Floats],
 ) -> tuple[int, int]:
-    """Count layers whose late-step proxy is smaller under one set of errors than under another (Li, App. P).
+    """Count layers with a smaller late-step proxy under one set of errors than under another (Li, App. P).
 
     Parameters
     ----------
-    candidate, baseline : mapping of str to ndarray, float32, shape (out_features, in_features)
+    candidate, baseline : mapping of str to float32 ndarray of shape (out_features, in_features)
         Weight errors of each layer, for example under skip-0 and under full accumulation.
     late : mapping of str to ndarray, shape (in_features, in_features)
         H of the late step.
@@ -30,12 +30,12 @@ def late_step_wins(
     Returns
     -------
     (int, int)
-        Layers that win, and all layers.
+        Layers where the candidate wins, and all layers.
 
     Notes
     -----
-    Li, App. P counts 335 of 336 layers where perplexity improved and 168 of 168 where it did not: this count
-    says nothing about the model's output.
+    Li, App. P counts 335 of 336 layers where perplexity improved. Where it did not, it counts 168 of 168. This count
+    thus does not predict the model's output.
     """
     if set(candidate) != set(baseline) or set(candidate) - set(late):
         raise ConfigError("both sets of errors and the Hessians must name the same layers")

@@ -40,7 +40,7 @@ def scaled_to(updates: Updates, norm: float) -> dict[str, Floats]:
 def random_low_rank(
     shapes: Mapping[str, tuple[int, int]], norm: float, rank: int = 4, seed: int = 0
 ) -> dict[str, Floats]:
-    """Draw U V^T with Gaussian factors for each layer, the norm split evenly over the layers (Li, Table 15).
+    """Draw U V^T with Gaussian factors for each layer. The layers share the norm equally (Li, Table 15).
 
     Parameters
     ----------
@@ -78,20 +78,20 @@ def trained_low_rank(
     Parameters
     ----------
     context : Context
-        A model with a single-step function that carries gradients, training prompts, of which update i uses prompt i
-        modulo their number, and depth; the seed is that of the factors too.
+        A model with a single-step function that carries gradients, training prompts and depth. Update i uses prompt i
+        modulo their number. The seed also draws the factors.
     names : sequence of str
         Layers trained together.
     norm : float
         Frobenius norm of all updates together after scaling.
     rank, n_updates, learning_rate
-        Rank of the factors; updates and learning rate of Adam. U starts at 0, V with standard deviation
+        Rank of the factors, and updates and learning rate of Adam. U starts at 0. V has standard deviation
         1/sqrt(rank).
 
     Notes
     -----
-    The gradients of the factors follow from the weight's, dU = G V and dV = G^T U, so the model needs no new
-    modules, and its weights are restored bit for bit.
+    The factors' gradients follow from the weight's, dU = G V and dV = G^T U. The model needs no new modules. Its
+    weights are restored bit for bit.
     """
     system, n_steps, seed = context.system, context.n_steps, context.execution.seed
     _needs_logits_and_steps(system)
@@ -159,10 +159,10 @@ def output_matched_noise(
 
     Parameters
     ----------
-    weight, changed : ndarray, float32, shape (out_features, in_features)
-        Weight and its rounded value, whose output error is matched.
+    weight, changed : float32 ndarrays of shape (out_features, in_features)
+        Weight and its rounded value. The noise matches its output error.
     n_measurements, n_rows : int
-        Random Gaussian inputs over which both output errors are averaged.
+        Number and size of the random Gaussian inputs that average both output errors.
     seed : int
         Seed of inputs and noise.
 
@@ -185,12 +185,12 @@ def output_matched_noise(
 
 
 def locations(parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
-    """Layers that are compared: the exposed ones, and the MLP of the first core block.
+    """Layers to compare: the exposed ones, and the MLP of the first core block.
 
     Returns
     -------
     dict of str to list of str
-        "exposed" and "core"; empty where one of them would have no layer.
+        "exposed" and "core". Empty where one of them would have no layer.
     """
     exposed = [p.name for p in parameters if p.exposed]
     mlp = [p for p in parameters if p.role == "mlp" and not p.exposed]
@@ -215,13 +215,12 @@ def perturbation_study(
     Parameters
     ----------
     context : Context
-        Model, prompts to measure on, depth, and prompts of the trained update: it is left out without them, and for
-        systems without logits or without a single-step function. Its seed is not read: initial states are those of
-        seed 0.
+        Model, evaluation prompts, depth, and prompts of the trained update. That update needs prompts, logits and a
+        single-step function. The context's seed is not used. Initial states have seed 0.
     config : LayerConfig
-        Rounding whose error at the exposed layers sets the norm of the rank-k updates.
+        Rounding that sets the norm of the rank-k updates by its error at the exposed layers.
     grouped : LayerConfig
-        Rounding whose output error, of each layer by itself, the Gaussian noise has.
+        Rounding that sets the output error of the Gaussian noise, separately for each layer.
     rank : int
         Rank of the updates.
     seeds : sequence of int
@@ -232,7 +231,7 @@ def perturbation_study(
     Returns
     -------
     dict
-        `norm`, `locations`, and `rows`: perturbation, location, seed, agreement and output error at the last step.
+        `norm`, `locations` and `rows`: perturbation, location, seed, agreement and output error at the last step.
     """
     context = context.seeded(0)
     system, train = context.system, context.train

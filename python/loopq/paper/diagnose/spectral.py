@@ -31,16 +31,16 @@ N_RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class ArnoldiSettings:
-    """Settings and acceptance rules of the estimate; the defaults are those of Li, App. K.
+    """Settings and acceptance rules of the estimate. The defaults are those of Li, App. K.
 
     Parameters
     ----------
     k, ncv : int
-        Eigenvalues requested and Krylov vectors kept.
+        Number of requested eigenvalues and of Krylov vectors.
     tol : float
         Tolerance of the iteration.
     max_products : int
-        Limit of Jacobian products for one estimate.
+        Maximum number of Jacobian products per estimate.
     residual_limit : float
         Largest accepted relative Ritz residual ||Jv - theta v|| / |theta|.
     agreement_limit : float
@@ -57,7 +57,7 @@ class ArnoldiSettings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result from one start vector: radius, relative Ritz residual, products, why it failed ("" if it did not)."""
+    """Result from one start vector: radius, relative Ritz residual, products and reason of failure ("" if none)."""
 
     radius: float
     residual: float
@@ -76,13 +76,13 @@ class Radius:
     residual : float
         Largest relative Ritz residual.
     disagreement : float
-        Range of the start vectors' results over their mean.
+        Range of the start vectors' results divided by their mean.
     n_products : int
         Jacobian products of all start vectors.
     accepted : bool
-        Whether every acceptance rule is met.
+        Whether all acceptance rules hold.
     failure : str
-        The rule that is not met, in words.
+        The violated rule, in words.
     """
 
     radius: float
@@ -106,7 +106,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
         v -> J v on float64 vectors.
     dim : int
         Dimension. Up to `settings.ncv`, the size of the Krylov space, the matrix is formed and solved densely.
-    start : ndarray, float64, shape (dim,)
+    start : float64 ndarray of shape (dim,)
         Start vector.
     settings : ArnoldiSettings
         Settings.
@@ -137,7 +137,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
     best = int(np.argmax(np.abs(values)))
     theta, vector = complex(values[best]), vectors[:, best]
     image = product(np.ascontiguousarray(vector.real)) + 1j * product(np.ascontiguousarray(vector.imag))
-    # A radius of 0 has no relative residual: the residual is then relative to the largest ||J v|| / ||v|| met.
+    # A radius of 0 has no relative residual. It is then relative to the largest observed ||J v|| / ||v||.
     scale: float = abs(theta) if abs(theta) > 1e-10 * stretch else max(stretch, 1e-300)
     residual = float(np.linalg.norm(image - theta * vector) / (scale * np.linalg.norm(vector)))
     if not residual < settings.residual_limit:
@@ -148,8 +148,8 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
 def _one_thread() -> Any:
     """Keep ARPACK's vector operations on one thread.
 
-    They are small and alternate with the products: with a thread for each core they and the threads of the
-    products wait for each other, which made the iteration eight times slower.
+    They are small and alternate with the products. With one thread per core, they and the products' threads would wait
+    for each other. This made the iteration eight times slower.
     """
     return require("threadpoolctl").threadpool_limits(limits=1, user_api="blas")
 
@@ -180,16 +180,16 @@ def spectral_radius(
         v -> J v.
     dim : int
         Dimension.
-    starts : sequence of ndarray, float64, shape (dim,)
-        Start vectors; use the same ones for all maps that are compared.
+    starts : sequence of float64 ndarray of shape (dim,)
+        Start vectors. Use the same ones for all maps that are compared.
     settings : ArnoldiSettings, optional
         Those of Li, App. K when absent.
 
     Notes
     -----
-    Accepted when every residual and the disagreement of the starts are below their limits. For a strongly
-    non-normal map a small residual does not bound the eigenvalue's error; the rules are applied as published,
-    and `spectral_norm` is given beside them.
+    An estimate is accepted if every residual and the disagreement of the starts are below their limits. For a strongly
+    non-normal map a small residual does not bound the eigenvalue's error. The rules are applied as published, and
+    `spectral_norm` is reported too.
     """
     settings = settings or ArnoldiSettings()
     found = [estimate(product, dim, s, settings) for s in starts]
@@ -225,7 +225,7 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
 
 
 def vector_product(step: StepMap, state: Tensor) -> Product:
-    """Return v -> J v on float64 vectors, with J the Jacobian of the step at a state."""
+    """Return v -> J v on float64 vectors. J is the Jacobian of the step at a state."""
     torch = require("torch")
     times, _ = step.products(state)
 
@@ -237,7 +237,7 @@ def vector_product(step: StepMap, state: Tensor) -> Product:
 
 
 def start_vectors(dim: int, n: int = 2, seed: int = 0) -> list[Floats]:
-    """Gaussian start vectors; all maps of one dimension share them."""
+    """Gaussian start vectors, shared by all maps of one dimension."""
     rng = np.random.default_rng(seed)
     return [rng.normal(size=dim) for _ in range(n)]
 
@@ -275,12 +275,12 @@ def radius_study(
     Parameters
     ----------
     context : Context
-        A model with a single-step function, prompts, each of which gives one estimate per map, operating state and
-        start vector, and depth of the rollout whose final state is the operating state.
+        A model with a single-step function, prompts and depth. Each prompt gives one estimate per map, operating state
+        and start vector. The operating state is the final state of the rollout.
     weights : weights
         Replaced weights of the changed map, outputs first.
     with_bypass : bool
-        Also measure both maps with the identity bypass, and all four at the final state of the rollout with it.
+        Also measure both maps with the identity bypass, and all four at the bypassed rollout's final state.
     with_norm : bool
         Also measure sigma_1 of the full-precision and the changed map, without the bypass.
     settings : ArnoldiSettings, optional
@@ -289,9 +289,9 @@ def radius_study(
     Returns
     -------
     dict
-        `prompts`: an entry for each prompt and operating state; `states`: for each operating state the mean
-        radii, the number of prompts above 1, and the difference in differences with its interval; `acceptance`:
-        how many estimates were accepted, the largest residual and the largest disagreement.
+        `prompts` has an entry per prompt and operating state. `states` has the mean radii for each operating state,
+        the number of prompts above 1, and the difference in differences with its interval. `acceptance` counts the
+        accepted estimates. It also gives the largest residual and the largest disagreement.
     """
     system, tokens, n_steps = context.system, context.tokens, context.n_steps
     seed, progress = context.execution.seed, context.execution.progress
@@ -343,7 +343,7 @@ def _operating_state(system: LoopedSystem, batch: Batch, n_steps: int, bypassed:
 
 
 def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, Any]:
-    # A prompt with an estimate that was not accepted is counted and left out whole, so that maps stay paired.
+    # A prompt with a rejected estimate is counted and left out as a whole, so that maps stay paired.
     good = [e for e in entries if all(m["accepted"] for m in e["maps"].values())]
     out: dict[str, Any] = {"n_prompts": len(entries), "n_accepted": len(good), "maps": {}, "did": None}
     if not good:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def promoted(model: nn.Module) -> Iterator[None]:
-    """Promote 16-bit parameters and buffers to float32 inside the block; no value changes.
+    """Promote 16-bit parameters and buffers to float32 inside the block. No value changes.
 
-    An epsilon that norm layers derive from the type of their weights (`eps` None) is pinned to its value in
-    that type. Tensors of float32 and float64 stay. The original tensors are restored afterwards.
+    Norm layers may derive an epsilon from their weights' type (`eps` None). It keeps its value in that type. Tensors
+    of float32 and float64 stay. The original tensors are restored afterwards.
     """
     torch = require("torch")
     short = (torch.float16, torch.bfloat16)
@@ -49,21 +49,21 @@ def promoted(model: nn.Module) -> Iterator[None]:
 
 
 class Bypass:
-    """Adds the state to the output of the exposed adapter: a(s, e) becomes s + a(s, e).
+    """Add the state to the output of the exposed adapter, so a(s, e) becomes s + a(s, e).
 
-    A context manager: inside the block, `step` is the system's step with the identity path.
+    A context manager. Inside the block, `step` is the system's step with the identity path.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with a single-step function and one exposed layer whose output has the state's shape.
+        The model's adapter, with a single-step function. Its one exposed layer has outputs of the state's shape.
     n_steps : int
         Depth.
 
     Raises
     ------
     ConfigError
-        The system has no single-step function, or not exactly one exposed adapter.
+        If the system has no single-step function, or not exactly one exposed adapter.
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int) -> None:
@@ -121,11 +121,11 @@ class StepMap:
     system : LoopedSystem
         The model's adapter, with a single-step function.
     embedding : Any
-        What the step takes besides the state.
+        Inputs of the step besides the state.
     t, n_steps : int
         Number of the step, and depth.
     bypass : Bypass, optional
-        An entered bypass; the map then has the identity path.
+        An entered bypass. The map then has the identity path.
     n_products : int
         Jacobian products so far.
     """
@@ -155,12 +155,12 @@ class StepMap:
         return found
 
     def check(self, state: Tensor, tolerance: float = 0.3) -> None:
-        """Compare one product with a central difference; they differ if the step detaches its input.
+        """Compare one product with a central difference. They differ if the step detaches its input.
 
         Raises
         ------
         SystemContractError
-            They differ by more than the curvature of a step explains.
+            If they differ by more than the curvature of a step explains.
         """
         torch = require("torch")
         generator = torch.Generator().manual_seed(1)
@@ -181,15 +181,15 @@ class StepMap:
         Returns
         -------
         callable
-            J^T u is linear in u, so its derivative with respect to u along v is J v: exact as forward mode is,
+            J^T u is linear in u, so its derivative with respect to u along v is J v. This is as exact as forward mode
             and several times faster, since one graph serves all products.
         str
-            "reverse over reverse", or "forward mode" where no gradient passes through the step.
+            "reverse over reverse", or "forward mode" if no gradient passes through the step.
 
         Raises
         ------
         SystemContractError
-            The two methods differ by more than rounding.
+            If the two methods differ by more than rounding.
         """
         torch = require("torch")
         with torch.enable_grad(), _plain_attention():
@@ -222,7 +222,7 @@ class StepMap:
         Raises
         ------
         SystemContractError
-            The step blocks gradients: u.(J v) and (J^T u).v differ.
+            If the step blocks gradients: u.(J v) and (J^T u).v differ.
         """
         torch = require("torch")
         with torch.enable_grad(), _plain_attention():
@@ -244,7 +244,7 @@ class StepMap:
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """Differentiate once: on the first use torch compiles its rules and warns about its internals."""
+    """Differentiate once. On the first use torch compiles its rules and warns about its internals."""
     torch = require("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -1,1 +1,1 @@
-"""What the page shows of the paper's sections."""
+"""Parts of the report page for the paper's sections."""

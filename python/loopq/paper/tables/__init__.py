@@ -1,1 +1,1 @@
-"""The tables and figures of the paper, one file for each experiment that makes them."""
+"""Tables and figures of the paper, one file for each experiment."""

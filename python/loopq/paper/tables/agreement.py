@@ -1,4 +1,4 @@
-"""Li, Fig. 3 and Sec. 5: agreement with full precision at every step, by the steps of calibration."""
+"""Li, Fig. 3 and Sec. 5: agreement with full precision at every step, for several calibration steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """A prediction at every step needs logits and single steps."""
+    """Predictions at every step need logits and single steps."""
     return without_logits(bench) or (
         None if bench.system.has_steps else "the model has no single-step function"
     )
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """Agreement after every step; the verdict is on the last."""
+    """Agreement after every step. The verdict uses the last one."""
     rows, made, panels = [], [], []
     for found in founds:
         runs = found["runs"]

@@ -1,4 +1,4 @@
-"""Li, Algorithm 1 and Eq. 3: trajectory calibration, and the loss that it minimises layer by layer."""
+"""Li, Algorithm 1 and Eq. 3: trajectory calibration, and the layer-wise loss that it minimises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Li, Table 26: checkpoints, data and tools of the paper, with licences and revisions; needs no model."""
+"""Li, Table 26: checkpoints, data and tools of the paper with licences and revisions. It needs no model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Licences of checkpoints, data and tools"
 APACHE, UNSTATED = "Apache-2.0", "checkpoint terms not stated; code {}"
-# Hub id, revision where the paper pins one, licence as the source states it.
+# Hub id, revision where the paper fixes one, licence as stated by the source.
 CHECKPOINTS = (
     ("tomg-group-umd/huginn-0125", "0f0fa0ba5cf9d3daad2db05811412af74d111904", APACHE),
     ("smcleish/Recurrent-Llama-3.2-train-recurrence-32", "a5f6f126e9d9302445346844f1d7d29d111a06eb", APACHE),
@@ -43,7 +43,7 @@ TOOLS = (
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """All of them; a revision is what `--revision` of loopq's commands takes."""
+    """All assets. A revision can be passed to `--revision` of loopq's commands."""
     rows = [("checkpoint", *cells) for cells in CHECKPOINTS]
     rows += [("data", name, None, licence) for name, licence in DATA]
     rows += [("tool", name, None, licence) for name, licence in TOOLS]

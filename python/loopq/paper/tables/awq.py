@@ -1,4 +1,4 @@
-"""Li, Table 13: how much the step of calibration matters to GPTQ and to AWQ."""
+"""Li, Table 13: effect of the calibration step on GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLE = "Calibration step of GPTQ and AWQ"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Calibrate either method on the first step, the last and all."""
+    """Calibrate either method on the first step, the last step and all steps."""
     last = str(bench.depth - 1)
     awq = dict(zip(AWQ, (bench.awq(steps) for steps in ("first", last, "all")), strict=True))
     gptq = {ONE: bench.gptq("first"), LAST: bench.gptq(last), ALL: bench.gptq("all")}
@@ -27,13 +27,13 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _spread(kl: Sequence[Any], axis: int) -> Any:
-    """Largest over smallest mean KL of the variants of one method."""
+    """Ratio of the largest to the smallest mean KL of one method's variants."""
     means = [values.mean(axis) for values in kl]
     return np.max(means, axis=0) / np.min(means, axis=0)
 
 
 def _steps_matter_less(found: Found) -> Claim:
-    """AWQ reads magnitudes, which hardly change from step to step; GPTQ reads directions, which do."""
+    """AWQ uses magnitudes, which hardly change between steps. GPTQ uses directions, which do change."""
     kl = [np.array(found["variants"][name]["kl"]) for name in (*AWQ, ONE, LAST, ALL)]
     interval = bootstrap(
         kl,
@@ -49,7 +49,7 @@ def _steps_matter_less(found: Found) -> Claim:
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """How much the steps matter to either method, and the paper's order of the variants."""
+    """Effect of the steps on either method, and the paper's order of the variants."""
     return [
         _steps_matter_less(found),
         below(found, ALL, ONE),

@@ -31,14 +31,14 @@ METRICS = {
 }
 WIKITEXT, GSM8K = "wikitext", "gsm8k_8"
 TASKS = tuple(task for task in METRICS if task != GSM8K)
-# An article has hundreds of windows: a tenth of the items of a task of choices.
+# An article has hundreds of windows, so this task gets a tenth as many items as a choice task.
 ARTICLES = 10
-# Tokens of eight solved problems and one more, about.
+# About the tokens of eight solved problems and one more.
 N_PROBLEM = 1024
 
 
 def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
-    """Score every variant on the same items of every task; the scores of a variant on a task are saved as they come."""
+    """Score every variant on the same items of every task. Each variant's scores are saved at once."""
     data, n = bench.source.data, bench.settings.n_evaluation
     assert data is not None
     limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in tasks}
@@ -70,7 +70,7 @@ def _score(bench: Bench, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """Tasks are files, and are scored by likelihood."""
+    """Tasks need files and are scored by likelihood."""
     if bench.system.output != "logits":
         return "the model has no logits, so no likelihood of an answer"
     return None if bench.source.data else "tasks need a data folder: give --data DIR or set LOOPQ_DATA"

@@ -1,4 +1,4 @@
-"""Li, Table 11: bits per byte of full precision, rounding, one-step and trajectory calibration."""
+"""Li, Table 11: bits per byte of four variants, from full precision to trajectory calibration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _claim(found: Found, better: str, worse: str) -> Claim:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """One row for each model; paired intervals of the differences."""
+    """One row per model, and paired intervals of the differences."""
     names = (FULL, RTN, ONE, ALL)
     known = [f for f in founds if bits_per_byte(f, FULL) is not None]
     rows = tuple(
@@ -39,7 +39,7 @@ def show(founds: Sequence[Found]) -> Shown:
         )
         for f in known
     )
-    # A model of one step is no evidence about loops: it stands beside those with as many bytes.
+    # A one-step model is no evidence about loops. It is shown next to loops with as many bytes.
     made = [_claim(f, ALL, other) for f in known if f["n_steps"] > 1 for other in (RTN, ONE)]
     text = "Mean over held-out prompts; lower is better. kB: of the quantized layers."
     table = Table(TITLE, text, ("model", *names, "kB"), rows)

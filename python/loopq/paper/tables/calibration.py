@@ -1,4 +1,4 @@
-"""Li, Table 25: what each row was calibrated on, and how it was solved."""
+"""Li, Table 25: calibration data and solver of each row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAPER = (
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Read the settings of the trajectory row as this model's layers get them."""
+    """Read the settings that this model's layers get in the trajectory row."""
     tokens = bench.model.calibration
     tasks = bench.collected.plan(bench.gptq("all")).tasks
     ways = Counter(
@@ -41,7 +41,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """The paper's rows, and one for each model."""
+    """The paper's rows, and one per model."""
     rows = [(f"{name} (paper)", *cells) for name, *cells in PAPER]
     for f in founds:
         ways = "; ".join(f"{n} layers {way}" for way, n in f["ways"].items())

@@ -18,14 +18,14 @@ MARGIN = 1.1
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize to INT3 from the full-precision rollout, and once more from the quantized one."""
+    """Quantize to INT3 from the full-precision rollout, and again from the quantized one."""
     low = bench.changed(bits=3)
     variants = {RTN: low.rtn(), ALL: low.gptq("all"), CLOSED: low.gptq("all", inputs="closed-loop")}
     return low.measure(variants)
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """In the paper both are alike; that an interval holds 1 would say only that no difference was found."""
+    """Both are alike in the paper. An interval that contains 1 would only show that no difference was found."""
     kl = [found["variants"][name]["kl"] for name in (CLOSED, ALL)]
     factor = bootstrap(kl, _factor, n_resamples=N_RESAMPLES)
     same = {n: 100 * float(np.mean(found["variants"][n]["agreement"])) for n in (ALL, CLOSED)}
@@ -35,7 +35,7 @@ def claims(found: Found) -> list[Claim | None]:
 
 
 def _factor(x: Any, y: Any, axis: int) -> Any:
-    """By how much two means differ, whichever is larger."""
+    """Ratio of the larger mean to the smaller one."""
     both = x.mean(axis) / y.mean(axis)
     return np.maximum(both, 1 / both)
 

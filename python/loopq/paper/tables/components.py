@@ -1,4 +1,4 @@
-"""Li, Table 12: which part of the recipe recovers what."""
+"""Li, Table 12: contribution of each part of the recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "Components left out one by one"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize with the adapter kept, calibrated or rotated apart from the core."""
+    """Quantize with the adapter kept, calibrated or rotated separately from the core."""
     names = bench.adapters
     dense = tuple(Override(n, {"method": "dense"}) for n in names)
     turned = tuple(Override(n, {"rotation": ROTATION}) for n in names)
@@ -36,7 +36,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """There must be an adapter to treat apart."""
+    """The table needs an adapter to treat separately."""
     return None if bench.adapters else "the model has no adapter that joins state and embedding"
 
 

@@ -1,4 +1,4 @@
-"""Li, Fig. 1b: agreement and KL of rollouts of growing depth, the whole loop rounded per channel."""
+"""Li, Fig. 1b: agreement and KL of rollouts of growing depth, with the whole loop rounded per channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """One row for each depth."""
+    """One row per depth."""
     rows, made = [], []
     for found in founds:
         depths = found["rows"]

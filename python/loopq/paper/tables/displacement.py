@@ -1,4 +1,4 @@
-"""Li, App. H and L: the displacement of the rounded loop, and what one step at the final state predicts."""
+"""Li, App. H and L: displacement of the rounded loop, and its prediction from one step at the final state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTOR = 1.5
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Round per channel and in groups; continue both loops, and predict how far they part."""
+    """Round per channel and in groups. Continue both loops, and predict their distance."""
     context = bench.context()
     sizes = {"per channel": PER_CHANNEL, "grouped": bench.settings.group_size}
     on = context.on(context.prompts)
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """A loop is continued by single steps."""
+    """Continuing a loop needs single steps."""
     return None if bench.system.has_steps else "the model has no single-step function"
 
 

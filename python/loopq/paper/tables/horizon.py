@@ -1,4 +1,4 @@
-"""Li, Fig. 3, Tables 6 and 7: how many steps of the trajectory calibration needs."""
+"""Li, Fig. 3 with Tables 6 and 7: number of trajectory steps that calibration needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "Calibration horizon"
 
 
 def horizons(depth: int) -> list[int]:
-    """Steps that are summed: 1, 2, 4, ... and the depth, as in the paper."""
+    """Numbers of summed steps: powers of two and the depth, as in the paper."""
     powers = [2**k for k in range(depth.bit_length()) if 2**k < depth]
     return [*powers, depth]
 
@@ -27,7 +27,7 @@ def _name(n_cal: int) -> str:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Calibrate on the first 1, 2, 4, ... steps; count the rank of the layer that gains most."""
+    """Calibrate on the first 1, 2, 4 and more steps. Count the rank of the layer that gains most."""
     chosen = horizons(bench.depth)
     found = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})
     gains = {
@@ -50,7 +50,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """More steps, more directions, less error; most of it within the first few."""
+    """More steps give more directions and less error, mostly within the first few."""
     first, last = _name(1), _name(found["horizons"][-1])
     text = "the ranks of the inputs grow with the horizon"
     return [
@@ -63,7 +63,7 @@ def claims(found: Found) -> list[Claim | None]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """Table of horizons, rank beside it, and both as curves."""
+    """Table of horizons with ranks, and curves of both."""
     rows = tuple(
         (f["model"], f["layer"], str(n), str(r), f"{100 * r / f['dim']:.2f} %", short(_kl(f, n)))
         for f in founds

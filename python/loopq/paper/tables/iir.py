@@ -1,4 +1,4 @@
-"""Li, Table 20: recursive filters whose transition matrix is rounded; needs no model."""
+"""Li, Table 20: recursive filters with a rounded transition matrix. It needs no model."""
 
 from __future__ import annotations
 

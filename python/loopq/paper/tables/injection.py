@@ -1,4 +1,4 @@
-"""Li, Fig. 1a, Tables 3 and 4: rounding in parts of the loop, step by step."""
+"""Li, Fig. 1a with Tables 3 and 4: rounding in parts of the loop, step by step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """Agreement after the first and the last step; the curves of paired runs."""
+    """Agreement after the first and the last step, with curves of paired runs."""
     rows, made, panels = [], [], []
     for found in founds:
         for pairing, runs in found["runs"].items():

@@ -1,4 +1,4 @@
-"""Li, Table 10: a lower width, where the choice of calibration rows matters most."""
+"""Li, Table 10: lower bit width, where the choice of calibration rows matters most."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TITLE = "INT3: rounding, one step, equal rows, full trajectory"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize into four variants at INT3; equal rows spread the rows of one step over the trajectory."""
+    """Quantize into four variants at INT3. The equal-rows variant spreads the rows of one step over the trajectory."""
     low = bench.changed(bits=3)
     return low.measure(three(low) | {EQUAL: low.gptq("all", inputs="equal-rows")})
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """The paper's ordering: the trajectory is closer than one step and than equal rows, and these than one step."""
+    """The paper's order: the trajectory beats one step and equal rows. Equal rows beat one step."""
     return [
         below(found, ALL, ONE),
         below(found, ALL, RTN),

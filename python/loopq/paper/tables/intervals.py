@@ -26,7 +26,7 @@ N_PAPER = 1319
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize into the three variants of the main table and count the last tokens that are right."""
+    """Quantize into the three variants of the main table and count correct last tokens."""
     return bench.measure(three(bench))
 
 
@@ -35,7 +35,7 @@ def _cells(i: Interval) -> tuple[str, str]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """The paper's counts computed again, and those of the models."""
+    """The paper's counts computed again, and the counts of the models."""
     rows, same = [], 0
     for model, name, hits, printed in PAPER:
         interval = wilson(hits, N_PAPER)

@@ -1,4 +1,4 @@
-"""Li, Fig. 4: the recurrence, drawn with its layers."""
+"""Li, Fig. 4: a drawing of the recurrence with its layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TITLE = "The loop and its layers"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """List the layers of a step, and measure the damage of each alone, which colours the drawing."""
+    """List the layers of a step, and measure the damage of each one alone. It colours the drawing."""
     context = bench.context()
     found = diagnose(context, only=["ablation"], name=bench.model.name)
     return bench.head() | {"drawing": {k: found[k] for k in ("model", "layers")}}
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """One drawing for each model."""
+    """One drawing per model."""
     rows, lines = [], []
     for found in founds:
         layers = found["drawing"]["layers"]

@@ -15,7 +15,7 @@ from loopq.paper.controls.rounding import round_signed
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Errors in a selective scan"
-# Li, App. N: 5 prompts, and token positions 8 and 32 of the growth.
+# Li, App. N uses 5 prompts, and token positions 8 and 32 for the growth.
 N_PROMPTS, EARLY_LATE = 5, (8, 32)
 
 
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def refuses(bench: Bench) -> str | None:
-    """There must be a scan."""
+    """The table needs a scan."""
     try:
         ssm.find_mixers(bench.system.model)
     except SystemContractError as error:
@@ -53,7 +53,7 @@ def refuses(bench: Bench) -> str | None:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """Growth by component; relative error, absolute error and size of the state by the identity term."""
+    """Growth by component. Relative error, absolute error and size of the state by the identity term."""
     parts, sweep, made, panels, lines = [], [], [], [], []
     for found in founds:
         for row in found["components"]:

@@ -24,7 +24,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """Rotation recovers, calibration recovers more."""
+    """Rotation helps, and calibration helps more."""
     return [
         below(found, TURNED, PLAIN),
         below(found, CALIBRATED, TURNED),

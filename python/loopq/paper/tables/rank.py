@@ -1,4 +1,4 @@
-"""Li, Tables 1 and 19: rank of each input at step 0, at step 1 and over the trajectory."""
+"""Li, Tables 1 and 19: rank of each input at the first two steps and over the trajectory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER = ("model", "input of", "width", "step 0", "of width", "step 1", "last st
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Count the eigenvalues above 1e-3 of the largest, at every step over the same positions, and of the sum."""
+    """Count eigenvalues above 1e-3 of the largest at every step over the same positions, and of the sum."""
     layers = {}
     for p in bench.collected.job.selection.distinct_inputs:
         h: Any = bench.sums.accumulators[p.name]
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """One row for each input; the curves are those of the inputs that gain most and least."""
+    """One row per input. The curves show the inputs with the largest and the smallest gain."""
     rows, made, panels = [], [], []
     for found in founds:
         layers = found["layers"]

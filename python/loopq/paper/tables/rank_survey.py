@@ -1,4 +1,4 @@
-"""Li, Fig. 2 and Table 18: rank gain of every model beside what trajectory calibration recovers."""
+"""Li, Fig. 2 and Table 18: rank gain of every model, and the gap that trajectory calibration closes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _row(found: Found) -> dict[str, Any]:
 
 
 def show(founds: Sequence[Found]) -> Shown:
-    """One row and one point for each model."""
+    """One row and one point per model."""
     points = [_row(found) for found in founds]
     rows = tuple(
         (

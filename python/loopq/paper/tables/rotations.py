@@ -1,4 +1,4 @@
-"""Li, Table 14 and App. D: Hadamard against random rotations of the adapter's input."""
+"""Li, Table 14 and App. D: Hadamard and random rotations of the adapter's input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """A rotation helps at INT4; Hadamard and random are alike, for which there is no claim to test."""
+    """A rotation helps at INT4. Hadamard and random are alike, so there is no claim to test."""
     names = [f"INT4 GPTQ, {name}" for name in KINDS]
     return [
         *(below(found, name, NONE) for name in names),

@@ -1,4 +1,4 @@
-"""Li, Table 16: damage of each layer alone, and how two one-step measures rank the layers."""
+"""Li, Table 16: damage of each layer alone, and the ranking of the layers by two one-step measures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLE = "Layers by three measures of sensitivity"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Round each layer alone; measure random-direction gain and Hessian trace."""
+    """Round each layer alone. Measure random-direction gain and Hessian trace."""
     found = bench.head() | ablation(bench.context())
     return found | {"exposed": [p.name for p in bench.system.shared_parameters(bench.depth) if p.exposed]}
 

@@ -1,4 +1,4 @@
-"""Li, Sec. 6.2: the size of Huginn's quantized projections, and what collecting on all steps costs."""
+"""Li, Sec. 6.2: size of Huginn's quantized projections, and cost of collecting on all steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP, TILE = 128, (256, 128)
 
 
 def huginn_bytes(padded: bool) -> int:
-    """Bytes of INT4 codes and a float16 scale for every 128 inputs; padded to the tiles of the Marlin kernel."""
+    """Bytes of INT4 codes with a float16 scale per 128 inputs, padded to the tiles of the Marlin kernel."""
     total = 0
     for rows, columns, count in HUGINN:
         if padded:
@@ -27,7 +27,7 @@ def huginn_bytes(padded: bool) -> int:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Add up the bytes of the model's layers; time Hessians of step 0 and of all steps, in CPU seconds."""
+    """Add up the bytes of the model's layers. Time Hessians of step 0 and of all steps in CPU seconds."""
     layers = bench.solve(bench.rtn())
     dense = sum(2 * p.in_features * p.out_features for p in bench.collected.job.selection.observed)
     seconds = {}

@@ -18,7 +18,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.source import ModelSource
 
 TITLE = "Eigenvalues by threshold, prompts and steps"
-# The paper has 50 prompts against 1,000; here all prompts against a quarter of them.
+# The paper compares 50 prompts with 1,000. This table compares a quarter of the prompts with all.
 SHARE = 4
 FEW, MANY, STEPS = "a quarter, step 0", "all prompts, step 0", "a quarter, all steps"
 
@@ -49,7 +49,7 @@ def _sums(bench: Bench, tokens: TokenSet) -> Any:
 
 
 def _chosen(bench: Bench) -> list[str]:
-    """Inputs that are shown: the narrowest at step 0 (the adapter, where there is one), and one of the core."""
+    """Inputs to show: the narrowest at step 0 (the adapter if present), and one of the core."""
     groups = bench.collected.job.selection.distinct_inputs
     first = next((p.name for p in groups if p.role == "adapter"), None)
     if first is None:

@@ -14,13 +14,13 @@ from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.run.source import Layers
 
 SKIP = "GPTQ, without step 0"
-# The paper's five; 1 / N would be the plain sum.
+# The paper's five values. 1 / N would be the plain sum.
 ALPHAS = ("0.05", "0.10", "0.15", "0.20", "0.25")
 TITLE = "Calibration without step 0"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Leave step 0 out, or weigh it by alpha against the mean of the others; compare the late step's proxy too."""
+    """Leave step 0 out, or weigh it by alpha against the mean of the others. Compare the late step's proxy too."""
     layers: dict[str, Any] = {
         RTN: bench.rtn(),
         ALL: bench.solve(bench.gptq("all")),
@@ -32,7 +32,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
-    """Layers whose loss at the last step is smaller without step 0."""
+    """Count layers with a smaller loss at the last step when step 0 is left out."""
     input_groups = bench.collected.job.selection.input_groups
     shared = {p.name: p for p in bench.collected.job.selection.observed if p.invocations == bench.depth}
     last = bench.depth - 1
@@ -49,7 +49,7 @@ def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
 
 
 def claims(found: Found) -> list[Claim | None]:
-    """Whether leaving step 0 out helps depends on the model; the late step's proxy improves nearly everywhere."""
+    """The effect of leaving step 0 out depends on the model. The late step's proxy improves nearly everywhere."""
     wins, of = found["late_wins"], found["late_of"]
     text = "without step 0 the loss at the last step is smaller in most layers"
     return [

@@ -1,4 +1,4 @@
-"""What the page shows of each section of a diagnosis: figures and tables, one file for a section, here or in a room."""
+"""Figures and tables of a diagnosis, one file per section. Subpackages such as `loopq.paper` add theirs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part(Generic[T]):
     Parameters
     ----------
     of : callable
-        Makes it from a diagnosis, as far as that has data for it.
+        Makes it from a diagnosis, if that has the data.
     order : int
         Place on the page.
     """
@@ -36,20 +36,20 @@ TABLES: Registry[Part[str]] = Registry("table", "loopq.report.sections")
 
 
 def all_figures(d: Diagnosis) -> list[Picture]:
-    """Every figure that the diagnosis has data for."""
+    """Every figure with data in the diagnosis."""
     require("matplotlib")
     parts = sorted((part for _, part in FIGURES), key=lambda part: part.order)
     return [picture for part in parts if (picture := part.of(d)) is not None]
 
 
 def all_tables(d: Diagnosis) -> list[str]:
-    """Every table that the diagnosis has data for."""
+    """Every table with data in the diagnosis."""
     parts = sorted((part for _, part in TABLES), key=lambda part: part.order)
     return [text for part in parts if (text := part.of(d))]
 
 
 def in_legend_order(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Entries in the order of the legend, whatever their order in the file."""
+    """Sort entries in the order of the legend, regardless of their order in the file."""
     first = ("per channel", "all columns")
     return sorted(table.items(), key=lambda item: (item[0] not in first, item[0]))
 

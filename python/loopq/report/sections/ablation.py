@@ -28,7 +28,7 @@ def ablations(d: Diagnosis) -> Picture | None:
         key = "changed" if logits else "output_error_last"
         whole = [100 * float(row[key] or 0.0) for row in rows]
         axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")
-        # Above the axes: inside, it hides the text of a bar.
+        # Above the axes, because inside it would hide the text of a bar.
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.0)
         for i, name in enumerate(order):
             place = places[name]

@@ -1,4 +1,4 @@
-"""The error that is fed back."""
+"""The error in the feedback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the error enters: parts of the loop rounded."""
+"""Origin of the error: parts of the loop rounded separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directions of the state that steps and seeds share."""
+"""Directions of the state shared by steps and seeds."""
 
 from __future__ import annotations
 

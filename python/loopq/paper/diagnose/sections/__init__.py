@@ -1,1 +1,1 @@
-"""Sections of a diagnosis that the paper adds."""
+"""Diagnosis sections that the paper adds."""

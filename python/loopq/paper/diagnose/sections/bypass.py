@@ -24,7 +24,7 @@ def bypasses(context: Context) -> dict[str, Any]:
 
 
 def _seconds(context: Context, step: float) -> float:
-    # The directions run as one batch, at about half the price.
+    # The directions run as one batch, at about half the cost.
     config = context.config
     n_prompts = min(config.n_jacobian_prompts, len(context.tokens.sequences))
     return n_prompts * context.n_seeds * 2 * 4 * len(config.radii) * config.n_directions * step

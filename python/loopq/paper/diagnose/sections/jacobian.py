@@ -33,13 +33,13 @@ def _has_bypass(context: Context) -> bool:
 
 
 def _seconds(context: Context, step: float) -> float:
-    # A product takes about as long as two steps; a map with many eigenvalues of one size runs up to the limit.
+    # A product takes about as long as two steps. A map with many eigenvalues of equal size reaches the limit.
     n_prompts = min(context.config.n_jacobian_prompts, len(context.tokens.sequences))
     return n_prompts * (8 if context.exposed else 2) * _PRODUCTS * 2 * step
 
 
 def _says(found: Found) -> str:
-    """The spectral radius with what its estimates were held against."""
+    """The spectral radius, with the acceptance of its estimates."""
     a, plain = found["acceptance"], found["states"]["plain"]
     text = f"spectral radius of a step: {a['n_accepted']} of {a['n_maps']} maps meet the acceptance rules"
     if plain["maps"]:

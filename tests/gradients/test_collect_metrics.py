@@ -12,8 +12,8 @@ import torch
 import loopq
 from loopq.errors import CalibrationError, ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
+from loopq.gradients import backward, sketch
 from loopq.gradients import collect_metrics as module
-from loopq.gradients import sketch
 from loopq.gradients.collect_metrics import collect_metrics, metric_cost
 from loopq.gradients.scores import loop_fisher
 from loopq.quantizers.config import Override
@@ -164,7 +164,7 @@ def test_lowers_the_divergence(tiny, tokens):
 def test_other_steps_and_other_draws_have_other_metrics(tiny, tokens, monkeypatch):
     run, sums = prepared(tiny, tokens.take(0, 3), metric_draws=2)
     seen = []
-    monkeypatch.setattr(module, "unroll", counting(module.unroll, seen))
+    monkeypatch.setattr(backward, "unroll", counting(backward.unroll, seen))
     found = {
         (steps, n_draws): run.solve_from(sums, asked(steps=steps, metric_draws=n_draws))
         for steps in ("all", "1:")
@@ -258,7 +258,7 @@ def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, a
     with pytest.raises(Kill):
         loopq.quantize(loaded, tokens, out=tmp_path / "killed", progress=Killer(at), **BEST)
     seen = []
-    monkeypatch.setattr(module, "unroll", counting(module.unroll, seen))
+    monkeypatch.setattr(backward, "unroll", counting(backward.unroll, seen))
     loopq.quantize(loaded, tokens, out=tmp_path / "killed", **BEST)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
     assert len(seen) == prompts
@@ -276,7 +276,7 @@ def test_metrics_ahead_of_asymmetric_calibration_are_not_collected_again(
     with pytest.raises(Kill):
         loopq.quantize(loaded, few, out=tmp_path / "killed", progress=Killer(3 + 16 + 4), **settings)
     seen = []
-    monkeypatch.setattr(module, "unroll", counting(module.unroll, seen))
+    monkeypatch.setattr(backward, "unroll", counting(backward.unroll, seen))
     loopq.quantize(loaded, few, out=tmp_path / "killed", **settings)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
     assert seen == []

@@ -28,7 +28,7 @@ from ..support.runs import digest
 COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
 PAPER = f"{TINY} --preset paper"
-ALLOCATE = "--fit 13.3 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
+ALLOCATE = "--fit 23 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
 #: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
 #: what is written.
 COMMANDS = {

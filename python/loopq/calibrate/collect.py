@@ -398,6 +398,8 @@ def _alone(out: Path) -> Iterator[None]:
     check_named(out, DumpError)
     with locked(out):
         yield
+    # After the lock: a kill before it leaves the claim, which tells the same command that the dump is its own.
+    release(out)
 
 
 def _write_rows(job: Collection, out: Path, kind: str, shard_batches: int) -> Manifest:
@@ -459,10 +461,14 @@ def _begin(out: Path, key: str) -> bool:
 
 
 def _finish(out: Path) -> Manifest:
-    """Remove the files that only an unfinished collection needs, the claim last."""
+    """Remove the files that only an unfinished collection needs, except the claim."""
     shutil.rmtree(out / "work", ignore_errors=True)
-    (out / _CLAIM).unlink(missing_ok=True)
     return Manifest.read(out)
+
+
+def release(out: Path) -> None:
+    """Remove the claim of a complete dump, which is the last step of a collection."""
+    (out / _CLAIM).unlink(missing_ok=True)
 
 
 def collected(out: Path) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from loopq.calibrate.collect import Collection, Gradients, HessianDump, collected
+from loopq.calibrate.collect import Collection, Gradients, HessianDump, collected, release
 from loopq.calibrate.dump import Manifest
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats.checkpoint import Checkpoint
@@ -143,7 +143,9 @@ def collect_hessians(
     late = ranks.rank == 0 and dump.begin()
     ranks.meet(dump.key)
     if late:
-        return dump.finish()
+        found = dump.finish()
+        release(out)
+        return found
     dump.tell()
     try:
         (out / "work").mkdir(exist_ok=True)
@@ -153,7 +155,9 @@ def collect_hessians(
                 dump.sums.share_pass(input_groups, dump.work(number), share, lambda: dump.is_there)
             while not dump.is_there:
                 if claims.take(""):
-                    return dump.write()
+                    found = dump.write()
+                    release(out)
+                    return found
                 time.sleep(POLL)
     except LoopqError as error:
         # The process that combines the dump removes the work folder.

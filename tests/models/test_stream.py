@@ -75,7 +75,7 @@ def test_what_needs_all_weights_is_refused(tmp_path: Path) -> None:
     dory().save_pretrained(tmp_path)
     streamed = load_model(tmp_path, memory=1)
     with pytest.raises(ConfigError, match="layer by layer"):
-        loopq.quantize(streamed, tokens(2), group_size=16, allocate=3.0)
+        loopq.quantize(streamed, tokens(2), group_size=16, fit=3.0)
     with torch.no_grad():
         expected = load_model(tmp_path).model(torch.from_numpy(tokens(1))).logits
         assert torch.equal(streamed.model(torch.from_numpy(tokens(1))).logits, expected)

@@ -10,7 +10,7 @@ from tests.report.conftest import left, weight
 
 
 def test_every_tensor_of_a_checkpoint_is_there_with_its_grid_or_its_reason(loaded, tokens, monkeypatch):
-    monkeypatch.setattr("loopq.run.outside.LEAST", 16)
+    monkeypatch.setattr("loopq.run.plan.LEAST", 16)
     found = loopq.quantize(
         loaded, tokens, n_steps=3, group_size=16, method="gptq", outside=8, exclude=("*attn.proj*",)
     )
@@ -48,7 +48,10 @@ def test_those_of_one_reason_stand_in_one_row_the_largest_bytes_first():
 
 def test_checkpoints_stand_beside_each_other():
     first = [weight("a.weight"), left("b.weight", "excluded by the settings")]
-    second = [weight("a.weight", bits=3, group_size=-1), weight("b.weight", error=None, error_rtn=None)]
+    second = [
+        weight("a.weight", bits=3, grid="INT3", group_size=-1),
+        weight("b.weight", error=None, error_rtn=None),
+    ]
     text = done({"Q4": first, "Q3": second})
     heads = ("Q4: stored as", "Q4: error [%]", "Q3: stored as", "Q3: error [%]")
     assert all(f">{head}</button>" in text for head in heads)

@@ -45,7 +45,7 @@ def test_without_gradients_python_is_warned_and_a_log_told(loaded, tokens, monke
     def fails(*args):
         raise RuntimeError("element 0 of tensors does not require grad")
 
-    monkeypatch.setattr("loopq.gradients.collect_metrics.unroll", fails)
+    monkeypatch.setattr("loopq.gradients.backward.unroll", fails)
     few = tokens.take(0, 2)
     with pytest.warns(UserWarning, match="metric inputs, since .*element 0 of tensors"):
         assert kind_of(loopq.quantize(loaded, few, group_size=20, threads=1)) == "inputs"

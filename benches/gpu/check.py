@@ -197,7 +197,7 @@ COMMANDS: dict[str, Callable[[str, Place, Place], Result]] = {
     "run": generated,
     "diagnose": diagnosed,
     "quantize, best": quantized("--preset", "best"),
-    "quantize, allocate": quantized("--preset", "fast", "--fit", "3.5"),
+    "quantize, fit": quantized("--preset", "fast", "--fit", "3.5"),
     "quantize, own text": quantized("--preset", "fast", "--calibration", "self"),
     "quantize, bfloat16": quantized("--preset", "fast", "--dtype", "bfloat16"),
 }
@@ -313,7 +313,7 @@ GROUPS: dict[str, Callable[[], dict[str, Work]]] = {
         MODELS[0],
         ("quantize", "evaluate", "evaluate, page", "run", "quantize, paper", "quantize, bfloat16"),
     ),
-    "third": lambda: on(MODELS[0], ("quantize, best", "quantize, allocate", "quantize, own text")),
+    "third": lambda: on(MODELS[0], ("quantize, best", "quantize, fit", "quantize, own text")),
     "ouro": lambda: on(
         MODELS[1], ("quantize", "evaluate", "collect, loop metric", "solve", "run", "quantize, best")
     ),

@@ -28,7 +28,7 @@ from ..support.runs import digest
 COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
 PAPER = f"{TINY} --preset paper"
-ALLOCATE = "--fit 23 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
+FIT = "--fit 23 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
 #: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
 #: what is written.
 COMMANDS = {
@@ -40,8 +40,8 @@ COMMANDS = {
     "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
     "loop metric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs open",
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
-    "allocate": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE}",
-    "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE} --fit-score fisher",
+    "fit": f"quantize {{model}} --out {{out}} {PAPER} {FIT}",
+    "fit fisher": f"quantize {{model}} --out {{out}} {PAPER} {FIT} --fit-score fisher",
     "trellis": f"quantize {{model}} --out {{out}} {TINY} --method trellis --bits 2",
     "evaluate": f"quantize {{model}} --out {{out}} {PAPER} --evaluate -",
     "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",

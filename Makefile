@@ -187,16 +187,16 @@ test-gpu: setup ## Tests that need a CUDA device
 
 fmt: setup ## Format everything
 	cargo fmt
-	$(BIN)/ruff format python tests benches tools
-	$(BIN)/ruff check --fix python tests benches tools
+	$(BIN)/ruff format python tests benches tools docs examples
+	$(BIN)/ruff check --fix python tests benches tools docs examples
 
 fmt-check: setup
 	cargo fmt --check
-	$(BIN)/ruff format --check python tests benches tools docs
+	$(BIN)/ruff format --check python tests benches tools docs examples
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check --no-cache python tests benches tools docs
+	$(BIN)/ruff check --no-cache python tests benches tools docs examples
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

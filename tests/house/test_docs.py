@@ -8,6 +8,8 @@ import itertools
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +18,13 @@ import pytest
 from loopq.cli import main, parse, parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name / "README.md" for name in ("kernels", "examples")),
+    ]
+)
 #: Examples that need what a test machine does not have: (page, what stands in the example).
 ELSEWHERE = {
     ("kernels.md", "CudaBackend"): "a GPU",
@@ -72,6 +80,12 @@ def folder(tmp_path, monkeypatch):
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.stem)
+def test_script_of_examples_runs(script, folder):
+    subprocess.run([sys.executable, script], check=True)
 
 
 def test_the_page_of_settings_is_what_the_settings_declare():

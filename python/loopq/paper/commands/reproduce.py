@@ -66,8 +66,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plant",
         choices=("outlier", "spike", "token"),
-        help="measure each model a second time with a loud weight column in the exposed layer, or a loud MLP channel "
-        "at step 0 or at the first token, none of which changes the output",
+        help="also measure each model with a planted outlier that leaves its output unchanged: a loud weight column in "
+        "the exposed layer, or a loud MLP channel at step 0 (spike) or at the first token",
     )
     add_settings(parser, BenchSettings)
     add_loading(parser)

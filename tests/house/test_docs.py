@@ -34,7 +34,7 @@ ELSEWHERE = {
 }
 #: Examples that take longer than a quick test should, by what stands in them.
 LONG = (
-    "for method in (\"gptq-cd\", \"trellis\"):",
+    'for method in ("gptq-cd", "trellis"):',
     "found = loopq.diagnose",
     "for measured in loopq.evaluate",
     "in one go",

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
     if args.dense and not (args.model and is_checkpoint(Path(args.model))):
-        raise ConfigError(f"--dense: {args.model} is no quantized checkpoint")
+        raise ConfigError(f"--dense: {args.model} is not a quantized checkpoint; leave the option away")
     return load_any(args, quantized=not args.dense)
 
 

@@ -119,7 +119,7 @@ def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress
     data = data_folder(args.data)
     names = args.models or [*zoo.available(), *([PLBERT] if data else [])]
     if len(set(names)) < len(names):
-        raise ConfigError(f"a model is named twice: {', '.join(names)}")
+        raise ConfigError(f"a model is named twice: {', '.join(names)}; name it once")
     settings = BenchSettings().changed(**given(args, BenchSettings))
     how = execution(args, progress=progress)
     benches = []

@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ demo: build ## The main job: quantize the embedded model, print the comparison, 
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
+
+quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
+	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
 
 test: test-rust test-py test-ptx ## All tests but the slow ones: at most six minutes on two idle cores, without what is compiled
 

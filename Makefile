@@ -37,7 +37,7 @@ $(VENV)/torch.stamp: $(VENV)/base.stamp
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
 	@sh tools/toolchain.sh $(PY)
 	@echo 'compiling the Rust core: about a minute on two cores'
-	$(BIN)/maturin develop --release --quiet
+	CARGO_TERM_QUIET=true PIP_QUIET=1 $(BIN)/maturin develop --release --quiet
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp

@@ -37,7 +37,7 @@ $(VENV)/torch.stamp: $(VENV)/base.stamp
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
 	@sh tools/toolchain.sh $(PY)
 	@echo 'compiling the Rust core: about a minute on two cores'
-	CARGO_TERM_QUIET=true PIP_QUIET=1 $(BIN)/maturin develop --release --quiet
+	CARGO_TERM_QUIET=true PIP_QUIET=1 nice $(BIN)/maturin develop --release --quiet
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp
@@ -61,7 +61,8 @@ ci-tools: $(VENV)/dev.stamp ## What some tests are skipped without: lm-eval, lla
 		timeout 600 $$sudo apt-get install -y -qq --no-install-recommends chromium; } || \
 		echo 'WARNING: no Chromium, and apt did not bring it: pages are not looked at in a browser'
 
-# The compiler works while torch is downloaded: make alone runs one recipe at a time.
+# The compiler works while torch is downloaded: make alone runs one recipe at a time. It yields to pip, whose unpacking
+# takes longest and uses one core.
 build: ## Build the extension and install the package into the environment
 	@$(MAKE) -j2 --no-print-directory $(VENV)/build.stamp $(VENV)/torch.stamp
 

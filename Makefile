@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -37,7 +37,7 @@ $(VENV)/torch.stamp: $(VENV)/base.stamp
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
 	@sh tools/toolchain.sh $(PY)
 	@echo 'compiling the Rust core: about a minute on two cores'
-	$(BIN)/maturin develop --release --quiet
+	CARGO_TERM_QUIET=true PIP_QUIET=1 nice $(BIN)/maturin develop --release --quiet
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp
@@ -61,7 +61,8 @@ ci-tools: $(VENV)/dev.stamp ## What some tests are skipped without: lm-eval, lla
 		timeout 600 $$sudo apt-get install -y -qq --no-install-recommends chromium; } || \
 		echo 'WARNING: no Chromium, and apt did not bring it: pages are not looked at in a browser'
 
-# The compiler works while torch is downloaded: make alone runs one recipe at a time.
+# The compiler works while torch is downloaded: make alone runs one recipe at a time. It yields to pip, whose unpacking
+# takes longest and uses one core.
 build: ## Build the extension and install the package into the environment
 	@$(MAKE) -j2 --no-print-directory $(VENV)/build.stamp $(VENV)/torch.stamp
 
@@ -70,6 +71,9 @@ demo: build ## The main job: quantize the embedded model, print the comparison, 
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
+
+quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
+	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
 
 test: test-rust test-py test-ptx ## All tests but the slow ones: at most six minutes on two idle cores, without what is compiled
 
@@ -187,16 +191,16 @@ test-gpu: setup ## Tests that need a CUDA device
 
 fmt: setup ## Format everything
 	cargo fmt
-	$(BIN)/ruff format python tests benches tools
-	$(BIN)/ruff check --fix python tests benches tools
+	$(BIN)/ruff format python tests benches tools docs examples
+	$(BIN)/ruff check --fix python tests benches tools docs examples
 
 fmt-check: setup
 	cargo fmt --check
-	$(BIN)/ruff format --check python tests benches tools docs
+	$(BIN)/ruff format --check python tests benches tools docs examples
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check --no-cache python tests benches tools docs
+	$(BIN)/ruff check --no-cache python tests benches tools docs examples
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

@@ -18,6 +18,8 @@ html_theme_options = {
 
 # A name in single backquotes is a name of the package.
 default_role = "py:obj"
+# Quotes and dots, but no dashes: `--option` keeps both of its hyphens.
+smartquotes_action = "qe"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 numpydoc_show_class_members = False

@@ -139,7 +139,7 @@ def small_demo():
     from loopq import demo
     from tests.support.demos import FEWEST
 
-    return demo.run(**FEWEST)
+    return demo.run(best=True, **FEWEST)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 @pytest.fixture(scope="module")
 def whole():
-    return demo.run()
+    return demo.run(best=True)
 
 
 def check(result):

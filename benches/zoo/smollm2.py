@@ -326,8 +326,7 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
-    # Preset best is left out: it needs the model.
-    rows = {name: settings for name, settings in VARIANTS if settings != PRESETS["best"]}
+    rows = dict(VARIANTS)
     rows["loopq fast"] = dict(PRESETS["fast"])
     found = {}
     for bits, group in grids:

@@ -259,7 +259,7 @@ def _as_options(args: argparse.Namespace, message: str) -> str:
 def _run_file(path: Path) -> None:
     """Run a file as `python FILE` would: modules beside it can be imported."""
     if not path.is_file():
-        raise ConfigError(f"--register {path}: no such file")
+        raise ConfigError(f"--register {path}: no such file; give the path of a Python file")
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path))
 

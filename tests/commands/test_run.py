@@ -31,7 +31,7 @@ def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_mod
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (["{model}", "abc", "--dense"], "is no quantized checkpoint"),
+        (["{model}", "abc", "--dense"], "is not a quantized checkpoint"),
         (["{model}", ""], "the prompt has no tokens"),
         (["{model}", "abc", "--top-p", "2"], "argument --top-p: must be between 1e-06 and 1"),
         (

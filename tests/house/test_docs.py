@@ -8,6 +8,8 @@ import itertools
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -16,15 +18,23 @@ import pytest
 from loopq.cli import main, parse, parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name / "README.md" for name in ("kernels", "examples")),
+    ]
+)
 #: Examples that need what a test machine does not have: (page, what stands in the example).
 ELSEWHERE = {
     ("kernels.md", "CudaBackend"): "a GPU",
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
+    ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
 }
 #: Examples that take longer than a quick test should, by what stands in them.
 LONG = (
+    'for method in ("gptq-cd", "trellis"):',
     "found = loopq.diagnose",
     "for measured in loopq.evaluate",
     "in one go",
@@ -71,6 +81,12 @@ def folder(tmp_path, monkeypatch):
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.stem)
+def test_script_of_examples_runs(script, folder):
+    subprocess.run([sys.executable, script], check=True)
 
 
 def test_the_page_of_settings_is_what_the_settings_declare():

@@ -352,8 +352,14 @@ def test_the_measures_of_the_house():
     assert counts.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
+def _documents() -> list[Path]:
+    """Pages of the repository, records apart."""
+    beside = [page for name in ("kernels", "examples") for page in (ROOT / name).glob("*.md")]
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *beside]
+
+
 def test_links_of_the_documents_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]:
+    for document in _documents():
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text("utf-8")):
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)}: {target}"
 
@@ -362,7 +368,7 @@ def test_files_that_the_documents_name_exist():
     files = [path for path in _tracked() if (ROOT / path).exists()]
     folders = {str(parent) for path in files for parent in Path(path).parents}
     named = r"`((?:[\w-]+/)+[\w.-]*)(?:[ :][^`]*)?`"
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]:
+    for document in _documents():
         for name in re.findall(named, document.read_text("utf-8")):
             # Only names that begin as those of the repository or of the package do, or end as a source does.
             inside = any((root / name.split("/")[0]).is_dir() for root in (ROOT, ROOT / "python" / "loopq"))

@@ -1,9 +1,11 @@
-"""The how-to pages: every command of theirs on the embedded model is run; `test_docs` reads the others."""
+"""The how-to pages: commands on the embedded model, or on what a page makes, run; `test_docs` reads the others."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,24 +14,37 @@ from loopq.cli import main
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("*.md"))
 #: What a command makes may be read by the next ones of its page.
-MADE = {"Q", "B", "F", "P", "C", "D", "S"}
+MADE = {"Q", "B", "F", "P", "C", "D", "S", "M"}
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Commands that name the embedded model or what an earlier one made of it."""
+    """Commands that name the embedded model or what an earlier one made, and those that run a file of the page."""
     found = []
     for block in re.findall(r"^```console\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)[1:]
-            if "huginn_small" in words or MADE & set(words):
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[0] == "python" or "huginn_small" in words or MADE & set(words):
                 found.append(words)
     return found
+
+
+def write_files(page: Path) -> None:
+    """Write the examples that begin with the name of a file."""
+    pattern = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    for name, text in pattern.findall(page.read_text("utf-8")):
+        Path(name).write_text(text, "utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write_files(page)
     assert commands(page)
-    for words in commands(page):
-        assert main(words) == 0, words
+    for program, *words in commands(page):
+        if program == "python" or "--register" in words:
+            # A process of its own: what a file registers would stay.
+            module = [] if program == "python" else ["-m", "loopq"]
+            subprocess.run([sys.executable, *module, *words], check=True)
+        else:
+            assert main(words) == 0, words

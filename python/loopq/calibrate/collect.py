@@ -627,7 +627,7 @@ class HessianDump:
         """Report the memory and the passes of the collection."""
         held = max((sum(map(self.sums.n_bytes, groups)) for groups in self.passes), default=0)
         self.sums.job.execution.progress.note(
-            f"about {held / 2**20:.1f} MiB for Hessians, {len(self.passes)} pass(es) over the text"
+            f"about {held / 2**20:.1f} MiB for Hessians; passes over the text: {len(self.passes)}"
         )
 
     def finish(self) -> Manifest:

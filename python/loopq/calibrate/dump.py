@@ -194,7 +194,9 @@ class Manifest:
         path = folder / MANIFEST
         if not path.exists():
             check_folder(folder, DumpError)
-            raise DumpError(f"{folder}: not a dump: it has no {MANIFEST} (was its collection interrupted?)")
+            raise DumpError(
+                f"{folder}: not a dump: it has no {MANIFEST} (give an interrupted `loopq collect` again to finish it)"
+            )
         data = unsealed(read_json(inside(folder, MANIFEST, DumpError), DumpError), FORMAT, path, DumpError)
         return checked(cls, data, path, DumpError)
 
@@ -483,7 +485,7 @@ def merge(parts: Sequence[Path], out: Path, progress: Progress | None = None) ->
         The parts do not match, or two have the same calibration tokens and seed.
     """
     if len(parts) < 2:
-        raise ConfigError("merge needs at least two parts")
+        raise ConfigError("merge needs at least two parts; name another dump")
     with new_or_same(out, DumpError) as place:
         merged = _merged(parts, place)
     if place != out and progress is not None:
@@ -555,6 +557,7 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
             key = (str(part.get("sha256")), part["seed"])
             if key in seen:
                 raise DumpError(
-                    f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice"
+                    f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count "
+                    "twice; leave one of the two out"
                 )
             seen[key] = dump.folder

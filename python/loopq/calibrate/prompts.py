@@ -155,7 +155,7 @@ def calibration_tokens(
     if not share:
         return tokens
     if known is None:
-        raise ConfigError("random_tokens: the model's config has no vocab_size")
+        raise ConfigError("random_tokens: the model's config has no vocab_size; set random_tokens=0")
     return tokens.with_random_tokens(share, known)
 
 

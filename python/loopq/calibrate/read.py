@@ -204,7 +204,7 @@ def read_text(path: Path) -> str:
         if path.is_dir():
             parts = sorted(path.glob("*.txt"))
             if not parts:
-                raise CalibrationError(f"{path}: the folder has no *.txt file")
+                raise CalibrationError(f"{path}: the folder has no *.txt file; name a file instead")
             for part in parts:
                 check_regular(part, CalibrationError)
             return "\n".join(part.read_text("utf-8") for part in parts)

@@ -65,7 +65,9 @@ def treat(
         else:
             treated.append(p)
     if all(p.treatment == "dense" for p in treated):
-        raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
+        raise ConfigError(
+            "nothing is left to quantize: every shared parameter is excluded or dense; exclude fewer, or include some"
+        )
     return tuple(treated)
 
 

@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="tell memory and time of a quantization with the default settings by config.json alone; --memory is then "
-        "for everything, the model included (default: what is free)",
+        help="print memory and time of a quantization with the default settings, from config.json alone; --memory then "
+        "limits everything, the model included (default: the free memory)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -79,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 1 << 20),
         default=600,
         metavar="SECONDS",
-        help="what the processes of torchrun wait for each other before the work begins (default %(default)s)",
+        help="seconds that the processes of torchrun wait for each other before the work begins (default %(default)s)",
     ).rare = True  # type: ignore[attr-defined]
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser, several=True)
@@ -154,7 +154,7 @@ def _check(args: argparse.Namespace, ranks: Ranks | None) -> None:
 
 COMMANDS.register("collect")(
     Command(
-        "run the rollouts and keep what the shared layers see",
+        "run the model and save the inputs of its looped layers",
         add,
         run,
         30,

@@ -30,6 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draws of the loop metric; from two on their standard deviation is printed (default %(default)s)",
     )
+    parser.add_argument(
+        "--best", action="store_true", help="add preset best, which takes longer than all other rows together"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the comparison as an HTML page too")
     parser.add_argument(
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         check_place(args.page)
     with Line() as progress:
         result = demo.run(
+            best=args.best,
             seeds=range(args.n_seeds),
             metric_seeds=range(args.n_metric_seeds),
             execution=execution(args, progress=progress),

@@ -125,7 +125,7 @@ def _print(found: dict[str, Any]) -> None:
 
 COMMANDS.register("diagnose")(
     Command(
-        "show what the loop does to its own error",
+        "measure how errors travel through the loop",
         add,
         run,
         22,

@@ -103,4 +103,4 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-COMMANDS.register("inspect")(Command("say what a checkpoint or a dump holds", add, run, 12))
+COMMANDS.register("inspect")(Command("show what a checkpoint or a dump holds", add, run, 12))

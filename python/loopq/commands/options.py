@@ -191,9 +191,9 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
         group_of(parser, group_title(leaves(LayerConfig)["method"])).add_argument(
             "--preset",
             choices=tuple(PRESETS),
-            help="best: closest to full precision, with gradients on all prompts and layers one after the other; fast: "
-            "without gradients; paper: GPTQ over the trajectory as published (default: with gradients on half "
-            "of the prompts)",
+            help="best: closest to full precision, with four gradients of every prompt and layers one after the other; "
+            "fast: without gradients; paper: GPTQ over the trajectory as published (default: one gradient of every "
+            "prompt)",
         )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
@@ -280,7 +280,9 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
         return None
     settings = settings_of(args.like)
     if "quantization" not in settings:
-        raise ConfigError(f"--like {args.like}: it holds no settings of a run")
+        raise ConfigError(
+            f"--like {args.like}: it holds no settings of a run; name a checkpoint that loopq wrote"
+        )
     if args.n_steps is None:
         args.n_steps = tuple(settings.get("depths", ())) or settings["n_steps"]
     args.seed = getattr(args, "seed", settings["seed"])

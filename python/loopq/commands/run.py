@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser, "checkpoint of any format that loopq reads, embedded model (huginn_small), folder or hub id"
     )
     parser.add_argument(
-        "prompt", metavar="PROMPT", help="text to go on with; -: read it from the standard input"
+        "prompt", metavar="PROMPT", help="text to continue; -: read it from the standard input"
     )
     add_settings(parser, Generation)
     parser.add_argument(
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
     if args.dense and not (args.model and is_checkpoint(Path(args.model))):
-        raise ConfigError(f"--dense: {args.model} is no quantized checkpoint")
+        raise ConfigError(f"--dense: {args.model} is not a quantized checkpoint; leave the option away")
     return load_any(args, quantized=not args.dense)
 
 
@@ -96,4 +96,6 @@ def _say(text: str) -> None:
     print(f"loopq: {text}", file=sys.stderr)
 
 
-COMMANDS.register("run")(Command("generate text by a model or a checkpoint", add, run, 13, epilog=_EXAMPLES))
+COMMANDS.register("run")(
+    Command("generate text with a model or a checkpoint", add, run, 13, epilog=_EXAMPLES)
+)

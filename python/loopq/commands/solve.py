@@ -22,14 +22,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--worker",
         action="store_true",
-        help="one of any number of processes, on any machines, that solve this dump into this folder: layers that "
-        "nobody has claimed, until all are there",
+        help="solve layers that no other process has claimed, until all are solved; start any number of workers, "
+        "on any machines that share the folders",
     )
     several.add_argument(
         "--shard",
         type=_shard,
         metavar="K/N",
-        help="the K-th of N parts of the layers, from 1, without waiting for the others: for job arrays",
+        help="solve the K-th of N parts of the layers, counted from 1, without waiting for the others, for job arrays",
     )
     add_quantizer(parser, model=False)
     add_execution(parser, only=("threads",))

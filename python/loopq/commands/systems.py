@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help="published models or systems of the table, or folders: what they need to be loaded",
+        help="show what these published models, systems of the table or folders need to be loaded",
     )
 
 

@@ -264,7 +264,7 @@ def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
     paths = [_find(name, data, file) for file in task.files]
     found = list(islice(task.read(*paths), limit))
     if not found:
-        raise ConfigError(f"{paths[0]}: holds no items of {name}")
+        raise ConfigError(f"{paths[0]}: holds no items of {name}; docs/tasks.md says what a line holds")
     return found
 
 

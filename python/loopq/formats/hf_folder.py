@@ -148,7 +148,7 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if not pickles:
-        raise CheckpointError(f"{folder}: no weights in it (*.safetensors)")
+        raise CheckpointError(f"{folder}: no weights in it; put the *.safetensors files beside config.json")
     if not allow_pickle:
         raise CheckpointError(
             f"{folder}: weights only as pickles ({', '.join(pickles)}), which can run code when they are read; "

@@ -41,7 +41,7 @@ class Generation(Settings):
         Seed of the draws, and of the initial states where a model draws them.
     exit : float, optional
         Leave the loop early by the model's own rule: Ouro's gate at this cumulative probability, Huginn and R-Llama
-        when two steps' predictions differ by less than this KL (nats). Without a cache.
+        when two steps' predictions differ by less than this KL (nats). It runs without the cache.
     """
 
     n_tokens: int = setting(128, at_least=1, common=True)

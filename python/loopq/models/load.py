@@ -361,7 +361,7 @@ def to_device(model: nn.Module, device: str) -> nn.Module:
     except (RuntimeError, AssertionError) as cause:
         # torch reports it on many lines. The first names the device.
         reason = str(cause).strip().splitlines()[0]
-        raise ConfigError(f"device {device!r} cannot be used here: {reason}") from cause
+        raise ConfigError(f"device {device!r} cannot be used here: {reason}; use --device cpu") from cause
 
 
 def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> Path:

@@ -85,7 +85,10 @@ class Problem:
             No activation of this layer was collected.
         """
         if self.hessian is None:
-            raise SolveError(f"layer {self.name}: needs the layer's activations, and none were collected")
+            raise SolveError(
+                f"layer {self.name}: needs the layer's activations, and none were collected; "
+                "collect again with this layer included"
+            )
         return self.hessian
 
     def require_metric(self) -> LoopMetric:

@@ -59,7 +59,7 @@ class GPTQCD(Method):
     descent : int
         Maximum sweeps of one coordinate descent on the codes. The value 0 skips it.
     refit : bool
-        Coordinate descent on the scales too; else they stay as they were searched.
+        Coordinate descent on the scales too; else scales stay as they were searched.
     rounds : int
         Maximum starts. A start runs GPTQ, later ones with the scales found so far, and then the descents. With 0 only
         GPTQ runs. Further starts reduce the loss by 1 to 5 %, each at the cost of the first.

@@ -130,7 +130,7 @@ def forecast(
     if room < largest:
         raise ConfigError(
             f"one layer takes {size(held)}, its Hessian and loop metric {size(largest)}, a solve {size(solve)}: "
-            f"together above the limit of {size(limit)}"
+            f"together above the limit of {size(limit)}; raise --memory"
         )
     total = sum(sums.values()) + metric.memory
     n_passes = max(1, -(-total // room))

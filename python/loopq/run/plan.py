@@ -60,7 +60,10 @@ class Plan:
         found = (_task(p, config.for_layer(p.name), input_groups, depth) for p in parameters)
         tasks = tuple(task for task in found if task is not None)
         if not tasks:
-            raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
+            raise ConfigError(
+                "nothing is left to quantize: every shared parameter is excluded or dense; "
+                "exclude fewer, or include some"
+            )
         return cls(config, tasks)
 
     @property

@@ -121,7 +121,7 @@ def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tens
     if free is not None and needed > free:
         raise CheckpointError(
             f"{folder}: with config.json the model takes {needed / 2**30:.3g} GiB of memory, "
-            f"and {free / 2**30:.3g} are free"
+            f"and {free / 2**30:.3g} are free; take a machine with more memory"
         )
 
 

@@ -66,8 +66,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plant",
         choices=("outlier", "spike", "token"),
-        help="measure each model a second time with a loud weight column in the exposed layer, or a loud MLP channel "
-        "at step 0 or at the first token, none of which changes the output",
+        help="also measure each model with a planted outlier that leaves its output unchanged: a loud weight column in "
+        "the exposed layer, or a loud MLP channel at step 0 (spike) or at the first token",
     )
     add_settings(parser, BenchSettings)
     add_loading(parser)
@@ -119,7 +119,7 @@ def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress
     data = data_folder(args.data)
     names = args.models or [*zoo.available(), *([PLBERT] if data else [])]
     if len(set(names)) < len(names):
-        raise ConfigError(f"a model is named twice: {', '.join(names)}")
+        raise ConfigError(f"a model is named twice: {', '.join(names)}; name it once")
     settings = BenchSettings().changed(**given(args, BenchSettings))
     how = execution(args, progress=progress)
     benches = []

@@ -1,0 +1,17 @@
+"""Quantize, export for other tools, and generate text with four-bit weights."""
+
+import loopq
+from loopq.inference.generate import Decoder, Generation, decode, generate, prompt_ids
+
+loopq.quantize("huginn_small", out="Q", group_size=32, n_prompts=4)
+
+# compressed-tensors is what transformers, vLLM and SGLang read. The export is read back and compared.
+loopq.export("Q", "C", "compressed-tensors")
+for measured in loopq.evaluate("huginn_small", ["Q", "C"], n_prompts=4):
+    print(f"{measured.name:15} KL {measured.kl.mean():.5f} nats")
+
+# quantized=True keeps the codes in memory and multiplies by them.
+loaded = loopq.load("Q", quantized=True)
+settings = Generation(n_tokens=20)
+decoder = Decoder(loaded.system, n_steps=8, settings=settings)
+print(decode(loaded, list(generate(loaded, prompt_ids(loaded, "The sea was"), decoder, settings))))

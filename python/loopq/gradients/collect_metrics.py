@@ -15,13 +15,13 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
 from loopq.errors import ConfigError, SystemContractError
 from loopq.gradients.backward import Backward
+from loopq.models.replace import stored_weight
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.storage.journal import Journal, Snapshots
-from loopq.storage.model_files import source_of, to_torch
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,14 +255,8 @@ class _Collector:
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
                 found[key] = whole, self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
-            weight = p.matrix(self._weight(p))
+            weight = p.matrix(stored_weight(self.system, p))
             self._sizes[task.name] = weight.float().square() @ energy
-
-    def _weight(self, parameter: SharedParameter) -> Tensor:
-        stream = source_of(self.system.model)
-        if stream is None:
-            return self.system.parameter(parameter).detach()
-        return self.system.to_device(to_torch(stream[parameter.name]))
 
     def _scales(self) -> dict[str, Tensor]:
         """Factor of each output: one over the root of its energy d, which is raised if d r is far below its mean.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
@@ -18,6 +18,9 @@ from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import Execution, available_bytes
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.table import size
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Assumed bytes per second of the disk, for weights that do not fit in memory.
 _DISK = 1e9
@@ -146,7 +149,7 @@ def forecast(
             (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
         )
         visits = -(-len(tokens.sequences) // execution.batch_size)
-        visits += 2 * -(-metric.n_gradients // (execution.batch_size if system.interleaves else 1))
+        visits += 2 * -(-metric.n_gradients // execution.batch_size)
         seconds["reading weights"] = n_passes * visits * (weights + again) / _DISK
     most = min(total, room) + solve
     return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
@@ -210,15 +213,13 @@ def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
 
 def _weights(system: LoopedSystem) -> tuple[int, int]:
     """Bytes of all weights, and of those needed at once: the largest layer twice, and weights of no layer."""
-    from torch import nn  # lazy: loopq imports without torch
+    from loopq.models.stream import layers_of  # lazy: loopq imports without torch
 
     def total(module: nn.Module) -> int:
         return sum(int(p.numel() * p.element_size()) for p in module.parameters())
 
-    lists = [m for m in system.model.modules() if isinstance(m, nn.ModuleList)]
-    longest = max(lists, key=lambda m: sum(map(total, m)), default=None)
-    layers = [total(layer) for layer in longest] if longest is not None else []
     everything = total(system.model)
+    layers = [total(layer) for layer in layers_of(system.model).values()]
     return everything, min(everything, everything - sum(layers) + 2 * max(layers, default=0))
 
 

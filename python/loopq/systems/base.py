@@ -224,9 +224,6 @@ class LoopedSystem(ABC):
         Whether the initial state is drawn, so that pairing of runs matters.
     keeps_graph : bool
         Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
-    interleaves : bool
-        Whether a `rollout` at the model's default depth leaves the model unchanged while it runs. Several rollouts can
-        then take turns, one layer each.
     """
 
     name: ClassVar[str]
@@ -242,7 +239,6 @@ class LoopedSystem(ABC):
     output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
-    interleaves: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -26,6 +26,8 @@ from loopq.calibrate.written import written
 from loopq.models.load import LoadedModel, load_model
 
 N, LENGTH, BITS, GROUP = 32, 128, 3, 64
+#: Kinds of test prompts, and how many of each.
+TESTS, N_TESTS = ("text", "records in the template"), 16
 FIRST = (1,)  # <|im_start|>
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -72,8 +74,9 @@ def row(work: Path, data: Path, name: str, threads: int) -> dict[str, Any]:
     settings = {"preset": "fast", "bits": BITS, "group_size": GROUP, "threads": threads}
     result = loopq.quantize(loaded, tokens, n_steps=depths, **settings)
     measured = {}
-    for kind, test in prompts(loaded, data, "test").items():
-        one = loopq.evaluate(loaded, {name: result}, test, threads=threads)[1]
+    tests = prompts(loaded, data, "test")
+    for kind in TESTS:
+        one = loopq.evaluate(loaded, {name: result}, tests[kind].take(0, N_TESTS), threads=threads)[1]
         measured[kind] = [float(one.kl.mean()), *one.kl_interval()[:2], float(one.agreement.mean())]
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(measured))

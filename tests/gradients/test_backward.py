@@ -11,28 +11,14 @@ import torch
 
 from loopq.calibrate.data import TokenSet
 from loopq.gradients.backward import Backward, draw_labels
-from loopq.gradients.sketch import Kept, Reached
 from loopq.models.load import load_model
 from loopq.models.stream import Stream
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan
 from loopq.storage.model_files import source_of
+from tests.support.conformance import Noted
 from tests.support.vendors import inkling, tokens
-
-
-class _Sums(Reached):
-    """Sums of each gradient, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, float]] = []
-
-    def products(self, name: str, kept: Kept, gradient: torch.Tensor) -> Kept:
-        return (gradient.sum(),)
-
-    def add(self, name: str, products: Kept) -> None:
-        self.found.append((name, float(products[0])))
 
 
 def _gradients(
@@ -46,7 +32,7 @@ def _gradients(
     stream._read = lambda keys: reads.append(keys) or inner(keys)  # type: ignore[method-assign, func-returns-value]
     parameters = loaded.system.shared_parameters(3)
     tasks: tuple[Task, ...] = Plan.of(parameters, {p.name: p.name for p in parameters}, QuantConfig()).tasks
-    side = _Sums()
+    side = Noted()
     prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
     done = list(Backward(loaded.system, prompts, 3, n_draws, 0, at_once).run(side, tasks, 0, 3))
     return side.found, done, len(reads)
@@ -85,7 +71,7 @@ def test_an_error_in_a_turn_is_raised(tmp_path: Path) -> None:
     loaded.model.model.layers[3].self_attn.register_forward_hook(fail)
     prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
     with pytest.raises(MemoryError, match="second prompt"):
-        list(Backward(loaded.system, prompts, 3, 1, 0, 3).run(_Sums(), (), 0, 3))
+        list(Backward(loaded.system, prompts, 3, 1, 0, 3).run(Noted(), (), 0, 3))
 
 
 def test_labels_have_the_probabilities_of_the_model() -> None:

@@ -68,14 +68,18 @@ class MetricCost:
     memory: int
 
 
-def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
-    """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric."""
+def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> MetricCost:
+    """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric.
+
+    Products of `at_once` prompts that run in turns are held until all have ended.
+    """
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
     n_prompts = n_gradient_prompts(most, len(tokens.sequences))
     n_tokens = tokens.take(0, n_prompts).n_tokens
     rank, total = rank_of(n_prompts), n_prompts * n_draws
+    waiting = min(at_once, n_prompts) * n_draws if at_once > 1 else 1
     products, memory = 0.0, 0
     for p in (t.parameter for t in chosen):
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
@@ -83,7 +87,7 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
         products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
         products += rank * total * high * (block + rank)
         # Both sums in single and double precision; the root on the inputs' side; thin matrices and products.
-        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
+        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 4 * rank * (high + wide) * (1 + waiting)
     # During the computation of a root: the damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)

@@ -54,7 +54,7 @@ class Stream(Mapping[str, RawTensor]):
             find_names(model, tensors)
         self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
-        self._shapes = _Shapes(model, dict(model.named_parameters()))
+        self._shapes = _Shapes(model, dict(model.named_parameters(remove_duplicate=False)))
         self._members: dict[str, Any] = layers_of(model)
         self._tied = _tied(state, self._members)
         self._blocks: dict[str, dict[str, RawTensor]] = {prefix: {} for prefix in self._members}
@@ -67,8 +67,11 @@ class Stream(Mapping[str, RawTensor]):
         if lacking:
             raise CheckpointError(f"the files lack {', '.join(lacking[:5])}; config.json is of another model")
         unfuse(model)
-        for name, tensor in self._read(rest).items():
-            _put(model, name, tensor)
+        placed = {id(state[name]): _put(model, name, tensor) for name, tensor in self._read(rest).items()}
+        for name, tensor in state.items():
+            if name in self._tied and id(tensor) in placed:
+                place, _, last = name.rpartition(".")
+                model.get_submodule(place)._parameters[last] = placed[id(tensor)]
         if hasattr(model, "tie_weights"):
             model.tie_weights()
         if renamed:
@@ -129,8 +132,9 @@ class Stream(Mapping[str, RawTensor]):
         """Tensors of the model, with stacked experts, from some of the files."""
         found = self._names.taken(self._shapes, keys, to_torch, raw)
         return {
-            name: to_torch(tensor).to(self._device, self._shapes.dtype_of(name))
+            name: to_torch(tensor).to(self._device, dtype)
             for name, tensor in found.items()
+            if (dtype := self._shapes.dtype_of(name)) is not None
         }
 
     def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,13 +217,15 @@ class _Shapes:
 
     def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.config, self._parameters = getattr(model, "config", None), parameters
-        self._buffers = dict(model.named_buffers())
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
 
     def get_parameter(self, name: str) -> nn.Parameter:
         return self._parameters[name]
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return (self._parameters.get(name, self._buffers.get(name))).dtype
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Type of a tensor. None for one of the files that the model lacks."""
+        found = self._parameters.get(name, self._buffers.get(name))
+        return None if found is None else found.dtype
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -273,8 +279,8 @@ def _is_tied(state: Mapping[str, Tensor], name: str, there: set[str]) -> bool:
     return any(other in there and state[other] is state[name] for other in state)
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Assign values to a parameter or a buffer permanently."""
+def _put(model: nn.Module, name: str, tensor: Tensor) -> Any:
+    """Assign values to a parameter or a buffer permanently, and return it."""
     from torch import nn  # lazy: loopq imports without torch
 
     place, _, last = name.rpartition(".")
@@ -283,6 +289,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[last] = tensor
+    return module._parameters.get(last, tensor)
 
 
 def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:

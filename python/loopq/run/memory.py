@@ -11,6 +11,7 @@ from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
 from loopq.run.budget import Fit
+from loopq.storage.model_files import is_streamed
 
 # Additional in_features x in_features matrices of a rotated solve, in double precision: the original H, the rotation
 # and their products. The number is measured, as in `Method.memory`.
@@ -32,7 +33,8 @@ def pass_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, input_g
     held = sum(map(sums.n_bytes, input_groups))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
-    metric = metric_cost(chosen, job.tokens).memory
+    at_once = job.execution.batch_size if is_streamed(job.system.model) else 1
+    metric = metric_cost(chosen, job.tokens, at_once).memory
     return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
 
 

@@ -82,6 +82,7 @@ class Turns:
             with self._changed:
                 self._wait(number)
             self._pieces[number]()
+            self._undo()
         except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001

@@ -63,7 +63,8 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     parameters, stream = {name: system.weight(name) for name in weights}, source_of(system.model)
     visited: dict[str, Any] = {}
     if isinstance(stream, Stream):
-        visited = {name: p for name, p in parameters.items() if stream.visits(p)}
+        ids = stream.visited()
+        visited = {name: p for name, p in parameters.items() if id(p) in ids}
         parameters = {name: p for name, p in parameters.items() if name not in visited}
     for name, parameter in parameters.items():
         _check_shape(name, parameter, weights[name])

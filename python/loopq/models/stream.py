@@ -160,9 +160,9 @@ class Stream(Mapping[str, RawTensor]):
             else run(*args, **kwargs)
         )
 
-    def visits(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has values only while its layer is visited."""
-        return any(parameter is own for prefix in self._members for own in self._own(prefix))
+    def visited(self) -> set[int]:
+        """Ids of the parameters that have values only while their layer is visited."""
+        return {id(own) for prefix in self._members for own in self._own(prefix)}
 
     def _own(self, prefix: str) -> list[nn.Parameter]:
         """Parameters of a layer that no other part of the model has."""

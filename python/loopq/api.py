@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out, prepare
 from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
 from loopq.run.together import Ranks
-from loopq.settings.execution import Execution
+from loopq.settings.execution import Execution, available_bytes
 from loopq.storage.lock import check_out
 from loopq.storage.model_files import is_streamed, model_tensors
 from loopq.systems.base import LoopedSystem
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from loopq.evaluate.compare import Measurement
     from loopq.inference.layout import Activations
+    from loopq.models.replace import Weights
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -315,10 +317,7 @@ def evaluate(
             )
     measured = compare(
         loaded.system,
-        {
-            name: Dequantized(c.layers) if is_streamed(loaded.model) else weights_of(c)
-            for name, c in named.items()
-        },
+        {name: _values(c, loaded) for name, c in named.items()},
         tokens,
         n_steps=n_steps,
         seeds=seeds,
@@ -428,6 +427,14 @@ def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> L
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
     """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
     return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
+
+
+def _values(checkpoint: Checkpoint, loaded: LoadedModel) -> Weights:
+    """Weights of the quantized layers. Each use dequantizes one if all together exceed half of the free memory."""
+    held = isinstance(checkpoint.layers, dict) and not is_streamed(loaded.model)
+    room = (available_bytes() or math.inf) / 2
+    large = not held or 4 * sum(layer.codes.size for layer in checkpoint.layers.values()) > room
+    return Dequantized(checkpoint.layers) if large else weights_of(checkpoint)
 
 
 def _options(

@@ -5,33 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from loopq.calibrate.data import TokenSet
-from loopq.gradients.backward import Backward
-from loopq.gradients.sketch import Kept, Reached
+from loopq.gradients.backward import Backward, draw_labels
 from loopq.models.load import load_model
 from loopq.models.stream import Stream
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan
 from loopq.storage.model_files import source_of
+from tests.support.conformance import Noted
 from tests.support.vendors import inkling, tokens
-
-
-class _Sums(Reached):
-    """Sums of each gradient, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, float]] = []
-
-    def products(self, name: str, kept: Kept, gradient: torch.Tensor) -> Kept:
-        return (gradient.sum(),)
-
-    def add(self, name: str, products: Kept) -> None:
-        self.found.append((name, float(products[0])))
 
 
 def _gradients(
@@ -45,7 +32,7 @@ def _gradients(
     stream._read = lambda keys: reads.append(keys) or inner(keys)  # type: ignore[method-assign, func-returns-value]
     parameters = loaded.system.shared_parameters(3)
     tasks: tuple[Task, ...] = Plan.of(parameters, {p.name: p.name for p in parameters}, QuantConfig()).tasks
-    side = _Sums()
+    side = Noted()
     prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
     done = list(Backward(loaded.system, prompts, 3, n_draws, 0, at_once).run(side, tasks, 0, 3))
     return side.found, done, len(reads)
@@ -67,7 +54,7 @@ def test_several_draws_of_a_prompt_are_taken_in_turns(tmp_path: Path) -> None:
     inkling().save_pretrained(tmp_path)
     alone, _, _ = _gradients(tmp_path, 1, n_draws=2)
     together, at_end, _ = _gradients(tmp_path, 3, n_draws=2)
-    assert sorted(together) == sorted(alone)
+    assert together == alone
     assert at_end == [0, 0, 0, 0, 0, 3]
 
 
@@ -84,4 +71,29 @@ def test_an_error_in_a_turn_is_raised(tmp_path: Path) -> None:
     loaded.model.model.layers[3].self_attn.register_forward_hook(fail)
     prompts = TokenSet(tuple(tokens(3)), "test", "prompts")
     with pytest.raises(MemoryError, match="second prompt"):
-        list(Backward(loaded.system, prompts, 3, 1, 0, 3).run(_Sums(), (), 0, 3))
+        list(Backward(loaded.system, prompts, 3, 1, 0, 3).run(Noted(), (), 0, 3))
+
+
+def test_labels_have_the_probabilities_of_the_model() -> None:
+    p = np.array([0.5, 0.0, 0.3, 0.2])
+    logp = torch.from_numpy(np.log(np.broadcast_to(p + 1e-30, (40, 500, 4))).astype(np.float32))
+    labels = draw_labels(logp, [0, 1]).numpy()
+    assert labels.shape == (40, 500)
+    np.testing.assert_allclose(np.bincount(labels.ravel(), minlength=4) / labels.size, p, atol=0.015)
+    np.testing.assert_array_equal(draw_labels(logp, [0, 1]).numpy(), labels)
+    assert (draw_labels(logp, [0, 2]).numpy() != labels).any()
+
+
+def test_rounding_changes_few_labels() -> None:
+    """No more than the total variation allows; inversion of the cumulative distribution changes many times that."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(50, 100, 512)) * 2
+    here, there = (
+        torch.from_numpy(x).log_softmax(-1).float()
+        for x in (logits, logits + 1e-2 * rng.normal(size=logits.shape))
+    )
+    p, q = (np.exp(x.double().numpy()) for x in (here, there))
+    bound = np.abs(p - q).sum()
+    changed = int((draw_labels(here, [3]) != draw_labels(there, [3])).sum())
+    assert 0 < changed < bound + 4 * np.sqrt(bound)
+    assert np.abs(p.cumsum(-1) - q.cumsum(-1)).sum() > 5 * bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 import loopq
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, NonFiniteError
+from loopq.layers.grid import BITS
 from loopq.models.load import load_model
-from loopq.storage.model_files import is_streamed
+from loopq.models.stream import Stream, layers_of
+from loopq.run.budget import Fit
+from loopq.storage.model_files import is_streamed, raw
 from loopq.systems.base import Batch
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.kills import Kill, Killer
@@ -71,14 +75,64 @@ def test_other_weights_are_visited_too(tmp_path: Path) -> None:
     )
 
 
-def test_what_needs_all_weights_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
+def test_a_budget_is_met_in_parts_by_the_same_codes(score: str, tmp_path: Path) -> None:
     dory().save_pretrained(tmp_path)
+    asked = Fit(12.0, score, bits=(2, 4), group_sizes=(16,), n_prompts=2, levels=("even",))
+    settings = {"method": "gptq", "group_size": 16}
+    expected = loopq.quantize(load_model(tmp_path), tokens(2), fit=asked, **settings)
     streamed = load_model(tmp_path, memory=1)
-    with pytest.raises(ConfigError, match="layer by layer"):
-        loopq.quantize(streamed, tokens(2), group_size=16, fit=3.0)
+    # All layers together take about a megabyte.
+    found = loopq.quantize(streamed, tokens(2), fit=asked, memory=1 << 19, **settings)
+    assert found.settings["allocation"] == expected.settings["allocation"]
+    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
+    many = dataclasses.replace(asked, bits=BITS, group_sizes=(8, 16))
+    with pytest.raises(ConfigError, match="fit: the candidates of layer"):
+        loopq.quantize(streamed, tokens(2), fit=many, memory=1 << 17, **settings)
+
+
+def test_layers_of_every_list_are_read_and_shared_weights_stay(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.ModuleList(Block() for _ in range(2))
+            self.after = nn.ModuleDict({"core": nn.ModuleList([nn.ModuleList(Block() for _ in range(2))])})
+            self.alone = nn.ModuleList([nn.Linear(8, 8)])
+            self.before[1].inner.weight = self.alone[0].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (*self.before, *self.after["core"][0], *self.before):
+                x = block(x)
+            return x @ self.alone[0].weight
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 8)
+    assert list(layers_of(model)) == ["before.0.", "before.1.", "after.core.0.0.", "after.core.0.1."]
     with torch.no_grad():
-        expected = load_model(tmp_path).model(torch.from_numpy(tokens(1))).logits
-        assert torch.equal(streamed.model(torch.from_numpy(tokens(1))).logits, expected)
+        expected = model(x)
+        Stream(model, {name: raw(tensor) for name, tensor in model.state_dict().items()}, renamed=False)
+        assert torch.equal(model(x), expected)
+    assert _held(model) < 6 * 8 * 9 * 4
+    assert sum(bool(p.isnan().any()) for p in model.parameters()) >= 4
+
+
+def test_nan_in_a_file_is_named_before_anything_runs(tmp_path: Path) -> None:
+    model = dory()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[1, 3] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        NonFiniteError, match=r"layers\.2\..*down_proj\.weight holds NaN or infinity, at \[1, 3\]"
+    ):
+        loopq.quantize(load_model(tmp_path, memory=1), tokens(2), group_size=16, method="gptq")
 
 
 def test_layers_are_read_to_the_models_device(tmp_path: Path) -> None:

@@ -14,15 +14,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
 from loopq.diagnose.feedback import intervened
 from loopq.diagnose.rollouts import trace
-from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
+from loopq.gradients.backward import Backward
+from loopq.gradients.sketch import Kept, Reached
 from loopq.gradients.unroll import unroll
 from loopq.models.check import check_model
+from loopq.models.stream import Stream, layers_of
+from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.task import Task
+from loopq.storage.model_files import raw
 from loopq.systems.base import LoopedSystem
 from tests.support.accelerator import DEVICE, accelerator
-from tests.support.systems import CASES, Case, as_loaded, open_system, prompts
+from tests.support.systems import CASES, Case, as_loaded, build, open_system, prompts
 
 # Systems whose depth cannot be chosen.
 _BUILT_IN = ("control", "generic", "mamba", "trm", "zamba")
@@ -46,6 +53,27 @@ def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[
     ):
         assert not system.rollout(batch, run_at).requires_grad
     return rows
+
+
+class Noted(Reached):
+    """Sums of each gradient, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, float]] = []
+
+    def add(self, name: str, products: Kept) -> None:
+        self.found.append((name, float(products[0])))
+
+
+def _gradients(
+    system: LoopedSystem, ids: torch.Tensor, n_steps: int, at_once: int
+) -> list[tuple[str, float]]:
+    side, tokens = Noted(), TokenSet(tuple(ids.numpy()), "test", "prompts")
+    tasks = [Task(p, LayerConfig(), (), None) for p in system.shared_parameters(n_steps)]
+    for _ in Backward(system, tokens, n_steps, 2, 0, at_once).run(side, tasks, 0, len(ids)):
+        pass
+    return side.found
 
 
 class Conformance:
@@ -215,6 +243,23 @@ class Conformance:
             with torch.no_grad():
                 weight.copy_(kept)
         assert torch.equal(system.rollout(batch, n_steps), before)
+
+    def test_layers_are_read_for_visits_of_prompts_in_turns(self, core: Case) -> None:
+        """A model larger than memory gives the outputs and gradients of one in memory, to the last bit."""
+        model, n_steps, batch = build(core), core.depths[0], prompts(core)
+        plain = open_system(core)
+        if not layers_of(model):
+            return
+        Stream(model, {name: raw(tensor) for name, tensor in model.state_dict().items()}, renamed=False)
+        system = type(plain)(model)
+        assert torch.equal(system.rollout(batch, n_steps), plain.rollout(batch, n_steps))
+        try:
+            expected = _gradients(plain, batch.input_ids, n_steps, 1)
+        except LoopqError:  # Its rollout passes no gradient.
+            return
+        assert len(expected) >= len(batch.prompts)
+        for at_once in (1, 3):
+            assert _gradients(system, batch.input_ids, n_steps, at_once) == expected
 
 
 class SteppingConformance(Conformance):

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
 
+from loopq.gradients.backward import draw_labels
 from loopq.gradients.collect_metrics import LEAST_SCALE, n_ahead
-from loopq.gradients.scores import draw_labels
-from loopq.gradients.unroll import linked, unroll
+from loopq.gradients.unroll import unroll
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
+
+
+@contextlib.contextmanager
+def linked(system, weights):
+    """Let the model compute with tensors of a graph. Restore its own parameters afterwards."""
+    wanted = {id(system.weight(name)): tensor for name, tensor in weights.items()}
+    changed = []
+    try:
+        for module in system.model.modules():
+            names = [n for n, p in module._parameters.items() if p is not None and id(p) in wanted]
+            if not names:
+                continue
+            before = dict(module._parameters)
+            changed.append((module, before, names))
+            for name in names:
+                del module._parameters[name]
+                module.__dict__[name] = wanted[id(before[name])]
+        yield
+    finally:
+        for module, before, names in changed:
+            for name in names:
+                module.__dict__.pop(name, None)
+            # The whole table is restored, so the order of a state dict does not change.
+            module._parameters.clear()
+            module._parameters.update(before)
 
 
 def gradients(system, tokens, names, n_steps, seed, n_draws):

@@ -190,6 +190,7 @@ class _Encoder(nn.Module):
         (lambda x: x.mean(1), "hidden", (3, 1, 32)),
         (lambda x: (x, x.repeat(1, 1, 2))[1], "logits", (3, 5, 64)),
         (lambda x: {"hidden": x, "logits": x.repeat(1, 1, 2)}, "logits", (3, 5, 64)),
+        (lambda x: (x.mean(), [x, x], x.repeat(1, 1, 2)), "logits", (3, 5, 64)),
     ],
 )
 def test_models_that_give_hidden_states_are_measured_by_them(
@@ -301,3 +302,71 @@ def test_generic_is_taken_only_by_name() -> None:
 
 class TestGeneric(Conformance):
     system = "generic"
+
+
+class _Steps(nn.Module):
+    """A loop that is one function of the module and its state."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.embed, self.core = step, nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = self.step(self, x)
+        return self.head(x)
+
+
+def _names(model: nn.Module) -> list[str]:
+    return list(loopq.quantize(model, _ids(6).input_ids, group_size=16, threads=1, method="gptq").layers)
+
+
+def test_a_loop_may_call_no_module_at_all() -> None:
+    weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
+    model = _Steps(lambda m, x: x + torch.tanh(torch.tanh(x @ m.w[0]) @ m.w[1]), w=weights)
+    assert _names(model) == ["w.0", "w.1"]
+    assert _names(_Steps(lambda m, x: x + m.core.forward(x))) == ["core.weight"]
+
+
+def test_a_forward_in_inference_mode_is_observed() -> None:
+    model = _Steps(lambda m, x: x + torch.tanh(m.core(x)))
+    model.forward = torch.inference_mode()(model.forward)  # type: ignore[method-assign]
+    assert _names(model) == ["core.weight"]
+
+
+def test_a_table_that_the_loop_multiplies_with_is_named() -> None:
+    model = _Steps(lambda m, x: m.core(x) + m.head(x).softmax(-1) @ m.embed.weight)
+    with pytest.warns(UserWarning, match=r"not quantized: embed\.weight: .*other code multiplies"):
+        assert _names(model) == ["core.weight", "head.weight"]
+    model.head.weight = model.embed.weight
+    with pytest.warns(UserWarning, match=r"not quantized: embed\.weight: .*would round the inputs"):
+        assert _names(model) == ["core.weight"]
+
+
+def test_a_loop_that_ends_by_its_state_is_refused_with_the_reason() -> None:
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + int(x.sum() * 1e4) % 3):
+            x = torch.tanh(model.core(x))
+        return x
+
+    with pytest.raises(CalibrationError, match=r"ends by its own state \(halting, early exit\)"):
+        _names(_Steps(step))
+
+
+def test_torchscript_is_refused() -> None:
+    class Script(torch.nn.Module):
+        pass
+
+    model = _Steps(lambda m, x: m.inner(x))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(SystemContractError, match="module inner: TorchScript"),
+    ):
+        patch.setattr(torch.jit, "ScriptModule", Script)
+        model.inner = Script()
+        _names(model)

@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CalibrationError, NonFiniteError
+from loopq.storage.model_files import source_of, to_torch
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, model_code
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Sink = Callable[[SharedParameter, int, "Tensor"], None]
-InputKey = tuple[int, tuple[int, ...], tuple[int, ...], int]
+InputKey = tuple[int, tuple[int, ...], tuple[int, ...], float]
 
 
 class _AllSeen(BaseException):
@@ -70,8 +71,10 @@ class Observer:
         self._last = ""
         self._batch: Batch | None = None
         self._handles: list[Any] = []
+        self._entered = False
 
     def __enter__(self) -> Observer:
+        self._entered = True
         for module in modules_of(self._system, self._parameters.values()):
             self._handles.append(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
         names = dict(self._system.model.named_modules(remove_duplicate=False))
@@ -87,6 +90,7 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._entered = False
 
     @contextlib.contextmanager
     def rollout(self, batch: Batch) -> Iterator[None]:
@@ -98,7 +102,7 @@ class Observer:
             A parameter is called never, or not as often as its system declares. Or the model itself fails: the message
             then names the last layer and step.
         """
-        if not self._handles:
+        if not self._entered:
             raise CalibrationError("the observer is used outside its block: its hooks are not attached")
         self._batch = batch
         self._counts = {p.routed_in or p.name: 0 for p in self._parameters.values()}
@@ -147,8 +151,9 @@ class Observer:
     def _differs(self) -> str:
         assert self._batch is not None
         return (
-            "depth, caching or chunking differ from what was declared. A model that loops over blocks of tokens needs "
-            f"prompts of one length; this one has {self._batch.input_ids.shape[1]} tokens"
+            "depth, caching or chunking differ from what was declared. A loop that ends by its own state (halting, "
+            "early exit) or draws its depth needs a fixed number of steps. A loop over blocks of tokens needs prompts "
+            f"of one length; this one has {self._batch.input_ids.shape[1]} tokens"
         )
 
     def _on_step(self, name: str, invocations: int, *_: Any) -> None:
@@ -222,7 +227,9 @@ def damaged_weight(system: LoopedSystem) -> str:
     """Name a parameter of rollouts that holds NaN, or a matrix that holds infinity. Empty if there is none."""
     import torch  # lazy: loopq imports without torch
 
-    for name, tensor in system.model.named_parameters():
+    stream = source_of(system.model)
+    named: Iterable[tuple[str, Tensor]] = system.model.named_parameters()
+    for name, tensor in named if stream is None else ((n, to_torch(t)) for n, t in stream.items()):
         if not tensor.is_floating_point() or name.startswith(system.idle):
             continue
         # A sum is one pass without memory. Single numbers are checked only if it is not finite.
@@ -245,7 +252,9 @@ def modules_of(system: LoopedSystem, parameters: Iterable[SharedParameter]) -> l
 
 def input_key(value: Tensor) -> InputKey:
     """Identity of a tensor's contents while it is alive and unmodified."""
-    return (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value._version)
+    # Tensors of an inference mode do not count their changes.
+    version = float(value.sum()) if value.is_inference() else value._version
+    return (value.data_ptr(), tuple(value.shape), tuple(value.stride()), version)
 
 
 def find_input_groups(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
+from loopq.settings.execution import available_bytes
 from loopq.storage.files import MAX_SIZE, RawTensor, inside, map_tensors, read_bytes, read_json, write_json
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, write_files
 from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
@@ -134,11 +136,11 @@ class _Unpacked(Mapping[str, QuantizedLayer]):
         return len(self._settings)
 
 
-def read(folder: Path, *, hold: bool = True) -> Checkpoint:
+def read(folder: Path, *, hold: bool | None = None) -> Checkpoint:
     """Read a checkpoint folder to plain arrays. Needs no torch.
 
     Tensors that are not quantized stay mapped in the file (`map_tensors`). Without `hold` all do, and each request for
-    a layer unpacks it.
+    a layer unpacks it. By default the codes are held if they take at most half of the free memory.
 
     Raises
     ------
@@ -150,6 +152,8 @@ def read(folder: Path, *, hold: bool = True) -> Checkpoint:
     reader = TensorReader(str(folder / TENSORS), map_tensors(folder / TENSORS))
     reports = read_report(folder / REPORT)
     unpacked = _Unpacked(index, reader, reports)
+    if hold is None:
+        hold = sum(math.prod(s.shape) for s in index.layers) <= (available_bytes() or math.inf) / 2
     layers: Mapping[str, QuantizedLayer] = dict(unpacked) if hold else unpacked
     if not hold:
         # Looking at each layer checks it, and shows the tensors of layers.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.gradients.scores import draw_labels
 from loopq.gradients.turns import Turns
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.task import Task
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Backward:
-    """Backward passes of drawn labels, prompt by prompt.
+    """Backward passes of drawn labels, prompt by prompt. `n_positions` counts the scored positions of all prompts.
 
     Notes
     -----
@@ -42,6 +41,7 @@ class Backward:
     n_draws: int
     seed: int
     at_once: int = 1
+    n_positions: int = 0
     _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
@@ -52,8 +52,7 @@ class Backward:
         batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))
         stream = source_of(self.system.model)
         with Taps(self.system, tasks, side) as taps:
-            own_depth = self.system.interleaves and self.n_steps == self.system.n_steps
-            if isinstance(stream, Stream) and own_depth and self.at_once > 1:
+            if isinstance(stream, Stream) and self.at_once > 1:
                 yield from self._together(taps, stream, batches, first)
                 return
             for done, batch in enumerate(batches, first):
@@ -78,19 +77,21 @@ class Backward:
         self, taps: Taps, stream: Stream, batches: Sequence[Batch], done: int
     ) -> Generator[int, None, None]:
         """Compute gradients of several prompts in turns, so that one read of a layer serves a visit of all of them."""
-        whole = taps.side
+        whole, objects = taps.side, list(_objects(self.system))
         for at in range(0, len(batches), self.at_once):
-            some = batches[at : at + self.at_once]
-            turns = Turns([functools.partial(self._piece, taps, batch, whole.twin()) for batch in some])
+            some = [(batch, whole.twin()) for batch in batches[at : at + self.at_once]]
+            turns = Turns([functools.partial(self._piece, taps, *one) for one in some], objects)
 
             def give(turns: Turns = turns) -> None:
                 own = taps.side
                 turns.give()
                 taps.side = own
 
-            with setting(stream, before_visit=give), self.system.differentiable():
+            with setting(stream, before_visit=give):
                 turns.run()
             taps.side = whole
+            for _, twin in some:
+                whole.merge(twin)
             # A save in between must not hold only some of the prompts that run together.
             yield from [done + at] * (len(some) * self.n_draws - 1)
             yield done + at + len(some)
@@ -106,6 +107,7 @@ class Backward:
     def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
         import torch  # lazy: loopq imports without torch
 
+        self.n_positions += out.shape[0] * out.shape[1] * (draw == 0)
         if self.system.output == "logits":
             logp = out.log_softmax(-1)
             # With a large vocabulary a draw takes as long as a step of the loop. The prompts ahead reuse it.
@@ -114,3 +116,49 @@ class Backward:
             return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()
         noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
         return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()
+
+
+def _objects(system: LoopedSystem) -> Iterator[Any]:
+    """What a rollout may change while it runs: adapters, modules, and configurations."""
+    yield from {id(one): one for one in (system, getattr(system, "system", system))}.values()
+    waiting: list[Any] = list(system.model.modules())
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [v for name, v in vars(one).items() if _is_config(name, v)]
+
+
+def _is_config(name: str, value: Any) -> bool:
+    holds = hasattr(value, "__dict__") and not isinstance(value, type)
+    return holds and "config" in f"{name} {type(value).__name__}".lower()
+
+
+def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
+    """Draw labels from the model's own distribution.
+
+    Parameters
+    ----------
+    logp : Tensor, float32, shape (n_prompts, n_positions, vocabulary)
+        Log-probabilities in nats.
+    seed : sequence of int
+        Seed of the draw.
+
+    Returns
+    -------
+    Tensor, int64, shape (n_prompts, n_positions)
+        Labels, on the same device.
+
+    Notes
+    -----
+    The draw is a race: for independent exponential E_k, argmin_k E_k / p_k has the distribution p. Two processors round
+    p differently. If the other has p', the label changes with a probability of at most sum_k |p_k - p'_k|. Inversion of
+    the cumulative distribution F would give sum_k |F_k - F'_k|, ten times as much on the embedded model. Numpy draws
+    the E_k for every device, because the devices' own generators differ.
+    """
+    import torch  # lazy: loopq imports without torch
+
+    waiting = np.random.default_rng(list(seed)).standard_exponential(tuple(logp.shape))
+    return (torch.from_numpy(waiting).to(logp.device).log_() - logp.detach()).argmin(-1)

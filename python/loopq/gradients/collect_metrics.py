@@ -15,13 +15,13 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
 from loopq.errors import ConfigError, SystemContractError
 from loopq.gradients.backward import Backward
+from loopq.models.replace import stored_weight
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.storage.journal import Journal, Snapshots
-from loopq.storage.model_files import source_of, to_torch
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,14 +68,18 @@ class MetricCost:
     memory: int
 
 
-def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
-    """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric."""
+def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> MetricCost:
+    """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric.
+
+    Products of `at_once` prompts that run in turns are held until all have ended.
+    """
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
     n_prompts = n_gradient_prompts(most, len(tokens.sequences))
     n_tokens = tokens.take(0, n_prompts).n_tokens
     rank, total = rank_of(n_prompts), n_prompts * n_draws
+    waiting = min(at_once, n_prompts) * n_draws if at_once > 1 else 1
     products, memory = 0.0, 0
     for p in (t.parameter for t in chosen):
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
@@ -83,7 +87,7 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
         products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
         products += rank * total * high * (block + rank)
         # Both sums in single and double precision; the root on the inputs' side; thin matrices and products.
-        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
+        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 4 * rank * (high + wide) * (1 + waiting)
     # During the computation of a root: the damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)
@@ -255,14 +259,8 @@ class _Collector:
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
                 found[key] = whole, self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
-            weight = p.matrix(self._weight(p))
+            weight = p.matrix(stored_weight(self.system, p))
             self._sizes[task.name] = weight.float().square() @ energy
-
-    def _weight(self, parameter: SharedParameter) -> Tensor:
-        stream = source_of(self.system.model)
-        if stream is None:
-            return self.system.parameter(parameter).detach()
-        return self.system.to_device(to_torch(stream[parameter.name]))
 
     def _scales(self) -> dict[str, Tensor]:
         """Factor of each output: one over the root of its energy d, which is raised if d r is far below its mean.

@@ -6,7 +6,6 @@ A cost is KL(full precision || quantized) in nats for a position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +14,13 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, SystemContractError
 from loopq.evaluate.compare import compare
-from loopq.gradients.unroll import linked, unroll
+from loopq.gradients.backward import Backward
+from loopq.models.replace import stored_weight
+from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
-from loopq.systems.base import LoopedSystem, model_code
+from loopq.systems.base import LoopedSystem, SharedParameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,78 +101,49 @@ def loop_fisher(
     """
     import torch  # lazy: loopq imports without torch
 
+    from loopq.gradients.directions import Directions
+
     if system.output != "logits":
         raise ConfigError(
             f"system {system.name!r} gives hidden states: labels cannot be drawn; use measured scores"
         )
     execution = execution or Execution()
-    seed, progress = execution.seed, execution.progress
+    progress = execution.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    layers = sorted({layer for layer, _ in candidates})
-    parameters = {name: system.weight(name) for name in layers}
-    experts = {p.name for p in system.shared_parameters(depth) if p.routed_in}
-    errors = {
-        key: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
-        - parameters[key[0]].detach().double()
-        for key, w in candidates.items()
-    }
+    layers = {name for name, _ in candidates}
+    tasks = [Task(p, LayerConfig(), (), None) for p in system.shared_parameters(depth) if p.name in layers]
+    keys = {t.name: [key for key in candidates if key[0] == t.name] for t in tasks}
+    errors = {t.name: _errors(system, t.parameter, [candidates[key] for key in keys[t.name]]) for t in tasks}
     journal = journal or Journal(None)
     piece = journal.find("fisher")
-    zero: dict[str, Any] = {"totals": [0.0] * len(candidates), "positions": 0, "done": 0}
-    saved = piece.facts if piece else zero
-    totals = dict(zip(candidates, saved["totals"], strict=True))
-    positions, done = int(saved["positions"]), int(saved["done"])
-    progress.start("fisher", len(tokens.sequences), "prompts")
+    saved: dict[str, Any] = piece.facts if piece else {"totals": {}, "positions": 0, "done": 0}
+    side = Directions(errors, {n: torch.tensor(v, dtype=torch.float64) for n, v in saved["totals"].items()})
+    seed, at_once = execution.seed, execution.batch_size
+    backward = Backward(system, tokens, depth, n_draws, seed, at_once, n_positions=int(saved["positions"]))
+    done, n_prompts = int(saved["done"]), len(tokens.sequences)
+    progress.start("fisher", n_prompts, "prompts")
     progress.advance(done)
-    for number, batch in enumerate(islice(tokens.batches(1, seed), done, None), start=done + 1):
-        leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
-        with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
-            logits = tokens.scored(unroll(system, batch, depth).float(), system.output)
-            logp = logits.log_softmax(-1)
-            for sample in range(n_draws):
-                labels = draw_labels(logp, [seed, batch.prompts[0], sample])
-                picked = logp.gather(-1, labels[..., None]).sum()
-                last = sample + 1 == n_draws
-                grads = torch.autograd.grad(
-                    picked, [leaves[n] for n in layers], retain_graph=not last, allow_unused=True
-                )
-                by_name = dict(zip(layers, grads, strict=True))
-                for key, error in errors.items():
-                    gradient = by_name[key[0]]
-                    if gradient is not None:
-                        totals[key] += float((gradient.double() * error).sum()) ** 2
-                    elif key[0] not in experts:
-                        raise SystemContractError(f"no gradient reaches {key[0]}: use measured scores")
-        positions += logp.shape[0] * logp.shape[1]
-        journal.save("fisher", totals=list(totals.values()), positions=positions, done=number)
-        progress.advance()
+    for number in backward.run(side, tasks, done, n_prompts):
+        if number > done:
+            totals = {name: found.tolist() for name, found in side.totals.items()}
+            journal.save("fisher", totals=totals, positions=backward.n_positions, done=number)
+            progress.advance(number - done)
+            done = number
     progress.stop()
-    return {key: 0.5 * total / (n_draws * positions) for key, total in totals.items()}
+    for t in tasks:
+        if t.name not in side.totals and not t.parameter.routed_in:
+            raise SystemContractError(f"no gradient reaches {t.name}: use measured scores")
+    share = 0.5 / (n_draws * backward.n_positions)
+    zero = torch.zeros(len(candidates), dtype=torch.float64)
+    found = {
+        key: float(total) for n in keys for key, total in zip(keys[n], side.totals.get(n, zero), strict=False)
+    }
+    return {key: share * found[key] for key in candidates}
 
 
-def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
-    """Draw labels from the model's own distribution.
-
-    Parameters
-    ----------
-    logp : Tensor, float32, shape (n_prompts, n_positions, vocabulary)
-        Log-probabilities in nats.
-    seed : sequence of int
-        Seed of the draw.
-
-    Returns
-    -------
-    Tensor, int64, shape (n_prompts, n_positions)
-        Labels, on the same device.
-
-    Notes
-    -----
-    The draw is a race: for independent exponential E_k, argmin_k E_k / p_k has the distribution p. Two processors round
-    p differently. If the other has p', the label changes with a probability of at most sum_k |p_k - p'_k|. Inversion of
-    the cumulative distribution F would give sum_k |F_k - F'_k|, ten times as much on the embedded model. Numpy draws
-    the E_k for every device, because the devices' own generators differ.
-    """
+def _errors(system: LoopedSystem, p: SharedParameter, values: Sequence[NDArray[np.float32]]) -> Tensor:
+    """Errors of a layer's candidates, one after the other, with outputs first."""
     import torch  # lazy: loopq imports without torch
 
-    waiting = np.random.default_rng(list(seed)).standard_exponential(tuple(logp.shape))
-    return (torch.from_numpy(waiting).to(logp.device).log_() - logp.detach()).argmin(-1)
+    weight = p.matrix(stored_weight(system, p)).float()
+    return torch.stack([p.matrix(system.to_device(torch.from_numpy(np.array(w)))) - weight for w in values])

@@ -132,12 +132,19 @@ class Side(ABC):
 
     def __init__(self) -> None:
         self._products: dict[str, Kept] = {}
+        self._waiting: list[dict[str, Kept]] | None = None
 
     def twin(self) -> Side:
-        """Return a copy with the same sums, for a prompt with a simultaneous gradient."""
+        """Return a copy for a prompt that runs beside others. Its products wait for `merge`."""
         other = copy.copy(self)
-        vars(other).update({name: {} for name in self._of_gradient})
+        vars(other).update({name: {} for name in self._of_gradient}, _waiting=[])
         return other
+
+    def merge(self, twin: Side) -> None:
+        """Add all gradients of a twin to the sums."""
+        for gradient in twin._waiting or ():
+            for name, products in gradient.items():
+                self.add(name, products)
 
     @abstractmethod
     def begin(self, prompt: int, draw: int) -> None:
@@ -181,9 +188,12 @@ class Side(ABC):
         if finite and not bool(torch.stack(finite).all()):
             name = next(n for n, known in zip(self._products, finite, strict=True) if not bool(known))
             raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
-        for name, products in self._products.items():
+        done, self._products = self._products, {}
+        if self._waiting is not None:
+            self._waiting.append(done)
+            return
+        for name, products in done.items():
             self.add(name, products)
-        self._products.clear()
 
 
 class Reached(Side):
@@ -366,10 +376,11 @@ class Taps:
 
     def __init__(self, system: LoopedSystem, tasks: Sequence[Task], side: Side) -> None:
         self._system, self.side = system, side
-        self._tasks = {id(system.parameter(t.parameter)): t for t in tasks}
-        self._parameters = [t.parameter for t in tasks]
-        # No module is called with these weights. Torch gives their gradients, one layer at a time.
-        self._bare = [(t, system.parameter(t.parameter)) for t in tasks if not t.parameter.owners]
+        # No module is called with these weights and rows. Torch gives their gradients, one layer at a time.
+        self._bare = [(t, system.parameter(t.parameter)) for t in tasks if not _is_called(t)]
+        called = [t for t in tasks if _is_called(t)]
+        self._tasks = {id(system.parameter(t.parameter)): t for t in called}
+        self._parameters = [t.parameter for t in called]
         self._stack = contextlib.ExitStack()
         self.anchor = torch.zeros((), device=system.device, requires_grad=True)
 
@@ -425,6 +436,10 @@ class Taps:
         # A view, or a leaf of the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
         return _Tap.apply(own, self.anchor, take, *kept)
+
+
+def _is_called(task: Task) -> bool:
+    return bool(task.parameter.owners) and task.parameter.orientation != "table"
 
 
 class _Tap(torch.autograd.Function):  # type: ignore[misc]  # torch does not say its type

@@ -1,10 +1,8 @@
-"""A differentiable rollout, with other tensors instead of weights."""
+"""A differentiable rollout."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopq.errors import SystemContractError
 from loopq.storage.model_files import is_streamed
@@ -15,39 +13,6 @@ if TYPE_CHECKING:
 
 #: Above this, a backward pass recomputes the inside of each step.
 ACTIVATION_BYTES = 1 << 30
-
-
-@contextlib.contextmanager
-def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the model compute with tensors of a graph. Restore its own parameters afterwards.
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        The model's adapter.
-    weights : mapping of str to Tensor
-        Parameter name to its replacement. Every module with this parameter uses it.
-    """
-    wanted = {id(system.weight(name)): tensor for name, tensor in weights.items()}
-    changed: list[tuple[Any, dict[str, Any], list[str]]] = []
-    try:
-        for module in system.model.modules():
-            names = [n for n, p in module._parameters.items() if p is not None and id(p) in wanted]
-            if not names:
-                continue
-            before = dict(module._parameters)
-            changed.append((module, before, names))
-            for name in names:
-                del module._parameters[name]
-                module.__dict__[name] = wanted[id(before[name])]
-        yield
-    finally:
-        for module, before, names in changed:
-            for name in names:
-                module.__dict__.pop(name, None)
-            # The whole table is restored, so the order of a state dict does not change.
-            module._parameters.clear()
-            module._parameters.update(before)
 
 
 def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
@@ -102,7 +67,6 @@ def _whole(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 
 def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:
     """Inputs and outputs of all products in float32, doubled for the activations between them."""
-    # Linked weights are missing from the model's list of parameters.
     found = (getattr(module, "weight", None) for module in system.model.modules())
     width = sum(sum(w.shape) for w in found if w is not None and w.ndim == 2)
     return 8 * width * int(batch.input_ids.numel()) * n_steps

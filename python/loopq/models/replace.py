@@ -1,4 +1,4 @@
-"""Temporarily replace weights of a model."""
+"""Read weights of a model, and temporarily replace them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
-from loopq.storage.model_files import is_streamed, source_of
-from loopq.systems.base import LoopedSystem
+from loopq.storage.model_files import is_streamed, source_of, to_torch
+from loopq.systems.base import LoopedSystem, SharedParameter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Weights = Mapping[str, "NDArray[np.float32] | Tensor"]
+
+
+def stored_weight(system: LoopedSystem, parameter: SharedParameter) -> Tensor:
+    """The values of a weight on the model's device, also while its layer is not in memory."""
+    stream = source_of(system.model)
+    if stream is None:
+        return system.parameter(parameter).detach()
+    return system.to_device(to_torch(stream[parameter.name]))
 
 
 def placed(system: LoopedSystem, weights: Weights) -> Weights:
@@ -55,7 +63,8 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     parameters, stream = {name: system.weight(name) for name in weights}, source_of(system.model)
     visited: dict[str, Any] = {}
     if isinstance(stream, Stream):
-        visited = {name: p for name, p in parameters.items() if stream.visits(p)}
+        ids = stream.visited()
+        visited = {name: p for name, p in parameters.items() if id(p) in ids}
         parameters = {name: p for name, p in parameters.items() if name not in visited}
     for name, parameter in parameters.items():
         _check_shape(name, parameter, weights[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -53,26 +54,30 @@ class Stream(Mapping[str, RawTensor]):
             find_names(model, tensors)
         self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
-        self._shapes = _Shapes(model, dict(model.named_parameters()))
-        self._blocks: dict[str, dict[str, RawTensor]] = {prefix: {} for prefix in _layers(model)}
+        self._shapes = _Shapes(model, dict(model.named_parameters(remove_duplicate=False)))
+        self._members: dict[str, Any] = layers_of(model)
+        self._tied = _tied(state, self._members)
+        self._blocks: dict[str, dict[str, RawTensor]] = {prefix: {} for prefix in self._members}
         rest: dict[str, RawTensor] = {}
         for key, tensor in tensors.items():
-            prefix = _prefix(self._names.target(key), self._blocks)
+            prefix = self._place(self._names.target(key))
             (rest if prefix is None else self._blocks[prefix])[key] = tensor
         there = {self._names.target(key) for key in tensors}
         lacking = sorted(name for name in state if name not in there and not _is_tied(state, name, there))
         if lacking:
             raise CheckpointError(f"the files lack {', '.join(lacking[:5])}; config.json is of another model")
         unfuse(model)
-        for name, tensor in self._read(rest).items():
-            _put(model, name, tensor)
+        placed = {id(state[name]): _put(model, name, tensor) for name, tensor in self._read(rest).items()}
+        for name, tensor in state.items():
+            if name in self._tied and id(tensor) in placed:
+                place, _, last = name.rpartition(".")
+                model.get_submodule(place)._parameters[last] = placed[id(tensor)]
         if hasattr(model, "tie_weights"):
             model.tie_weights()
         if renamed:
             find_names(model, tensors)
-        # Hooked one by one, since an adapter may temporarily run a model with some of its layers.
-        self._members: dict[str, Any] = {p: model.get_submodule(p.rstrip(".")) for p in self._blocks}
         self._places = self._hold_places()
+        self._inside = threading.local()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
         self._there: tuple[str, Any] = ("", None)
         self._others: Mapping[int, Callable[[], Tensor]] = _OWN
@@ -89,8 +94,9 @@ class Stream(Mapping[str, RawTensor]):
         for name, own in list(self._model.named_parameters(remove_duplicate=False)):
             module, _, last = name.rpartition(".")
             if id(own) not in moved:
-                streamed = _prefix(name, self._blocks) is not None
-                there = _empty(own, self._device) if streamed else own.detach().to(self._device)
+                there = (
+                    own.detach().to(self._device) if self._place(name) is None else _empty(own, self._device)
+                )
                 moved[id(own)] = nn.Parameter(there, requires_grad=False)
             self._model.get_submodule(module)._parameters[last] = moved[id(own)]
         for module in self._model.modules():
@@ -103,13 +109,14 @@ class Stream(Mapping[str, RawTensor]):
 
         names, places = names_of(self._model), {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
-            prefix = _prefix(name, self._blocks)
+            prefix = self._place(name)
             if prefix is not None:
                 places[names.in_file(name)] = prefix
             if prefix is not None and isinstance(tensor, nn.Parameter):
                 module, _, last = name.rpartition(".")
                 empty = nn.Parameter(_empty(tensor, self._device), requires_grad=False)
                 self._model.get_submodule(module)._parameters[last] = empty
+        # Hooked one by one, since an adapter may temporarily run a model with some of its layers.
         for prefix, block in self._members.items():
             block.forward = functools.partial(self._visit, prefix, block.forward)
         return places | dict.fromkeys(self._stored(""), "")
@@ -117,7 +124,7 @@ class Stream(Mapping[str, RawTensor]):
     def _stored(self, prefix: str) -> dict[str, RawTensor]:
         """Tensors in file layout of a layer that holds values, or of parts outside of layers."""
         state = self._model.state_dict(keep_vars=True)
-        mine = {n: t.data for n, t in state.items() if (_prefix(n, self._blocks) or "") == prefix}
+        mine = {n: t.data for n, t in state.items() if (self._place(n) or "") == prefix}
         stored = names_of(self._model).stored(self._model, mine)
         return {name: raw(tensor, copy=False) for name, tensor in stored.items()}
 
@@ -125,8 +132,9 @@ class Stream(Mapping[str, RawTensor]):
         """Tensors of the model, with stacked experts, from some of the files."""
         found = self._names.taken(self._shapes, keys, to_torch, raw)
         return {
-            name: to_torch(tensor).to(self._device, self._shapes.dtype_of(name))
+            name: to_torch(tensor).to(self._device, dtype)
             for name, tensor in found.items()
+            if (dtype := self._shapes.dtype_of(name)) is not None
         }
 
     def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,9 +143,16 @@ class Stream(Mapping[str, RawTensor]):
         from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            around = getattr(self._inside, "prefix", "")
             self.before_visit()
             self._enter(prefix)
-            return forward(*args, **kwargs)
+            self._inside.prefix = prefix
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside.prefix = around
+                if around:
+                    self._enter(around)
 
         return (
             checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -145,9 +160,18 @@ class Stream(Mapping[str, RawTensor]):
             else run(*args, **kwargs)
         )
 
-    def visits(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has values only while its layer is visited."""
-        return any(parameter is own for member in self._members.values() for own in member.parameters())
+    def visited(self) -> set[int]:
+        """Ids of the parameters that have values only while their layer is visited."""
+        return {id(own) for prefix in self._members for own in self._own(prefix)}
+
+    def _own(self, prefix: str) -> list[nn.Parameter]:
+        """Parameters of a layer that no other part of the model has."""
+        named = self._members[prefix].named_parameters()
+        return [p for name, p in named if f"{prefix}{name}" not in self._tied]
+
+    def _place(self, name: str) -> str | None:
+        """The layer of a tensor. None for a part that is always in memory."""
+        return None if name in self._tied else _prefix(name, self._members)
 
     @contextlib.contextmanager
     def others(self, values: Mapping[int, Callable[[], Tensor]]) -> Iterator[None]:
@@ -161,12 +185,12 @@ class Stream(Mapping[str, RawTensor]):
         if prefix == before and others is self._others:
             return
         if before:
-            for parameter in self._members[before].parameters():
+            for parameter in self._own(before):
                 parameter.data = _empty(parameter, self._device)
         self._there = ("", None)
         for name, tensor in self._read(self._blocks[prefix]).items():
             _fill(self._members[prefix], name.removeprefix(prefix), tensor)
-        for parameter in self._members[prefix].parameters() if self._others else ():
+        for parameter in self._own(prefix) if self._others else ():
             if id(parameter) in self._others:
                 parameter.data = self._others[id(parameter)]()
         self._there = (prefix, self._others)
@@ -193,32 +217,58 @@ class _Shapes:
 
     def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.config, self._parameters = getattr(model, "config", None), parameters
-        self._buffers = dict(model.named_buffers())
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
 
     def get_parameter(self, name: str) -> nn.Parameter:
         return self._parameters[name]
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return (self._parameters.get(name, self._buffers.get(name))).dtype
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Type of a tensor. None for one of the files that the model lacks."""
+        found = self._parameters.get(name, self._buffers.get(name))
+        return None if found is None else found.dtype
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape that uses no memory."""
+    """A tensor of the same shape that uses no memory. Floats are NaN, so that a use outside of a visit shows."""
     import torch  # lazy: loopq imports without torch
 
-    return torch.zeros(1, dtype=like.dtype, device=device).expand(like.shape)
+    value = float("nan") if like.is_floating_point() else 0
+    return torch.full((1,), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
-def _layers(model: nn.Module) -> list[str]:
-    """Prefixes of the layers: members of the list with the most parameters."""
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can be read for each visit, by prefix: modules in lists that are not inside other layers.
+
+    Modules without submodules stay in memory, because their weights may be used without a call. So do layers with no
+    parameter of their own.
+    """
     from torch import nn  # lazy: loopq imports without torch
 
-    def total(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
+    found: dict[str, nn.Module] = {}
 
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    longest = max(lists, key=lambda name: (total(lists[name]), len(lists[name])), default=None)
-    return [] if longest is None else [f"{longest}.{i}." for i in range(len(lists[longest]))]
+    def look(module: nn.Module, prefix: str, listed: bool) -> None:
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            holder = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if listed and child._modules and not holder:
+                found[f"{prefix}{name}."] = child
+            else:
+                look(child, f"{prefix}{name}.", isinstance(child, nn.ModuleList) or (listed and holder))
+
+    look(model, "", False)
+    state = model.state_dict(keep_vars=True)
+    tied = _tied(state, found)
+    own = {_prefix(name, found) for name in state if name not in tied}
+    return {prefix: layer for prefix, layer in found.items() if prefix in own}
+
+
+def _tied(state: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
+    """Names of tensors that two layers share, or a layer and another part."""
+    places: dict[int, set[str | None]] = {}
+    for name, tensor in state.items():
+        places.setdefault(id(tensor), set()).add(_prefix(name, layers))
+    return {name for name, tensor in state.items() if len(places[id(tensor)]) > 1}
 
 
 def _prefix(name: str, prefixes: Mapping[str, Any]) -> str | None:
@@ -229,8 +279,8 @@ def _is_tied(state: Mapping[str, Tensor], name: str, there: set[str]) -> bool:
     return any(other in there and state[other] is state[name] for other in state)
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Assign values to a parameter or a buffer permanently."""
+def _put(model: nn.Module, name: str, tensor: Tensor) -> Any:
+    """Assign values to a parameter or a buffer permanently, and return it."""
     from torch import nn  # lazy: loopq imports without torch
 
     place, _, last = name.rpartition(".")
@@ -239,6 +289,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[last] = tensor
+    return module._parameters.get(last, tensor)
 
 
 def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from loopq.evaluate.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
+from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override
 from loopq.quantizers.task import Task
 from loopq.run.budget import Candidate, Fit, choose
 from loopq.run.config import QuantConfig
+from loopq.run.memory import alike, fit_parts
 from loopq.run.outside import round_outside
 from loopq.run.plan import Plan
 from loopq.run.solving import solve_from
@@ -28,6 +30,8 @@ from loopq.storage.weights import ModelWeights
 _ENTRY, _TENSORS = 61, 3
 #: Possible bits of the matrices outside the loop, unless they stay unchanged.
 _OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
+#: The settings, the grid's label and the bytes of layers on one grid.
+_Found = dict[str, tuple[dict[str, Any], str, int]]
 
 
 def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, dict[str, Any]]:
@@ -89,37 +93,57 @@ def _rest(weights: ModelWeights, named: set[str]) -> int:
 
 
 def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
-    """Candidates of the loop's layers, each quantized by the run's method without gradients."""
-    # Rounding reads no text.
-    observed = any(task.input_group for task in plan.tasks)
-    sums = source.all_steps(plan, "fit") if observed else source.sums(dataclasses.replace(plan, tasks=()))
+    """Candidates of the loop's layers, each quantized by the run's method without gradients, in parts that fit."""
     config = dataclasses.replace(plan.config, fit=None)
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
+    # Scores compare single layers, each on the inputs of full precision.
+    grids = [
+        (
+            choice,
+            source.plan(dataclasses.replace(config, layer=plain.changed(**choice)).changed(inputs="open")),
+        )
+        for choice in asked.grids(plain.grid.symmetric)
+    ]
     # An override may fix a part of the grid. Then several candidates are identical.
-    found: list[dict[str, tuple[dict[str, Any], str, int]]] = []
-    weights: dict[tuple[str, str], NDArray[np.float32]] = {}
-    for choice in asked.grids(plain.grid.symmetric):
-        settings = dataclasses.replace(config, layer=plain.changed(**choice))
-        # Scores compare single layers, each on the inputs of full precision.
-        candidate = source.plan(settings.changed(inputs="open"))
-        grids = {t.name: t.config.grid for t in candidate.tasks}
-        of_grid = {}
-        for name, layer in solve_from(candidate, source, sums).items():
-            own = {key: getattr(grids[name], key) for key in choice}
-            label = f"{layer.grid.label} g{layer.grid.group_size}"
-            of_grid[name] = (own, label, layer.n_bytes)
-            weights[name, label] = layer.in_model_orientation()
-        found.append(of_grid)
-    costs = _costs(plan, source, weights, asked)
+    found: list[_Found] = [{} for _ in grids]
+    costs: dict[tuple[str, str], float] = {}
+    for number, tasks in enumerate(
+        fit_parts(source.job, plan.tasks, source.sums(plan, per_step=True), asked)
+    ):
+        part = dataclasses.replace(plan, tasks=tuple(tasks))
+        costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, found), asked)
     candidates = []
-    for names in _alike(plan.tasks):
+    for names in _names(plan.tasks):
         for of_grid in found:
             n_bytes = sum(of_grid[name][2] for name in names)
             cost = sum(costs[name, of_grid[name][1]] for name in names)
             candidates.append(Candidate(names, n_bytes, cost, {name: of_grid[name][0] for name in names}))
     return candidates
+
+
+def _solved(
+    part: Plan,
+    source: ModelSource,
+    name: str,
+    grids: Sequence[tuple[dict[str, Any], Plan]],
+    found: Sequence[_Found],
+) -> dict[tuple[str, str], NDArray[np.float32]]:
+    """Solve the layers of a part on each grid. Return the weights, and add the rest to `found`."""
+    # Rounding reads no text.
+    observed = any(task.input_group for task in part.tasks)
+    sums = source.all_steps(part, name) if observed else source.sums(part, ())
+    weights = {}
+    for of_grid, (choice, whole) in zip(found, grids, strict=True):
+        own = {t.name: t for t in whole.tasks}
+        candidate = dataclasses.replace(whole, tasks=tuple(own[t.name] for t in part.tasks))
+        for layer in solve_from(candidate, source, sums).values():
+            grid = own[layer.name].config.grid
+            label = f"{layer.grid.label} g{layer.grid.group_size}"
+            of_grid[layer.name] = ({key: getattr(grid, key) for key in choice}, label, layer.n_bytes)
+            weights[layer.name, label] = layer.in_model_orientation()
+    return weights
 
 
 def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
@@ -134,10 +158,7 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     names = tuple(next(iter(rounded.values())))
     if not names:
         return []
-    variants = {
-        str(outside): {name: layer.in_model_orientation() for name, layer in layers.items()}
-        for outside, layers in rounded.items()
-    }
+    variants = {str(outside): Dequantized(layers) for outside, layers in rounded.items()}
     tokens, seed = job.tokens.take(0, asked.n_prompts), source.execution.seed
     _, *found = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
     kept: list[tuple[Any, int, float]] = [
@@ -149,12 +170,8 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     return [Candidate(names, size, cost, {n: {"outside": o} for n in names}) for o, size, cost in kept]
 
 
-def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
-    """Group the names of layers that read one input, in task order. Layers without activations stay alone."""
-    sets: dict[str, list[str]] = {}
-    for task in tasks:
-        sets.setdefault(task.input_group or task.name, []).append(task.name)
-    return [tuple(names) for names in sets.values()]
+def _names(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
+    return [tuple(t.name for t in some) for some in alike(tasks)]
 
 
 def _costs(
@@ -163,7 +180,8 @@ def _costs(
     weights: Mapping[tuple[str, str], NDArray[np.float32]],
     asked: Fit,
 ) -> dict[tuple[str, str], float]:
-    job, execution, journal = source.job, source.execution, source.journal(plan, "scores")
+    job, execution = source.job, source.execution
+    journal = source.journal(plan, "scores", [t.name for t in plan.tasks])
     progress = execution.progress
     tokens = job.tokens.take(0, asked.n_prompts)
     n_steps = job.selection.n_steps

@@ -12,7 +12,7 @@ import numpy as np
 import loopq._native as native
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
-from loopq.run.memory import pass_bytes, passes, resident_bytes
+from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes, resident_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
 from loopq.run.source import ModelSource
 
@@ -120,10 +120,8 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
         need[f"inputs {inputs.name}"] = everything
     asked = plan.config.fit
     if asked is not None:
-        n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
-        candidates = len(asked.grids())
-        each = 4 if asked.score == "ablation" else 12
-        need["fit"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
+        parts = fit_parts(job, tasks, apart, asked)
+        need["fit"] = max(fit_bytes(job, part, apart, asked) for part in parts)
     limit = source.execution.memory
     what = max(need, key=lambda name: need[name])
     if limit is not None and need[what] > limit:

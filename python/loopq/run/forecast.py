@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
@@ -18,6 +18,9 @@ from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import Execution, available_bytes
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.table import size
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Assumed bytes per second of the disk, for weights that do not fit in memory.
 _DISK = 1e9
@@ -83,6 +86,8 @@ class Forecast:
             f"solve, in {self.n_passes} passes over {self.n_tokens:,} tokens",
             f"disk: checkpoint {size(self.output)}, and until it is written {size(self.codes)} for codes and "
             f"{size(self.output)} for solved layers",
+            f"afterwards: evaluate holds {size(self.held)} at once, run {size(self.output)}, export to another format "
+            f"{size(2 * self.codes + self.output)}",
             f"memory: {size(self.peak)} ({self.peak:,} bytes) of {size(self.limit)}{fits}",
             f"time: {duration(sum(self.seconds.values()))} ({sum(self.seconds.values()):.0f} seconds: {parts})",
         ]
@@ -118,14 +123,16 @@ def forecast(
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
     tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("loop")).tasks
     widths = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
-    metric = metric_cost(tasks, tokens)
     sums = {group: 8 * width * (width + 1) for group, width in widths.items()}
     largest = max(sums.values(), default=0)
     solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
-    largest += max((metric_cost([t], tokens).memory for t in tasks), default=0)
     weights, layer = _weights(system)
     limit = execution.memory if execution.memory is not None else available_bytes() or weights
-    held = weights if weights + solve + largest <= limit else layer
+    held, at_once = weights, 1
+    if weights + solve + largest + _largest_metric(tasks, tokens, 1) > limit:
+        held, at_once = layer, execution.batch_size if layer < weights else 1
+    metric = metric_cost(tasks, tokens, at_once)
+    largest += _largest_metric(tasks, tokens, at_once)
     room = limit - held - solve
     if room < largest:
         raise ConfigError(
@@ -146,10 +153,14 @@ def forecast(
             (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
         )
         visits = -(-len(tokens.sequences) // execution.batch_size)
-        visits += 2 * -(-metric.n_gradients // (execution.batch_size if system.interleaves else 1))
+        visits += 2 * -(-metric.n_gradients // execution.batch_size)
         seconds["reading weights"] = n_passes * visits * (weights + again) / _DISK
     most = min(total, room) + solve
     return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
+
+
+def _largest_metric(tasks: Sequence[Task], tokens: TokenSet, at_once: int) -> int:
+    return max((metric_cost([t], tokens, at_once).memory for t in tasks), default=0)
 
 
 def _numbers(p: SharedParameter) -> int:
@@ -210,15 +221,13 @@ def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
 
 def _weights(system: LoopedSystem) -> tuple[int, int]:
     """Bytes of all weights, and of those needed at once: the largest layer twice, and weights of no layer."""
-    from torch import nn  # lazy: loopq imports without torch
+    from loopq.models.stream import layers_of  # lazy: loopq imports without torch
 
     def total(module: nn.Module) -> int:
         return sum(int(p.numel() * p.element_size()) for p in module.parameters())
 
-    lists = [m for m in system.model.modules() if isinstance(m, nn.ModuleList)]
-    longest = max(lists, key=lambda m: sum(map(total, m)), default=None)
-    layers = [total(layer) for layer in longest] if longest is not None else []
     everything = total(system.model)
+    layers = [total(layer) for layer in layers_of(system.model).values()]
     return everything, min(everything, everything - sum(layers) + 2 * max(layers, default=0))
 
 

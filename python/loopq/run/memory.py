@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopq.calibrate.collect import Collection, HessianSet
+from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
+from loopq.run.budget import Fit
+from loopq.storage.model_files import is_streamed
 
 # Additional in_features x in_features matrices of a rotated solve, in double precision: the original H, the rotation
 # and their products. The number is measured, as in `Method.memory`.
@@ -30,7 +33,8 @@ def pass_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, input_g
     held = sum(map(sums.n_bytes, input_groups))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
-    metric = metric_cost(chosen, job.tokens).memory
+    at_once = job.execution.batch_size if is_streamed(job.system.model) else 1
+    metric = metric_cost(chosen, job.tokens, at_once).memory
     return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
 
 
@@ -43,6 +47,48 @@ def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[lis
         One input alone exceeds it.
     """
     return sums.passes(lambda input_groups: pass_bytes(job, tasks, sums, input_groups))
+
+
+def fit_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: Fit) -> int:
+    """Bytes of all candidates of some layers, and of the sums and the solve."""
+    n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
+    # Values in single precision, and their errors where these are multiplied with gradients.
+    each = 4 if asked.score == "ablation" else 8
+    input_groups = list(dict.fromkeys(t.input_group for t in tasks if t.input_group))
+    return pass_bytes(job, tasks, sums, input_groups) + each * len(asked.grids()) * n_weights
+
+
+def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: Fit) -> list[list[Task]]:
+    """Divide layers into parts for a choice of grids. All candidates of a part fit the memory limit.
+
+    Raises
+    ------
+    ConfigError
+        The layers of one input alone exceed it.
+    """
+    limit = job.execution.memory
+    parts: list[list[Task]] = []
+    for some in alike(tasks):
+        both = [*(parts[-1] if parts else []), *some]
+        if parts and (limit is None or fit_bytes(job, both, sums, asked) <= limit):
+            parts[-1] = both
+            continue
+        need = fit_bytes(job, some, sums, asked)
+        if limit is not None and need > limit:
+            raise ConfigError(
+                f"fit: the candidates of layer {some[0].name} take {need / 2**20:.2f} MiB, above the limit of "
+                f"{limit / 2**20:.2f} MiB: raise --memory, or give fewer --fit-bits and --fit-group-sizes"
+            )
+        parts.append(list(some))
+    return parts
+
+
+def alike(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Group layers that read one input, in task order. Layers without activations stay alone."""
+    sets: dict[str, list[Task]] = {}
+    for task in tasks:
+        sets.setdefault(task.input_group or task.name, []).append(task)
+    return list(sets.values())
 
 
 def resident_bytes() -> int:

@@ -25,7 +25,7 @@ from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import passes
 from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
-from loopq.settings.execution import Execution
+from loopq.settings.execution import Execution, available_bytes
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
@@ -85,10 +85,11 @@ class Source(ABC):
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
         """Divide tasks into parts and yield their Hessians and loop metrics. These are valid until the next part."""
 
-    def journal(self, plan: Plan, name: str) -> Journal:
-        """Return the journal for finished pieces of one kind."""
+    def journal(self, plan: Plan, name: str, *more: Any) -> Journal:
+        """Return the journal for finished pieces of one kind. `more` is what else determines them."""
         folder = self.execution.folder(name)
-        return Journal(folder, self.key(plan) if folder else "")
+        key = self.key(plan) if folder else ""
+        return Journal(folder, fingerprint(key, *more) if folder and more else key)
 
     def solver(
         self, plan: Plan, hessians: Hessians, metrics: Metrics, journal: Journal | None = None
@@ -137,6 +138,9 @@ class ModelSource(Source):
     ) -> ModelSource:
         """Choose the layers that `config` includes, and time a rollout of the first prompt."""
         config, execution = config or QuantConfig(), execution or Execution()
+        if is_streamed(system.model) and execution.memory is None:
+            # The weights alone are larger than the memory, and so are the sums of all layers.
+            execution = dataclasses.replace(execution, memory=available_bytes())
         began = time.monotonic()
         selection = select(
             system,
@@ -203,13 +207,7 @@ class ModelSource(Source):
 
     def plan(self, config: QuantConfig) -> Plan:
         """As in `Source`."""
-        plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
-        if is_streamed(self.job.system.model) and config.fit:
-            raise ConfigError(
-                "the model's weights are read layer by layer: fit needs them in memory; give --bits and --layer, "
-                "or take a machine with more memory"
-            )
-        return plan
+        return Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
 
     def sums(
         self, plan: Plan, tasks: Sequence[Task] | None = None, *, per_step: bool | None = None
@@ -270,7 +268,8 @@ class ModelSource(Source):
             missing,
             self.job.selection.n_steps,
             self.execution,
-            self.journal(plan, name),
+            # Another limit of memory divides the layers differently.
+            self.journal(plan, name, [t.name for t in missing]),
         )
         self.metrics.update({t.metric_key: found.get(t.name) for t in missing})
 

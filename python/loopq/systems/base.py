@@ -226,9 +226,6 @@ class LoopedSystem(ABC):
         Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
     fixed_depth : bool
         Whether the calls of a rollout depend on its depth alone, and not on its tokens.
-    interleaves : bool
-        Whether a `rollout` at the model's default depth leaves the model unchanged while it runs. Several rollouts can
-        then take turns, one layer each.
     """
 
     name: ClassVar[str]
@@ -245,7 +242,6 @@ class LoopedSystem(ABC):
     state_is_random: bool = False
     keeps_graph: bool = False
     fixed_depth: bool = True
-    interleaves: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

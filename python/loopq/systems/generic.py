@@ -37,6 +37,7 @@ _UNCLEAR = (
     "expert of a module that is called once, so that its steps cannot be told apart: put gate and experts into a "
     "module that each step calls"
 )
+_TIED = "the input embedding too, so that rounding it would round the inputs"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     >>> print(discover(Twice(), Batch(torch.zeros(2, 3, dtype=torch.long), (0, 1))).lines()[1])
     core.weight: 2 calls, rows 6 each
     """
+    from torch import nn  # lazy: loopq imports without torch
+
     outputs: list[Tensor] = []
 
     def once() -> None:
@@ -148,9 +151,11 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     found: Trace = trace(model, lambda: tables.extend(token_tables(model, batch.input_ids, once)))
     routed = {name: sent.module for name, sent in found.routed.items()}
     gate = gates(model, dict.fromkeys(routed.values()))
-    loop = {name: rows for name, rows in found.repeated.items() if name not in gate}
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    tied = {n: _TIED for n, p in model.named_parameters() if id(p) in embeddings and n in found.repeated}
+    loop = {name: rows for name, rows in found.repeated.items() if name not in gate and name not in tied}
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
-    others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate
+    others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate | tied
     hidden = set(found.uncalled) - found.once
     # Padding rows may make a head larger than the table.
     is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
@@ -160,7 +165,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         n_prompts,
         n_tokens,
         others,
-        {n: why for n, why in others.items() if n in hidden or n in gate or why == _UNCLEAR}
+        {n: why for n, why in others.items() if n in hidden or n in gate or why in (_UNCLEAR, _TIED)}
         | stacked_experts(model),
         {name: found.watched[name] for name in loop if name in found.watched},
         {name: routed[name] for name in loop if name in routed},
@@ -201,6 +206,9 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
     with torch.set_grad_enabled(keeps_graph):
         out = model(ids, use_cache=False, **arguments) if cached else model(ids, **arguments)
     found = [t for t in _outputs(out) if t.ndim in (2, 3) and t.shape[0] == ids.shape[0]]
+    # Logits may come behind states and losses.
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    found.sort(key=lambda t: t.shape[-1] not in tables)
     first = next((t for t in found if t.ndim == 3), found[0][:, None] if found else None)
     if first is None:
         raise SystemContractError(

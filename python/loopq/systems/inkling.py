@@ -40,7 +40,6 @@ class Inkling(LoopedSystem):
     summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
     checkpoints = (("Inkling-2-Mini", 9408),)
     transformers = ">=5.24"
-    interleaves = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

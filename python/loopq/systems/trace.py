@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from loopq.errors import SystemContractError
 from loopq.systems.base import model_code, routing_module
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     tables = {
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }
+    script = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if script is not None:
+        raise SystemContractError(
+            f"module {script or type(model).__name__}: TorchScript, whose layers no hook sees: give the module that it "
+            "was made from"
+        )
     # Stacked experts are `loopq.systems.base.stacked_experts`.
     conv = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Conv1d)}
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 or id(p) in conv}
@@ -192,7 +199,9 @@ class _Uses:
     def reached(self) -> str:
         calls = [name for name, _, called, _ in self._events if called]
         if not calls:
-            return "before the first layer"
+            return (
+                "before the first layer (loopq gives token ids alone: wrap a model that takes anything else)"
+            )
         return f"after layer {calls[-1]} was called at step {calls.count(calls[-1]) - 1}"
 
     def trace(self, names: list[str]) -> Trace:
@@ -201,6 +210,8 @@ class _Uses:
         watched = {n: s for n, s in self._stored.items() if n_calls[n, False] > n_calls[n, True]}
         watched = {n: s for n, s in watched.items() if n not in self.looked_up}
         turned = {n: "multiplied from both sides" for n, s in watched.items() if len(s) > 1}
+        # A head without a module of its own is used once, and is no part of the loop.
+        tables = [n for n in self.looked_up if n_calls[n, False] > n_calls[n, True] + 1]
         kept = [e for e in self._events if e[2] != (e[0] in watched) and e[0] not in turned]
         for name, rows, _, step in kept:
             self.lists.called(name, step, rows)
@@ -210,8 +221,9 @@ class _Uses:
         return Trace(
             calls,
             {n: next(iter(s)) for n, s in watched.items() if n not in turned},
-            {n: why for n, why in (self._others | turned).items() if n not in seen},
-            frozenset(n for n, count in self._n_others.items() if count == 1 and n not in turned),
+            {n: why for n, why in (self._others | turned).items() if n not in seen}
+            | dict.fromkeys(tables, "the input embedding, which other code multiplies with"),
+            frozenset(n for n, count in self._n_others.items() if count == 1 and n not in (*turned, *tables)),
             tuple(n for n in names if not (n in seen or n in self._others or n in turned or n in routed)),
             {name: len(rows) for name, rows in self.lists.entered.items()},
             routed,

@@ -20,8 +20,8 @@ DATE = "2026-11-23"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
-    "vllm": ("compressed-tensors", "gptq"),
-    "sglang": ("compressed-tensors", "gptq"),
+    "vllm": ("compressed-tensors", "gptq", "modelopt"),
+    "sglang": ("compressed-tensors", "gptq", "modelopt"),
     "gptqmodel": ("gptq", "gptq_v2"),
     "llama.cpp": ("gguf",),
 }
@@ -73,8 +73,8 @@ def _unlike_siblings(layers: Layers) -> Iterable[str]:
                     yield name
 
 
-def _grid(layer: QuantizedLayer) -> tuple[int, int, bool]:
-    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric
+def _grid(layer: QuantizedLayer) -> tuple[object, ...]:
+    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric, layer.grid.more()
 
 
 def _width(layer: QuantizedLayer) -> int:
@@ -104,8 +104,9 @@ RULES = (
         _where(lambda x: True), ("iquest",),
     ),
     Rule(
-        ("vllm", "sglang"), ("compressed-tensors", "gptq"),
-        "q, k and v, or gate and up, of unlike bits, groups or symmetry, or some of them dense: one matrix there",
+        ("vllm", "sglang"), ("compressed-tensors", "gptq", "modelopt"),
+        "q, k and v, or gate and up, of unlike bits, groups, symmetry or NVFP4 powers, or some of them dense: one "
+        "matrix there",
         "one --layer setting for all of them, and --include or --exclude them together",
         "vLLM and SGLang 2026-08: source read; seen by others as AssertionError in load_merged_column_weight",
         _unlike_siblings,

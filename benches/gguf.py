@@ -83,8 +83,8 @@ def _at(values: NDArray[np.float32]) -> Any:
     return values.ctypes.data_as(_FLOATS)
 
 
-class Types(Costs):
-    """The comparison, on the matrices whose names match."""
+class Kept(Costs):
+    """The matrices whose names match, with the sums and metrics of the default settings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
@@ -92,38 +92,48 @@ class Types(Costs):
         plan = self.source.plan(QuantConfig.of(metric="loop"))
         self.hessians = self.source.all_steps(plan)
         self.source.collect_metrics(plan, self.hessians, plan.tasks)
-        self.dense = {t.name: self.source.weights.tensors[t.name].float32() for t in plan.tasks}
-        self.importance = {
-            t.name: np.diag(self.hessians.accumulator(t.input_group, t.steps).matrix(list(t.steps)))
-            for t in plan.tasks
-            if t.input_group
-        }
 
     @property
     def exclude(self) -> tuple[str, ...]:
         """What is not asked for."""
         return (rf"re:^(?!.*({self.args.names}))",)
 
+    def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
+        """The weights by loopq."""
+        layers = solve_from(self.source.plan(config), self.source, self.hessians)
+        return {name: layer.in_model_orientation() for name, layer in layers.items()}
+
+
+class Types(Kept):
+    """The comparison."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        tasks = self.source.plan(QuantConfig()).tasks
+        self.dense = {t.name: self.source.weights.tensors[t.name].float32() for t in tasks}
+        self.importance = {
+            t.name: np.diag(self.hessians.accumulator(t.input_group, t.steps).matrix(list(t.steps)))
+            for t in tasks
+            if t.input_group
+        }
+
     def bits(self, kind: str) -> float:
         """Bits of a weight, over all matrices."""
         sizes = [(w.size, *TYPES[held(kind, w.shape[1])][:2]) for w in self.dense.values()]
         return sum(n * 8 * n_bytes / size for n, size, n_bytes in sizes) / sum(n for n, *_ in sizes)
 
-    def solved(self, kind: str, settings: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
-        """The weights by loopq."""
+    def of(self, kind: str, settings: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
+        """The weights of a type by loopq."""
         other = {n: held(kind, w.shape[1]) for n, w in self.dense.items()}
         overrides = [Override(n, {"levels": k}) for n, k in other.items() if k != kind]
         config = QuantConfig.of(*overrides, levels=kind, **GRIDS.get(kind, {}), **settings)
-        return {
-            n: x.in_model_orientation()
-            for n, x in solve_from(self.source.plan(config), self.source, self.hessians).items()
-        }
+        return self.solved(config)
 
     def row(self, kind: str, engine: Engine) -> dict[str, Any]:
         """KL of a type by each tool."""
         weights = {
-            "loopq, rounding": self.solved(kind, {"method": "rtn"}),
-            "loopq": self.solved(kind, {"metric": "loop"}),
+            "loopq, rounding": self.of(kind, {"method": "rtn"}),
+            "loopq": self.of(kind, {"metric": "loop"}),
         }
         found: dict[str, Any] = {"bits": self.bits(kind)}
         if kind in FP4:

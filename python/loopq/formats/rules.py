@@ -181,6 +181,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     },
     "llama.cpp": {
         "hrm_text": "its own class (llama.cpp #27625): run (xllamacpp 2026.10)",
+        "dory": "its own class: checked against its converter and its graph, not run",
         "nanbeige": "its own class (llama.cpp #25994): run (xllamacpp 2026.10)",
         "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
         "generic": "Llama alone",
@@ -193,7 +194,7 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
         "hrm_text",
     ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
-    ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
+    ("llama.cpp", "ouro"): "its release of October 2026 has no such architecture",
     **dict.fromkeys(
         [(engine, "looped") for engine in ("transformers", "sglang", "gptqmodel")],
         "it would run every layer once: it does not read looped_layers",

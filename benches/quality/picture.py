@@ -229,38 +229,25 @@ def place_names(axes: Any, drawn: Mapping[str, Sequence[float]], theme: Theme) -
 
 
 def draw_types(figure: Figure, run: Mapping[str, Any], theme: Theme) -> None:
-    """A line for each type from the tool's KL down to loopq's, named below."""
+    """A line for each type, by bits, from the tool's KL to loopq's. Many types have nearly the same bits."""
     axes = figure.subplots()
-    soft, ours = theme.colour("orange"), theme.colour("blue")
-    rows = sorted(run["rows"].items(), key=lambda item: (item[1]["bits"], item[1]["loopq"]))
-    taken: list[tuple[float, float]] = []
-    for kind, row in rows:
-        fp4 = kind.endswith("fp4")
-        bits, tool, kl = row["bits"], row["tool, importance"], row["loopq"]
-        axes.plot([bits, bits], [kl, tool], color=theme.soft, linewidth=1, alpha=0.6, zorder=1)
-        axes.plot(
-            bits, tool, "s" if not fp4 else "D", color=soft, markersize=5, markerfacecolor="none", zorder=2
-        )
-        axes.plot(bits, kl, "o" if not fp4 else "D", color=ours, markersize=6, zorder=3)
-        place = np.log10(kl) - 0.07
-        while any(abs(x - bits) < 0.3 and abs(y - place) < 0.085 for x, y in taken):
-            place -= 0.02
-        taken.append((bits, place))
-        axes.annotate(
-            kind.upper(), (bits, kl), xytext=(bits, 10**place), ha="center", va="top", fontsize=8, color=theme.ink,
-        )  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_ylim(10 ** (min(y for _, y in taken) - 0.15), None)
-    axes.plot(
-        [], [], "s", color=soft, markerfacecolor="none", label="llama-quantize with an importance matrix"
-    )
-    axes.plot([], [], "D", color=soft, markerfacecolor="none", label="llm-compressor's GPTQ")
+    tools, ours = theme.colour("orange"), theme.colour("blue")
+    rows = sorted(run["rows"].items(), key=lambda item: (item[1]["bits"], -item[1]["loopq"]))
+    for y, (kind, row) in enumerate(rows):
+        tool, kl = row["tool, importance"], row["loopq"]
+        axes.plot([kl, tool], [y, y], color=theme.soft, linewidth=1, alpha=0.6, zorder=1)
+        axes.plot(tool, y, "D" if kind.endswith("fp4") else "s", color=tools, markersize=5, zorder=2)
+        axes.plot(kl, y, "o", color=ours, markersize=6, zorder=3)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [f"{kind.upper()}, {row['bits']:.2f} bits" for kind, row in rows])
+    axes.invert_yaxis()
+    axes.plot([], [], "s", color=tools, label="llama-quantize with an importance matrix")
+    axes.plot([], [], "D", color=tools, label="llm-compressor's GPTQ")
     axes.plot([], [], "o", color=ours, label="loopq, default settings")
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_xlabel("bits a weight, with scales")
-    axes.set_ylabel("KL to full precision [nat per token]")
+    axes.legend(frameon=False, loc="lower right")
+    axes.set_xlabel("KL to full precision [nat per token]")
     axes.set_title(f"Types of GGUF and FP4: {run['matrices']} matrices of SmolLM2's loop", loc="left")
-    axes.grid(alpha=0.18)
+    axes.grid(axis="x", alpha=0.18)
 
 
 def draw(rows: Ratios, drawn: Mapping[str, Sequence[float]], models: Sequence[str], theme: Theme) -> str:

@@ -96,7 +96,7 @@ class Kept(Costs):
     @property
     def exclude(self) -> tuple[str, ...]:
         """What is not asked for."""
-        return (rf"re:^(?!.*({self.args.names}))",)
+        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names else ()
 
     def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
         """The weights by loopq."""

@@ -168,7 +168,7 @@ def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path
 def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
     base = {"architectures": ["NanbeigeForCausalLM"]}
     assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
-    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2 and HRM"):
+    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2, HRM"):
         Shape.of({"architectures": ["OuroForCausalLM"]})
     with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})

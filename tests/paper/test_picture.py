@@ -49,7 +49,7 @@ def draw(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["picture", "--records", str(tmp_path), "--out", str(tmp_path)])
         picture.main()
         assert (tmp_path / "picture-dark.svg").is_file()
-        assert "<!-- NVFP4 -->" in (tmp_path / "types-light.svg").read_text("utf-8")
+        assert "<!-- NVFP4, 4.50 bits -->" in (tmp_path / "types-light.svg").read_text("utf-8")
         return capsys.readouterr().out, (tmp_path / "picture-light.svg").read_text("utf-8")
 
     return drawn

@@ -65,7 +65,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         There is no such model.
     """
     args = parser.parse_args()
-    if not Path(args.model).is_dir():
+    if os.sep in args.model and not Path(args.model).is_dir():
         raise ConfigError(f"{args.model}: no such folder; run `python -m benches.zoo.smollm2 fetch`")
     args.data, args.threads = Path(os.environ.get("LOOPQ_DATA", "../shared/data")), 1
     return args

@@ -1,10 +1,12 @@
-"""loopq's types of GGUF beside llama.cpp's own quantizer: `python -m benches.gguf --engine LIBRARY`.
+"""loopq's types of GGUF and FP4 beside the engines' own tools: `python -m benches.gguf --engine LIBRARY`.
 
-The `down_proj` of some layers of looped SmolLM2-135M have 1536 columns, whole blocks of 256. They become each type by
-loopq (rounding; its defaults, from the same prompts) and by the functions that `llama-quantize` calls, without and with
-an importance matrix: the diagonal of the same Hessian, summed over all runs. LIBRARY is a shared library with ggml's
-`quantize_*`: that of xllamacpp, or `libggml-base.so` of llama-cpp-python. Bits are those of the matrices; KL is on
-other text, in float32 on dequantized weights. The model is made by `python -m benches.zoo.smollm2 fetch`.
+The matrices of some layers of the loop become each type by loopq (rounding; its default) and by the functions that
+`llama-quantize` calls, without and with an importance matrix: the diagonal of the same Hessian, summed over all runs.
+NVFP4 and MXFP4 are llm-compressor's GPTQ, in its own environment, with the better of two observers. LIBRARY is a shared
+library with ggml's `quantize_*`: that of xllamacpp, or `libggml-base.so` of llama-cpp-python. Rows that are no whole
+blocks get the type that `llama-quantize` falls back to, from either tool. Bits are those of the matrices; KL is on
+other text, in float32 on dequantized weights. `python -m benches.zoo.smollm2 fetch` makes SmolLM2; `--model plbert`
+has rows of whole blocks of 256. Results are kept in the record, and a type that it has is not measured again.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benches.cost import Costs, add_common, parsed, written
+from benches.quality.peer import FLOATS
 from benches.quality.peers_table import processor
 from loopq.errors import ConfigError
 from loopq.paper.models import Sizes
+from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
 from loopq.run.solving import solve_from
 
-#: Types, with the weights and bytes of a block, and the bar for loopq's KL over llama.cpp's.
+#: Types: weights and bytes of a block, the bar for loopq's KL over the tool's, what llama-quantize takes instead.
 TYPES = {
-    "q2_0": (64, 18, 0.35), "q2_k": (256, 84, 0.5), "q3_k": (256, 110, 0.5), "iq4_xs": (256, 136, 0.5),
-    "q4_0": (32, 18, 0.5), "iq4_nl": (32, 18, 0.5), "q4_k": (256, 144, 0.5), "q4_1": (32, 20, 0.5),
-    "q5_0": (32, 22, 0.5), "q5_k": (256, 176, 0.5), "q5_1": (32, 24, 0.5), "q6_k": (256, 210, 0.5),
+    "q2_0": (64, 18, 0.35, ""), "q2_k": (256, 84, 0.5, "q4_0"), "q3_k": (256, 110, 0.5, "q4_0"),
+    "iq4_xs": (256, 136, 0.5, "iq4_nl"), "iq4_nl": (32, 18, 0.5, ""), "q4_k": (256, 144, 0.5, "q5_0"),
+    "q4_0": (32, 18, 0.5, ""), "q4_1": (32, 20, 0.5, ""), "q5_0": (32, 22, 0.5, ""), "q5_k": (256, 176, 0.5, "q5_1"),
+    "q5_1": (32, 24, 0.5, ""), "q6_k": (256, 210, 0.5, "q8_0"), "q8_0": (32, 34, 0.5, ""),
+    "mxfp4": (32, 17, 0.5, ""), "nvfp4": (16, 9, 0.5, ""),
 }  # fmt: skip
+FP4 = ("mxfp4", "nvfp4")
+GRIDS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"bits": 4, "group_size": 32},
+    "nvfp4": {"bits": 4, "group_size": 16},
+}
+COLUMNS = ("tool", "tool, importance", "loopq, rounding", "loopq")
 _FLOATS = ctypes.POINTER(ctypes.c_float)
+
+
+def held(kind: str, columns: int) -> str:
+    """The type that a matrix of a file of this type gets."""
+    return kind if columns % TYPES[kind][0] == 0 else TYPES[kind][3]
 
 
 class Engine:
@@ -47,16 +65,17 @@ class Engine:
         self, kind: str, w: NDArray[np.float32], importance: NDArray[Any] | None
     ) -> NDArray[np.float32]:
         """Return what a weight (out, in) becomes."""
-        size, n_bytes, _ = TYPES[kind]
+        kind = held(kind, w.shape[1])
+        size, n_bytes, *_ = TYPES[kind]
         name = kind.replace("_k", "_K")
         w, out = np.ascontiguousarray(w), np.zeros_like(w)
-        held = np.zeros((len(w), w.shape[1] // size * n_bytes), np.uint8)
+        blocks = np.zeros((len(w), w.shape[1] // size * n_bytes), np.uint8)
         counts = None if importance is None else np.ascontiguousarray(importance, np.float32)
         pack, unpack = (getattr(self.library, f) for f in (f"quantize_{name}", f"dequantize_row_{name}"))
         pack.argtypes = [_FLOATS, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, _FLOATS]
         unpack.argtypes, unpack.restype = [ctypes.c_void_p, _FLOATS, ctypes.c_int64], None
-        pack(_at(w), held.ctypes.data, *w.shape, None if counts is None else _at(counts))
-        unpack(held.ctypes.data, _at(out), out.size)
+        pack(_at(w), blocks.ctypes.data, *w.shape, None if counts is None else _at(counts))
+        unpack(blocks.ctypes.data, _at(out), out.size)
         return out
 
 
@@ -64,14 +83,73 @@ def _at(values: NDArray[np.float32]) -> Any:
     return values.ctypes.data_as(_FLOATS)
 
 
-class Types(Costs):
-    """The comparison, on one matrix of some layers."""
+class Kept(Costs):
+    """The matrices whose names match, with the sums and metrics of the default settings."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
+        self.source = self.prepared(0.0)
+        plan = self.source.plan(QuantConfig.of(metric="loop"))
+        self.hessians = self.source.all_steps(plan)
+        self.source.collect_metrics(plan, self.hessians, plan.tasks)
 
     @property
     def exclude(self) -> tuple[str, ...]:
         """What is not asked for."""
-        chosen = "|".join(map(str, self.args.layer))
-        return (rf"re:^(?!model\.layers\.({chosen})\.mlp\.down_proj)",)
+        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names else ()
+
+    def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
+        """The weights by loopq."""
+        layers = solve_from(self.source.plan(config), self.source, self.hessians)
+        return {name: layer.in_model_orientation() for name, layer in layers.items()}
+
+
+class Types(Kept):
+    """The comparison."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        tasks = self.source.plan(QuantConfig()).tasks
+        self.dense = {t.name: self.source.weights.tensors[t.name].float32() for t in tasks}
+        self.importance = {
+            t.name: np.diag(self.hessians.accumulator(t.input_group, t.steps).matrix(list(t.steps)))
+            for t in tasks
+            if t.input_group
+        }
+
+    def bits(self, kind: str) -> float:
+        """Bits of a weight, over all matrices."""
+        sizes = [(w.size, *TYPES[held(kind, w.shape[1])][:2]) for w in self.dense.values()]
+        return sum(n * 8 * n_bytes / size for n, size, n_bytes in sizes) / sum(n for n, *_ in sizes)
+
+    def of(self, kind: str, settings: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
+        """The weights of a type by loopq."""
+        other = {n: held(kind, w.shape[1]) for n, w in self.dense.items()}
+        overrides = [Override(n, {"levels": k}) for n, k in other.items() if k != kind]
+        config = QuantConfig.of(*overrides, levels=kind, **GRIDS.get(kind, {}), **settings)
+        return self.solved(config)
+
+    def row(self, kind: str, engine: Engine) -> dict[str, Any]:
+        """KL of a type by each tool."""
+        weights = {
+            "loopq, rounding": self.of(kind, {"method": "rtn"}),
+            "loopq": self.of(kind, {"metric": "loop"}),
+        }
+        found: dict[str, Any] = {"bits": self.bits(kind)}
+        if kind in FP4:
+            asked = [name for name in FLOATS if name.startswith(kind.upper())]
+            lines = self.theirs("llmcompressor", [(name, 4, TYPES[kind][0]) for name in asked])
+            found |= {
+                name: line.get("kl", line.get("refused")) for name, line in zip(asked, lines, strict=True)
+            }
+            found["tool, importance"] = min(k for k in map(found.get, asked) if isinstance(k, float))
+        else:
+            for name, counts in (("tool", {}), ("tool, importance", self.importance)):
+                weights[name] = {n: engine.weight(kind, w, counts.get(n)) for n, w in self.dense.items()}
+        lines = self.measured([{} for _ in weights], dict(enumerate(weights.values())))
+        for name, line in zip(weights, lines, strict=True):
+            found |= {name: line["kl"], f"{name}, 95 %": line["kl_95"]}
+        return found
 
 
 def parse() -> argparse.Namespace:
@@ -81,65 +159,55 @@ def parse() -> argparse.Namespace:
     add_common(parser, n_calibration=64)
     parser.add_argument("--engine", required=True, help="library with ggml's quantizers")
     parser.add_argument("--type", action="append", choices=TYPES, help="only these (default: all)")
-    parser.add_argument("--layer", action="append", type=int, help="(default: 13 and 14)")
-    parser.add_argument(
-        "--metric", choices=("loop", "inputs"), default="loop", help="of loopq's own (default: loop)"
-    )
+    parser.add_argument("--names", help="regular expression of the matrices (default: of a whole loop)")
     args = parsed(parser)
-    args.layer = args.layer or [13, 14]
+    args.names = args.names or (r"model\.layers\.1[2-7]\." if Path(args.model).is_dir() else "")
     return args
 
 
-def page(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str:
+def page(runs: dict[str, dict[str, Any]]) -> str:
     """The record."""
-    lines = [
-        f"# Types of GGUF by loopq and by llama.cpp, {datetime.date.today()}", "",
-        f"`python -m benches.gguf`: `down_proj` of layers {', '.join(map(str, args.layer))} of "
-        f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, metric {args.metric}, "
-        f"one thread of {processor()}. KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
-        "| type | bits | llama.cpp | with importance | loopq, rounding | loopq | over importance | bar |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for kind, row in rows.items():
-        size, n_bytes, bar = TYPES[kind]
-        lines.append(
-            f"| {kind.upper()} | {8 * n_bytes / size:.4g} | {row['plain']['kl']:.2e} | {row['importance']['kl']:.2e} | "
-            f"{row['rounding']['kl']:.2e} | {row['loopq']['kl']:.2e} | "
-            f"{row['loopq']['kl'] / row['importance']['kl']:.2f} | {bar} |"
-        )
-    return "\n".join(lines) + "\n"
+    lines = [f"# Types of GGUF and FP4 by loopq and by the engines' tools, {datetime.date.today()}", ""]
+    for run in runs.values():
+        lines += [
+            f"## {run['model']}", "",
+            f"`python -m benches.gguf`: {run['matrices']} matrices of {run['model']}, names `{run['names']}`, "
+            f"{run['prompts']}, one thread of {run['processor']}.", "",
+            "| type | bits | tool | with importance | loopq, rounding | loopq (95 % over prompts) | ratio | bar |",
+            "|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
+            plain = f"{row['tool']:.2e}" if "tool" in row else ""
+            low, high = row["loopq, 95 %"]
+            lines.append(
+                f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | "
+                f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
+                f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:
     args = parse()
-    engine = Engine(args.engine)
-    bench = Types(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
-    source = bench.prepared(0.0)
-    ours = {"metric": args.metric}
-    plan = source.plan(QuantConfig.of(exclude=bench.exclude, **ours))
-    sums = source.all_steps(plan)
-    dense = {t.name: source.weights.tensors[t.name].float32() for t in plan.tasks}
-    importance = {
-        t.name: np.diag(sums.accumulator(t.input_group, t.steps).matrix(list(t.steps)))
-        for t in plan.tasks
-        if t.input_group
-    }
-    rows: dict[str, dict[str, Any]] = {}
+    stored = args.out / f"gguf-{datetime.date.today()}.json"
+    runs = json.loads(stored.read_text("utf-8")) if stored.is_file() else {}
+    bench, engine = Types(args), Engine(args.engine)
+    name = Path(args.model).name
+    sizes = f"{args.n_calibration} x {args.seq_len} tokens to calibrate, {args.n_evaluation} x {args.seq_len} others"
+    run = runs.setdefault(f"{name} {args.names}", {
+        "model": name, "names": args.names, "matrices": len(bench.dense), "prompts": sizes,
+        "processor": processor(), "rows": {},
+    })  # fmt: skip
     for kind in args.type or TYPES:
-        weights = {
-            "plain": {n: engine.weight(kind, w, None) for n, w in dense.items()},
-            "importance": {n: engine.weight(kind, w, importance[n]) for n, w in dense.items()},
-        }
-        for name, settings in (("rounding", {"method": "rtn"}), ("loopq", ours)):
-            config = QuantConfig.of(levels=kind, exclude=bench.exclude, **settings)
-            layers = solve_from(source.plan(config), source, sums)
-            weights[name] = {n: x.in_model_orientation() for n, x in layers.items()}
-        found = bench.measured([{} for _ in weights], dict(enumerate(weights.values())))
-        rows[kind] = dict(zip(weights, found, strict=True))
-        print(kind, {name: row["kl"] for name, row in rows[kind].items()}, flush=True)
+        if kind in run["rows"]:
+            continue
+        run["rows"][kind] = bench.row(kind, engine)
+        print(kind, run["rows"][kind], flush=True)
         # What is done is written: an interrupted run leaves a table.
-        written(args.out, "gguf", page(args, rows))
-    print(page(args, rows))
+        stored.write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
+        written(args.out, "gguf", page(runs))
+    print(page(runs))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,11 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
         yield (ByIds if by_ids else ByNumber)(PretrainedConfig(name_or_path=folder))
 
 
-def llmcompressor(observer: str | None, order: str | None = "default", pipeline: str = "basic") -> Method:
-    """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+def llmcompressor(
+    observer: str | None, order: str | None = "default", pipeline: str = "basic", preset: str | None = None
+) -> Method:
+    """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight. `preset` is a scheme of its own."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from torch.utils.data import DataLoader
@@ -109,6 +112,9 @@ def llmcompressor(observer: str | None, order: str | None = "default", pipeline:
         # Left alone the modifier takes an order of its own, "static".
         chosen = {} if order == "default" else {"actorder": order}
         scheme = QuantizationScheme(targets=targets, weights=args)
+        if preset is not None:
+            scheme = preset_name_to_scheme(preset, targets)
+            scheme.weights.observer = observer or scheme.weights.observer
         recipe = GPTQModifier(config_groups={"all": scheme}, **chosen)
         by_ids = pipeline != "basic"
         data: list[Any] = [b.input_ids for b in subject.batches]
@@ -220,6 +226,12 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
     "autoround": {"auto-round": autoround},
     "hqq": {"HQQ": hqq},
 }
+#: Floats of 4 bits by llm-compressor, for `benches.gguf`.
+FLOATS: dict[str, Callable[[], Method]] = {
+    f"{kind}, {observer}": partial(llmcompressor, f"memoryless_{observer}", preset=f"{kind}A16")
+    for kind in ("NVFP4", "MXFP4")
+    for observer in ("minmax", "mse")
+}
 
 
 def main() -> None:
@@ -232,7 +244,7 @@ def main() -> None:
     for number, (variant, bits, group) in enumerate(job["results"]):
         line: dict[str, Any] = {"variant": variant, "bits": bits, "group": group}
         try:
-            method = TOOLS[job["tool"]][variant]()
+            method = (FLOATS | TOOLS[job["tool"]])[variant]()
             subject = Subject(job)
             peak = peak or Peak()
             peak.restart()

@@ -5,6 +5,9 @@ the newest peers-DATE.json where it has these for most of the models of the newe
 Right: KL against bits a weight, loopq beside other tools, from the newest peers-DATE.json; geometric mean over models
 that loopq and llm-compressor have at all bits, those that show most. A tool without all of them is left out and
 named in what the command prints. Writes picture-light.svg and picture-dark.svg.
+
+types-light.svg and types-dark.svg: types of GGUF and FP4 by loopq and by the engines' tools, KL against bits, from the
+newest gguf-DATE.json.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import argparse
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +228,41 @@ def place_names(axes: Any, drawn: Mapping[str, Sequence[float]], theme: Theme) -
         )  # fmt: skip
 
 
+def draw_types(figure: Figure, run: Mapping[str, Any], theme: Theme) -> None:
+    """A line for each type, by bits, from the tool's KL to loopq's. Many types have nearly the same bits."""
+    axes = figure.subplots()
+    tools, ours = theme.colour("orange"), theme.colour("blue")
+    rows = sorted(run["rows"].items(), key=lambda item: (item[1]["bits"], -item[1]["loopq"]))
+    for y, (kind, row) in enumerate(rows):
+        tool, kl = row["tool, importance"], row["loopq"]
+        axes.plot([kl, tool], [y, y], color=theme.soft, linewidth=1, alpha=0.6, zorder=1)
+        axes.plot(tool, y, "D" if kind.endswith("fp4") else "s", color=tools, markersize=5, zorder=2)
+        axes.plot(kl, y, "o", color=ours, markersize=6, zorder=3)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [f"{kind.upper()}, {row['bits']:.2f} bits" for kind, row in rows])
+    axes.invert_yaxis()
+    axes.plot([], [], "s", color=tools, label="llama-quantize with an importance matrix")
+    axes.plot([], [], "D", color=tools, label="llm-compressor's GPTQ")
+    axes.plot([], [], "o", color=ours, label="loopq, default settings")
+    axes.legend(frameon=False, loc="lower right")
+    axes.set_xlabel("KL to full precision [nat per token]")
+    axes.set_title(f"Types of GGUF and FP4: {run['matrices']} matrices of SmolLM2's loop", loc="left")
+    axes.grid(axis="x", alpha=0.18)
+
+
 def draw(rows: Ratios, drawn: Mapping[str, Sequence[float]], models: Sequence[str], theme: Theme) -> str:
     """Both panels as the text of an SVG file."""
+
+    def fill(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+        draw_blindness(left, rows, theme)
+        draw_curves(right, drawn, models, theme)
+
+    return as_svg(fill, theme)
+
+
+def as_svg(fill: Callable[[Figure], None], theme: Theme) -> str:
+    """The text of an SVG file in a theme's colours."""
     ink = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink
     )
@@ -236,9 +273,7 @@ def draw(rows: Ratios, drawn: Mapping[str, Sequence[float]], models: Sequence[st
     }  # fmt: skip
     with mpl.rc_context(settings | ink):
         figure = Figure(figsize=(10, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-        draw_blindness(left, rows, theme)
-        draw_curves(right, drawn, models, theme)
+        fill(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
@@ -264,10 +299,16 @@ def main() -> None:
         rows, source = ours, beside
     drawn, models, lacking = curves(records)
     args.out.mkdir(parents=True, exist_ok=True)
+    types = next(iter(json.loads(newest("gguf", args.records).read_text("utf-8")).values()))
     for theme in (LIGHT, DARK):
-        path = args.out / f"picture-{theme.name}.svg"
-        path.write_text(draw(rows, drawn, models, theme), "utf-8")
-        print(path)
+        pictures = {
+            "picture": draw(rows, drawn, models, theme),
+            "types": as_svg(partial(draw_types, run=types, theme=theme), theme),
+        }
+        for name, text in pictures.items():
+            path = args.out / f"{name}-{theme.name}.svg"
+            path.write_text(text, "utf-8")
+            print(path)
     print(f"left: {len(rows)} models of {source.name}")
     print(
         f"right: {', '.join(models)} of {beside.name}"

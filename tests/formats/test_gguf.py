@@ -20,21 +20,23 @@ from loopq.formats.gguf import blocks
 from loopq.formats.gguf_shape import Shape
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
+from tests.support.marks import slow_unless
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
 
-def looped(**grid):
+def looped(width=64, middle=96, **grid):
     """A Nanbeige-shaped model and its checkpoint, with the config.json of the published class."""
     config = {
-        "architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "vocab_size": 96, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "vocab_size": 96, "hidden_size": width,
+        "intermediate_size": middle, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 24, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_loops": 3,
     }  # fmt: skip
     small = {
-        "model_type": "loopq-zoo-nanbeige", "vocab_size": 96, "n_embd": 64, "intermediate_size": 96, "n_layers": 2,
-        "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "block_size": 64, "num_loops": 3,
+        "model_type": "loopq-zoo-nanbeige", "vocab_size": 96, "n_embd": width, "intermediate_size": middle,
+        "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": max(width // 4, 24), "block_size": 64, "num_loops": 3,
     }  # fmt: skip
+    config["head_dim"] = small["head_dim"]
     torch.manual_seed(3)
     model = benches.zoo.models.build(small).eval()
     return model, models.checkpoint_of(model, config, **{"bits": 4, "group_size": 32, **grid})
@@ -166,7 +168,7 @@ def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path
 def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
     base = {"architectures": ["NanbeigeForCausalLM"]}
     assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
-    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2 and HRM"):
+    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2, HRM"):
         Shape.of({"architectures": ["OuroForCausalLM"]})
     with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})
@@ -264,8 +266,27 @@ with open(sys.argv[3], "w") as file:
 """
 
 
-def test_logits_of_llama_cpp(tmp_path, vocabulary):
-    model, checkpoint = looped(bits=8, group_size=32)
+TYPES = (
+    "q8_0",
+    "q4_k",
+    "q2_0",
+    "q4_0",
+    "iq4_nl",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q2_k",
+    "q3_k",
+    "q5_k",
+    "q6_k",
+    "iq4_xs",
+)
+
+
+@pytest.mark.parametrize("levels", slow_unless(TYPES[:2].__contains__, TYPES))
+def test_logits_of_llama_cpp(tmp_path, vocabulary, levels):
+    """Of a loop whose rows are whole blocks of every type."""
+    model, checkpoint = looped(256, 256, group_size=128, levels=levels)
     write_as(tmp_path / "q", checkpoint, "native")
     loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
     load_into(model, checkpoint)
@@ -275,7 +296,7 @@ def test_logits_of_llama_cpp(tmp_path, vocabulary):
     subprocess.run([interpreter("llama"), "-c", LLAMA, *arguments], check=True, capture_output=True)
     found = torch.tensor(json.loads(said.read_text()))
     expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach().log_softmax(-1)
-    # Q8_0 products round the activations to 8 bits.
+    # Products round the activations to 8 bits.
     found, expected = (p - p.mean(-1, keepdim=True) for p in (found, expected))
     assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
 

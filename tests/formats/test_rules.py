@@ -79,9 +79,11 @@ def test_a_rule_of_one_system_is_no_rule_of_another():
 
 
 def test_what_no_rule_speaks_of_is_taken():
-    plain = layers(self_attn__q_proj={}, self_attn__k_proj={}, self_attn__v_proj={}, mlp__down_proj={})
+    names = ("self_attn__q_proj", "self_attn__k_proj", "self_attn__v_proj", "mlp__down_proj")
     for engine, formats in READS.items():
         for form in formats:
+            grid = {"levels": "nvfp4", "group_size": 16} if form == "modelopt" else {}
+            plain = layers(**{name: dict(grid) for name in names})
             check_engine(engine, form, plain, None)
             check_engine(engine, form, plain, next(iter(RUNS[engine])))
 
@@ -94,7 +96,7 @@ def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
         check_engine("sglang", "gptq", plain, "ouro")
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run huginn: no support is known"):
         check_engine("llama.cpp", "gguf", plain, "huginn")
-    with pytest.raises(CheckpointError, match=r"vllm reads compressed-tensors, gptq, not marlin"):
+    with pytest.raises(CheckpointError, match=r"vllm reads compressed-tensors, gptq, modelopt, not marlin"):
         check_engine("vllm", "marlin", plain, None)
 
 

@@ -332,7 +332,7 @@ def test_the_measures_of_the_house():
     # A name under which nothing lies would keep every count.
     assert {module.folder for module in counts.modules()} >= set(counts.TRUNK)
     assert found["lines of the package without paper/"] > 20_000
-    assert found["lines of the package without paper/"] <= 41_200
+    assert found["lines of the package without paper/"] <= 41_480
     assert found["lines of paper/"] <= 6_700
     # Today's values, where the goal is not reached (ARCHITECTURE.md, Size).
     assert found["lines from command to file"] <= 21_600

@@ -43,9 +43,13 @@ def draw(tmp_path, monkeypatch, capsys):
         (tmp_path / "peers-2026-01-01.json").write_text("no record", "utf-8")
         (tmp_path / "peers-2026-01-03-idle.json").write_text("of another bench", "utf-8")
         (tmp_path / "main-table-2026-01-01.json").write_text(json.dumps(table), "utf-8")
+        row = {"bits": 4.5, "tool, importance": 0.2, "loopq": 0.1}
+        types = {"x": {"matrices": 7, "rows": {"q4_0": row, "nvfp4": row | {"loopq": 0.11}}}}
+        (tmp_path / "gguf-2026-01-01.json").write_text(json.dumps(types), "utf-8")
         monkeypatch.setattr(sys, "argv", ["picture", "--records", str(tmp_path), "--out", str(tmp_path)])
         picture.main()
         assert (tmp_path / "picture-dark.svg").is_file()
+        assert "<!-- NVFP4, 4.50 bits -->" in (tmp_path / "types-light.svg").read_text("utf-8")
         return capsys.readouterr().out, (tmp_path / "picture-light.svg").read_text("utf-8")
 
     return drawn

@@ -15,8 +15,8 @@ from loopq.storage.files import RawTensor, read_json, read_tensors, write_tensor
 from loopq.storage.schema import checked
 from tests.support.checkpoints import checkpoint, layer
 
-#: Formats that loopq reads back.
-FOLDERS = [name for name in format_names() if FORMATS.get(name).reads]
+#: Formats of integers that loopq reads back. ModelOpt's holds NVFP4 alone.
+FOLDERS = [name for name in format_names() if FORMATS.get(name).reads and name != "modelopt"]
 
 
 def stored_settings(made, **changes):

@@ -54,10 +54,10 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
     found = dict(tensors)
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        coded = (last == "weight" and tensor.dtype in _CODES) or (
-            last == "weight_packed" and tensor.dtype == "U8"
-        )
-        if not coded:
+        halves = last == "weight_packed" or f"{module}.weight_scale_2" in tensors
+        if not (last == "weight" and tensor.dtype in _CODES) and not (
+            last in ("weight", "weight_packed") and tensor.dtype == "U8" and halves
+        ):
             continue
         scale = found.pop(f"{module}.weight_scale", None)
         if scale is None or f"{module}.weight_zero_point" in found:
@@ -65,17 +65,21 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
                 f"{where}: tensor {shown(name)}: its scales are missing, or it has zero points"
             )
         outer = found.pop(f"{module}.weight_global_scale", None)
+        factor = found.pop(f"{module}.weight_scale_2", None)
         for other in ("input_scale", "input_global_scale", "weight_shape"):
             found.pop(f"{module}.{other}", None)
         del found[name]
         found[f"{module}.weight"] = RawTensor.of(
-            _values(tensor, scale, outer, f"{where}: tensor {shown(name)}")
+            _values(tensor, scale, (outer, factor), f"{where}: tensor {shown(name)}")
         )
     return found
 
 
-def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where: str) -> NDArray[np.float32]:
-    if len(tensor.shape) != 2 or not scale.data.size or (outer is not None and outer.shape not in ((), (1,))):
+def _values(
+    tensor: RawTensor, scale: RawTensor, whole: tuple[RawTensor | None, RawTensor | None], where: str
+) -> NDArray[np.float32]:
+    """Codes times scales. `whole` are a divisor and a factor of all scales."""
+    if len(tensor.shape) != 2 or not scale.data.size or any(t and t.shape not in ((), (1,)) for t in whole):
         raise CheckpointError(f"{where}: shape {list(tensor.shape)}, scales {list(scale.shape)}")
     codes = tensor.array()
     decode: dict[str, Callable[[NDArray[Any]], NDArray[np.float32]]] = {"U8": e2m1, "F8_E4M3": e4m3}
@@ -84,8 +88,11 @@ def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where:
         scales = e4m3(scale.array())
     else:
         scales = powers(scale.array()) if scale.dtype == "U8" else scale.float32()
-    if outer is not None:
-        scales = scales / outer.float32()
+    divisor, factor = whole
+    if divisor is not None:
+        scales = scales / divisor.float32()
+    if factor is not None:
+        scales = scales * factor.float32()
     scales = scales.reshape(-1, 1) if scales.ndim == 1 and scales.size > 1 else scales
     scales = scales.reshape(1, 1) if scales.size == 1 else scales
     rows, columns = values.shape

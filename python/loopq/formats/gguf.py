@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.formats import FORMATS
+from loopq.formats import FORMATS, gguf_dory
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
+from loopq.formats.gguf_dory import DORY
 from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
 from loopq.formats.gguf_shape import CYCLES, HRM, Shape
 from loopq.layers.grid import SCALE_DTYPES, Grid
@@ -29,8 +30,8 @@ _KINDS = {
     "Q2_0": 41, "Q2_K": 10, "Q3_K": 11, "IQ4_XS": 30, "Q4_0": 2, "IQ4_NL": 25, "Q4_K": 14, "MXFP4": 38, "Q4_1": 3,
     "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
 }  # fmt: skip
-#: Key of the file by which llama.cpp runs the stack again.
-_LOOPS = "nanbeige.num_loops"
+#: Keys of the file by which llama.cpp runs layers again.
+_LOOPS = {"nanbeige": "nanbeige.num_loops", DORY: gguf_dory.LOOPS}
 
 
 def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
@@ -171,8 +172,7 @@ class GGUF(Format):
     def facts(self, path: Path) -> dict[str, Any]:
         """Describe the file: architecture, loops, layers and tokenizer, and each tensor with its type.
 
-        `n_loops` is None if the file does not give it. llama.cpp has a key for one architecture. In the others a loop
-        is written out as layers.
+        `n_loops` is None if the file does not give it as one number.
         """
         reader = open_gguf(path)
         architecture = contents(path, reader, "general.architecture")
@@ -189,7 +189,7 @@ class GGUF(Format):
         return {
             "format": self.name,
             "architecture": architecture,
-            "n_loops": contents(path, reader, _LOOPS),
+            "n_loops": contents(path, reader, _LOOPS.get(architecture, "")),
             "n_layers": contents(path, reader, f"{architecture}.block_count"),
             "tokenizer": contents(path, reader, "tokenizer.ggml.model"),
             "n_bytes": path.stat().st_size,
@@ -260,11 +260,17 @@ def _write(
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    rope = config.get("rope_parameters") or {}
-    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if shape.architecture == DORY:
+        writer.add_rope_freq_base(gguf_dory.rope_base(config))
+        for key, value in gguf_dory.keys(config).items():
+            of = gguf.GGUFValueType
+            writer.add_key_value(key, value, of.UINT32 if isinstance(value, int) else of.get_type(value))
+    else:
+        rope = config.get("rope_parameters") or {}
+        writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if shape.architecture == "nanbeige":
-        writer.add_uint32(_LOOPS, shape.n_loops)
+        writer.add_uint32(_LOOPS["nanbeige"], shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
     if shape.architecture == HRM:
         for name, key in CYCLES.items():

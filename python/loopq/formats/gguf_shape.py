@@ -10,13 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.formats import gguf_dory
+from loopq.formats.gguf_dory import DORY
 from loopq.formats.hf_folder import CONFIG
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.storage.schema import checked, parse_json, shown
 
 HRM = "hrm_text"
 #: Classes whose layers are Llama's, or nearly, and what llama.cpp calls them.
-ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama", "HrmTextForCausalLM": HRM}
+ARCHITECTURES = {
+    "NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama", "HrmTextForCausalLM": HRM, "DoryForCausalLM": DORY,
+}  # fmt: skip
 _MODULES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -41,8 +45,9 @@ _NEEDED = (
     "num_hidden_layers",
     "intermediate_size",
     "num_attention_heads",
-    "rms_norm_eps",
 )
+#: Those of one architecture, or of all others.
+_MORE = {HRM: ("rms_norm_eps", *CYCLES), DORY: gguf_dory.NEEDED}
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Shape:
         found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
         if found is None:
             raise CheckpointError(
-                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2 and HRM-Text, and "
-                f"loopq writes GGUF for {', '.join(ARCHITECTURES)}"
+                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, HRM-Text and Dory, "
+                f"and loopq writes GGUF for {', '.join(ARCHITECTURES)}"
             )
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
@@ -90,7 +95,7 @@ class Shape:
         CheckpointError
             If a key is missing, or is not a number.
         """
-        for key in (*_NEEDED, *(CYCLES if self.architecture == HRM else ())):
+        for key in (*_NEEDED, *_MORE.get(self.architecture, ("rms_norm_eps",))):
             value = self.config.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CheckpointError(
@@ -101,8 +106,8 @@ class Shape:
     @property
     def n_loops(self) -> int:
         """Runs of the stack, one for a plain Llama. HRM-Text counts those of the high stack."""
-        if self.architecture == HRM:
-            return int(self.config["H_cycles"])
+        if self.architecture in (HRM, DORY):
+            return int(self.config["H_cycles" if self.architecture == HRM else "n_recurrent_loops"])
         weights = self.config.get("loop_loss_weights")
         return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
 
@@ -136,6 +141,8 @@ class Shape:
         CheckpointError
             If the architecture has no place for it.
         """
+        if self.architecture == DORY and (found := gguf_dory.tensor(name)) is not None:
+            return [found]
         module, _, last = name.rpartition(".")
         if module in _OTHERS:
             return [f"{_OTHERS[module]}.{last}"]
@@ -143,7 +150,7 @@ class Shape:
             return [_STATE[name]]
         stack = next((s for s in self.stacks if module.startswith(s)), None)
         layer, _, part = module.removeprefix(stack or "").partition(".")
-        if stack is None or part not in _MODULES or not layer.isdecimal():
+        if stack is None or part not in _MODULES or not layer.isdecimal() or self.architecture == DORY:
             raise CheckpointError(
                 f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
             )
@@ -165,12 +172,12 @@ class Shape:
         """Return the order in which a tensor's rows are stored.
 
         llama.cpp rotates neighbours in a head, while transformers rotates the halves. Rows of q and k are therefore
-        reordered within each head, which is exact for codes and scales. For HRM-Text it rotates halves too.
+        reordered within each head, which is exact for codes and scales. For HRM-Text and Dory it rotates halves too.
         """
         heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
         n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
         order = np.arange(n)
-        if n_heads is None or self.architecture == HRM:
+        if n_heads is None or self.architecture in (HRM, DORY):
             return order
         if n % (2 * n_heads):
             raise CheckpointError(f"tensor {name!r}: {n} rows are no pairs in each of {n_heads} heads")

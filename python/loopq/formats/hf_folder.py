@@ -16,7 +16,7 @@ from loopq.storage.model_files import TENSORS
 from loopq.storage.schema import Name, Object, checked, shown
 
 CONFIG = "config.json"
-QUANTIZE_CONFIG = "quantize_config.json"
+QUANTIZE_CONFIG, HF_QUANT_CONFIG = "quantize_config.json", "hf_quant_config.json"
 SHARDS = "model.safetensors.index.json"
 KEY = "quantization_config"
 CARD, PICTURE = "README.md", "card.png"
@@ -81,7 +81,7 @@ def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
 def read_config(folder: Path) -> tuple[Object, Object | None]:
     """Return config.json without its quantization config, and that config (None if absent).
 
-    Without one in config.json, quantize_config.json is read."""
+    Without one in config.json, the file of GPTQ or of ModelOpt is read."""
 
     def read(name: str) -> Object:
         data = read_json(inside(folder, name), finite=False)
@@ -91,12 +91,15 @@ def read_config(folder: Path) -> tuple[Object, Object | None]:
     found = config.pop(KEY, None)
     if found is None and (folder / QUANTIZE_CONFIG).exists():
         found = {"quant_method": "gptq", **read(QUANTIZE_CONFIG)}
+    if found is None and (folder / HF_QUANT_CONFIG).exists():
+        told = checked(dict[str, Any], read(HF_QUANT_CONFIG).get("quantization"), folder / HF_QUANT_CONFIG)
+        found = {"quant_method": "modelopt", **told}
     return config, None if found is None else checked(dict[str, Any], found, f"{folder / CONFIG}: {KEY}")
 
 
 def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
     """Read the files beside the weights: tokenizer, remote code, generation config."""
-    weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, *leave_out}
+    weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, HF_QUANT_CONFIG, *leave_out}
     names = [p.name for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}

@@ -20,8 +20,8 @@ DATE = "2026-11-23"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
-    "vllm": ("compressed-tensors", "gptq"),
-    "sglang": ("compressed-tensors", "gptq"),
+    "vllm": ("compressed-tensors", "gptq", "modelopt"),
+    "sglang": ("compressed-tensors", "gptq", "modelopt"),
     "gptqmodel": ("gptq", "gptq_v2"),
     "llama.cpp": ("gguf",),
 }
@@ -73,8 +73,8 @@ def _unlike_siblings(layers: Layers) -> Iterable[str]:
                     yield name
 
 
-def _grid(layer: QuantizedLayer) -> tuple[int, int, bool]:
-    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric
+def _grid(layer: QuantizedLayer) -> tuple[object, ...]:
+    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric, layer.grid.more()
 
 
 def _width(layer: QuantizedLayer) -> int:
@@ -104,8 +104,9 @@ RULES = (
         _where(lambda x: True), ("iquest",),
     ),
     Rule(
-        ("vllm", "sglang"), ("compressed-tensors", "gptq"),
-        "q, k and v, or gate and up, of unlike bits, groups or symmetry, or some of them dense: one matrix there",
+        ("vllm", "sglang"), ("compressed-tensors", "gptq", "modelopt"),
+        "q, k and v, or gate and up, of unlike bits, groups, symmetry or NVFP4 powers, or some of them dense: one "
+        "matrix there",
         "one --layer setting for all of them, and --include or --exclude them together",
         "vLLM and SGLang 2026-08: source read; seen by others as AssertionError in load_merged_column_weight",
         _unlike_siblings,
@@ -180,6 +181,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     },
     "llama.cpp": {
         "hrm_text": "its own class (llama.cpp #27625): run (xllamacpp 2026.10)",
+        "dory": "its own class: checked against its converter and its graph, not run",
         "nanbeige": "its own class (llama.cpp #25994): run (xllamacpp 2026.10)",
         "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
         "generic": "Llama alone",
@@ -192,7 +194,7 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
         "hrm_text",
     ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
-    ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
+    ("llama.cpp", "ouro"): "its release of October 2026 has no such architecture",
     **dict.fromkeys(
         [(engine, "looped") for engine in ("transformers", "sglang", "gptqmodel")],
         "it would run every layer once: it does not read looped_layers",

@@ -19,17 +19,17 @@ from pathlib import Path
 from loopq.terminal.table import render
 
 PROCESS = Path("/proc/self")
-TEXT = "--n-prompts 4 --seq-len 64 --batch-size 2"
+TEXT = "--n-prompts 4 --seq-len 64 --batch-size 2 --threads 1 {calibration}"
 #: Commands in the order in which they need each other's output.
 COMMANDS = {
-    "quantize --preset fast": f"quantize {{model}} --out {{room}}/fast --preset fast {TEXT} --threads 1",
-    "quantize": f"quantize {{model}} --out {{room}}/q {TEXT} --threads 1",
-    "quantize --preset best": f"quantize {{model}} --out {{room}}/best --preset best {TEXT} --threads 1",
-    "collect": f"collect {{model}} --out {{room}}/rows {TEXT} --threads 1",
-    "collect --hessian": f"collect {{model}} --out {{room}}/sums --hessian {TEXT} --threads 1",
+    "quantize --preset fast": f"quantize {{model}} --out {{room}}/fast --preset fast {TEXT}",
+    "quantize": f"quantize {{model}} --out {{room}}/q {TEXT}",
+    "quantize --preset best": f"quantize {{model}} --out {{room}}/best --preset best {TEXT}",
+    "collect": f"collect {{model}} --out {{room}}/rows {TEXT}",
+    "collect --hessian": f"collect {{model}} --out {{room}}/sums --hessian {TEXT}",
     "solve (rows)": "solve {room}/rows --out {room}/s1 --threads 1",
     "solve (Hessians)": "solve {room}/sums --out {room}/s2 --threads 1",
-    "evaluate": f"evaluate {{model}} {{room}}/q {TEXT}",
+    "evaluate": "evaluate {model} {room}/q --n-prompts 4 --seq-len 64 --batch-size 2 {text}",
     "export": "export {room}/q --out {room}/e --format compressed-tensors",
     "run": "run {room}/q hello --n-tokens 8",
 }
@@ -98,10 +98,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benches.quality.peak", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument(
+        "--text", metavar="FILE", help="calibrate and evaluate on this, for a tokenizer of a model's own"
+    )
     parser.add_argument("--random", action="store_true", help="a model of 104 million random weights too")
-    parser.add_argument("--only", default="", metavar="WORD", help="commands whose name has this")
     args = parser.parse_args()
     rows = []
+    text = {kind: f"--{kind} {args.text}" if args.text else "" for kind in ("calibration", "text")}
     with tempfile.TemporaryDirectory() as folder:
         models = list(args.models)
         if args.random:
@@ -110,9 +113,7 @@ def main() -> None:
         for number, model in enumerate(models):
             (room := Path(folder) / str(number)).mkdir()
             for name, line in COMMANDS.items():
-                if args.only not in name and not line.startswith("collect") and "/q " not in line:
-                    continue
-                said, took = measured(line.format(model=model, room=room))
+                said, took = measured(line.format(model=model, room=room, **text))
                 ratio = said / took if said is not None else None
                 rows.append(
                     (Path(model).name, name, said and f"{said:.0f}", f"{took:.0f}", ratio and f"{ratio:.2f}")

@@ -96,7 +96,7 @@ ADVICE = (
     (r"--levels even", lambda a, m: a.on(levels="even", scale_dtype="float16", group_size=32)),
     (r"without --outside", lambda a, m: a.but(name="")),
     (r"without rotation and without awq", lambda a, m: a.but(transform=None)),
-    (r"with --levels (\w+)", lambda a, m: a.on(levels=m[1], group_size=32)),
+    (r"with --levels (\w+)", lambda a, m: a.on(**PLAIN | {"levels": m[1]})),
     (r"--bits 4 or 8, symmetric", lambda a, m: a.on(bits=4, symmetric=True)),
     (r"a symmetric grid", lambda a, m: a.on(symmetric=True)),
     (r"or one symmetry", lambda a, m: a.on(symmetric=True)),

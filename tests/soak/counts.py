@@ -21,13 +21,14 @@ class Counts:
     failures: list[str] = field(default_factory=list)
 
     def add(self, outcome: str, wrong: str = "") -> None:
-        """Count one case; `wrong` says what failed. A line every 100 cases, because campaigns take long."""
+        """Count one case; `wrong` says what failed. Failures and every hundredth count are told at once."""
         self.n_tried += 1
         self.outcomes[outcome] += 1
         if wrong:
             self.failures.append(wrong)
+            print(f"  FAILED {wrong}", file=sys.stderr, flush=True)
         if self.n_tried % 100 == 0:
-            print(f"  {dict(self.outcomes)} {self.failures[-1:]}", file=sys.stderr, flush=True)
+            print(f"  {self.said()}", file=sys.stderr, flush=True)
 
     def said(self) -> str:
         """All outcomes on one line."""

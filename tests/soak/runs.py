@@ -225,15 +225,17 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
         if done >= n_kills:
             break
         with place(bench.base) as folder:
+            may_have_ended = False
             for _ in range(rng.randint(1, 4)):
                 at_change = rng.random() < 0.5
                 code = (_at_a_change if at_change else _at_a_moment)(bench, name, folder / "out", rng)
+                # A moment may lie behind the last change.
+                may_have_ended |= code == 0 or not at_change
                 if code != -signal.SIGKILL:
                     counts.outcomes["ended before the kill"] += 1
                     break
                 done += 1
-            # A moment may lie behind the last change.
-            wrong = bench.settled(name, folder, code == 0 or not at_change)
+            wrong = bench.settled(name, folder, may_have_ended)
         counts.outcomes["kills"] = done
         counts.add("lost or different" if wrong else "the same bytes", wrong and f"{name}: {wrong}")
     return counts

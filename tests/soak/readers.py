@@ -16,6 +16,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ import loopq
 from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import LoopqError
 from loopq.evaluate.items import TASKS, read_items
+from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as
 from loopq.formats.gguf import _tokenizer
+from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
 
 from ..support.interop import models
@@ -90,9 +93,16 @@ def vocabularies(base: Path) -> dict[str, Read]:
 
 
 def gguf_files(base: Path) -> dict[str, Read]:
-    """A model for llama.cpp."""
-    write_as(base / "model.gguf", _small(), "gguf")
-    return {"model.gguf": inspect_any}
+    """A model for llama.cpp, and importance."""
+    whole = _small()
+    write_as(base / "model.gguf", whole, "gguf")
+    entry = Entry("model.layers.0.mlp.down_proj.weight", np.ones(32), 8, False)
+    text = {"source": "made", "n_prompts": 2, "n_tokens": 8}
+    observed = SimpleNamespace(
+        side_files=whole.side_files, calibration=text, entries=lambda steps: iter([entry])
+    )
+    FORMATS.get("imatrix").write(base / "importance.gguf", observed)
+    return dict.fromkeys(("model.gguf", "importance.gguf"), inspect_any)
 
 
 def _llama() -> tuple[torch.nn.Module, dict[str, Any]]:

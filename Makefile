@@ -132,23 +132,24 @@ $(GPTQ)/stamp: $(VENV)/dev.stamp
 peers: setup $(PEERS) ## Quality beside other tools, each in its own environment: hours, resumable; a record
 	$(PY) -m benches.quality.peers
 
-# Sizes of the campaigns, as in SOAK="kills writers --kills 100"; inputs of each parser of the core.
+# Names and sizes of the campaigns, as in SOAK="kills writers --kills 100 --minutes 60"; inputs of each parser of the core.
 SOAK ?=
 LOOPQ_FUZZ ?= 1000000
 
-soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit flips, command lines, models, any bytes
+soak: setup ## Hours: kills, pairs of writers, hostile files, flipped bits, limits, models: one table; any bytes
 	$(PY) -m tests.soak $(SOAK)
 	LOOPQ_FUZZ=$(LOOPQ_FUZZ) cargo test --release -p loopq-core --test bytes -- --ignored --nocapture
 	$(PY) -m pytest --hypothesis-profile=soak tests/formats/test_any_bytes.py tests/calibrate/test_data.py
 
 FUZZ_SECONDS ?= 600
+CASES ?= 10000
 
 mutation-core: setup ## Change the solver in Rust in N places, by lot, and list what no test sees: a quarter of a minute each
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 
 fuzz: setup ## Every reader on changed files, then the parsers of the core by coverage (nightly Rust, cargo-fuzz)
-	$(PY) -m tests.soak files readers $(SOAK)
+	$(PY) -m tests.soak hostile-files --sealed $(CASES) --readers $(CASES) $(SOAK)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 || \
 		{ echo "make fuzz needs nightly Rust and cargo-fuzz: rustup toolchain install nightly; cargo install --locked cargo-fuzz"; \
 		exit 1; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -157,3 +158,19 @@ def test_want_of_memory_is_one_line(monkeypatch, command, error):
     code, _, err = command("inspect", "x")
     assert (code, err.count("\n")) == (1, 1)
     assert f"out of memory: {error}; take fewer prompts" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_output_for_which_there_is_no_room_is_one_line():
+    text = f"{sys.executable} -m loopq systems > /dev/full"
+    done = subprocess.run(text, shell=True, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "loopq: error: No space left on device\n")
+
+
+def test_names_that_the_encoding_of_the_output_does_not_have_are_printed(tmp_path, saved_model):
+    folder = tmp_path / os.fsdecode(b"caf\xc3\xa9-\xff")
+    shutil.copytree(saved_model, folder)
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-m", "loopq", "check", folder]
+    done = subprocess.run(argv, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,19 +1,58 @@
-"""Peak memory of a part of a process."""
+"""Peak memory: of a part of a process, and of every command beside its estimate.
+
+`python -m benches.quality.peak MODEL ...` runs the commands one after the other, each in a process of its own, and
+prints a table. Both numbers are above what the process holds once everything is imported. `--random` makes a model of
+104 million random weights first.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
+import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+from loopq.terminal.table import render
+
 PROCESS = Path("/proc/self")
+TEXT = "--n-prompts 4 --seq-len 64 --batch-size 2 --threads 1 {calibration}"
+#: Commands in the order in which they need each other's output.
+COMMANDS = {
+    "quantize --preset fast": f"quantize {{model}} --out {{room}}/fast --preset fast {TEXT}",
+    "quantize": f"quantize {{model}} --out {{room}}/q {TEXT}",
+    "quantize --preset best": f"quantize {{model}} --out {{room}}/best --preset best {TEXT}",
+    "collect": f"collect {{model}} --out {{room}}/rows {TEXT}",
+    "collect --hessian": f"collect {{model}} --out {{room}}/sums --hessian {TEXT}",
+    "solve (rows)": "solve {room}/rows --out {room}/s1 --threads 1",
+    "solve (Hessians)": "solve {room}/sums --out {room}/s2 --threads 1",
+    "evaluate": "evaluate {model} {room}/q --n-prompts 4 --seq-len 64 --batch-size 2 {text}",
+    "export": "export {room}/q --out {room}/e --format compressed-tensors",
+    "run": "run {room}/q hello --n-tokens 8",
+}
+#: What a process imports before its baseline is taken, and how it tells both numbers.
+CHILD = """
+import json, sys, warnings
+import torch, transformers, safetensors.torch
+from transformers import LlamaForCausalLM
+import loopq.api, loopq.cli, loopq.run.route, loopq.systems, loopq.gradients.collect_metrics, loopq.evaluate.compare
+from benches.quality.peak import Peak
+torch.set_num_threads(1)
+peak = Peak()
+code = loopq.cli.main(json.loads(sys.argv[1]))
+print(json.dumps({"code": code, "before": peak.before, "peak": peak.mib()}))
+"""
 
 
 class Peak:
-    """Most resident memory since `restart`, above what was resident when this was made (Linux only)."""
+    """Most resident memory since `restart`, above what was resident when this was made (Linux only), in MiB."""
 
     def __init__(self) -> None:
         self.restart()
-        self._before = _resident("VmRSS")
+        self.before = _resident("VmRSS")
 
     def restart(self) -> None:
         """Forget the peak so far; what has been freed goes back to the system first."""
@@ -22,10 +61,66 @@ class Peak:
 
     def mib(self) -> float:
         """The peak, in MiB."""
-        return _resident("VmHWM") - self._before
+        return _resident("VmHWM") - self.before
 
 
 def _resident(name: str) -> float:
     """A size in the kernel's status of this process, in MiB."""
     lines = (PROCESS / "status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def measured(line: str) -> tuple[float | None, float]:
+    """Run a command; return what it said it would take at most, and what it took, above its imports."""
+    argv = [sys.executable, "-c", CHILD, json.dumps(line.split())]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"code": done.returncode}
+    if found["code"]:
+        raise SystemExit(f"loopq {line}: code {found['code']}: {done.stderr[-500:]}")
+    said = re.search(r"about (\d+) MiB at most", done.stderr)
+    return (int(said[1]) - found["before"] if said else None), found["peak"]
+
+
+def random_model(out: Path) -> None:
+    """A Llama of three layers and 104 million weights; the one in the middle is looped."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3,
+        num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(out)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benches.quality.peak", description=__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument(
+        "--text", metavar="FILE", help="calibrate and evaluate on this, for a tokenizer of a model's own"
+    )
+    parser.add_argument("--random", action="store_true", help="a model of 104 million random weights too")
+    args = parser.parse_args()
+    rows = []
+    text = {kind: f"--{kind} {args.text}" if args.text else "" for kind in ("calibration", "text")}
+    with tempfile.TemporaryDirectory() as folder:
+        models = list(args.models)
+        if args.random:
+            random_model(Path(folder) / "random")
+            models.append(f"looped:{folder}/random[1:2]x2")
+        for number, model in enumerate(models):
+            (room := Path(folder) / str(number)).mkdir()
+            for name, line in COMMANDS.items():
+                said, took = measured(line.format(model=model, room=room, **text))
+                ratio = said / took if said is not None else None
+                rows.append(
+                    (Path(model).name, name, said and f"{said:.0f}", f"{took:.0f}", ratio and f"{ratio:.2f}")
+                )
+                print(*rows[-1], file=sys.stderr, flush=True)
+    print(render(("model", "command", "estimate, MiB", "peak, MiB", "ratio"), rows))
+
+
+if __name__ == "__main__":
+    main()

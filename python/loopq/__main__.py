@@ -1,5 +1,6 @@
 """`python -m loopq`, and the program `loopq`."""
 
+import io
 import os
 import sys
 
@@ -25,6 +26,12 @@ def main() -> int:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = (s or open(n, "w") for n, s in ((1, sys.stdout), (2, sys.stderr)))  # noqa: PTH123, SIM115
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    # Names of files and text of models may hold characters that the terminal's encoding does not have. What is no text
+    # in the input is refused by the command, as it is in an argument.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         code = run(patience=PATIENCE)
     except KeyboardInterrupt:
@@ -35,6 +42,11 @@ def main() -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Said already. What is left in the buffer would be tried again, and reported, at the very end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 

@@ -192,7 +192,6 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
     interrupts = Interrupts(patience, lambda: _left_behind(args))
     try:
         code = _run(args)
-        sys.stdout.flush()
     except BaseException as error:
         # A library that is interrupted during import may raise any error.
         interrupts.any |= isinstance(error, KeyboardInterrupt)
@@ -218,6 +217,8 @@ def _run(args: argparse.Namespace) -> int:
         for file in args.register:
             _run_file(Path(file))
         code: int = args.run(args)
+        # A disk that is full may only be noticed here.
+        sys.stdout.flush()
         return code
     except LoopqError as error:
         wrong = isinstance(error, ConfigError)

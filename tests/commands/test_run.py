@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 
@@ -44,3 +45,9 @@ def test_errors_are_one_line(saved_model, command, args, match):
     code, out, err = command("run", *(a.format(model=saved_model) for a in args))
     assert (code, out) == (2, "")
     assert match in err.splitlines()[-1]
+
+
+def test_a_prompt_that_is_no_text_is_refused(saved_model, command):
+    code, _, err = command("run", saved_model, os.fsdecode(b"ab\xff"))
+    assert code == 2
+    assert "the prompt is no text in UTF-8, from character 2 on" in err

@@ -15,6 +15,9 @@ from loopq.formats import FORMATS
 from loopq.formats.gguf import blocks
 from loopq.formats.quantized_folder import QuantizedFolder
 from loopq.formats.rules import READS, check_engine
+from loopq.layers.grids.trellis import OnTrellis, Trellis
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.transforms import ChannelScale, Rotation
 from tests.support.interop import models
 from tests.support.marks import slow_unless
 
@@ -33,19 +36,33 @@ class Asked:
     grid: tuple[tuple[str, object], ...] = ()
     beside: tuple[tuple[str, object], ...] | None = ()
     ragged: str | None = None
+    transform: str | None = None
+
+    def layer(self, name, shape, grid):
+        """One layer. "trellis" is not a kind of levels, but excludes them."""
+        grid = PLAIN | dict(grid)
+        weight = np.random.default_rng(0).normal(size=shape)
+        if grid["levels"] != "trellis":
+            return models.rounded(name, weight, **grid)
+        on = OnTrellis(2, grid["group_size"], "float16", Trellis(6, 8))
+        scales = np.ones((shape[0], on.n_groups(shape[1])), np.float32)
+        return QuantizedLayer(name, on, np.zeros(shape, np.int8), scales, None)
 
     def check(self):
         """Raise what `loopq export` does."""
         layers = {}
-        rng = np.random.default_rng(0)
         if self.name:
             name = f"model.layers.0.{self.name}"
-            grid = PLAIN | dict(self.grid)
-            weight = rng.normal(size=self.shape)
-            layers[name] = models.rounded(name, weight, **grid, orientation=self.orientation)
+            layer = self.layer(name, self.shape, self.grid)
+            layer = dataclasses.replace(layer, orientation=self.orientation)
+            if self.transform == "rotation":
+                layer = layer.with_transform(Rotation(self.shape[1], "random", 4))
+            if self.transform == "awq":
+                layer = layer.with_transform(ChannelScale(np.full(self.shape[1], 0.5, np.float32)))
+            layers[name] = layer
         if self.beside is not None:
             name = "model.layers.0.mlp.down_proj.weight"
-            layers[name] = models.rounded(name, rng.normal(size=(64, 128)), **PLAIN | dict(self.beside))
+            layers[name] = self.layer(name, (64, 128), self.beside)
         target = FORMATS.get(self.form)
         if self.engine is not None:
             ragged = self.ragged if isinstance(target, QuantizedFolder) else None
@@ -78,6 +95,8 @@ ADVICE = (
     (r" reads ([\w-]+), .*not ", lambda a, m: a.but(form=m[1])),
     (r"--levels even", lambda a, m: a.on(levels="even", scale_dtype="float16", group_size=32)),
     (r"without --outside", lambda a, m: a.but(name="")),
+    (r"without rotation and without awq", lambda a, m: a.but(transform=None)),
+    (r"with --levels (\w+)", lambda a, m: a.on(**PLAIN | {"levels": m[1]})),
     (r"--bits 4 or 8, symmetric", lambda a, m: a.on(bits=4, symmetric=True)),
     (r"a symmetric grid", lambda a, m: a.on(symmetric=True)),
     (r"or one symmetry", lambda a, m: a.on(symmetric=True)),
@@ -96,11 +115,14 @@ GRIDS = (
     {}, {"bits": 2}, {"bits": 3}, {"bits": 8}, {"symmetric": False}, {"group_size": 8}, {"group_size": -1},
     {"group_size": 48}, {"scale_dtype": "float32"}, {"scale_dtype": "bfloat16", "symmetric": False},
     {"levels": "uneven"},
-    {"levels": "nvfp4", "group_size": 16}, {"levels": "mxfp4", "group_size": 32},
+    {"levels": "nvfp4", "group_size": 16}, {"levels": "mxfp4", "group_size": 32}, {"levels": "trellis"},
+    {"levels": "q4_k"}, {"levels": "q8_0"},
 )  # fmt: skip
 KINDS = (
     {}, {"orientation": "in_out"}, {"orientation": "table", "name": "embed_tokens.weight"}, {"orientation": "conv"},
     {"name": "adapter"}, {"shape": (20, 128)}, {"beside": None}, {"name": "mlp.gate_proj.weight"},
+    {"name": "mlp.experts.3.gate_proj.weight"}, {"shape": (64, 100)}, {"shape": (33, 36)}, {"transform": "rotation"},
+    {"transform": "awq"}, {"transform": "awq", "shape": (64, 100)},
 )  # fmt: skip
 
 

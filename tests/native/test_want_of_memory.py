@@ -39,7 +39,22 @@ streams = native.Grid(bits=2, group_size=32, scale_dtype="float16", trellis=(6, 
 factor = native.DampedFactor(h, mu, order="conditional", threads=threads)
 left = native.DampedFactor(h, mu, threads=threads)
 codes = native.rtn(w, grid, threads=threads)["codes"]
+few = np.eye(8)
+small = native.DampedFactor(few, mu[:8], threads=threads)
+tall, wide = w.reshape(-1, 8)[:1].repeat(1 << 16, 0), np.tile(w.reshape(-1)[:1024], (2, 256))
+units = native.Grid(bits=4, group_size=32, symmetric=False, units=(8, (0, 63), 63, 1))
+table = native.Grid(bits=4, group_size=8, levels=list(range(-120, 121, 16)))
 calls = {
+    "tall rtn": lambda: native.rtn(tall, grid, threads=threads),
+    "tall gptq": lambda: native.gptq(tall, small, grid, threads=threads),
+    "tall gptq_cd": lambda: native.gptq_cd(tall[:4096], small, cd, threads=threads),
+    "tall coupled": lambda: native.coupled(tall[:2048], small, [small] * 256, cd, threads=threads),
+    "tall trellis": lambda: native.trellis(tall[:4096], small, [small] * 512, streams, threads=threads),
+    "tall proxy": lambda: native.proxy(tall, tall + 1, few, threads=threads),
+    "tall shift": lambda: small.shift(tall, few, 0.5, threads=threads),
+    "tall levels": lambda: native.fit_levels(tall[:8192], np.ones(8), table, threads=threads),
+    "wide units": lambda: native.rtn(wide, units, threads=threads),
+    "wide sums": lambda: native.HessianAccumulator(4096, [0], per_step=False).update(0, wide[:, :4096]),
     "sums": summed,
     "matrix": lambda: sums.matrix([0, 1]),
     "weighted": lambda: sums.matrix(weights=[1.0, 2.0]),

@@ -1,12 +1,13 @@
-"""The campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. Each prints its counts; a failure ends with code 1.
+"""Six campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. One table shows what was tried and what failed.
 
-SOAK_MINUTES ends the campaigns of runs and of files earlier, with the counts that there are.
-Everything runs on a tiny model and on small made files, in memory where there is a file system in memory.
+A name is a campaign (`kills`) or a part of one (`ranks`). `--minutes` bounds the whole run: each part gets its share.
+A failure ends the run with code 1. Models and files are small, and lie in memory where the system has such folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -15,99 +16,151 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 from benches.zoo.store import save_model
+from loopq.terminal.table import render
 
 from ..conftest import tiny_model
-from . import bits, files, inputs, readers, runs, together
-
-SIZES = {
-    "kills": (1000, "kills, over every command"),
-    "writers": (100, "pairs of runs with one output"),
-    "interrupts": (100, "Ctrl-C at a random moment of a program"),
-    "ranks": (20, "kills of ranks that collect together"),
-    "workers": (20, "kills of workers that solve together"),
-    "disk": (90, "runs on a disk that is full"),
-    "files": (10_000, "mutated files, paths that lead out, links and pipes"),
-    "readers": (10_000, "changes of files that a user brings"),
-    "bits": (1, "one bit of every N-th byte of a checkpoint and of dumps"),
-    "lines": (600, "command lines"),
-    "models": (300, "models"),
-}
+from . import arrays, bits, files, inputs, readers, runs, together
+from .counts import Counts
 
 
-def _on_runs(function: Callable[[runs.Bench, int, random.Random], runs.Counts], name: str = ""):
-    commands = {name: together.COMMANDS[name]} if name else runs.COMMANDS
+class Soak:
+    """What the parts share: a folder, the commands that were run once, and the time at which the present part ends."""
 
-    def campaign(base: Path, size: int, rng: random.Random) -> runs.Counts:
-        return function(runs.Bench(base, list(commands), _end(), commands), size, rng)
+    def __init__(self, base: Path) -> None:
+        self.base, self.until = base, math.inf
+        self._benches: dict[str, runs.Bench] = {}
 
-    return campaign
+    def bench(self, name: str = "") -> runs.Bench:
+        """All commands of `runs`, or one of those that several processes divide."""
+        if name not in self._benches:
+            commands = {name: together.COMMANDS[name]} if name else runs.COMMANDS
+            self._benches[name] = runs.Bench(self.place(f"bench-{name}"), commands)
+        self._benches[name].until = self.until
+        return self._benches[name]
+
+    def place(self, name: str) -> Path:
+        """A new folder."""
+        made = self.base / name
+        made.mkdir()
+        return made
+
+    def model(self, name: str) -> Path:
+        """The tiny model in a new folder."""
+        save_model(tiny_model(), made := self.place(name) / "model")
+        return made
 
 
-def _end() -> float:
-    return time.monotonic() + 60 * float(os.environ.get("SOAK_MINUTES", "inf"))
+class Part(NamedTuple):
+    """A part of a campaign: how many cases, of what, its share of a limited time, and how they are run."""
+
+    campaign: str
+    n: int
+    what: str
+    share: int
+    run: Callable[[Soak, int, random.Random], Counts]
 
 
-def _mutated(base: Path, size: int, rng: random.Random) -> files.Counts:
+def _mutated(soak: Soak, n: int, rng: random.Random) -> Counts:
     first = rng.randrange(10**9)
-    return files.campaign([files.checkpoints, files.dumps], range(first, first + size), _end())
+    return files.campaign([files.checkpoints, files.dumps], range(first, first + n), soak.until)
 
 
-def _on_model(function: Callable[[Path, int, random.Random], runs.Counts]):
-    def campaign(base: Path, size: int, rng: random.Random) -> runs.Counts:
-        save_model(tiny_model(), base / "model")
-        return function(base / "model", size, rng)
+PARTS = {
+    "kills": Part("kills", 1000, "kills, over every command", 9, lambda s, n, r: runs.kills(s.bench(), n, r)),
+    "interrupts": Part(
+        "kills", 100, "Ctrl-C at a random moment of a program", 4, lambda s, n, r: runs.interrupts(s.bench(), n, r)
+    ),
+    "ranks": Part(
+        "kills", 20, "kills of ranks that collect together", 3, lambda s, n, r: together.ranks(s.bench("ranks"), n, r)
+    ),
+    "workers": Part(
+        "kills", 20, "kills of workers that solve together", 3,
+        lambda s, n, r: together.workers(s.bench("workers"), n, r),
+    ),
+    "writers": Part("writers", 100, "pairs of runs with one output", 6, lambda s, n, r: runs.writers(s.bench(), n, r)),
+    "sealed": Part("hostile files", 10_000, "mutated folders, paths that lead out, links and pipes", 3, _mutated),
+    "readers": Part(
+        "hostile files", 10_000, "changes of the files of each reader", 8,
+        lambda s, n, r: readers.readers(s.place("readers"), n, r, s.until),
+    ),
+    "flips": Part(
+        "flips", 1, "one bit of every N-th byte of a checkpoint and of dumps", 4,
+        lambda s, n, r: bits.flips(s.place("flips"), n, r, s.until),
+    ),
+    "limits": Part(
+        "limits", 90, "runs with little disk, memory or few open files", 5, lambda s, n, r: runs.limits(s.bench(), n, r)
+    ),
+    "models": Part(
+        "models", 300, "models with a changed config or header", 3,
+        lambda s, n, r: inputs.models(s.model("changed"), n, r, s.until),
+    ),
+    "lines": Part(
+        "models", 600, "command lines", 3, lambda s, n, r: inputs.command_lines(s.model("lines"), n, r, s.until)
+    ),
+    "arrays": Part(
+        "models", 10_000, "calls of the core with hostile arrays", 3, lambda s, n, r: arrays.calls(n, r, s.until)
+    ),
+}  # fmt: skip
 
-    return campaign
 
-
-CAMPAIGNS = {
-    "kills": _on_runs(runs.kills),
-    "writers": _on_runs(runs.writers),
-    "interrupts": _on_runs(runs.interrupts),
-    "ranks": _on_runs(together.ranks, "ranks"),
-    "workers": _on_runs(together.workers, "workers"),
-    "disk": _on_runs(runs.full_disk),
-    "files": _mutated,
-    "readers": lambda base, size, rng: readers.readers(base, size, rng, _end()),
-    "bits": bits.flips,
-    "lines": _on_model(inputs.command_lines),
-    "models": _on_model(inputs.models),
-}
-
-
-def run(name: str, size: int, seed: int) -> runs.Counts | files.Counts:
-    """Run one campaign in a folder of its own; nothing has to outlast a power cut there."""
+def run(names: list[str], sizes: dict[str, int], seed: int, minutes: float = math.inf) -> dict[str, Counts]:
+    """Run parts in a folder of their own; nothing has to outlast a power cut there."""
     torch.set_num_threads(1)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    end, found = time.monotonic() + 60 * minutes, {}
     with tempfile.TemporaryDirectory(dir=memory) as folder, mock.patch("os.fsync"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return CAMPAIGNS[name](Path(folder), size, random.Random(seed))
+        soak = Soak(Path(folder))
+        for number, name in enumerate(names):
+            shares = [PARTS[other].share for other in names[number:]]
+            began = time.monotonic()
+            soak.until = began + (end - began) * shares[0] / sum(shares)
+            found[name] = PARTS[name].run(soak, sizes[name], random.Random(f"{seed} {name}"))
+            print(
+                f"{name}: {time.monotonic() - began:.0f} s, {found[name].said()}", file=sys.stderr, flush=True
+            )
+    return found
 
 
 def main() -> int:
-    """Run the campaigns that are named, or all."""
+    """Run what is named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIZES)} (default all)")
+    campaigns = {
+        name: [p for p in PARTS if PARTS[p].campaign == name]
+        for name in dict.fromkeys(p.campaign for p in PARTS.values())
+    }
+    choices = {
+        **{p: [p] for p in PARTS},
+        **{name.replace(" ", "-"): parts for name, parts in campaigns.items()},
+    }
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(choices)} (default all)")
     parser.add_argument("--seed", type=int, default=0)
-    for name, (default, text) in SIZES.items():
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="end after so long, with what there is"
+    )
+    for name, part in PARTS.items():
         parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})"
+            f"--{name}", type=int, default=part.n, metavar="N", help=f"{part.what} (default {part.n})"
         )
     args = parser.parse_args()
-    failed = False
-    for name in args.names or SIZES:
-        began = time.monotonic()
-        counts = run(name, getattr(args, name), args.seed)
-        print(f"{name}: size {getattr(args, name)}, seed {args.seed}, {time.monotonic() - began:.0f} s")
-        print("".join(f"  {line}\n" for line in counts.lines()), end="")
-        print("".join(f"  FAILED {line}\n" for line in counts.failures), end="", flush=True)
-        failed = failed or bool(counts.failures)
-    return 1 if failed else 0
+    if wrong := set(args.names) - set(choices):
+        parser.error(f"no campaign: {', '.join(sorted(wrong))}")
+    names = list(dict.fromkeys(part for name in args.names or PARTS for part in choices[name]))
+    found = run(names, vars(args), args.seed, args.minutes)
+    rows = [
+        (PARTS[name].campaign, PARTS[name].what, str(c.n_tried), str(len(c.failures)), c.said())
+        for name, c in found.items()
+    ]
+    print(render(("campaign", "of what", "tried", "failed", "outcomes"), rows))
+    failures = [f"{name}: {line}" for name, c in found.items() for line in c.failures]
+    print("\n".join(failures))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

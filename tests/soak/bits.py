@@ -10,44 +10,44 @@ from loopq.calibrate.dump import Dump
 from loopq.errors import LoopqError
 from loopq.formats.convert import read_any
 
+from .counts import Counts, before
 from .files import Target, checkpoints, dumps, replace
-from .runs import Counts
 
 
-def flips(base: Path, every: int, rng: random.Random) -> Counts:
-    """Flip one random bit of every so-manieth byte of every file and read the folder again.
+def flips(base: Path, every: int, rng: random.Random, until: float) -> Counts:
+    """Flip one random bit of every so-manieth byte of every file and read the folder again, in random order.
 
     A flip that turns JSON into other JSON of the same content ("1e-3" into "1E-3") changes nothing that is read; those
     are counted apart.
     """
     counts = Counts()
-    for target in [t for t in (*checkpoints(base), *dumps(base)) if t.protected]:
-        read = read_any if target.name == "native" else Dump
-        whole = target.facts(target.folder, base / f"facts-{target.name}")
+    there = [t for t in (*checkpoints(base), *dumps(base)) if t.protected]
+    whole = {t.name: t.facts(t.folder, base / f"facts-{t.name}") for t in there}
+    cases = []
+    for target in there:
         for file in target.files():
-            content = (target.folder / file).read_bytes()
-            for place in range(rng.randrange(every), len(content), every):
-                changed = bytearray(content)
-                changed[place] ^= 1 << rng.randrange(8)
-                replace(target.folder / file, bytes(changed))
-                what = f"{target.name}/{file}, byte {place}: {content[place]} -> {changed[place]}"
-                _read(target, read, (what, whole), base, counts)
-            replace(target.folder / file, content)
+            n_bytes = (target.folder / file).stat().st_size
+            cases += [(target, file, place) for place in range(rng.randrange(every), n_bytes, every)]
+    rng.shuffle(cases)
+    for target, file, place in before(until, cases):
+        content = (target.folder / file).read_bytes()
+        changed = bytearray(content)
+        changed[place] ^= 1 << rng.randrange(8)
+        replace(target.folder / file, bytes(changed))
+        outcome = _outcome(target, whole[target.name], base)
+        replace(target.folder / file, content)
+        fine = outcome in ("noticed", "same content")
+        what = f"{target.name}/{file}, byte {place}: {content[place]} -> {changed[place]}: {outcome}"
+        counts.add(f"{target.name}: {outcome.partition(':')[0]}", "" if fine else what)
     return counts
 
 
-def _read(target: Target, read, known: tuple[str, str], base: Path, counts: Counts) -> None:
-    what, whole = known
+def _outcome(target: Target, whole: str, base: Path) -> str:
     try:
-        read(target.folder)
+        (read_any if target.name == "native" else Dump)(target.folder)
     except LoopqError:
-        counts.outcomes[f"{target.name}: noticed"] += 1
+        return "noticed"
     except Exception as error:  # noqa: BLE001  # what is counted
-        counts.outcomes["tracebacks"] += 1
-        counts.failures.append(f"{what}: {type(error).__name__}: {error}")
-    else:
-        shutil.rmtree(base / "again", ignore_errors=True)
-        same = target.facts(target.folder, base / "again") == whole
-        counts.outcomes[f"{target.name}: {'same content' if same else 'not noticed'}"] += 1
-        if not same:
-            counts.failures.append(f"{what}: not noticed")
+        return f"traceback: {type(error).__name__}: {error}"
+    shutil.rmtree(base / "again", ignore_errors=True)
+    return "same content" if target.facts(target.folder, base / "again") == whole else "not noticed"

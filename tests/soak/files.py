@@ -1,11 +1,7 @@
-"""Hostile files: seeded mutations of everything that loopq reads from a folder, and a count of what became of them.
-
-`python -m tests.soak.files --cases 10000` runs more of them than the tests do.
-"""
+"""Hostile files: seeded mutations of everything that loopq reads from a folder, and a count of what became of them."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import hashlib
@@ -18,9 +14,8 @@ import struct
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -38,6 +33,7 @@ from loopq.storage.model_files import write_files
 from loopq.systems.base import SharedParameter
 
 from ..support.checkpoints import checkpoint, layer
+from .counts import Counts, before
 
 DEEP = "[" * 3000 + "]" * 3000
 VALUES = [
@@ -502,22 +498,6 @@ FINE = ("refused", "accepted, nothing changed", "accepted, no sum can tell")
 FAMILIES = {json_case: 9, header_case: 4, bytes_case: 4, path_case: 2, link_case: 2}
 
 
-@dataclass
-class Counts:
-    """What became of the cases; seed and outcome of each failure; the longest time of a case in seconds."""
-
-    outcomes: Counter = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    slowest: float = 0.0
-
-    def lines(self) -> list[str]:
-        """The counts as text."""
-        return [
-            *(f"{what}: {n}" for what, n in sorted(self.outcomes.items())),
-            f"slowest case: {self.slowest:.2f} s",
-        ]
-
-
 opened: list[str] = []
 _watching: list[bool] = []
 
@@ -536,7 +516,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def outcome(case: Case, box: Path, original: str) -> str:
     """Read a mutated folder and say what became of it."""
-    before = tree(box / "outside")
+    outside = tree(box / "outside")
     opened.clear()
     try:
         found = case.target.facts(box / "in", box / "out")
@@ -557,7 +537,7 @@ def outcome(case: Case, box: Path, original: str) -> str:
     if opened:
         result = f"read outside: {opened[0]}"
     left = {p.name for p in box.iterdir()} - {"in", "out", "outside", ".out.work"}
-    if tree(box / "outside") != before or left:
+    if tree(box / "outside") != outside or left:
         result = f"written outside: {sorted(left)}"
     return result
 
@@ -580,9 +560,8 @@ def campaign(make: Sequence[Callable[[Path], list[Target]]], seeds: range, until
 def _campaign(targets: list[Target], base: Path, seeds: range, until: float) -> Counts:
     counts = Counts()
     original = {t.name: t.facts(t.folder, base / f"first-{t.name}") for t in targets}
-    for seed in seeds:
-        if time.monotonic() > until:
-            break
+    slowest = 0.0
+    for seed in before(until, seeds):
         rng = random.Random(seed)
         box = base / f"box-{seed}"
         (box / "outside").mkdir(parents=True)
@@ -591,25 +570,9 @@ def _campaign(targets: list[Target], base: Path, seeds: range, until: float) -> 
         case = rng.choices(list(FAMILIES), list(FAMILIES.values()))[0](target, box / "in", rng)
         began = time.monotonic()
         result = outcome(case, box, original[target.name])
-        counts.slowest = max(counts.slowest, time.monotonic() - began)
-        counts.outcomes[result.partition(":")[0]] += 1
-        if result not in FINE:
-            counts.failures.append(f"seed {seed}, {target.name}, {case.family}: {result}")
+        slowest = max(slowest, time.monotonic() - began)
+        wrong = "" if result in FINE else f"seed {seed}, {target.name}, {case.family}: {result}"
+        counts.add(result.partition(":")[0], wrong)
         shutil.rmtree(box)
-        if (seed - seeds.start) % 500 == 499:
-            print(f"  {dict(counts.outcomes)} {counts.failures[-1:]}", file=sys.stderr, flush=True)
+    counts.outcomes["ms at most"] = round(1000 * slowest)
     return counts
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    args = parser.parse_args()
-    counts = campaign([checkpoints, dumps], range(args.seed, args.seed + args.cases))
-    print("\n".join([f"{args.cases} cases", *counts.lines(), *counts.failures]))
-    return 1 if counts.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,8 +19,9 @@ import loopq
 from loopq.cli import main, parser
 from loopq.errors import LoopqError
 
+from .counts import Counts, before
 from .files import changed_json, replace
-from .runs import TINY, Counts
+from .runs import TINY
 
 WORDS = [
     "", " ", "-1", "0", "1", "2", "3.25", "1e400", "nan", "inf", "-inf", "1e20", "99999999999999999999", "9" * 400, "٣",
@@ -44,30 +45,29 @@ def limited(seconds: int) -> Iterator[None]:
     def late(number: int, frame: object) -> None:
         raise _Late
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
-def command_lines(model: Path, n_cases: int, rng: random.Random) -> Counts:
+def command_lines(model: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
     """Give options of every command values that they cannot have, and some that they can."""
     counts = Counts()
     commands = parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     names = [n for n in commands if n not in ("demo", "bench", "reproduce")]
-    for number in range(n_cases):
+    for number in before(until, range(n_cases)):
         name = names[number % len(names)]
         with tempfile.TemporaryDirectory() as folder:
             argv = _line(name, commands[name], model, Path(folder), rng)
             code, text = _run(argv)
         kind = {0: "works", 1: "refused", 2: "wrong usage"}.get(code, f"exit code {code}")
-        counts.outcomes[kind] += 1
         # Lines before the last are progress.
-        if code not in (0, 1, 2) or "Traceback" in text or (code and len(text.splitlines()[-1]) > 2000):
-            counts.failures.append(f"{argv}: {code}: {text[-400:]}")
+        bad = code not in (0, 1, 2) or "Traceback" in text or (code and len(text.splitlines()[-1]) > 2000)
+        counts.add(kind, f"{argv}: {code}: {text[-400:]}" if bad else "")
     return counts
 
 
@@ -105,34 +105,31 @@ def _run(argv: list[str]) -> tuple[int, str]:
     return code, text.getvalue()
 
 
-def models(model: Path, n_cases: int, rng: random.Random) -> Counts:
+def models(model: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
     """Change a model's config.json and its tensors' headers; give modules that are no use."""
     counts = Counts()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
-        for number in range(n_cases):
+        for number in before(until, range(n_cases)):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(model, folder)
             _break(folder, number, rng)
             code, text = _run(f"quantize {folder} --out {name}/out {TINY} --method rtn".split())
             shutil.rmtree(Path(name) / "out", ignore_errors=True)
-            counts.outcomes[{0: "works", 1: "refused", 2: "refused"}.get(code, f"exit code {code}")] += 1
-            if code not in (0, 1, 2):
-                counts.failures.append(
-                    f"{(folder / 'config.json').read_bytes()[:600]!r}: {code}: {text[-300:]}"
-                )
+            wrong = f"{(folder / 'config.json').read_bytes()[:600]!r}: {code}: {text[-300:]}"
+            kind = {0: "works", 1: "refused", 2: "refused"}.get(code, f"exit code {code}")
+            counts.add(kind, "" if code in (0, 1, 2) else wrong)
     for make in MODULES:
         try:
             loopq.quantize(make(), [[1, 2, 3, 4], [5, 6, 7, 8]], method="rtn", group_size=8, threads=1)
-            counts.outcomes["modules: work"] += 1
+            counts.add("modules: work")
         except LoopqError as error:
-            counts.outcomes["modules: refused"] += 1
             # Where no loop is found there is a line for each weight.
             first, *more = str(error).splitlines()
-            if not all("has no loop" in first and line.startswith("  ") for line in more):
-                counts.failures.append(f"{make.__name__}: more than a line: {error}")
+            fine = all("has no loop" in first and line.startswith("  ") for line in more)
+            counts.add("modules: refused", "" if fine else f"{make.__name__}: more than a line: {error}")
         except Exception as error:  # noqa: BLE001  # what is looked for
-            counts.failures.append(f"{make.__name__}: {type(error).__name__}: {error}")
+            counts.add("modules: tracebacks", f"{make.__name__}: {type(error).__name__}: {error}")
     return counts
 
 

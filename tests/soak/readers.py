@@ -1,19 +1,22 @@
-"""Every file that a user brings, changed: prompts, items of tasks, vocabularies, configs, quantized sources.
+"""Every file that a user brings, changed: prompts, items of tasks, vocabularies, configs, sources, dumps, checkpoints.
 
-Each is read, or refused in one line that an error of loopq holds, called from Python as scripts do.
+Each is read, or refused in one line that an error of loopq holds, called from Python as scripts do. Sums are not made
+right here, as `sealed` does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import random
 import resource
-import time
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,14 +26,17 @@ import loopq
 from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import LoopqError
 from loopq.evaluate.items import TASKS, read_items
+from loopq.formats import FORMATS
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as
 from loopq.formats.gguf import _tokenizer
+from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
 
 from ..support.interop import models
-from .files import changed_json, replace
+from .counts import Counts, before
+from .files import changed_json, dumps, replace
 from .inputs import _Late, limited
-from .runs import Counts
 
 #: Memory that a case may ask for beyond what there is before: an array of a hostile size is refused by the system then.
 MEMORY = 4 << 30
@@ -71,49 +77,95 @@ def items(base: Path) -> dict[str, Read]:
     return found | {"wikitext2/wiki.test.raw": lambda path: read_items("wikitext", base)}
 
 
-def gguf_files(base: Path) -> dict[str, Read]:
-    """A model, and a vocabulary that another one is to get."""
+def vocabularies(base: Path) -> dict[str, Read]:
+    """A vocabulary that an exported model is to get."""
     import gguf
 
     path = base / "vocabulary.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{i}>" for i in range(96)])
-    writer.add_token_scores([0.5] * 96)
+    writer.add_token_list([f"<{i}>" for i in range(16)])
+    writer.add_token_scores([0.5] * 16)
     writer.add_bos_token_id(1)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
         write()
-    model, config = models.tiny_llama()
-    write_as(base / "model.gguf", models.checkpoint_of(model, config, bits=4, group_size=32), "gguf")
-    return {"vocabulary.gguf": _tokenizer, "model.gguf": inspect_any}
+    return {"vocabulary.gguf": _tokenizer}
+
+
+def gguf_files(base: Path) -> dict[str, Read]:
+    """A model for llama.cpp, and importance."""
+    whole = _small()
+    write_as(base / "model.gguf", whole, "gguf")
+    entry = Entry("model.layers.0.mlp.down_proj.weight", np.ones(32), 8, False)
+    text = {"source": "made", "n_prompts": 2, "n_tokens": 8}
+    observed = SimpleNamespace(
+        side_files=whole.side_files, calibration=text, entries=lambda steps: iter([entry])
+    )
+    FORMATS.get("imatrix").write(base / "importance.gguf", observed)
+    return dict.fromkeys(("model.gguf", "importance.gguf"), inspect_any)
+
+
+def _llama() -> tuple[torch.nn.Module, dict[str, Any]]:
+    return models.tiny_llama(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1)
+
+
+def _small() -> Checkpoint:
+    model, config = _llama()
+    return models.checkpoint_of(model, config, bits=4, group_size=32)
+
+
+def _opened(path: Path) -> object:
+    loaded = load_model(f"looped:{path.parent}[0:1]x2")
+    with torch.no_grad():
+        return loaded.model(torch.tensor([[1, 2, 3, 4]]), use_cache=False)
+
+
+def configs(base: Path) -> dict[str, Read]:
+    """A folder that is opened as a model."""
+    _llama()[0].save_pretrained(base)
+    return dict.fromkeys(("config.json", "generation_config.json", "model.safetensors"), _opened)
 
 
 def sources(base: Path) -> dict[str, Read]:
-    """Folders that are opened as a model: plain, quantized by other tools, and a checkpoint of loopq."""
-    model, config = models.tiny_llama()
-    whole = models.checkpoint_of(model, config, bits=4, group_size=32)
-    ids = torch.tensor([[1, 2, 3, 4]])
+    """A model that another tool quantized."""
+    write_as(base / "q", _small(), "compressed-tensors")
+    return dict.fromkeys(("q/config.json", "q/model.safetensors"), _opened)
 
-    def opened(path: Path) -> object:
-        loaded = load_model(f"looped:{path.parent}[0:1]x2")
-        with torch.no_grad():
-            return loaded.model(ids, use_cache=False)
 
-    write_as(base / "compressed-tensors", whole, "compressed-tensors")
-    model.save_pretrained(base / "plain")
+def checkpoints(base: Path) -> dict[str, Read]:
+    """A checkpoint of loopq."""
+    _llama()[0].save_pretrained(base / "plain")
     loaded = load_model(f"looped:{base / 'plain'}[0:1]x2")
-    loopq.quantize(loaded, ids, out=base / "native", method="rtn", group_size=16, threads=1)
-    folders = {"plain": opened, "compressed-tensors": opened}
-    folders["native"] = lambda path: loopq.load(path.parent)
-    return {
-        str(path.relative_to(base)): read
-        for folder, read in folders.items()
-        for path in sorted((base / folder).iterdir())
-        if path.suffix in (".json", ".safetensors", ".jsonl")
-    }
+    loopq.quantize(loaded, [[1, 2, 3, 4]], out=base / "q", method="rtn", group_size=16, threads=1)
+    files = sorted(p for p in (base / "q").iterdir() if p.suffix in (".json", ".safetensors", ".jsonl"))
+    return {str(path.relative_to(base)): lambda path: loopq.load(path.parent) for path in files}
 
 
-KINDS = (prompts, items, gguf_files, sources)
+def _dumps(kind: str) -> Callable[[Path], dict[str, Read]]:
+    def make(base: Path) -> dict[str, Read]:
+        target = next(target for target in dumps(base) if target.name == kind)
+        out = base / "solved"
+
+        def solved(path: Path) -> object:
+            shutil.rmtree(out, ignore_errors=True)
+            return target.facts(target.folder, out)
+
+        return {f"{kind}/{file}": solved for file in target.files()}
+
+    return make
+
+
+KINDS: dict[str, Callable[[Path], dict[str, Read]]] = {
+    "prompts": prompts,
+    "items": items,
+    "vocabularies": vocabularies,
+    "gguf": gguf_files,
+    "configs": configs,
+    "sources": sources,
+    "checkpoints": checkpoints,
+    "rows": _dumps("rows"),
+    "Hessians": _dumps("hessian"),
+}
 
 
 def changed(content: bytes, name: str, rng: random.Random) -> bytes:
@@ -142,13 +194,13 @@ def changed(content: bytes, name: str, rng: random.Random) -> bytes:
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
     """Let the process have so much memory more than it has."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _outcome(read: Read, path: Path) -> str:
@@ -166,27 +218,20 @@ def _outcome(read: Read, path: Path) -> str:
 
 
 def readers(base: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
-    """Change one file, read it, and put it back."""
+    """Change one file, read it, and put it back; so many cases for each reader."""
     counts = Counts()
-    there: list[tuple[str, Path, Read]] = []
-    for make in KINDS:
-        (base / make.__name__).mkdir()
-        there += [
-            (f"{make.__name__}/{name}", base / make.__name__ / name, read)
-            for name, read in make(base / make.__name__).items()
-        ]
-    for name, path, read in there:
-        assert _outcome(read, path) == "read", f"{name}: {_outcome(read, path)}"
-    for number in range(n_cases):
-        if time.monotonic() > until:
-            break
-        name, path, read = there[number % len(there)]
-        whole = path.read_bytes()
-        made = changed(whole, name, rng)
-        replace(path, made)
+    there: dict[str, list[tuple[Path, bytes, Read]]] = {}
+    for kind, make in KINDS.items():
+        (base / kind).mkdir()
+        files = [(base / kind / name, read) for name, read in make(base / kind).items()]
+        there[kind] = [(path, path.read_bytes(), read) for path, read in files]
+        for path, _, read in there[kind]:
+            assert (found := _outcome(read, path)) == "read", f"{path}: {found}"
+    for number, kind in before(until, itertools.product(range(n_cases), KINDS)):
+        path, whole, read = there[kind][number % len(there[kind])]
+        replace(path, changed(whole, path.name, rng))
         result = _outcome(read, path)
         replace(path, whole)
-        counts.outcomes[f"{name.split('/')[0]}: {result.partition(':')[0]}"] += 1
-        if result not in ("read", "refused"):
-            counts.failures.append(f"case {number}, {name}: {result}")
+        wrong = "" if result in ("read", "refused") else f"case {number}, {path.relative_to(base)}: {result}"
+        counts.add(f"{kind}: {result.partition(':')[0]}", wrong)
     return counts

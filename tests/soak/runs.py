@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
+import itertools
 import math
 import os
 import random
@@ -17,18 +17,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from loopq.terminal.interrupts import INTERRUPTED
 
 from ..support.runs import digest
+from . import counts as counted
+from .counts import Counts
 
 COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
 PAPER = f"{TINY} --preset paper"
 FIT = "--fit 23 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
+REPRODUCE = "--n-calibration 3 --n-evaluation 2 --n-prompts 2 --seq-len 16 --n-seeds 1"
 #: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
 #: what is written.
 COMMANDS = {
@@ -50,27 +52,11 @@ COMMANDS = {
     "solve sums": "solve {sums} --out {out} --group-size 16 --threads 1",
     "merge": "merge {sums} {more} --out {out}",
     "export": "export {checkpoint} --out {out} --format compressed-tensors",
+    "reproduce": "reproduce rank {model} --work {out}/work --out {out}/record --threads 1 --n-steps 2 "
+    + REPRODUCE,
 }
 AT_END: list[Callable[[], object]] = []
 THERE = re.compile("exists and is not empty|holds a finished dump")
-
-
-@dataclasses.dataclass
-class Counts:
-    """What became of a campaign: a number for each outcome, and a line for each failure."""
-
-    outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
-    failures: list[str] = dataclasses.field(default_factory=list)
-
-    def tell(self) -> None:
-        """Say how far it is, now and then: campaigns of runs take long."""
-        n = self.outcomes["trials"] = self.outcomes["trials"] + 1
-        if n % 10 == 0:
-            print(f"  {dict(self.outcomes)} {self.failures[-1:]}", file=sys.stderr, flush=True)
-
-    def lines(self) -> list[str]:
-        """The counts as text."""
-        return [f"{what}: {n}" for what, n in sorted(self.outcomes.items())]
 
 
 class Bench:
@@ -79,14 +65,13 @@ class Bench:
     `until` is the time of the monotonic clock at which a campaign ends, however much is left.
     """
 
-    def __init__(
-        self, base: Path, names: list[str], until: float = math.inf, commands: dict[str, str] = COMMANDS
-    ) -> None:
+    def __init__(self, base: Path, commands: dict[str, str] = COMMANDS) -> None:
         from benches.zoo.store import save_model
 
         from ..conftest import tiny_model
 
-        self.base, self.names, self.until, self.commands = base, names, until, commands
+        self.base, self.names, self.until, self.commands = base, list(commands), math.inf, commands
+        self.tried: set[str] = set()
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 250_000}
         save_model(tiny_model(), base / "model")
         made = {
@@ -97,26 +82,35 @@ class Bench:
         }
         for name, command in made.items():
             self.inputs[name] = base / name
-            line = COMMANDS[command].format(**self.inputs, out=base / name)
-            assert finish(begin(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
+            line = COMMANDS[command].format(**self.inputs, out=base / name).split()
+            self._run(line + ["--seed", "1"] * (name == "more"))
         began = time.monotonic()
         subprocess.run([sys.executable, "-c", "import loopq.run.source, transformers"], check=True)
         self.start_up = time.monotonic() - began
         self.wanted, self.seconds, self.n_events = {}, {}, {}
-        for name in names:
-            for _ in range(2):
-                began = time.monotonic()
-                code = finish(self.start(name, base / "first", self._observe))
-                assert code == 0, f"{name}: {self.said()}"
-                self.seconds[name] = time.monotonic() - began
+        for name in self.names:
+            new = True
+            while new:
+                self.seconds[name], self.n_events[name], new = self._run(self.line(name, base / "first"))
                 self.wanted[name] = digest(base / "first")
                 shutil.rmtree(base / "first")
-                events, *modules = (base / "observed").read_text().splitlines()
-                self.n_events[name] = int(events)
-                # What a command imports on its way is imported here: its time is that of its work from now on.
-                for module in modules:
-                    with contextlib.suppress(Exception):
-                        importlib.import_module(module)
+
+    def _run(self, line: list[str]) -> tuple[float, int, bool]:
+        """Run a command; its seconds, its changes of files, and whether it imported anything.
+
+        What a command imports on its way is imported here: its time is that of its work from now on.
+        """
+        began = time.monotonic()
+        code = finish(begin(line, self.base / "log", self._observe))
+        assert code == 0, f"{line}: {self.said()}"
+        seconds = time.monotonic() - began
+        events, *modules = (self.base / "observed").read_text().splitlines()
+        new = [module for module in modules if module not in sys.modules and module not in self.tried]
+        for module in new:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+        self.tried.update(new)
+        return seconds, int(events), bool(new)
 
     def _observe(self) -> None:
         file, seen = self.base / "observed", at_event(0)
@@ -124,16 +118,23 @@ class Bench:
 
     def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
         """Start a command in a process of its own; return its number."""
-        return begin(self.commands[name].format(**self.inputs, out=out).split(), self.base / "log", before)
+        return begin(self.line(name, out), self.base / "log", before)
+
+    def line(self, name: str, out: Path) -> list[str]:
+        """Arguments of a command."""
+        return self.commands[name].format(**self.inputs, out=out).split()
 
     def said(self) -> str:
         """What the last process said."""
         return (self.base / "log").read_text(errors="replace").strip()
 
-    def settled(self, name: str, place: Path) -> str:
-        """Run a command to its end; say what is wrong with what is there then, or nothing."""
+    def settled(self, name: str, place: Path, may_have_ended: bool) -> str:
+        """Run a command to its end; say what is wrong with what is there then, or nothing.
+
+        A command whose work was done and cleared away is refused: its output is there.
+        """
         code = finish(self.start(name, place / "out"))
-        if code != 0 and not (code == 1 and THERE.search(self.said())):
+        if code != 0 and not (may_have_ended and code == 1 and THERE.search(self.said())):
             return f"the rerun ends with {code}: {self.said()[-300:]}"
         left = sorted(p.name for p in place.iterdir() if p.name not in ("out", ".out.lock"))
         if left:
@@ -215,35 +216,47 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
     """Kill commands up to four times in a row, and let them end: byte for byte the same result.
 
     Half of the kills come at a random moment, half just before a random one of the command's changes to files.
+    `n_tried` counts the sequences.
     """
     counts = Counts()
     done = 0
-    while done < n_kills and time.monotonic() < bench.until:
-        name = bench.names[counts.outcomes["trials"] % len(bench.names)]
+    names = itertools.cycle(bench.names)
+    for name in counted.before(bench.until, names):
+        if done >= n_kills:
+            break
         with place(bench.base) as folder:
+            may_have_ended = False
             for _ in range(rng.randint(1, 4)):
-                if rng.random() < 0.5:
-                    number = rng.randint(1, bench.n_events[name])
-                    process = bench.start(name, folder / "out", functools.partial(at_event, number))
-                else:
-                    process = bench.start(name, folder / "out")
-                    time.sleep(rng.uniform(0, 1.05) * bench.seconds[name])
-                    with _stopped(process, rng.random() < 0.2):
-                        time.sleep(0.05)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                if finish(process) != -signal.SIGKILL:
+                at_change = rng.random() < 0.5
+                code = (_at_a_change if at_change else _at_a_moment)(bench, name, folder / "out", rng)
+                # A moment may lie behind the last change.
+                may_have_ended |= code == 0 or not at_change
+                if code != -signal.SIGKILL:
                     counts.outcomes["ended before the kill"] += 1
                     break
                 done += 1
-                counts.outcomes[f"kills of {name}"] += 1
-            wrong = bench.settled(name, folder)
-        counts.outcomes["lost or different" if wrong else "the same bytes"] += 1
-        if wrong:
-            counts.failures.append(f"{name}: {wrong}")
+            wrong = bench.settled(name, folder, may_have_ended)
         counts.outcomes["kills"] = done
-        counts.tell()
+        counts.add("lost or different" if wrong else "the same bytes", wrong and f"{name}: {wrong}")
     return counts
+
+
+def _at_a_change(bench: Bench, name: str, out: Path, rng: random.Random) -> int:
+    """Kill a command just before a random change of files; a third are among the last, on a whole output."""
+    n = bench.n_events[name]
+    number = rng.randint(1 if rng.random() < 0.67 else max(1, n - 8), n)
+    return finish(bench.start(name, out, functools.partial(at_event, number)))
+
+
+def _at_a_moment(bench: Bench, name: str, out: Path, rng: random.Random) -> int:
+    """Kill a command at a random moment, some after they stood still; the exit code."""
+    process = bench.start(name, out)
+    time.sleep(rng.uniform(0, 1.05) * bench.seconds[name])
+    with _stopped(process, rng.random() < 0.2):
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    return finish(process)
 
 
 @contextlib.contextmanager
@@ -259,27 +272,23 @@ def _stopped(process: int, really: bool) -> Iterator[None]:
 def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
     """Start the same command twice with one output: one of them writes it, or both come after each other.
 
-    Now and then the first one stands still until the second one ended.
+    Now and then the first one stands still until the second one ended. A command that is refused says why in one line.
     """
     counts = Counts()
-    for number in range(n_pairs):
-        if time.monotonic() > bench.until:
-            break
-        name = bench.names[number % len(bench.names)]
+    names = itertools.islice(itertools.cycle(bench.names), n_pairs)
+    for name in counted.before(bench.until, names):
         with place(bench.base) as folder:
             first = bench.start(name, folder / "out")
             time.sleep(rng.uniform(0, bench.seconds[name]))
             with _stopped(first, rng.random() < 0.3):
-                second = finish(bench.start(name, folder / "out"))
-            codes = [second, finish(first)]
-            counts.outcomes[f"exit codes {sorted(codes)}"] += 1
-            wrong = bench.settled(name, folder)
-            if any(code not in (0, 1) for code in codes):
-                wrong = f"exit codes {codes}: {bench.said()[-300:]}"
-        counts.outcomes["wrong" if wrong else "right"] += 1
-        if wrong:
-            counts.failures.append(f"{name}: {wrong}")
-        counts.tell()
+                codes = [finish(bench.start(name, folder / "out"))]
+                said = bench.said()
+            codes.append(finish(first))
+            said += f"\n{bench.said()}"
+            wrong = bench.settled(name, folder, 0 in codes)
+            if any(code not in (0, 1) for code in codes) or "Traceback" in said:
+                wrong = f"exit codes {codes}: {said[-300:]}"
+        counts.add(f"exit codes {sorted(codes)}", wrong and f"{name}: {wrong}")
     return counts
 
 
@@ -291,12 +300,10 @@ def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
     """
     counts = Counts()
     slowest = 0.0
-    for number in range(n_runs):
-        if time.monotonic() > bench.until:
-            break
-        name = bench.names[number % len(bench.names)]
+    names = itertools.islice(itertools.cycle(bench.names), n_runs)
+    for name in counted.before(bench.until, names):
         with place(bench.base) as folder:
-            argv = COMMANDS[name].format(**bench.inputs, out=folder / "out").split()
+            argv = bench.line(name, folder / "out")
             with (bench.base / "log").open("wb") as log:
                 program = subprocess.Popen(
                     [sys.executable, "-m", "loopq", *argv], stdout=log, stderr=subprocess.STDOUT
@@ -306,52 +313,76 @@ def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
                 program.send_signal(signal.SIGINT)
                 code = program.wait()
             took, text = time.monotonic() - began, bench.said()
-            wrong = ""
-            if "Traceback" in text and "loopq" in text:
-                wrong = f"a traceback: {text[-300:]}"
-            elif code == INTERRUPTED:
-                slowest = max(slowest, took)
-                if took > max(1, bench.start_up / 2):
-                    wrong = f"took {took:.2f} s"
-                elif "interrupted" not in text.splitlines()[-1]:
-                    wrong = f"said nothing: {text[-300:]}"
-            # Python itself may not have come to loopq yet, or the program had ended.
-            elif code not in (0, -signal.SIGINT) and "loopq" in text:
-                wrong = f"exit code {code}: {text[-300:]}"
-            counts.outcomes[f"exit code {code}"] += 1
-            wrong = wrong or bench.settled(name, folder)
-        counts.outcomes["wrong" if wrong else "right"] += 1
-        counts.outcomes["slowest, ms"] = round(1000 * slowest)
-        if wrong:
-            counts.failures.append(f"{name}: {wrong}")
-        counts.tell()
+            slowest = max(slowest, took if code == INTERRUPTED else 0)
+            wrong = _ill_interrupted(code, text, took, max(1, bench.start_up / 2))
+            # The signal may have come behind the last change.
+            wrong = wrong or bench.settled(name, folder, True)
+        counts.add(f"exit code {code}", wrong and f"{name}: {wrong}")
+    counts.outcomes["ms at most"] = round(1000 * slowest)
     return counts
 
 
-def full_disk(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
-    """Let no file grow beyond a random size: one line, no half output, and the same command goes on afterwards."""
+def _ill_interrupted(code: int, text: str, took: float, longest: float) -> str:
+    """What is wrong with the end of a program after Ctrl-C, or nothing."""
+    if "Traceback" in text and "loopq" in text:
+        return f"a traceback: {text[-300:]}"
+    if code == INTERRUPTED:
+        if took > longest:
+            return f"took {took:.2f} s"
+        return "" if "interrupted" in text.splitlines()[-1] else f"said nothing: {text[-300:]}"
+    # Python itself may not have come to loopq yet, or the program had ended.
+    return f"exit code {code}: {text[-300:]}" if code not in (0, -signal.SIGINT) and "loopq" in text else ""
+
+
+def _less_disk(rng: random.Random) -> tuple[str, Callable[[], object]]:
+    limit = int(2 ** rng.uniform(6, 17))
+
+    def before() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return f"files of {limit} bytes", before
+
+
+def _less_memory(rng: random.Random) -> tuple[str, Callable[[], object]]:
+    extra = int(2 ** rng.uniform(16, 27))
+
+    def before() -> None:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + extra,) * 2)
+
+    return f"{extra} bytes more of memory", before
+
+
+def _less_files(rng: random.Random) -> tuple[str, Callable[[], object]]:
+    more = rng.randint(0, 24)
+
+    def before() -> None:
+        held = len(list(Path("/proc/self/fd").iterdir()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + more,) * 2)
+
+    return f"{more} more open files", before
+
+
+LIMITS = (_less_disk, _less_memory, _less_files)
+
+
+def limits(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
+    """Give a run little disk, memory or few files: one line, nothing half, and the same command goes on afterwards."""
     counts = Counts()
-    for number in range(n_runs):
-        if time.monotonic() > bench.until:
-            break
-        name = bench.names[number % len(bench.names)]
-        limit = int(2 ** rng.uniform(6, 17))
-
-        def small(limit: int = limit) -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+    for number in counted.before(bench.until, range(n_runs)):
+        name = bench.names[number // len(LIMITS) % len(bench.names)]
+        what, small = LIMITS[number % len(LIMITS)](rng)
         with place(bench.base) as folder:
             code, text = finish(bench.start(name, folder / "out", small)), bench.said()
             wrong = ""
             if code not in (0, 1) or "Traceback" in text:
-                wrong = f"limit {limit}: exit code {code}: {text[-300:]}"
+                wrong = f"{what}: exit code {code}: {text[-300:]}"
             elif code == 1 and (folder / "out" / "loopq.json").exists():
-                wrong = f"limit {limit}: half an output"
-            counts.outcomes["refused in one line" if code else "small enough"] += 1
-            wrong = wrong or bench.settled(name, folder)
-        counts.outcomes["wrong" if wrong else "right"] += 1
-        if wrong:
-            counts.failures.append(f"{name}: {wrong}")
-        counts.tell()
+                wrong = f"{what}: half an output"
+            wrong = wrong or bench.settled(name, folder, code == 0)
+        counts.add(
+            f"{LIMITS[number % len(LIMITS)].__name__[6:]}: {'refused in one line' if code else 'enough'}",
+            wrong and f"{name}: {wrong}",
+        )
     return counts

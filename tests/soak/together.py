@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..support.runs import digest
-from .runs import THERE, Bench, Counts, finish, place
+from .counts import Counts
+from .runs import THERE, Bench, finish, place
 
 COLLECT = "--n-prompts 24 --seq-len 50 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 #: Command lines as in `runs.COMMANDS`, which one process alone can run too.
@@ -89,11 +90,8 @@ def _campaign(bench: Bench, name: str, n_kills: int, rng: random.Random) -> Coun
                 wrong = f"left behind: {left}"
             if not wrong and digest(folder / "out") != bench.wanted[name]:
                 wrong = "another result"
-        counts.outcomes[f"ended by {world}: {'wrong' if wrong else 'the same bytes'}"] += 1
-        if wrong:
-            counts.failures.append(wrong)
         counts.outcomes["kills"] = done
-        counts.tell()
+        counts.add(f"ended by {world}: {'wrong' if wrong else 'the same bytes'}", wrong)
     return counts
 
 

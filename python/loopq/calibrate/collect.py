@@ -30,7 +30,7 @@ from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError, ConfigError, DumpError
-from loopq.settings.execution import POLL, Execution
+from loopq.settings.execution import POLL, Execution, at_most
 from loopq.storage.files import (
     RawTensor,
     check_named,
@@ -625,9 +625,12 @@ class HessianDump:
 
     def tell(self) -> None:
         """Report the memory and the passes of the collection."""
-        held = max((sum(map(self.sums.n_bytes, groups)) for groups in self.passes), default=0)
+        needs = [list(map(self.sums.n_bytes, groups)) for groups in self.passes]
+        held = max(map(sum, needs), default=0)
+        # A sum takes twice its memory in addition while it is saved.
+        most = max((sum(each) + 2 * max(each, default=0) for each in needs), default=0)
         self.sums.job.execution.progress.note(
-            f"about {held / 2**20:.1f} MiB for Hessians; passes over the text: {len(self.passes)}"
+            f"{at_most(most)}, {held / 2**20:.1f} of them for Hessians; passes over the text: {len(self.passes)}"
         )
 
     def finish(self) -> Manifest:

@@ -14,7 +14,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import Interval, mean_interval
 from loopq.models.replace import Weights, placed, replaced
-from loopq.settings.execution import Execution
+from loopq.settings.execution import Execution, at_most
 from loopq.systems.base import Batch, LoopedSystem, model_code
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CountBytes = Callable[[NDArray[np.int64]], int | None]
 #: Logits that are scored at once: 32 MiB in float64, of which a few copies are held.
 _PIECE = 1 << 22
+#: Copies of a piece in float64 at once: two logarithms of probabilities, and what their sums are made of.
+_COPIES = 5
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ def compare(
     for row, seed in enumerate(seeds):
         for batch in tokens.batches(execution.batch_size, seed):
             reference = _output(system, batch, depth)
+            if batch.prompts[0] == 0 and row == 0:
+                progress.note(at_most(_more_bytes(system, reference, variants)))
             columns = list(batch.prompts)
             outputs = (reference, *_outputs(system, held.values(), batch, depth))
             for name, out in zip(names, outputs, strict=True):
@@ -223,6 +227,16 @@ def _outputs(system: LoopedSystem, variants: Iterable[Weights], batch: Batch, de
         with replaced(system, weights):
             out = _output(system, batch, depth)
         yield out
+
+
+def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, Weights]) -> int:
+    """Bytes of a comparison after the first rollout.
+
+    These are the weights of one variant, the logits of each, and the copies of a piece of them.
+    """
+    weights = max((4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0)
+    logits: int = len(variants) * reference.numel() * reference.element_size()
+    return weights + logits + _COPIES * 8 * min(_PIECE, reference.numel())
 
 
 def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:

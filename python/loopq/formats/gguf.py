@@ -49,12 +49,16 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
         If the grid is different, rows are not whole blocks, or float16 cannot hold the scales.
     """
     columns = layer.shape[1]
-    name = layer.grid.gguf
-    if name is None or layer.transform:
-        kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
+    if layer.transform is not None:
         raise CheckpointError(
-            f"layer {layer.name}: {kind}: llama.cpp has no type for it; quantize with --levels q4_0 or another type of "
-            "docs/formats/gguf.md, or with --bits 4 or 8, symmetric, --levels even"
+            f"layer {layer.name}: its codes are for a transformed input, which llama.cpp does not know; quantize "
+            "without rotation and without awq, or keep loopq's own format"
+        )
+    name = layer.grid.gguf
+    if name is None:
+        raise CheckpointError(
+            f"layer {layer.name}: {layer.grid.label}: llama.cpp has no type for it; quantize with --levels q4_0 or "
+            "another type of docs/formats/gguf.md, or with --bits 4 or 8, symmetric, --levels even"
         )
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:

@@ -304,8 +304,12 @@ def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
     Raises
     ------
     ConfigError
-        If the prompt has no tokens.
+        If the prompt has no tokens, or is no text.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as cause:
+        raise ConfigError(f"the prompt is no text in UTF-8, from character {cause.start} on") from None
     special = hasattr(loaded.tokenizer, "decode")
     if special:
         ids = list(loaded.tokenizer(prompt).input_ids)

@@ -12,9 +12,10 @@ import numpy as np
 import loopq._native as native
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
-from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes, resident_bytes
+from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes
 from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
 from loopq.run.source import ModelSource
+from loopq.settings.execution import resident_bytes
 
 if TYPE_CHECKING:
     import torch

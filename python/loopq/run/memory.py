@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.errors import ConfigError
@@ -91,9 +89,11 @@ def alike(tasks: Sequence[Task]) -> list[list[Task]]:
     return list(sets.values())
 
 
-def resident_bytes() -> int:
-    """Present memory of this process; 0 if the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
+def dumped_bytes(tasks: Sequence[Task], per_step: bool) -> int:
+    """Bytes of the largest solve from a dump: the sums as a file has them and as the core does, then the solve."""
+
+    def sums(task: Task) -> int:
+        kept = len(task.steps) if per_step else 1
+        return 2 * kept * 8 * task.parameter.in_features**2 if task.input_group is not None else 0
+
+    return max((sums(task) + solve_bytes(task) for task in tasks), default=0)

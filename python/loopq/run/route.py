@@ -11,7 +11,8 @@ from loopq.run.outside import round_outside
 from loopq.run.plan import Plan
 from loopq.run.result import assemble
 from loopq.run.solving import solve
-from loopq.run.source import Source
+from loopq.run.source import DumpSource, Source
+from loopq.settings.execution import at_most
 
 
 def prepare(source: Source, config: QuantConfig) -> Plan:
@@ -28,6 +29,11 @@ def prepare(source: Source, config: QuantConfig) -> Plan:
         plan = choose_metric(plan, model)
         told = f"{len(plan.tasks)} layers, {model.job.selection.n_steps} steps"
         model.execution.progress.note(f"{told}: {estimate(plan, model)}")
+    elif isinstance(source, DumpSource):
+        needs = at_most(source.solve_bytes(plan))
+        source.execution.progress.note(
+            f"{len(plan.tasks)} layers, {source.facts()['n_steps']} steps: {needs}"
+        )
     return plan
 
 

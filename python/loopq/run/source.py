@@ -22,7 +22,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig, refuse_outside
-from loopq.run.memory import passes
+from loopq.run.memory import dumped_bytes, passes
 from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution, available_bytes
@@ -369,6 +369,12 @@ class DumpSource(Source):
             self._check_counts(task)
             found[task.metric_key] = metric
         return found
+
+    def solve_bytes(self, plan: Plan) -> int:
+        """Bytes of the solves: all loop metrics, and the sums and the solve of the layer that needs most."""
+        manifest = self.dump.manifest
+        apart = any(file.per_step for file in manifest.files)
+        return sum(metric.n_bytes for metric in manifest.metrics) + dumped_bytes(plan.tasks, apart)
 
     def _check_counts(self, task: Task) -> None:
         assert task.gradients is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,19 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def resident_bytes() -> int:
+    """Present memory of this process; 0 if the system does not report it."""
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def at_most(more: int) -> str:
+    """Say what the process will hold: what it has now, and `more` bytes."""
+    return f"about {(resident_bytes() + more) / 2**20:.0f} MiB at most"
 
 
 @dataclass(frozen=True)

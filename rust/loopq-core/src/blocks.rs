@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use crate::factor::DampedHessian;
 use crate::grid::Quantized;
-use crate::memory::{collected, extend};
+use crate::memory::{collected, extend, gathered, reserve};
 use crate::weight::Weight;
 use crate::{Error, Execution, Result};
 
@@ -26,14 +26,15 @@ pub(crate) fn in_blocks<R: Send>(
         next - l.factor().dim()
     });
     let starts = collected("blocks of rows", starts)?;
-    let solved: Vec<Result<(Quantized, R)>> = execution.pool()?.install(|| {
+    let solved = execution.pool()?.install(|| {
         let run = |(&from, l): (&usize, &DampedHessian<'_>)| {
             solve(w.slice(from, l.factor().dim()), l).map_err(|e| e.moved(|row| from + row))
         };
-        starts.par_iter().zip(left).map(run).collect()
-    });
+        gathered("blocks of rows", starts.par_iter().zip(left).map(run))
+    })?;
     let mut out = Quantized { codes: Vec::new(), levels: Vec::new() };
     let mut reports = Vec::new();
+    reserve("blocks of rows", &mut reports, left.len())?;
     for part in solved {
         let (part, report) = part?;
         extend("codes", &mut out.codes, &part.codes)?;

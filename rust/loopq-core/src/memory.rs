@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 
 use bytemuck::Pod;
 use memmap2::MmapMut;
+use rayon::iter::IndexedParallelIterator;
 
 use crate::{dims, Error, Result};
 
@@ -58,6 +59,17 @@ pub(crate) fn collected<T>(what: &'static str, values: impl ExactSizeIterator<It
     let mut made = Vec::new();
     reserve(what, &mut made, values.len())?;
     made.extend(values);
+    Ok(made)
+}
+
+/// As [`collected`], of what threads give.
+pub(crate) fn gathered<T: Send>(
+    what: &'static str,
+    values: impl IndexedParallelIterator<Item = T>,
+) -> Result<Vec<T>> {
+    let mut made = Vec::new();
+    reserve(what, &mut made, values.len())?;
+    values.collect_into_vec(&mut made);
     Ok(made)
 }
 

@@ -10,7 +10,6 @@ use loopq_core::hessian::{Accumulator, MatrixState, Settings, State};
 use loopq_core::simd::Isa;
 use loopq_core::Error;
 use numpy::{PyArray1, PyArray2};
-use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -208,7 +207,7 @@ impl HessianAccumulator {
     #[pyo3(signature = (state, *, threads = 0))]
     fn from_state(py: Python<'_>, state: &Bound<'_, PyDict>, threads: usize) -> PyResult<Self> {
         let item = |name: &str| {
-            state.get_item(name)?.ok_or_else(|| PyKeyError::new_err(format!("Hessian state has no {name:?}")))
+            state.get_item(name)?.ok_or_else(|| raise(py, &Error::BadState(format!("it has no {name:?}"))))
         };
         let limbs = |name: &str| -> PyResult<Vec<Vector<'_, i64>>> {
             let list: Vec<Bound<'_, PyAny>> = item(name)?.extract()?;

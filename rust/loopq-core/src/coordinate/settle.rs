@@ -7,7 +7,7 @@ use crate::coordinate::{Problem, SCRATCH};
 use crate::gptq::{again, gptq, Options, Scales};
 use crate::grid::{Level, Quantized};
 use crate::lanes::{columns_of, Lane, LANES};
-use crate::memory::{collected, copied, reserve};
+use crate::memory::{collected, copied, gathered, reserve};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
@@ -36,8 +36,9 @@ impl Problem<'_> {
         // At least two batches per thread, so that none waits long for the last.
         let tiles = (w.rows().div_ceil(LANES) / (2 * pool.current_num_threads())).clamp(1, TILES);
         let rows = tiles * LANES;
-        let courses: Vec<Result<Course>> = pool.install(|| {
-            out.codes
+        let courses = pool.install(|| {
+            let batches = out
+                .codes
                 .par_chunks_mut(rows * dim)
                 .zip(out.levels.par_chunks_mut(rows * groups))
                 .with_max_len(1)
@@ -45,10 +46,15 @@ impl Problem<'_> {
                 .map(|(b, (codes, levels))| {
                     let w = w.slice(b * rows, codes.len() / dim);
                     self.settle(w, (codes, levels), execution)
-                })
-                .collect()
-        });
-        Ok((out, courses.into_iter().collect::<Result<_>>()?))
+                });
+            gathered(SCRATCH, batches)
+        })?;
+        let mut found = Vec::new();
+        reserve(SCRATCH, &mut found, courses.len())?;
+        for course in courses {
+            found.push(course?);
+        }
+        Ok((out, found))
     }
 
     /// GPTQ as it is used here.

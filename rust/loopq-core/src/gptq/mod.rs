@@ -21,7 +21,7 @@ use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, Order};
 use crate::grid::{Grid, Level, Quantized};
-use crate::memory::zeros;
+use crate::memory::{gathered, zeros};
 use crate::simd::{Isa, Real};
 use crate::weight::Weight;
 use crate::{Error, Execution, Result};
@@ -145,8 +145,9 @@ fn run<T: Real>(
     }
     let rounding = grid.rounding();
     let problem = Problem { factor, grid, rounding: &rounding, options, weights: &weights };
-    let results: Vec<Result<Vec<(f64, f64)>>> = pool.install(|| {
-        out.codes
+    let results = pool.install(|| {
+        let batches = out
+            .codes
             .par_chunks_mut(batch_rows * dim)
             .zip(out.levels.par_chunks_mut(batch_rows * n_groups))
             .with_max_len(1)
@@ -162,9 +163,9 @@ fn run<T: Real>(
                 let solved = batch.solve(codes, execution)?;
                 solved.store(found);
                 Ok(solved.costs())
-            })
-            .collect()
-    });
+            });
+        gathered("batches of rows", batches)
+    })?;
     let (mut damped, mut added) = (0.0, 0.0);
     for result in results {
         for (row_damped, row_added) in result? {

@@ -258,6 +258,11 @@ class Conformance:
         except LoopqError:  # Its rollout passes no gradient.
             return
         assert len(expected) >= len(batch.prompts)
+        if core.system == "coconut":
+            # A second visit reads the cache that the first one filled. Metric auto then takes the inputs' and says so.
+            with pytest.raises(CalibrationError, match="gradient of prompt 0"):
+                _gradients(system, batch.input_ids, n_steps, 1)
+            return
         for at_once in (1, 3):
             assert _gradients(system, batch.input_ids, n_steps, at_once) == expected
 

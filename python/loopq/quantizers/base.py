@@ -86,8 +86,7 @@ class Problem:
         """
         if self.hessian is None:
             raise SolveError(
-                f"layer {self.name}: needs the layer's activations, and none were collected; "
-                "collect again with this layer included"
+                f"layer {self.name}: needs the layer's activations, and none were collected; collect"
             )
         return self.hessian
 

@@ -57,9 +57,7 @@ class TokenSet:
             )
         for number, sequence in enumerate(self.sequences):
             if sequence.ndim != 1 or sequence.size == 0:
-                raise CalibrationError(
-                    f"{self.source}: prompt {number} is empty; remove it, or name another field"
-                )
+                raise CalibrationError(f"{self.source}: prompt {number} is empty; remove it")
             if sequence.size <= self.scored_from:
                 raise CalibrationError(
                     f"{self.source}: prompt {number} has {sequence.size} tokens, none of them scored: the question "

@@ -194,9 +194,7 @@ class Manifest:
         path = folder / MANIFEST
         if not path.exists():
             check_folder(folder, DumpError)
-            raise DumpError(
-                f"{folder}: not a dump: it has no {MANIFEST} (give an interrupted `loopq collect` again to finish it)"
-            )
+            raise DumpError(f"{folder}: not a dump: no {MANIFEST}; give an interrupted `loopq collect` again")
         data = unsealed(read_json(inside(folder, MANIFEST, DumpError), DumpError), FORMAT, path, DumpError)
         return checked(cls, data, path, DumpError)
 

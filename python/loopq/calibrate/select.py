@@ -66,7 +66,7 @@ def treat(
             treated.append(p)
     if all(p.treatment == "dense" for p in treated):
         raise ConfigError(
-            "nothing is left to quantize: every shared parameter is excluded or dense; exclude fewer, or include some"
+            "nothing is left to quantize: all is excluded or dense; exclude less, or include some"
         )
     return tuple(treated)
 

@@ -280,9 +280,7 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
         return None
     settings = settings_of(args.like)
     if "quantization" not in settings:
-        raise ConfigError(
-            f"--like {args.like}: it holds no settings of a run; name a checkpoint that loopq wrote"
-        )
+        raise ConfigError(f"--like {args.like}: no settings of a run in it; name a checkpoint of loopq")
     if args.n_steps is None:
         args.n_steps = tuple(settings.get("depths", ())) or settings["n_steps"]
     args.seed = getattr(args, "seed", settings["seed"])

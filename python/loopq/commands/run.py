@@ -96,6 +96,4 @@ def _say(text: str) -> None:
     print(f"loopq: {text}", file=sys.stderr)
 
 
-COMMANDS.register("run")(
-    Command("generate text with a model or a checkpoint", add, run, 13, epilog=_EXAMPLES)
-)
+COMMANDS.register("run")(Command("generate text with a model or checkpoint", add, run, 13, epilog=_EXAMPLES))

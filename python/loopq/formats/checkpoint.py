@@ -159,10 +159,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):
         missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
-        raise CheckpointError(
-            f"the checkpoint does not fit the model: missing {missing}, unexpected {more}; "
-            "load the model that it was made from"
-        )
+        raise CheckpointError(f"the checkpoint is of another model: missing {missing}, unexpected {more}")
     for name, source in sources.items():
         what = stored[source]
         given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape

@@ -105,9 +105,7 @@ def read_index(folder: Path) -> Index:
     """Read and check `loopq.json`. Older versions are converted here."""
     path = folder / INDEX
     if not path.exists():
-        raise CheckpointError(
-            f"{folder}: not a loopq checkpoint: it has no {INDEX}; give an interrupted command again to finish it"
-        )
+        raise CheckpointError(f"{folder}: not a loopq checkpoint: no {INDEX}; give an interrupted run again")
     index = checked(Index, unsealed(read_json(inside(folder, INDEX)), FORMAT, path), path)
     files = [entry.file for entry in index.files]
     layers = [layer.name for layer in index.layers]

@@ -85,10 +85,7 @@ class Problem:
             No activation of this layer was collected.
         """
         if self.hessian is None:
-            raise SolveError(
-                f"layer {self.name}: needs the layer's activations, and none were collected; "
-                "collect again with this layer included"
-            )
+            raise SolveError(f"layer {self.name}: needs the layer's activations, and none were collected")
         return self.hessian
 
     def require_metric(self) -> LoopMetric:

@@ -61,8 +61,7 @@ class Plan:
         tasks = tuple(task for task in found if task is not None)
         if not tasks:
             raise ConfigError(
-                "nothing is left to quantize: every shared parameter is excluded or dense; "
-                "exclude fewer, or include some"
+                "nothing is left to quantize: all is excluded or dense; exclude less, or include some"
             )
         return cls(config, tasks)
 

@@ -178,9 +178,7 @@ def check_files(
         size = path.stat().st_size
         if size != entry.n_bytes:
             raise error(
-                f"{path}: truncated or altered: {size} bytes instead of {entry.n_bytes}; copy the folder again"
+                f"{path}: truncated or altered: {size} bytes instead of {entry.n_bytes}; copy it again"
             )
         if sha256(path) != entry.sha256:
-            raise error(
-                f"{path}: altered: its SHA-256 is not the one that was written down; copy the folder again"
-            )
+            raise error(f"{path}: altered: its SHA-256 is not the one that was written down; copy it again")

@@ -248,5 +248,5 @@ def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError]
     if type(version) is not int or version != VERSION:
         raise error(f"{where}: version {shown(version)}; this loopq reads version {VERSION}")
     if data.pop("sha256", None) != _digest(data):
-        raise error(f"{where}: altered: its sha256 is not that of its content; copy the folder again")
+        raise error(f"{where}: altered: its sha256 is not that of its content; copy it again")
     return {k: v for k, v in data.items() if k not in ("format", "version")}

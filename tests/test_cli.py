@@ -168,7 +168,7 @@ def test_output_for_which_there_is_no_room_is_one_line():
 
 
 def test_names_that_the_encoding_of_the_output_does_not_have_are_printed(tmp_path, saved_model):
-    folder = tmp_path / os.fsdecode(b"caf\xc3\xa9-\xff")
+    folder = tmp_path / "caf\u00e9"
     shutil.copytree(saved_model, folder)
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     argv = [sys.executable, "-m", "loopq", "check", folder]

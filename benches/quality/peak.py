@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from loopq.terminal.table import render
 
 PROCESS = Path("/proc/self")
@@ -31,7 +33,7 @@ COMMANDS = {
     "solve (Hessians)": "solve {room}/sums --out {room}/s2 --threads 1",
     "evaluate": "evaluate {model} {room}/q --n-prompts 4 --seq-len 64 --batch-size 2 {text}",
     "export": "export {room}/q --out {room}/e --format compressed-tensors",
-    "run": "run {room}/q hello --n-tokens 8",
+    "run": "run {room}/q 5,6,7 --n-tokens 8",
 }
 #: What a process imports before its baseline is taken, and how it tells both numbers.
 CHILD = """
@@ -92,6 +94,7 @@ def random_model(out: Path) -> None:
         num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(out)
+    np.save(out / "ids.npy", np.random.default_rng(0).integers(0, 32_000, size=(8, 64)))
 
 
 def main() -> None:
@@ -104,7 +107,6 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="a model of 104 million random weights too")
     args = parser.parse_args()
     rows = []
-    text = {kind: f"--{kind} {args.text}" if args.text else "" for kind in ("calibration", "text")}
     with tempfile.TemporaryDirectory() as folder:
         models = list(args.models)
         if args.random:
@@ -112,8 +114,10 @@ def main() -> None:
             models.append(f"looped:{folder}/random[1:2]x2")
         for number, model in enumerate(models):
             (room := Path(folder) / str(number)).mkdir()
+            text = f"{folder}/random/ids.npy" if number == len(args.models) else args.text
+            given = {kind: f"--{kind} {text}" if text else "" for kind in ("calibration", "text")}
             for name, line in COMMANDS.items():
-                said, took = measured(line.format(model=model, room=room, **text))
+                said, took = measured(line.format(model=model, room=room, **given))
                 ratio = said / took if said is not None else None
                 rows.append(
                     (Path(model).name, name, said and f"{said:.0f}", f"{took:.0f}", ratio and f"{ratio:.2f}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 
 import numpy as np
 import pytest
 
+from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
+from loopq.formats.gguf_file import _Head
 from tests.golden import files as golden
 
 
@@ -67,6 +70,40 @@ def test_a_damaged_file_of_llama_cpp_is_one_line(files, tmp_path, command):
             assert (code, out, err.count("\n")) == (1, "", 1)
             assert str(broken) in err
     assert refused > 10
+
+
+@pytest.mark.parametrize("n", [2**63, 2**64 - 1, 10**6])
+@pytest.mark.parametrize(
+    "before", [b"imatrix.datasets" + bytes([9, 0, 0, 0, 8, 0, 0, 0]), b"general.type" + bytes([8, 0, 0, 0])]
+)
+def test_a_length_that_the_file_does_not_have_is_refused_at_once(files, tmp_path, command, before, n):
+    data = (files / "i.gguf").read_bytes()
+    at = data.index(before) + len(before)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data[:at] + n.to_bytes(8, "little") + data[at + 8 :])
+    code, _, err = command("inspect", broken)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "cut off or damaged" in err
+
+
+def test_numbers_in_arrays_within_arrays_and_of_no_type_are_bounded(tmp_path):
+    def head(*values):
+        path = tmp_path / "h.gguf"
+        path.write_bytes(
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + b"".join(values)
+        )
+        with path.open("rb") as file:
+            _Head(path, file).check()
+
+    array = [struct.pack("<I", 9), *[struct.pack("<IQ", 9, 1)] * 2, struct.pack("<IQ", 4, 1), bytes(4)]
+    head(*array)
+    for wrong in (
+        array[:-1],
+        [struct.pack("<I", 9), *[struct.pack("<IQ", 9, 1)] * 5],
+        [struct.pack("<IIQ", 9, 99, 2**60)],
+    ):
+        with pytest.raises(CheckpointError, match=r"h\.gguf: a GGUF file"):
+            head(*wrong)
 
 
 def test_a_name_that_would_do_something_to_a_terminal_is_refused(tmp_path, command):

@@ -32,6 +32,7 @@ from loopq.formats.convert import inspect_any, write_as
 from loopq.formats.gguf import _tokenizer
 from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
+from loopq.systems.base import model_code
 
 from ..support.interop import models
 from .counts import Counts, before
@@ -116,7 +117,7 @@ def _small() -> Checkpoint:
 
 def _opened(path: Path) -> object:
     loaded = load_model(f"looped:{path.parent}[0:1]x2")
-    with torch.no_grad():
+    with torch.no_grad(), model_code("a rollout"):
         return loaded.model(torch.tensor([[1, 2, 3, 4]]), use_cache=False)
 
 

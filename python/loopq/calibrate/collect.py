@@ -414,7 +414,10 @@ def _write_rows(job: Collection, out: Path, kind: str, shard_batches: int) -> Ma
             "some space, take fewer prompts, or keep Hessians instead (--hessian)"
         )
     write_json(out / _CLAIM, {"key": key})
-    job.execution.progress.note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
+    # A shard is held as it comes, and once more as it is written.
+    shard = (need + _rows_bytes(job, "float32")) * min(1, shard_batches / job.n_batches)
+    rows = f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens"
+    job.execution.progress.note(f"{rows}; {at_most(int(shard))}")
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
 

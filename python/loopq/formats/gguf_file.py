@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from loopq.errors import CheckpointError, LoopqError
 from loopq.lazy import require
@@ -16,6 +18,9 @@ MAGIC = b"GGUF"
 #: The key "general.type" with the string "imatrix", as it stands among the first keys of a file.
 _IMPORTANCE = b"general.type" + (8).to_bytes(4, "little") + (7).to_bytes(8, "little") + b"imatrix"
 _HEAD = 4096
+#: Bytes of a value by its type. Strings and arrays say their lengths.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY, _DEEPEST = 8, 9, 4
 
 
 def holds_gguf(path: Path, *, importance: bool) -> bool:
@@ -55,6 +60,67 @@ def told(path: Path) -> Iterator[None]:
         ) from cause
 
 
+class _Head:
+    """Lengths in the head of a file. The package goes through as many entries as a file claims, wherever it ends."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file, self.n_bytes = path, file, path.stat().st_size
+        self.order = "<"
+
+    def check(self) -> None:
+        """Go through all keys and values.
+
+        Raises
+        ------
+        CheckpointError
+            The file ends before one of them does.
+        """
+        self.skip(len(MAGIC))
+        version = self.number("I")
+        if not version & 0xFFFF:
+            self.order = ">"
+        self.number("Q")
+        for _ in range(self.number("Q")):
+            self.skip(self.number("Q"))
+            self.value(self.number("I"))
+
+    def number(self, kind: str) -> int:
+        """Read a whole number."""
+        at = self.file.tell()
+        self.skip(struct.calcsize(kind))
+        self.file.seek(at)
+        found: int = struct.unpack(self.order + kind, self.file.read(struct.calcsize(kind)))[0]
+        return found
+
+    def skip(self, n_bytes: int) -> None:
+        """Go on by some bytes."""
+        at = self.file.tell()
+        if n_bytes > self.n_bytes - at:
+            raise CheckpointError(
+                f"{self.path}: a GGUF file that is cut off or damaged: at byte {at} it claims {n_bytes} more, and "
+                f"it has {self.n_bytes - at}; copy it again"
+            )
+        self.file.seek(n_bytes, os.SEEK_CUR)
+
+    def value(self, kind: int, depth: int = 0) -> None:
+        """Go past a value. The package refuses types that do not exist."""
+        if kind == _STRING:
+            self.skip(self.number("Q"))
+        elif kind == _ARRAY:
+            inner, n = self.number("I"), self.number("Q")
+            if depth == _DEEPEST:
+                raise CheckpointError(
+                    f"{self.path}: a GGUF file with arrays within more than {_DEEPEST} arrays"
+                )
+            if inner in _SIZES:
+                self.skip(n * _SIZES[inner])
+            else:
+                for _ in range(n):
+                    self.value(inner, depth + 1)
+        else:
+            self.skip(_SIZES.get(kind, 1))
+
+
 def open_gguf(path: Path) -> Any:
     """Open a file with the package's reader.
 
@@ -67,6 +133,8 @@ def open_gguf(path: Path) -> Any:
     """
     check_regular(path)
     gguf = package()
+    with path.open("rb") as file:
+        _Head(path, file).check()
     with told(path):
         return gguf.GGUFReader(path)
 

@@ -20,7 +20,7 @@ from loopq.settings.execution import resident_bytes
 if TYPE_CHECKING:
     import torch
 
-#: Cost of paired moments: those of both rollouts, and those between them.
+#: Sums of paired moments: those of both rollouts, and those between them.
 PAIRED = 3.5
 
 
@@ -115,7 +115,7 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
     if inputs.pairs:
         # One input at a time.
         paired = apart if steps_apart(tasks) else sums
-        one = (int(PAIRED * pass_bytes(job, tasks, paired, [x])) for x in paired.steps)
+        one = (pass_bytes(job, tasks, paired, [x], PAIRED) for x in paired.steps)
         need[f"inputs {inputs.name}"] = max(one, default=0)
     elif inputs.runs_between:
         need[f"inputs {inputs.name}"] = everything

@@ -25,10 +25,12 @@ def solve_bytes(task: Task) -> int:
     return 8 * squares * observed * p.in_features**2 + 4 * copies * p.in_features * p.out_features
 
 
-def pass_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, input_groups: Sequence[str]) -> int:
-    """Bytes of the sums of some inputs, their loop metrics, and the largest solve among their layers."""
+def pass_bytes(
+    job: Collection, tasks: Sequence[Task], sums: HessianSet, input_groups: Sequence[str], copies: float = 1
+) -> int:
+    """Bytes of so many sums of some inputs, their loop metrics, and the largest solve among their layers."""
     chosen = [t for t in tasks if t.input_group in input_groups]
-    held = sum(map(sums.n_bytes, input_groups))
+    held = int(copies * sum(map(sums.n_bytes, input_groups)))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
     at_once = job.execution.batch_size if is_streamed(job.system.model) else 1

@@ -58,6 +58,19 @@ def test_calls_outside_a_rollout_belong_to_no_step(tiny, tokens):
     assert seen == []
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_rollout_ends_with_its_last_row_where_its_depth_is_fixed(tiny, tokens, fixed, monkeypatch):
+    monkeypatch.setattr(type(tiny.system), "fixed_depth", fixed)
+    parameters, seen = tiny.system.shared_parameters(3), []
+    with Observer(tiny.system, parameters, lambda p, t, x: seen.append((p.name, t)), ends=True) as observer:
+        for _ in range(2):
+            out = None
+            with observer.rollout(_batch(tokens)):
+                out = tiny.system.rollout(_batch(tokens), 3)
+            assert (out is None) is fixed
+    assert seen == [(p.name, t) for t in range(3) for p in parameters] * 2
+
+
 @pytest.mark.parametrize(("declared", "run", "match"), [(4, 3, "called 3 times"), (2, 3, "invocation 2")])
 def test_wrong_depth_is_refused(tiny, tokens, declared, run, match):
     batch = _batch(tokens)

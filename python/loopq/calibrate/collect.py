@@ -171,7 +171,7 @@ def run_rollouts(
     parameters = [p for p in job.selection.observed if job.selection.input_groups[p.name] in chosen]
     batches = list(job.tokens.batches(job.execution.batch_size, job.execution.seed))
     progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
-    with Observer(job.system, parameters, _GroupFilter(job.selection, sink)) as observer:
+    with Observer(job.system, parameters, _GroupFilter(job.selection, sink), ends=True) as observer:
         for number in (*range(first, len(batches)), *range(first)):
             batch = batches[number]
             if wanted(number):

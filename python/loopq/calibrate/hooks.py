@@ -22,6 +22,10 @@ Sink = Callable[[SharedParameter, int, "Tensor"], None]
 InputKey = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
+class _AllSeen(BaseException):
+    """Ends a rollout whose rows are all seen. A model's own handlers of errors let it pass."""
+
+
 class Observer:
     """Passes the input rows of every shared parameter, step by step, to a sink.
 
@@ -39,6 +43,9 @@ class Observer:
         an expert without rows are skipped.
     check_finite : bool
         Refuse NaN and infinity.
+    ends : bool
+        End each rollout after the last row, so the layers behind it and the head do not run. This applies to systems of
+        `fixed_depth` only, where no later call can be missed.
     """
 
     def __init__(
@@ -48,10 +55,14 @@ class Observer:
         sink: Sink,
         *,
         check_finite: bool = True,
+        ends: bool = False,
     ) -> None:
         self._system = system
         self._parameters = {id(system.parameter(p)): p for p in parameters}
         self._watched = {p.name: p for p in parameters if not p.owners}
+        ends = ends and system.fixed_depth and not any(p.routed_in for p in parameters)
+        #: Calls of a rollout that ends with the last one; 0 if it runs to its output.
+        self._n_calls = ends * sum(p.invocations for p in self._parameters.values())
         self._sink = sink
         self._failed: list[Exception] = []
         self._check_finite = check_finite
@@ -95,7 +106,8 @@ class Observer:
         self._failed.clear()
         try:
             with self._watch(), model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
-                yield
+                with contextlib.suppress(_AllSeen):
+                    yield
             self._check_counts()
         except CalibrationError as error:
             # An error of the sink passes through the model, but is not the model's error.
@@ -182,6 +194,8 @@ class Observer:
         except Exception as cause:
             self._failed.append(cause)
             raise
+        if self._n_calls and sum(self._counts.values()) == self._n_calls:
+            raise _AllSeen
 
     def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
         import torch  # lazy: loopq imports without torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from loopq.storage.names import names_of
 from loopq.storage.schema import Count, Name, Sha256, checked
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 TENSORS = "model.safetensors"
@@ -101,17 +102,34 @@ def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, 
     """
     if is_streamed(model):
         return vars(model)[_SOURCE], {}
-    tensors: dict[str, RawTensor] = {}
+    tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
-    held = getattr(model, HELD_AS, {})
     for name, tensor in stored_state(model).items():
         source = first.setdefault(id(tensor), name)
         if source == name:
-            tensors[name] = raw(tensor.detach().to(held.get(name, tensor.dtype)), copy=False)
+            tensors[name] = tensor.detach()
+            raw(tensor[:0] if tensor.ndim else tensor)
         else:
             ties[name] = source
-    return tensors, ties
+    return _State(tensors, getattr(model, HELD_AS, {})), ties
+
+
+class _State(Mapping[str, RawTensor]):
+    """Tensors of a model's state, converted to their stored types on access. All at once would be a second model."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], held: Mapping[str, torch.dtype]) -> None:
+        self._tensors, self._held = tensors, held
+
+    def __getitem__(self, name: str) -> RawTensor:
+        tensor = self._tensors[name]
+        return raw(tensor.to(self._held.get(name, tensor.dtype)), copy=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def write_files(

@@ -224,6 +224,8 @@ class LoopedSystem(ABC):
         Whether the initial state is drawn, so that pairing of runs matters.
     keeps_graph : bool
         Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
+    fixed_depth : bool
+        Whether the calls of a rollout depend on its depth alone, and not on its tokens.
     interleaves : bool
         Whether a `rollout` at the model's default depth leaves the model unchanged while it runs. Several rollouts can
         then take turns, one layer each.
@@ -242,6 +244,7 @@ class LoopedSystem(ABC):
     output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
+    fixed_depth: bool = True
     interleaves: bool = False
 
     def __init__(self, model: nn.Module) -> None:

@@ -34,6 +34,7 @@ class Depths(LoopedSystem):
             raise ConfigError(f"n_steps: several depths must be different ones; got {list(depths)}")
         self.system, self.depths = system, tuple(system.check_depth(n) for n in depths)
         self.name, self.output, self.idle = system.name, system.output, system.idle  # type: ignore[misc]
+        self.fixed_depth = system.fixed_depth
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 //! The accumulator: rows in, exact sums out.
 //!
-//! Rows wait, in their own type, until whole blocks of 512 are there; these are packed and their products added. What could
-//! leave the exact grid is refused before anything is changed: a bound on every entry is kept for the rows that the sums
-//! hold and for those that wait, and replaced by the largest entry there is when it comes near the end.
+//! Rows wait, in their own type, until a whole block of 512 is there. It is packed and its products are added. More blocks at
+//! once would be no faster, and a model has hundreds of accumulators. What could leave the exact grid is refused before
+//! anything is changed: a bound on every entry is kept for the rows that the sums hold and for those that wait, and replaced
+//! by the largest entry there is when it comes near the end.
 
 use std::path::Path;
 
@@ -18,8 +19,6 @@ use crate::memory::{extend, Buffer};
 use crate::simd::Isa;
 use crate::{dims, Cancel, Error, Execution, Result};
 
-/// Bytes that rows waiting in all steps together may take before they are flushed.
-const WAITING_BYTES: usize = 256 << 20;
 /// Bytes of packed rows added in one pass.
 const PASS_BYTES: usize = 192 << 20;
 /// Blocks that one pass is cut to at most.
@@ -212,12 +211,6 @@ impl Accumulator {
         }
     }
 
-    /// Rows that may wait in one step: whole blocks.
-    fn waiting_rows(&self, row_bytes: usize) -> usize {
-        let each = WAITING_BYTES / self.settings.steps.len() / row_bytes / BLOCK_ROWS;
-        each.clamp(1, PASS_BLOCKS) * BLOCK_ROWS
-    }
-
     /// Adds rows of at most `top` in magnitude. What fails half-way leaves sums that are not whole, and says so.
     fn add(&mut self, at: usize, rows: Rows<'_>, top: f64, execution: &Execution<'_>) -> Result<()> {
         let before = self.waiting[at].n_rows;
@@ -234,21 +227,20 @@ impl Accumulator {
         top: f64,
         execution: &Execution<'_>,
     ) -> Result<()> {
-        let limit = self.waiting_rows(rows.row_bytes());
         while rows.n_rows() > 0 {
             let held = self.waiting[at].bytes.len() / rows.row_bytes();
-            let n = if held == 0 && rows.n_rows() >= limit {
+            let n = if held == 0 && rows.n_rows() >= BLOCK_ROWS {
                 let whole = rows.n_rows() / BLOCK_ROWS * BLOCK_ROWS;
                 self.add_blocks(at, rows.slice(0, whole), execution)?;
                 self.waiting[at].bound += whole as f64 * top * top;
                 whole
             } else {
-                let n = rows.n_rows().min(limit - held);
+                let n = rows.n_rows().min(BLOCK_ROWS - held);
                 self.waiting[at].keep(rows.slice(0, n), top)?;
                 n
             };
             self.waiting[at].n_rows += n as u64;
-            if self.waiting[at].bytes.len() == limit * rows.row_bytes() {
+            if self.waiting[at].bytes.len() == BLOCK_ROWS * rows.row_bytes() {
                 self.flush(at, execution)?;
             }
             rows = rows.slice(n, rows.n_rows() - n);

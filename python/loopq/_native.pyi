@@ -740,8 +740,8 @@ class CpuRunner:
         Number of the weight that gives logits.
     precision : str
         See `CpuLayout.multiply`.
-    half : bool
-        Keep keys and values as bfloat16, not float32.
+    kept : {"float32", "bfloat16", "int8", "int4"}
+        How keys and values are kept; codes have a bfloat16 scale for each 32 channels.
 
     Raises
     ------
@@ -758,7 +758,7 @@ class CpuRunner:
         head: int,
         *,
         precision: Literal["int8", "fixed16", "fixed24"],
-        half: bool,
+        kept: Literal["float32", "bfloat16", "int8", "int4"],
     ) -> CpuRunner: ...
     @property
     def seen(self) -> int:

@@ -20,6 +20,9 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     code, dense, _ = command("run", quantized, "abc", *SHORT)
     assert code == 0
     assert command("run", quantized, "abc", *SHORT, "--dense")[:2] == (0, dense)
+    code, text, said = command("run", quantized, "abc", *SHORT, "--kv", 8)
+    assert (code, text) == (0, dense)
+    assert "loopq's runner" in said
 
 
 def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_model, command, monkeypatch):
@@ -34,6 +37,7 @@ def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_mod
     [
         (["{model}", "abc", "--dense"], "is not a quantized checkpoint"),
         (["{model}", ""], "the prompt has no tokens"),
+        (["{model}", "abc", "--kv", "4"], "only loopq's runner keeps keys and values in fewer bits"),
         (["{model}", "abc", "--top-p", "2"], "argument --top-p: must be between 1e-06 and 1"),
         (
             ["{model}", "abc", "--n-tokens", "4000"],

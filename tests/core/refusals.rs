@@ -378,7 +378,7 @@ fn program() -> Program {
         order: vec![Op::Block(0)],
         head: 0,
         precision: Precision::Int8,
-        half: false,
+        kept: loopq_core::runner::Kind::F32,
     }
 }
 

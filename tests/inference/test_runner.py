@@ -143,6 +143,29 @@ def test_eight_bit_activations_are_those_of_the_layers():
     assert (found - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
 
 
+@pytest.mark.parametrize("name", ["Huginn", "looped Llama", "transformers HRM-Text"])
+def test_keys_and_values_in_fewer_bits_change_logits_a_little_and_no_bit_by_threads(name):
+    system = coded(open_system(CASES[name]))
+    whole = rolled_out(system, _TEXT, 2)[-1]
+    own = torch.get_num_threads()
+    off = {}
+    try:
+        for kv in (8, 4):
+            found = []
+            for threads, parts in ((1, (13,)), (2, (1, 2, 3, 13))):
+                torch.set_num_threads(threads)
+                runner = Runner(system.program(2), kv)
+                for last in parts:
+                    logits = extended(runner, _TEXT[:last])
+                found.append(logits)
+            assert torch.equal(*found)
+            off[kv] = float((found[0] - whole).norm() / whole.norm())
+    finally:
+        torch.set_num_threads(own)
+    assert 1e-6 < off[8] < 2e-2
+    assert off[8] < off[4] < 0.3
+
+
 def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
     system = coded(open_system(CASES["Ouro"]))
     decoder = Decoder(system, 3, Generation())

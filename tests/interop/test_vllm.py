@@ -9,11 +9,15 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import loopq.integrations.vllm
+from tests.support import vendors
 from tests.support.interop import vllm
 from tests.support.interop.environments import interpreter
+
+GRIDS = ({"bits": 4, "group_size": 32}, {"levels": "nvfp4", "group_size": 16})
 
 
 @pytest.mark.parametrize("model", vllm.MODELS)
@@ -25,10 +29,34 @@ def test_vllm_computes_every_loop(tmp_path, model):
     assert abs(full["prompt"]) < 1e-6
     assert abs(full["generated"]) < 1e-6
     assert full["agreement"] == 1.0
-    codes = vllm.in_int4(python, work, model)
-    # vLLM computes in bfloat16 here, loopq in float32.
-    assert codes["prompt"] < 5e-3
-    assert codes["generated"] < 5e-3
+    if model in vllm.DEPTHS:
+        other = vllm.at_depth(python, work, model)
+        assert abs(other["prompt"]) < 1e-6
+        assert abs(other["generated"]) < 1e-6
+    for grid in GRIDS:
+        codes = vllm.in_codes(python, work, model, grid)
+        # vLLM computes in bfloat16 here, loopq in float32.
+        assert codes["prompt"] < 5e-3
+        assert codes["generated"] < 5e-3
+
+
+def test_inkling_is_refused_with_the_version_that_it_needs(tmp_path):
+    python = interpreter("vllm")
+    vendors.inkling().save_pretrained(tmp_path / "inkling")
+    np.save(tmp_path / "prompts.npy", np.ones((1, 4), np.int64))
+    with pytest.raises(AssertionError, match="it needs a vLLM that knows Inkling2LoopForCausalLM"):
+        vllm.served(python, tmp_path / "inkling", tmp_path / "prompts.npy", "float32", {})
+
+
+def test_a_vllm_without_the_parts_is_told_the_version(monkeypatch):
+    # No package, so it has no modules.
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setattr(importlib.metadata, "version", {"vllm": "0.29.0"}.__getitem__)
+    for name in ("Ouro", "Dory"):
+        with pytest.raises(
+            ImportError, match=rf"loopq serves {name} with vLLM 0.32; vLLM 0.29.0 is installed"
+        ):
+            getattr(loopq.integrations.vllm, name)
 
 
 @pytest.fixture
@@ -49,12 +77,13 @@ def test_the_entry_point_registers_classes_that_there_are(monkeypatch, own_mappi
     entry.load()()
     # A version of vLLM that has the class keeps it.
     assert set(registered) == set(loopq.integrations.vllm.MODELS) - known
-    tree = ast.parse((Path(loopq.integrations.vllm.__file__).parent / "models.py").read_text("utf-8"))
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    for found in registered.values():
-        module, _, name = found.partition(":")
-        assert module == "loopq.integrations.vllm.models"
-        assert name in classes
+    for arch, found in registered.items():
+        module, _, name = loopq.integrations.vllm.MODELS[arch].partition(":")
+        assert found == f"loopq.integrations.vllm:{name}"
+        path = (Path(loopq.integrations.vllm.__file__).parent / module).with_suffix(".py")
+        assert name in {
+            n.name for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.ClassDef)
+        }
 
 
 def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def mxfp8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], tor
     codes = (groups / exponent.exp2()).to(torch.float8_e4m3fn)
     stored = {name: codes.flatten(-2), f"{name}_scale": (exponent[..., 0] + 127).to(torch.uint8)}
     return stored, (codes.float() * exponent.exp2()).flatten(-2)
+
+
+def paired(name: str) -> str:
+    """Name in files that keep attention and MLP of a layer as two blocks, as the published ones do."""
+    found = re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)
+    if found is None:
+        return name
+    second = found[2] in ("mlp", "lambda_2")
+    part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(found[2], "mixer")
+    return f"backbone.layers.{2 * int(found[1]) + second}.{part}{found[3]}"
 
 
 def rename(folder: Path, names: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from loopq.inference.generate import Decoder, Generation, generate
 from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
+from tests.support import vendors
 from tests.support.conformance import SteppingConformance
 from tests.support.marks import slow_unless
 from tests.support.vendors import check_round_trip, dory, logits, rename, tokens
@@ -22,22 +22,12 @@ class TestDory(SteppingConformance):
     system = "dory"
 
 
-def _paired(name: str) -> str:
-    """Name in files that keep attention and MLP of a layer as two blocks, as the published ones do."""
-    found = re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)
-    if found is None:
-        return name
-    second = found[2] in ("mlp", "lambda_2")
-    part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(found[2], "mixer")
-    return f"backbone.layers.{2 * int(found[1]) + second}.{part}{found[3]}"
-
-
 @pytest.mark.parametrize("paired", slow_unless(bool, [False, True]))
 def test_round_trip_keeps_the_files_names(paired: bool, tmp_path: Path) -> None:
     model = dory()
     model.save_pretrained(tmp_path / "dory")
     if paired:
-        rename(tmp_path / "dory", _paired)
+        rename(tmp_path / "dory", vendors.paired)
     result = check_round_trip(tmp_path / "dory", tmp_path)
     assert len(result.layers) == 4 * 8
     first = "backbone.layers.2.mixer.g_proj.weight" if paired else "backbone.layers.1.self_attn.g_proj.weight"

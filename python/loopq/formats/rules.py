@@ -163,6 +163,8 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("ouro", "huginn"), "loopq's plugin (loopq.integrations.vllm): run on 0.32"),
         "rllama": "loopq's plugin (loopq.integrations.vllm): Llama's blocks, run on 0.32; not OLMo's",
         "looped": "loopq's plugin (loopq.integrations.vllm): Llama, Mistral, Qwen2, Qwen3; run on 0.32",
+        "dory": "loopq's plugin (loopq.integrations.vllm), files with the published names: written for 0.32, not run "
+        "yet; the class that 0.33 has takes full precision alone",
         "nanbeige": "transformers backend (vLLM #56071)",
         "iquest": "its own class (vLLM #31575): run on 0.32",
         "zamba": "Zamba2, its own class",
@@ -193,6 +195,7 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
         "vllm",
         "hrm_text",
     ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
+    ("vllm", "inkling"): "vLLM up to 0.33 has no class for it, and loopq's plugin none either",
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
     ("llama.cpp", "ouro"): "its release of October 2026 has no such architecture",
     **dict.fromkeys(

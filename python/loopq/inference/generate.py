@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from loopq.errors import ConfigError, LoopqError
 from loopq.lazy import require
@@ -42,6 +42,8 @@ class Generation(Settings):
     exit : float, optional
         Leave the loop early by the model's own rule: Ouro's gate at this cumulative probability, Huginn and R-Llama
         when two steps' predictions differ by less than this KL (nats). It runs without the cache.
+    kv : {8, 4}, optional
+        Bits of the keys and values that loopq's runner keeps. By default they have the type of the model.
     """
 
     n_tokens: int = setting(128, at_least=1, common=True)
@@ -49,6 +51,7 @@ class Generation(Settings):
     top_p: float = setting(1.0, at_least=1e-6, at_most=1.0, common=True)
     seed: int = setting(0, at_least=0, common=True)
     exit: float | None = setting(None, at_least=0.0, common=True)
+    kv: Literal[4, 8] | None = setting(None, common=True)
 
 
 class Decoder:
@@ -75,7 +78,8 @@ class Decoder:
     Raises
     ------
     ConfigError
-        If the model is not causal or gives no logits, so that it cannot generate. Also if it has no early-exit rule.
+        If the model is not causal or gives no logits, so that it cannot generate. Also if it has no early-exit rule, or
+        the runner that `kv` needs does not run it.
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
@@ -95,6 +99,10 @@ class Decoder:
             texts = self._growing(vocabulary)
             self.no_runner = self._why_no_runner(texts)
             self.no_cache = self._why_no_cache(texts) if self.no_runner else ""
+        if settings.kv is not None and self.no_runner:
+            raise ConfigError(
+                f"kv: only loopq's runner keeps keys and values in fewer bits, and it is not used: {self.no_runner}"
+            )
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         """Logits after the last token, float32 (vocabulary).
@@ -202,6 +210,8 @@ class Decoder:
                 return f"the runner does not know the blocks of {type(system.model).__name__}"
             self._runner = Runner(program)
             why = "" if self._as_rolled_out(texts) else "the runner gives other logits"
+            if not why and self.settings.kv is not None:
+                self._runner = Runner(program, self.settings.kv)
         except LoopqError as cause:
             why = str(cause)
         if why:

@@ -44,6 +44,8 @@ class Runner:
     ----------
     program : Program
         Program of a model on the processor. Some of its layers have codes.
+    kv : {8, 4}, optional
+        Bits of keys and values; by default those of the model's numbers.
 
     Raises
     ------
@@ -54,7 +56,7 @@ class Runner:
         If shapes do not fit together.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, kv: Literal[4, 8] | None = None) -> None:
         self.program = program
         first = program.embed(torch.zeros(1, dtype=torch.long))
         parts = _Parts(first.shape[-1])
@@ -67,9 +69,11 @@ class Runner:
             )
         half = first.dtype == torch.bfloat16
         precision: Literal["int8", "fixed16", "fixed24"] = "fixed16" if half else "fixed24"
+        codes: dict[int | None, Literal["int8", "int4"]] = {8: "int8", 4: "int4"}
+        kept = codes.get(kv, "bfloat16" if half else "float32")
         self._core = native.CpuRunner(
-            parts.weights, parts.norms, parts.blocks, order, head,
-            precision="int8" if parts.activations == {"int8"} else precision, half=half,
+            parts.weights, parts.norms, parts.blocks, order, head, kept=kept,
+            precision="int8" if parts.activations == {"int8"} else precision,
         )  # fmt: skip
         self._vocabulary = program.head.out_features
         self._angles: NDArray[np.float32] = np.zeros((0, 0), np.float32)

@@ -1,6 +1,6 @@
 //! A looped decoder as one program.
 
-use loopq_core::runner::{Block, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Values};
+use loopq_core::runner::{Block, Kind, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Values};
 use loopq_core::{Cancel, Error, Execution};
 use numpy::Ix2;
 use pyo3::exceptions::PyTypeError;
@@ -64,10 +64,20 @@ fn op_of(name: &str, number: usize) -> PyResult<Op> {
     })
 }
 
+fn kind_of(name: &str) -> PyResult<Kind> {
+    Ok(match name {
+        "float32" => Kind::F32,
+        "bfloat16" => Kind::Bf16,
+        "int8" => Kind::Eight,
+        "int4" => Kind::Four,
+        _ => return Err(PyTypeError::new_err(format!("keys and values are not kept as {name:?}"))),
+    })
+}
+
 #[pymethods]
 impl CpuRunner {
     #[new]
-    #[pyo3(signature = (weights, norms, blocks, order, head, *, precision, half))]
+    #[pyo3(signature = (weights, norms, blocks, order, head, *, precision, kept))]
     fn new(
         py: Python<'_>,
         weights: Vec<Given>,
@@ -76,7 +86,7 @@ impl CpuRunner {
         order: Vec<(String, usize)>,
         head: usize,
         precision: &str,
-        half: bool,
+        kept: &str,
     ) -> PyResult<Self> {
         let mut held = Vec::with_capacity(weights.len());
         let mut shapes = Vec::with_capacity(weights.len());
@@ -96,7 +106,7 @@ impl CpuRunner {
             order: order.iter().map(|(name, number)| op_of(name, *number)).collect::<PyResult<_>>()?,
             head,
             precision: precision_of(precision).map_err(|e| raise(py, &e))?,
-            half,
+            kept: kind_of(kept)?,
         };
         let runner = Runner::new(program).map_err(|e| raise(py, &e))?;
         Ok(Self { runner, held })

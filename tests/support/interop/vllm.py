@@ -10,6 +10,7 @@ stands in for it there, around which everything else is vLLM's.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.classes import register_model
 from loopq.zoo.huginn import HuginnConfig, SmallHuginn
+from tests.support import vendors
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,16 +55,23 @@ LOOPED = {
     "num_hidden_layers": 4,
     "looped_layers": [1, 3, 3],
 }
+DORY = {
+    "model_type": "dory", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    "sliding_window": 48,
+}  # fmt: skip
 #: Token ids of a prompt, and those that are generated after it, one by one from the cache.
 LENGTH, MORE = 64, 8
 #: Runs in the other environment: a folder and prompts in, token ids and their log-probabilities out.
 SERVE = """
-import os, sys
+import json, os, sys
 import numpy as np
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 import torch
 from vllm import LLM, SamplingParams, _custom_ops
+import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as scheme
+from vllm.model_executor.kernels.linear import nvfp4
 import loopq.integrations.vllm
 loopq.integrations.vllm.register()
 
@@ -78,10 +87,28 @@ def plain_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
 
 if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
     _custom_ops.cpu_gemm_wna16 = plain_product
-folder, prompts, dtype, more, out = sys.argv[1:]
+
+
+class PlainFloats(nvfp4.NvFp4LinearKernel):
+    is_supported = can_implement = staticmethod(lambda *args: (True, None))
+
+    def process_weights_after_loading(self, layer):
+        codes = torch.stack((layer.weight & 15, layer.weight >> 4), -1).flatten(1)
+        values = LEVELS[codes.int()].unflatten(1, (-1, 16))
+        scales = layer.weight_scale.float() * layer.weight_global_scale
+        layer.dense = (values * scales[..., None]).flatten(1)
+
+    def apply_weights(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.dense.to(x.dtype), bias)
+
+
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+LEVELS = torch.cat((LEVELS, -LEVELS))
+scheme.init_nvfp4_linear_kernel = lambda use_a16: PlainFloats(nvfp4.NvFp4LinearLayerConfig())
+folder, prompts, dtype, more, out, overrides = sys.argv[1:]
 prompts = np.load(prompts)
 model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=128,
-            max_logprobs=512)
+            max_logprobs=512, hf_overrides=json.loads(overrides))
 asked = SamplingParams(max_tokens=int(more), prompt_logprobs=512, logprobs=512, temperature=0, detokenize=False,
                        ignore_eos=True)
 found = model.generate([{"prompt_token_ids": row.tolist()} for row in prompts], asked)
@@ -129,13 +156,26 @@ def huginn(config: dict[str, Any]) -> torch.nn.Module:
 
 
 CLASSES = {"ouro": ouro, "huginn_raven": huginn}
-MODELS = {"Ouro": OURO, "Huginn": HUGINN, "R-Llama": RLLAMA, "Llama with a loop": LOOPED}
+MODELS = {"Ouro": OURO, "Huginn": HUGINN, "R-Llama": RLLAMA, "Llama with a loop": LOOPED, "Dory": DORY}
+#: Another depth by the setting of ``config.json`` that has it.
+DEPTHS = {"Ouro": {"total_ut_steps": 2}, "Huginn": {"mean_recurrence": 3}, "Dory": {"n_recurrent_loops": 1}}
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
     """Write a tiny model with random weights, vectors included."""
     import transformers
 
+    if config["model_type"] == "dory":
+        model = vendors.dory(**{name: value for name, value in config.items() if name != "model_type"})
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                # As they begin, layers hardly change a state, and logits are nearly equal.
+                value.mul_(8 if "lambda" in name else 100 if name == "lm_head.weight" else 1)
+                if value.ndim < 2:
+                    value.mul_(1 + 0.2 * torch.randn_like(value))
+        model.save_pretrained(folder)
+        vendors.rename(folder, vendors.paired)
+        return
     torch.manual_seed(0)
     if config["model_type"] in CLASSES:
         model = CLASSES[config["model_type"]](config)
@@ -153,35 +193,40 @@ def make(folder: Path, config: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def ours(folder: Path, tokens: NDArray[Any]) -> NDArray[Any]:
+def ours(folder: Path, tokens: NDArray[Any], n_steps: int | None = None) -> NDArray[Any]:
     """Log-probabilities by loopq, (n_prompts, n_tokens - 1, vocabulary), each text run alone and whole."""
     loaded = load_model(str(folder)) if not is_checkpoint(folder) else loopq.load(folder)
     system = loaded.system
     found = []
     for row in torch.from_numpy(tokens):
         with torch.no_grad():
-            logits = system.rollout(Batch(row[None], (0,), by_token=True), system.n_steps)
+            logits = system.rollout(Batch(row[None], (0,), by_token=True), n_steps or system.n_steps)
         found.append(logits.log_softmax(-1)[:, :-1].double().numpy())
     return np.concatenate(found)
 
 
-def served(python: str, folder: Path, prompts: Path, dtype: str) -> dict[str, NDArray[Any]]:
+def served(
+    python: str, folder: Path, prompts: Path, dtype: str, depth: dict[str, int]
+) -> dict[str, NDArray[Any]]:
     """Tokens and log-probabilities by vLLM."""
     out = folder.with_suffix(".npz")
-    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), str(out), json.dumps(depth)]
+    env = os.environ | {"PYTHONPATH": str(Path(loopq.__file__).parents[1])}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     return dict(np.load(out))
 
 
-def compared(python: str, theirs: Path, own: Path, work: Path, dtype: str) -> dict[str, float]:
+def compared(
+    python: str, theirs: Path, own: Path, work: Path, dtype: str, depth: dict[str, int] | None = None
+) -> dict[str, float]:
     """KL and agreement of a folder in vLLM with one in loopq.
 
     `prompt` is over the tokens of the prompts, which vLLM computes at once, `generated` over those that it computes one
-    by one from its caches.
+    by one from its caches. `depth` is a setting of ``config.json`` with another number of loops.
     """
-    got = served(python, theirs, work / "prompts.npy", dtype)
-    expected = ours(own, got["tokens"])
+    got = served(python, theirs, work / "prompts.npy", dtype, depth or {})
+    expected = ours(own, got["tokens"], *(depth or {}).values())
     kl = (np.exp(expected) * (expected - got["logits"])).sum(-1)
     same = expected.argmax(-1) == got["logits"].argmax(-1)
     return {
@@ -207,10 +252,16 @@ def in_full(python: str, work: Path, model: str) -> dict[str, float]:
     return compared(python, work / model, work / model, work, "float32")
 
 
-def in_int4(python: str, work: Path, model: str) -> dict[str, float]:
-    """Compare the compressed-tensors export of a model that `in_full` made, INT4 in groups of 32."""
-    quantized, exported = work / f"{model} INT4", work / f"{model} exported"
+def at_depth(python: str, work: Path, model: str) -> dict[str, float]:
+    """The same at another depth of `DEPTHS`."""
+    return compared(python, work / model, work / model, work, "float32", DEPTHS[model])
+
+
+def in_codes(python: str, work: Path, model: str, grid: dict[str, Any]) -> dict[str, float]:
+    """Compare the compressed-tensors export of a model that `in_full` made, on a grid."""
+    name = "-".join(map(str, (model, *grid.values())))
+    quantized, exported = work / name, work / f"{name}-exported"
     calibration = np.load(work / "calibration.npy").tolist()
-    loopq.quantize(work / model, calibration, out=quantized, preset="fast", bits=4, group_size=32)
+    loopq.quantize(work / model, calibration, out=quantized, preset="fast", **grid)
     loopq.export(quantized, exported, "compressed-tensors")
     return compared(python, exported, quantized, work, "bfloat16")

@@ -1,38 +1,61 @@
 """A vLLM plugin that serves looped models with all their loops. vLLM finds it once loopq is installed.
 
-``vllm serve DIR`` takes Ouro, Huginn, R-Llama and dense decoders with a loop (`loopq.systems.looped`). Checkpoints may
-be full-precision or written by ``loopq export``. Each call of an attention layer in a forward pass has its own
-key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides`` changes it
-(``'{"total_ut_steps": 3}'`` or ``'{"mean_recurrence": 16}'``). Checked with vLLM 0.32 (docs/formats/interop.md).
+``vllm serve DIR`` takes Ouro, Huginn, R-Llama, Dory and dense decoders with a loop (`loopq.systems.looped`).
+Checkpoints may be full-precision or written by ``loopq export``. Each call of an attention layer in a forward pass has
+its own key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides`` changes it
+(``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'`` or ``'{"n_recurrent_loops": 2}'``). Checked with vLLM 0.32
+(docs/formats/interop.md).
 """
 
 from __future__ import annotations
 
-#: Names in a ``config.json`` under "architectures", and the classes of `loopq.integrations.vllm.models` that run them.
+import importlib
+import importlib.metadata
+from typing import Any
+
+#: Version of vLLM that the classes are written for.
+VLLM = "0.32"
+#: Names in a ``config.json`` under "architectures", and the classes that run them, each behind its module here.
 MODELS = {
-    "OuroForCausalLM": "Ouro",
-    "RavenForCausalLM": "Raven",
-    "LoopedLlamaForCausalLM": "LoopedLlama",
-    "LoopedMistralForCausalLM": "LoopedMistral",
-    "LoopedQwen2ForCausalLM": "LoopedQwen2",
-    "LoopedQwen3ForCausalLM": "LoopedQwen3",
+    "OuroForCausalLM": "models:Ouro",
+    "RavenForCausalLM": "models:Raven",
+    "DoryForCausalLM": "dory:Dory",
+    "LoopedLlamaForCausalLM": "models:LoopedLlama",
+    "LoopedMistralForCausalLM": "models:LoopedMistral",
+    "LoopedQwen2ForCausalLM": "models:LoopedQwen2",
+    "LoopedQwen3ForCausalLM": "models:LoopedQwen3",
 }
+_MODULES = {name: module for module, _, name in (found.partition(":") for found in MODELS.values())}
 
 
 def register() -> None:
     """Register the classes and their configurations. vLLM calls this in each of its processes.
 
-    vLLM up to 0.26 has its own class for Ouro and keeps it.
+    A class that vLLM has itself is left to it: Ouro up to 0.26, and Dory from 0.33 on.
     """
     # Lazy: reading this package's name must not need vLLM or transformers.
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    from loopq.integrations.vllm.configs import HuginnConfig, OuroConfig
+    from loopq.integrations.vllm.configs import CONFIGS
 
-    for config in (HuginnConfig, OuroConfig):
-        AutoConfig.register(config.model_type, config, exist_ok=True)
     known = ModelRegistry.get_supported_archs()
+    for name, configs in CONFIGS.items():
+        for config in configs if name not in known else ():
+            AutoConfig.register(config.model_type, config, exist_ok=True)
     for name, found in MODELS.items():
         if name not in known:
-            ModelRegistry.register_model(name, f"loopq.integrations.vllm.models:{found}")
+            ModelRegistry.register_model(name, f"{__name__}:{found.partition(':')[2]}")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when vLLM asks for it. A vLLM without its parts gets an error that names the version."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ImportError as cause:
+        found = importlib.metadata.version("vllm")
+        raise ImportError(
+            f"loopq serves {name} with vLLM {VLLM}; vLLM {found} is installed: {cause}"
+        ) from cause

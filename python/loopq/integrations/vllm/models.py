@@ -42,7 +42,7 @@ from loopq.systems.raven import initial_noise
 
 Weights = Iterable[tuple[str, Tensor]]
 #: Arguments of an inner model whose dimension counts tokens.
-_BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
+BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
 
 
 def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
@@ -121,7 +121,7 @@ class Loops(nn.Module):
         return len(self._run)
 
 
-class _Causal(nn.Module, SupportsQuant):
+class Causal(nn.Module, SupportsQuant):
     """Interface of a causal model in vLLM. Subclasses provide the inner model."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -208,7 +208,7 @@ class OuroLayer(nn.Module):
         return out
 
 
-@support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
+@support_torch_compile(dynamic_arg_dims=BY_TOKEN)
 class OuroModel(nn.Module):
     """Embedding, then a configured number of loops, each with all layers and the norm."""
 
@@ -247,7 +247,7 @@ class OuroModel(nn.Module):
         return x
 
 
-class Ouro(_Causal):
+class Ouro(Causal):
     """Ouro-1.4B and Ouro-2.6B. Tokens are read from the last loop. The exit gate is not used."""
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper | WeightsMapper(
@@ -381,7 +381,7 @@ class RLlamaBlock(RavenBlock):
         return out
 
 
-@support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
+@support_torch_compile(dynamic_arg_dims=BY_TOKEN)
 class RavenModel(nn.Module):
     """Prelude, noise, adapter and core blocks `mean_recurrence` times, coda, norm. Huginn adds a norm after the loop.
 
@@ -474,7 +474,7 @@ class RavenModel(nn.Module):
         return out
 
 
-class Raven(_Causal):
+class Raven(Causal):
     """Huginn-3.5B and R-Llama. The depth is `mean_recurrence`, without adaptive exit."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"freqs_cis": None})

@@ -2,36 +2,56 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use super::coded::{turn, Coded};
 use super::program::{Block, Op, Program};
-use super::vector::{attend, Half, Number};
+use super::vector::{attend, Half, Number, Room};
 use crate::memory::collected;
 use crate::simd::Isa;
 use crate::{dims, Error, Result};
 
-/// Keys and values of one head.
-pub(super) trait KeyValue {
-    /// Adds those of a token.
-    fn push(&mut self, key: &[f32], value: &[f32]);
-    /// Attention of a query to the first `weights.len()` tokens.
-    fn attend(&self, query: &[f32], weights: &mut [f32], out: &mut [f32]);
+const WHAT: &str = "keys and values";
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Numbers.
+    F32,
+    /// Numbers, rounded.
+    Bf16,
+    /// Codes of eight bits in blocks with a scale.
+    Eight,
+    /// Codes of four bits in blocks with a scale.
+    Four,
 }
 
+/// Keys and values of one head, a row of each for a token.
 #[derive(Debug)]
 pub(super) struct Kept<T> {
     keys: Vec<T>,
     values: Vec<T>,
 }
 
-impl<T: Number> KeyValue for Kept<T> {
-    fn push(&mut self, key: &[f32], value: &[f32]) {
-        // Room was reserved before anything ran.
-        self.keys.extend(key.iter().map(|&v| T::of(v)));
-        self.values.extend(value.iter().map(|&v| T::of(v)));
+impl<T> Kept<T> {
+    const EMPTY: Self = Self { keys: Vec::new(), values: Vec::new() };
+
+    fn reserve(&mut self, tokens: usize, row: usize) -> Result<()> {
+        let n = dims::product(WHAT, tokens, row)?;
+        let bytes = dims::product(WHAT, n, size_of::<T>())?;
+        let missing = |_| Error::OutOfMemory { what: WHAT, bytes };
+        self.keys.try_reserve(n).map_err(missing)?;
+        self.values.try_reserve(n).map_err(missing)
     }
 
-    fn attend(&self, query: &[f32], weights: &mut [f32], out: &mut [f32]) {
-        let n = weights.len() * query.len();
-        attend(Isa::best(), query, &self.keys[..n], &self.values[..n], weights, out);
+    fn clear(&mut self) {
+        self.keys.clear();
+        self.values.clear();
+    }
+}
+
+impl<T: Number> Kept<T> {
+    fn push(&mut self, key: &[f32], value: &[f32]) {
+        self.keys.extend(key.iter().map(|&v| T::of(v)));
+        self.values.extend(value.iter().map(|&v| T::of(v)));
     }
 }
 
@@ -40,20 +60,70 @@ impl<T: Number> KeyValue for Kept<T> {
 pub(super) enum Head {
     F32(Kept<f32>),
     Half(Kept<Half>),
+    Eight(Kept<u8>),
+    Four(Kept<u8>),
 }
 
-impl KeyValue for Head {
-    fn push(&mut self, key: &[f32], value: &[f32]) {
-        match self {
-            Self::F32(kept) => kept.push(key, value),
-            Self::Half(kept) => kept.push(key, value),
+impl Head {
+    fn new(kind: Kind) -> Self {
+        match kind {
+            Kind::F32 => Self::F32(Kept::EMPTY),
+            Kind::Bf16 => Self::Half(Kept::EMPTY),
+            Kind::Eight => Self::Eight(Kept::EMPTY),
+            Kind::Four => Self::Four(Kept::EMPTY),
         }
     }
 
-    fn attend(&self, query: &[f32], weights: &mut [f32], out: &mut [f32]) {
+    /// Adds those of a token, which may be changed. Room was reserved before anything ran.
+    pub(super) fn push(&mut self, key: &mut [f32], value: &mut [f32]) {
         match self {
-            Self::F32(kept) => kept.attend(query, weights, out),
-            Self::Half(kept) => kept.attend(query, weights, out),
+            Self::F32(kept) => kept.push(key, value),
+            Self::Half(kept) => kept.push(key, value),
+            Self::Eight(kept) => {
+                Coded::<8>::push(&mut kept.keys, key);
+                Coded::<8>::push(&mut kept.values, value);
+            }
+            Self::Four(kept) => {
+                turn(key);
+                turn(value);
+                Coded::<4>::push(&mut kept.keys, key);
+                Coded::<4>::push(&mut kept.values, value);
+            }
+        }
+    }
+
+    /// Attention of some queries, which may be changed, to the first tokens, as many as `room` is for.
+    pub(super) fn attend(&self, queries: &mut [f32], room: &mut Room, out: &mut [f32]) {
+        let isa = Isa::best();
+        match self {
+            Self::F32(kept) => attend(isa, queries, &kept.keys[..], &kept.values[..], room, out),
+            Self::Half(kept) => attend(isa, queries, &kept.keys[..], &kept.values[..], room, out),
+            Self::Eight(Kept { keys, values }) => {
+                attend(isa, queries, Coded::<8>(keys), Coded::<8>(values), room, out);
+            }
+            Self::Four(Kept { keys, values }) => {
+                let head = room.width();
+                queries.chunks_exact_mut(head).for_each(turn);
+                attend(isa, queries, Coded::<4>(keys), Coded::<4>(values), room, out);
+                out.chunks_exact_mut(head).for_each(turn);
+            }
+        }
+    }
+
+    fn reserve(&mut self, tokens: usize, head: usize) -> Result<()> {
+        match self {
+            Self::F32(kept) => kept.reserve(tokens, head),
+            Self::Half(kept) => kept.reserve(tokens, head),
+            Self::Eight(kept) => kept.reserve(tokens, Coded::<8>::bytes(head)),
+            Self::Four(kept) => kept.reserve(tokens, Coded::<4>::bytes(head)),
+        }
+    }
+
+    fn clear(&mut self) {
+        match self {
+            Self::F32(kept) => kept.clear(),
+            Self::Half(kept) => kept.clear(),
+            Self::Eight(kept) | Self::Four(kept) => kept.clear(),
         }
     }
 }
@@ -68,19 +138,14 @@ pub(super) struct Cache {
 
 impl Cache {
     pub(super) fn new(program: &Program) -> Result<Self> {
-        let new = || {
-            if program.half {
-                Head::Half(Kept { keys: Vec::new(), values: Vec::new() })
-            } else {
-                Head::F32(Kept { keys: Vec::new(), values: Vec::new() })
-            }
-        };
         let ran = program.order.iter().filter_map(|op| match *op {
             Op::Block(i) => Some(&program.blocks[i]),
             _ => None,
         });
         let widths = ran.clone().map(|block| block.head).collect();
-        let heads = |block: &Block| collected("heads", (0..block.kv_heads).map(|_| Mutex::new(new())));
+        let heads = |block: &Block| {
+            collected("heads", (0..block.kv_heads).map(|_| Mutex::new(Head::new(program.kept))))
+        };
         let slots = ran.map(heads).collect::<Result<_>>()?;
         Ok(Self { slots, seen: 0, widths })
     }
@@ -96,31 +161,13 @@ impl Cache {
 
     /// Room for so many tokens more: what is added later needs no memory.
     pub(super) fn reserve(&mut self, tokens: usize) -> Result<()> {
-        const WHAT: &str = "keys and values";
-        fn more<T>(kept: &mut Kept<T>, tokens: usize, width: usize) -> Result<()> {
-            let n = dims::product(WHAT, tokens, width)?;
-            let bytes = dims::product(WHAT, n, size_of::<T>())?;
-            let missing = |_| Error::OutOfMemory { what: WHAT, bytes };
-            kept.keys.try_reserve(n).map_err(missing)?;
-            kept.values.try_reserve(n).map_err(missing)
-        }
-        self.each(|head, width| match head {
-            Head::F32(kept) => more(kept, tokens, width),
-            Head::Half(kept) => more(kept, tokens, width),
-        })
+        self.each(|head, width| head.reserve(tokens, width))
     }
 
     /// Forgets all tokens; the room for them stays.
     pub(super) fn restart(&mut self) {
-        fn clear<T>(kept: &mut Kept<T>) {
-            kept.keys.clear();
-            kept.values.clear();
-        }
         let _ = self.each(|head, _| {
-            match head {
-                Head::F32(kept) => clear(kept),
-                Head::Half(kept) => clear(kept),
-            }
+            head.clear();
             Ok(())
         });
         self.seen = 0;

@@ -7,10 +7,12 @@
 //! from step to step.
 
 mod cache;
+mod coded;
 mod program;
 mod team;
 mod vector;
 
+pub use cache::Kind;
 pub use program::{Block, Norm, Norms, Op, Program, KEPT};
 
 use crate::disjoint::Disjoint;
@@ -18,9 +20,9 @@ use crate::matmul::{Engine, Inputs, Layout, Rows, Weight};
 use crate::memory::zeros;
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
-use cache::{Cache, KeyValue};
+use cache::Cache;
 use team::{together, Member};
-use vector::{gated, norm, opened, rotate, rows, Half};
+use vector::{gated, norm, opened, rotate, rows, Half, Room};
 
 /// What a weight is made of; which one it is, is known by its number.
 #[derive(Clone, Copy, Debug)]
@@ -424,34 +426,32 @@ impl Call<'_> {
     /// written before the first of them, and is not written before the second.
     unsafe fn attention(&self, member: &Member<'_>, block: &Block, slot: usize) -> Result<()> {
         let Block { heads, kv_heads, head, .. } = *block;
-        let gates = (heads + 2 * kv_heads) * head;
         let (stride, group) = (self.program.outputs(&block.qkv), heads / kv_heads);
         // SAFETY: nobody writes these before the next meeting, as the caller promises.
         let qkv = |at: usize| unsafe { self.qkv.read(at..at + head) };
-        let mut weights = zeros("attention weights", self.cache.seen + self.count)?;
+        let mut room = Room::new(group, head, self.cache.seen + self.count)?;
         let mut out = zeros("values attended to", self.count * group * head)?;
-        let (mut vector, mut scratch) = (zeros("a head", head)?, zeros("a head", head)?);
+        let [mut key, mut value, mut scratch] =
+            [zeros("a head", head)?, zeros("a head", head)?, zeros("a head", head)?];
+        let mut queries = zeros("queries", group * head)?;
         for kv in member.part(kv_heads) {
             let mut cached = self.cache.slots[slot][kv].lock().map_err(|_| Error::Interrupted)?;
-            for token in 0..self.count {
+            for (token, to) in out.chunks_exact_mut(group * head).enumerate() {
                 let position = self.cache.seen + token;
-                let at = token * stride + (heads + kv) * head;
-                vector.copy_from_slice(qkv(at));
-                self.turned(block, heads + kv, position, &mut vector, &mut scratch);
-                let value = at + kv_heads * head;
-                cached.push(&vector, qkv(value));
-                for h in 0..group {
-                    let at = token * stride + (kv * group + h) * head;
-                    vector.copy_from_slice(qkv(at));
-                    self.turned(block, kv * group + h, position, &mut vector, &mut scratch);
-                    for v in &mut vector {
-                        *v *= block.scale;
-                    }
-                    let to = &mut out[(token * group + h) * head..][..head];
-                    cached.attend(&vector, &mut weights[..=position], to);
-                    if block.gates {
-                        let at = token * stride + gates + (kv * group + h) * head;
-                        opened(Isa::best(), qkv(at), to);
+                let at = |h: usize| token * stride + h * head;
+                key.copy_from_slice(qkv(at(heads + kv)));
+                self.turned(block, heads + kv, position, &mut key, &mut scratch);
+                value.copy_from_slice(qkv(at(heads + kv_heads + kv)));
+                cached.push(&mut key, &mut value);
+                for (h, query) in queries.chunks_exact_mut(head).enumerate() {
+                    query.copy_from_slice(qkv(at(kv * group + h)));
+                    self.turned(block, kv * group + h, position, query, &mut scratch);
+                    query.iter_mut().for_each(|v| *v *= block.scale);
+                }
+                cached.attend(&mut queries, room.first(position + 1), to);
+                if block.gates {
+                    for (h, to) in to.chunks_exact_mut(head).enumerate() {
+                        opened(Isa::best(), qkv(at(heads + 2 * kv_heads + kv * group + h)), to);
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! A decoder's structure, and what must hold for it to run.
 
+use super::cache::Kind;
 use crate::matmul::Precision;
 use crate::{dims, Error, Result};
 
@@ -93,8 +94,8 @@ pub struct Program {
     pub head: usize,
     /// How finely activations enter products with codes.
     pub precision: Precision,
-    /// Whether keys and values are kept as bfloat16, or as float32.
-    pub half: bool,
+    /// How keys and values are kept.
+    pub kept: Kind,
 }
 
 impl Program {

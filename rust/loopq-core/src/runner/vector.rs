@@ -1,6 +1,8 @@
 //! What happens between products, element by element: norms, gates, the exponential function, sums of products.
 
+use crate::memory::zeros;
 use crate::simd::per_isa;
+use crate::{dims, Result};
 
 /// Sums that are taken side by side; their number fixes the bits of a result on every machine.
 const LANES: usize = 32;
@@ -138,33 +140,95 @@ per_isa! {
     pub(super) fn rows<T: Number>(weights: &[T], x: &[f32], y: &mut [f32]) = rows_body;
 }
 
+/// Rows of numbers, however they are stored.
+pub(super) trait Rows: Copy {
+    /// Row `i`, as long as `room`, which it may use.
+    fn row<'a>(&'a self, i: usize, room: &'a mut [f32]) -> &'a [f32];
+}
+
+impl Rows for &[f32] {
+    #[inline(always)]
+    fn row<'a>(&'a self, i: usize, room: &'a mut [f32]) -> &'a [f32] {
+        &self[i * room.len()..(i + 1) * room.len()]
+    }
+}
+
+impl Rows for &[Half] {
+    #[inline(always)]
+    fn row<'a>(&'a self, i: usize, room: &'a mut [f32]) -> &'a [f32] {
+        let row = &self[i * room.len()..];
+        for (to, v) in room.iter_mut().zip(row) {
+            *to = v.value();
+        }
+        room
+    }
+}
+
+/// What attention to some tokens needs beside its result.
+#[derive(Debug)]
+pub(super) struct Room {
+    tokens: usize,
+    row: Vec<f32>,
+    sums: Vec<f32>,
+    weights: Vec<f32>,
+}
+
+impl Room {
+    /// For so many queries of a width, to at most so many tokens.
+    pub(super) fn new(queries: usize, width: usize, tokens: usize) -> Result<Self> {
+        let weights = zeros("attention weights", dims::product("attention weights", queries, tokens)?)?;
+        let [sums, row] = [zeros("attention weights", queries)?, zeros("a key or value", width)?];
+        Ok(Self { tokens, row, sums, weights })
+    }
+
+    /// Width of a query.
+    pub(super) fn width(&self) -> usize {
+        self.row.len()
+    }
+
+    /// The same for the first tokens alone.
+    pub(super) fn first(&mut self, tokens: usize) -> &mut Self {
+        self.tokens = tokens;
+        self
+    }
+}
+
+/// All queries take a row while it is at hand; each has its own sums, in the order of the tokens.
 #[inline(always)]
-fn attend_body<T: Number>(q: &[f32], keys: &[T], values: &[T], weights: &mut [f32], y: &mut [f32]) {
-    let mut largest = f32::NEG_INFINITY;
-    for (weight, key) in weights.iter_mut().zip(keys.chunks_exact(q.len())) {
-        *weight = dot(q, key);
-        largest = largest.max(*weight);
-    }
-    let mut sum = 0.0;
-    for weight in weights.iter_mut() {
-        *weight = exp(*weight - largest);
-        sum += *weight;
-    }
-    y.fill(0.0);
-    for (weight, value) in weights.iter().zip(values.chunks_exact(q.len())) {
-        for (y, value) in y.iter_mut().zip(value) {
-            *y += weight * value.value();
+fn attend_body<R: Rows>(queries: &[f32], keys: R, values: R, room: &mut Room, y: &mut [f32]) {
+    let Room { tokens, row, sums, weights } = room;
+    let (tokens, width) = (*tokens, row.len());
+    for i in 0..tokens {
+        let key = keys.row(i, row);
+        for (q, weights) in queries.chunks_exact(width).zip(weights.chunks_exact_mut(tokens)) {
+            weights[i] = dot(q, key);
         }
     }
-    for y in y {
-        *y /= sum;
+    for (sum, weights) in sums.iter_mut().zip(weights.chunks_exact_mut(tokens)) {
+        let largest = weights.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+        *sum = 0.0;
+        for weight in weights {
+            *weight = exp(*weight - largest);
+            *sum += *weight;
+        }
+    }
+    y.fill(0.0);
+    for i in 0..tokens {
+        let value = values.row(i, row);
+        for (y, weights) in y.chunks_exact_mut(width).zip(weights.chunks_exact(tokens)) {
+            for (y, value) in y.iter_mut().zip(value) {
+                *y += weights[i] * value;
+            }
+        }
+    }
+    for (y, sum) in y.chunks_exact_mut(width).zip(sums) {
+        y.iter_mut().for_each(|y| *y /= *sum);
     }
 }
 
 per_isa! {
-    /// Softmax attention of a query to `weights.len()` keys: `y = sum_i softmax(q k)_i v_i`.
-    pub(super) fn attend<T: Number>(q: &[f32], keys: &[T], values: &[T], weights: &mut [f32], y: &mut [f32])
-        = attend_body;
+    /// Softmax attention of some queries to tokens: `y = sum_i softmax(q k)_i v_i` for each.
+    pub(super) fn attend<R: Rows>(queries: &[f32], keys: R, values: R, room: &mut Room, y: &mut [f32]) = attend_body;
 }
 
 /// Turns pairs of a head by their angles, (cos, sin) one after another: neighbours, or the two halves.
@@ -179,7 +243,8 @@ pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
 
 #[cfg(test)]
 mod tests {
-    use super::{attend, exp, gated, norm, opened, rotate, rows, Half, Number};
+    use super::super::coded::Coded;
+    use super::{attend, exp, gated, norm, opened, rotate, rows, Half, Number, Room};
     use crate::simd::Isa;
 
     fn wave(n: usize, by: f32) -> Vec<f32> {
@@ -200,8 +265,13 @@ mod tests {
     fn every_instruction_set_gives_the_same_bits() {
         let (x, w) = (wave(77, 0.7), wave(77 * 5, 0.3));
         let half: Vec<Half> = w.iter().map(|&v| Half::of(v)).collect();
+        let (mut four, mut eight) = (Vec::new(), Vec::new());
+        for row in w.chunks_exact(38).take(5) {
+            Coded::<4>::push(&mut four, row);
+            Coded::<8>::push(&mut eight, row);
+        }
         let run = |isa: Isa| {
-            let mut out = vec![1.0; 77 * 5 + 10];
+            let mut out = vec![1.0; 77 * 5 + 10 + 152];
             let (opening, rest) = out.split_at_mut(77);
             let (a, rest) = rest.split_at_mut(77);
             let (b, rest) = rest.split_at_mut(77);
@@ -212,7 +282,12 @@ mod tests {
             opened(isa, &x, opening);
             rows(isa, &w, &x, c);
             rows(isa, &half, &x, d);
-            attend(isa, &x, &half, &half, &mut [0.0; 5], &mut rest[..77]);
+            let mut room = Room::new(1, 77, 5).unwrap();
+            attend(isa, &x, &half[..], &half[..], &mut room, &mut rest[..77]);
+            let (e, rest) = rest[77..].split_at_mut(76);
+            let mut room = Room::new(2, 38, 5).unwrap();
+            attend(isa, &x[..76], Coded::<4>(&four), Coded::<4>(&four), &mut room, e);
+            attend(isa, &x[..76], Coded::<8>(&eight), Coded::<8>(&eight), &mut room, &mut rest[..76]);
             out.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
         };
         for isa in Isa::available() {
@@ -230,7 +305,7 @@ mod tests {
             assert!((f64::from(*y) - exact).abs() < 1e-5);
         }
         let mut y = vec![0.0; 77];
-        attend(Isa::best(), &x, &w, &w, &mut [0.0; 5], &mut y);
+        attend(Isa::best(), &x, &w[..], &w[..], &mut Room::new(1, 77, 5).unwrap(), &mut y);
         let scores: Vec<f64> = w
             .chunks_exact(77)
             .map(|k| k.iter().zip(&x).map(|(a, b)| f64::from(a * b)).sum::<f64>().exp())

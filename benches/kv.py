@@ -107,10 +107,12 @@ def lines_of(model: str, folder: str, args: argparse.Namespace) -> tuple[list[st
     ids = prompt_ids(full, Path(args.text).read_text("utf-8")[: 40 * args.length * args.n_texts])
     pieces = [ids[i * args.length : (i + 1) * args.length] for i in range(args.n_texts)]
     exact = [rolled(full.system, piece) for piece in pieces]
-    blocks = [b for name, b in coded.system.program(coded.system.n_steps).order if name == "block"]
-    numbers = sum(2 * b.kv_heads * b.head for b in blocks)
+    program: Any = coded.system.program(coded.system.n_steps)
+    numbers = sum(2 * b.kv_heads * b.head for name, b in program.order if name == "block")
     own = {torch.bfloat16: 16}.get(next(coded.model.parameters()).dtype, 32)
-    name, lines, base, token = Path(model).name, [], [], 0.0
+    name, token = Path(model).name, 0.0
+    lines: list[str] = []
+    base: list[Tensor] = []
     for kv in CACHES:
         cached = Cached(coded.system, kv)
         found = [cached.along(piece) for piece in pieces]
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benches/record"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [lines_of(*given.split("="), args) for given in args.models]
+    found = [lines_of(model, folder, args) for model, folder in (given.split("=") for given in args.models)]
     text = [
         f"# Keys and values in fewer bits, {datetime.date.today()}", "",
         f"`python -m benches.kv`, {args.n_texts} pieces of {args.length} tokens, one thread of {processor()}. "

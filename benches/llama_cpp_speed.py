@@ -147,15 +147,15 @@ def lines_of(args: argparse.Namespace, threads: int) -> list[str]:
                 timed.run()
     lines = []
     even = pairs[args.types[0]][0].best[1]
-    for name, (own, their) in pairs.items():
+    for name, (ours, their) in pairs.items():
         grid = " ".join(word.removeprefix("--") for word in FILES[name][1])
         lines.append(
-            f"| {threads} | {name} | {grid} | {1 / own.best[1]:.1f} | {1 / their.best[1]:.1f} | "
-            f"{their.best[1] / own.best[1]:.2f} | {args.prompt / own.best[0]:.0f} | "
-            f"{args.prompt / their.best[0]:.0f} | {their.best[0] / own.best[0]:.2f} | {own.best[1] / even:.3f} |"
+            f"| {threads} | {name} | {grid} | {1 / ours.best[1]:.1f} | {1 / their.best[1]:.1f} | "
+            f"{their.best[1] / ours.best[1]:.2f} | {args.prompt / ours.best[0]:.0f} | "
+            f"{args.prompt / their.best[0]:.0f} | {their.best[0] / ours.best[0]:.2f} | {ours.best[1] / even:.3f} |"
         )
         print(lines[-1], flush=True)
-        own.end()
+        ours.end()
         their.end()
     return lines
 

@@ -71,13 +71,16 @@ def row(work: Path, data: Path, name: str, threads: int) -> dict[str, Any]:
         tokens = written(loaded.system, FIRST, known, LENGTH, N)
     else:
         tokens = kinds[name.removesuffix(", depths 1,2,3")]
-    settings = {"preset": "fast", "bits": BITS, "group_size": GROUP, "threads": threads}
-    result = loopq.quantize(loaded, tokens, n_steps=depths, **settings)
+    result = loopq.quantize(
+        loaded, tokens, n_steps=depths, preset="fast", bits=BITS, group_size=GROUP, threads=threads
+    )
     measured = {}
     tests = prompts(loaded, data, "test")
     for kind in TESTS:
         one = loopq.evaluate(loaded, {name: result}, tests[kind].take(0, N_TESTS), threads=threads)[1]
-        measured[kind] = [float(one.kl.mean()), *one.kl_interval()[:2], float(one.agreement.mean())]
+        interval = one.kl_interval()
+        assert interval is not None
+        measured[kind] = [float(one.kl.mean()), interval.low, interval.high, float(one.agreement.mean())]
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(measured))
     return measured
@@ -96,7 +99,8 @@ def sink(work: Path, data: Path) -> None:
         shares.clear()
         for batch in tokens.batches(8):
             loaded.system.rollout(batch, loaded.system.n_steps)
-        visits = len(loaded.system._order(loaded.system.n_steps))
+        order: Any = loaded.system
+        visits = len(order._order(loaded.system.n_steps))
         heads = torch.stack(shares).unflatten(0, (-1, visits)).mean(0)
         over = (heads > 0.5).double().mean()
         print(

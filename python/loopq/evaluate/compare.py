@@ -234,11 +234,9 @@ def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, 
 
     These are the weights of one variant, the logits of each, and the copies of a piece of them.
     """
-    weights: int = max(
-        (4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0
-    )
-    logits: int = len(variants) * reference.numel() * reference.element_size()
-    return weights + logits + _COPIES * 8 * min(_PIECE, reference.numel())
+    weights = max((4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0)
+    logits = len(variants) * reference.numel() * reference.element_size()
+    return int(weights + logits + _COPIES * 8 * min(_PIECE, reference.numel()))
 
 
 def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:

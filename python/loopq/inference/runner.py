@@ -70,9 +70,9 @@ class Runner:
         half = first.dtype == torch.bfloat16
         precision: Literal["int8", "fixed16", "fixed24"] = "fixed16" if half else "fixed24"
         codes: dict[int | None, Literal["int8", "int4"]] = {8: "int8", 4: "int4"}
-        kept = codes.get(kv, "bfloat16" if half else "float32")
+        own: Literal["bfloat16", "float32"] = "bfloat16" if half else "float32"
         self._core = native.CpuRunner(
-            parts.weights, parts.norms, parts.blocks, order, head, kept=kept,
+            parts.weights, parts.norms, parts.blocks, order, head, kept=codes.get(kv, own),
             precision="int8" if parts.activations == {"int8"} else precision,
         )  # fmt: skip
         self._vocabulary = program.head.out_features

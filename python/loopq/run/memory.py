@@ -30,8 +30,9 @@ def pass_bytes(
     held = int(copies * sum(map(sums.n_bytes, input_groups)))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
-    metric = metric_cost(chosen, job.tokens).memory
-    return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
+    # Metrics are collected from all sums, and then the layers are solved.
+    metric = metric_cost(chosen, job.tokens)
+    return held + max(metric.memory + saved, metric.kept + max(map(solve_bytes, chosen), default=0))
 
 
 def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[list[str]]:

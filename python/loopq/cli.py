@@ -242,7 +242,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _say(message: str) -> None:
-    """Print an error in one line. The disk behind the stream may be full too."""
+    """Print an error. Very long lines lose their middle. The disk behind the stream may be full too."""
+    lines = (x if len(x) < 4 * _LONG else f"{x[:_LONG]} ... {x[-_LONG:]}" for x in message.splitlines())
+    message = "\n".join(lines)
     with contextlib.suppress(OSError):
         print(f"loopq: error: {message}", file=sys.stderr, flush=True)
 

@@ -215,7 +215,7 @@ def test_a_layer_that_no_gradient_reaches_is_named(tiny, tokens, monkeypatch):
 
 def test_what_it_takes_is_said_before(tiny, tokens):
     tasks = run_of(tiny, tokens, asked(metric_draws=4)).tasks
-    assert metric_cost(run_of(tiny, tokens).tasks, tokens) == module.MetricCost(0, 1, 0.0, 0)
+    assert metric_cost(run_of(tiny, tokens).tasks, tokens) == module.MetricCost(0, 1, 0.0, 0, 0)
     cost = metric_cost(tasks, tokens)
     assert (cost.n_gradients, cost.n_draws) == (4 * (2 + len(tokens.sequences)), 4)
     half = metric_cost(tasks, dataclasses.replace(tokens, sequences=tokens.sequences[:5]))

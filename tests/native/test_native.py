@@ -423,8 +423,8 @@ def prompt_in_a_loop() -> None:
 @pytest.mark.parametrize(
     "work",
     slow_unless(
-        lambda work: work in ("factor", "solve"),
-        ["factor", "solve", "gptq_cd", "coupled", "eigenvalues", "proxy", "prompt"],
+        lambda work: work in ("factor", "solve", "read"),
+        ["factor", "solve", "gptq_cd", "coupled", "eigenvalues", "proxy", "prompt", "read"],
     ),
 )
 def test_ctrl_c_stops_within_a_second(work: str) -> None:
@@ -440,6 +440,7 @@ def test_ctrl_c_stops_within_a_second(work: str) -> None:
         "eigenvalues": lambda: _native.eigvalsh(h, threads=1),
         "proxy": lambda: _native.proxy(w, None, h, threads=1),
         "prompt": prompt_in_a_loop,
+        "read": lambda: _native.cpu_read(np.zeros(100, np.uint8), repeats=2**62, threads=1),
     }
     sent: list[float] = []
 

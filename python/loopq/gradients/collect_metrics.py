@@ -59,13 +59,16 @@ class MetricCost:
     multiply_adds : float
         Single-precision products of all gradients with thin matrices.
     memory : int
-        Bytes of the sums and of the matrices beside them.
+        Bytes of the sums and of the matrices beside them, during the collection.
+    kept : int
+        Bytes of the metrics, which the solves read.
     """
 
     n_gradients: int
     n_draws: int
     multiply_adds: float
     memory: int
+    kept: int
 
 
 def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> MetricCost:
@@ -75,12 +78,12 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> Me
     """
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
-        return MetricCost(0, 1, 0.0, 0)
+        return MetricCost(0, 1, 0.0, 0, 0)
     n_prompts = n_gradient_prompts(most, len(tokens.sequences))
     n_tokens = tokens.take(0, n_prompts).n_tokens
     rank, total = rank_of(n_prompts), n_prompts * n_draws
     waiting = min(at_once, n_prompts) * n_draws if at_once > 1 else 1
-    products, memory = 0.0, 0
+    products, memory, kept = 0.0, 0, 0
     for p in (t.parameter for t in chosen):
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
         rows = n_tokens * p.invocations
@@ -88,9 +91,10 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> Me
         products += rank * total * high * (block + rank)
         # Both sums in single and double precision; the root on the inputs' side; thin matrices and products.
         memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 4 * rank * (high + wide) * (1 + waiting)
+        kept += 8 * (wide**2 + high * block)
     # During the computation of a root: the damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
-    return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)
+    return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory, kept)
 
 
 def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:

@@ -34,8 +34,9 @@ def pass_bytes(
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
     at_once = job.execution.batch_size if is_streamed(job.system.model) else 1
-    metric = metric_cost(chosen, job.tokens, at_once).memory
-    return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
+    # Metrics are collected from all sums, and then the layers are solved.
+    metric = metric_cost(chosen, job.tokens, at_once)
+    return held + max(metric.memory + saved, metric.kept + max(map(solve_bytes, chosen), default=0))
 
 
 def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[list[str]]:

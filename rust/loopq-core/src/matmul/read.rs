@@ -16,10 +16,14 @@ pub fn read(bytes: &[u8], repeats: usize, execution: &Execution<'_>) -> Result<u
     let isa = Isa::best();
     share(words.len(), execution, |range| {
         for _ in 0..repeats {
+            if execution.check().is_err() {
+                return;
+            }
             let sum = sum(isa, std::hint::black_box(&words[range.clone()]));
             total.fetch_add(sum, Ordering::Relaxed);
         }
     })?;
+    execution.check()?;
     Ok(total.into_inner())
 }
 

@@ -238,7 +238,8 @@ def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, 
         (4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0
     )
     logits: int = len(variants) * reference.numel() * reference.element_size()
-    return weights + logits + _COPIES * 8 * min(_PIECE, reference.numel())
+    pieces: int = _COPIES * 8 * min(_PIECE, reference.numel())
+    return weights + logits + pieces
 
 
 def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:

@@ -87,13 +87,24 @@ def sums(saved_model, tmp_path_factory):
     return place
 
 
-WRITERS = ("quantize", "solve", "export", "collect", "merge")
+WRITERS = ("quantize", "measured", "solve", "export", "collect", "merge")
 
 
 def writer(name, saved_model, sums, quantized):
     """The command line of a command that writes a folder, without its output."""
     return {
         "quantize": ("quantize", saved_model, "--preset", "fast", "--group-size", "16", *TINY),
+        "measured": (
+            "quantize",
+            saved_model,
+            "--method",
+            "rtn",
+            "--group-size",
+            "16",
+            "--evaluate",
+            "-",
+            *TINY,
+        ),
         "solve": ("solve", sums / "0", "--method", "rtn"),
         "export": ("export", quantized, "--format", "gptq"),
         "collect": ("collect", saved_model, "--hessian", *TINY),
@@ -114,7 +125,7 @@ def test_an_output_that_cannot_be_is_one_line(
     assert [p.name for p in tmp_path.iterdir()] == ["loop"]
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("quantize", "solve"), WRITERS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("measured", "solve"), WRITERS))
 def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized, tmp_path):
     argv = [str(a) for a in (*writer(name, saved_model, sums, quantized), "--out", tmp_path / "q")]
     log, count = tmp_path / "log", tmp_path / "count"

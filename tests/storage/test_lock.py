@@ -8,13 +8,24 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from loopq.errors import CheckpointError, LoopqError
 from loopq.storage import lock
 from loopq.storage.files import _HOST, new_folder, own_folder, write_text
-from loopq.storage.lock import Claims, held, new_or_same
+from loopq.storage.lock import Claims, held, kept, locked, new_or_same
+
+
+def test_blocks_share_a_lock_that_is_kept_but_another_thread_does_not(tmp_path):
+    with kept(tmp_path / "q"):
+        with held(tmp_path / "q") as late:
+            assert not late
+        assert (tmp_path / ".q.lock").exists()
+        with ThreadPoolExecutor(1) as other, pytest.raises(LoopqError, match="is writing it"):
+            other.submit(locked(tmp_path / "q").__enter__).result()
+    assert list(tmp_path.iterdir()) == []
 
 
 def claim(folder, name, host, process):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
 from loopq.run.export import Exported, exported, quantized_format, refuse_early
 from loopq.settings.execution import Execution
-from loopq.storage.lock import check_out, work_folder
+from loopq.storage.lock import check_out, kept, work_folder
 from loopq.terminal.progress import Line
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
@@ -122,33 +123,35 @@ def run(args: argparse.Namespace) -> int:
     if args.evaluate:
         text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
     ranks, shown = ranks_of_environment()
-    with shown as progress:
-        result = loopq.quantize(
-            loaded,
-            tokens,
-            config,
-            out=out,
-            n_steps=n_steps,
-            write=None if target.own else write,
-            progress=progress,
-            ranks=ranks,
-            keep=args.keep,
-            **given(args, Execution),
-        )
-    if ranks is not None and ranks.rank > 0:
-        return 0
-    print_checkpoint(result, str(out) if target.own else None)
-    print("".join(f"{line}\n" for found in reports for line in found.lines()), end="")
-    measured = None
-    if args.evaluate:
-        written = read_any(out) if target.reads else result
-        for one in others:
-            print_measured(*measure(one, loaded, {str(out): written}, text))
-        summaries, said = measure(args, loaded, {str(out): written}, text)
-        measured = for_page(args, loaded, text, summaries, said)
-        print_measured(summaries, said)
-        if not target.one_file:
-            print(f"model card: {card_of(args, loaded, str(out), summaries, said)}")
+    # The measured card belongs to the output: a run that is killed before it has not ended.
+    with kept(out) if args.evaluate and ranks is None else contextlib.nullcontext():
+        with shown as progress:
+            result = loopq.quantize(
+                loaded,
+                tokens,
+                config,
+                out=out,
+                n_steps=n_steps,
+                write=None if target.own else write,
+                progress=progress,
+                ranks=ranks,
+                keep=args.keep,
+                **given(args, Execution),
+            )
+        if ranks is not None and ranks.rank > 0:
+            return 0
+        print_checkpoint(result, str(out) if target.own else None)
+        print("".join(f"{line}\n" for found in reports for line in found.lines()), end="")
+        measured = None
+        if args.evaluate:
+            written = read_any(out) if target.reads else result
+            for one in others:
+                print_measured(*measure(one, loaded, {str(out): written}, text))
+            summaries, said = measure(args, loaded, {str(out): written}, text)
+            measured = for_page(args, loaded, text, summaries, said)
+            print_measured(summaries, said)
+            if not target.one_file:
+                print(f"model card: {card_of(args, loaded, str(out), summaries, said)}")
     if args.html:
         found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
         write_page(

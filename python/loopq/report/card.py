@@ -13,7 +13,7 @@ from loopq.formats import FORMATS
 from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD, PICTURE
 from loopq.report.style import INK, SERIES, canvas, label, styled
-from loopq.storage.files import write_text
+from loopq.storage.files import remove_leftovers, write_text
 from loopq.terminal.table import size
 
 #: Its tag and the end of its title, by which a card of loopq's is known again.
@@ -55,6 +55,8 @@ def write_card(
         If the folder has a README.md that loopq did not write.
     """
     check_card(folder)
+    for name in (CARD, PICTURE):
+        remove_leftovers(folder, name)
     found = inspect_any(folder)
     name = (
         folder.name

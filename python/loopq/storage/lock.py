@@ -21,6 +21,9 @@ from loopq.storage.files import check_named, check_new, is_own, runs, second
 if sys.platform != "win32":
     import fcntl
 
+#: Locks that `kept` holds, by thread, and whether a killed run had left them.
+_MINE: dict[tuple[Path, int], bool] = {}
+
 
 def work_folder(out: str | Path) -> Path:
     """Return the folder for the progress of a run with this output."""
@@ -69,6 +72,28 @@ def held(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[bool]
 
 
 @contextlib.contextmanager
+def kept(out: Path) -> Iterator[None]:
+    """Hold the lock of an output that more than one block of this thread writes. These blocks share it.
+
+    Raises
+    ------
+    LoopqError
+        As in `locked`.
+    """
+    key = _key(_lock(out))
+    with locked(out) as left:
+        _MINE[key] = left
+        try:
+            yield
+        finally:
+            del _MINE[key]
+
+
+def _key(path: Path) -> tuple[Path, int]:
+    return path.absolute(), threading.get_ident()
+
+
+@contextlib.contextmanager
 def new_or_same(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
     """Hold an output as `held` does, and give the path to write. An existing output is compared with a second copy."""
     with held(out, error) as late:
@@ -95,6 +120,9 @@ def locked(out: Path) -> Iterator[bool]:
         Another run is writing it. The message names it.
     """
     path = _lock(out)
+    if _key(path) in _MINE:
+        yield _MINE[_key(path)]
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, left = _hold(path)

@@ -9,6 +9,7 @@ stands in for it there, around which everything else is vLLM's.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -236,10 +237,16 @@ def compared(
     }
 
 
-def prepared(work: Path) -> Path:
-    """Make the small classes known and put the prompts into a folder."""
+@functools.cache
+def known() -> None:
+    """Make the small classes known, once in a process."""
     for name, made in CLASSES.items():
         register_model(name, made)
+
+
+def prepared(work: Path) -> Path:
+    """Make the small classes known and put the prompts into a folder."""
+    known()
     prompts = np.random.default_rng(0).integers(3, 500, (20, LENGTH))
     np.save(work / "calibration.npy", prompts[:16])
     np.save(work / "prompts.npy", prompts[16:])

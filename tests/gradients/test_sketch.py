@@ -44,7 +44,10 @@ def of(model):
     shapes = {"a.weight": (6, 10), "b.weight": (10, 6)}
     tasks = [
         SimpleNamespace(
-            name=n, parameter=SimpleNamespace(name=n, owners=(n[0],), in_features=i, out_features=o)
+            name=n,
+            parameter=SimpleNamespace(
+                name=n, owners=(n[0],), in_features=i, out_features=o, orientation="out_in"
+            ),
         )
         for n, (i, o) in shapes.items()
     ]

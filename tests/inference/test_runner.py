@@ -271,7 +271,7 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
     def make(block=block, order=(("block", 0),), norms=(), head=0):
         return native.CpuRunner(
             [(None, weight, None), (None, square, None)], list(norms), [block], list(order), head,
-            precision="fixed24", half=False,
+            precision="fixed24", kept="float32",
         )  # fmt: skip
 
     runner = make()
@@ -310,7 +310,7 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
     for empty in ((4, 0), (0, 4)):
         with pytest.raises(ConfigError, match="a weight of a program: expected 1 or more outputs and inputs"):
             native.CpuRunner(
-                [(None, np.ones(empty, np.float32), None)], [], [], [], 0, precision="int8", half=False
+                [(None, np.ones(empty, np.float32), None)], [], [], [], 0, precision="int8", kept="float32"
             )
     with pytest.raises(ConfigError, match="outputs for the gate and what it multiplies: expected an even"):
         make({**block, "gate_up": [0, 1, 1]})

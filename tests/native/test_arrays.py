@@ -117,7 +117,7 @@ def program(
     """Logits of a decoder without blocks."""
     made = native.CpuRunner(
         [(None, w, bias), (None, np.tile(w[:1], (w.shape[1], 2)), None)],
-        [], [], [("keep", 0), ("start", 0), ("adapter", 1)], 0, precision="fixed24", half=False,
+        [], [], [("keep", 0), ("start", 0), ("adapter", 1)], 0, precision="fixed24", kept="float32",
     )  # fmt: skip
     logits = np.zeros((len(x), len(w)), np.float32)
     made.run(x, angles, logits, start)

@@ -116,9 +116,10 @@ class Stream(Mapping[str, RawTensor]):
                 module, _, last = name.rpartition(".")
                 empty = nn.Parameter(_empty(tensor, self._device), requires_grad=False)
                 self._model.get_submodule(module)._parameters[last] = empty
-        # Hooked one by one, since an adapter may temporarily run a model with some of its layers.
+        # Hooked one by one, since an adapter may run a model with some of its layers, or parts of a layer.
         for prefix, block in self._members.items():
-            block.forward = functools.partial(self._visit, prefix, block.forward)
+            for part in block.modules():
+                part.forward = functools.partial(self._call, prefix, part.forward)
         return places | dict.fromkeys(self._stored(""), "")
 
     def _stored(self, prefix: str) -> dict[str, RawTensor]:
@@ -136,6 +137,11 @@ class Stream(Mapping[str, RawTensor]):
             for name, tensor in found.items()
             if (dtype := self._shapes.dtype_of(name)) is not None
         }
+
+    def _call(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer or a part of it. Outside of a visit of this layer it is a visit."""
+        inside = getattr(self._inside, "prefix", "") == prefix
+        return forward(*args, **kwargs) if inside else self._visit(prefix, forward, *args, **kwargs)
 
     def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer. A backward pass visits it again, so a visit stores only its inputs."""

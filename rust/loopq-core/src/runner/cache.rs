@@ -3,26 +3,13 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::coded::{turn, Coded};
-use super::program::{Block, Op, Program};
+use super::program::{Block, Kind, Op, Program};
 use super::vector::{attend, Half, Number, Room};
 use crate::memory::collected;
 use crate::simd::Isa;
 use crate::{dims, Error, Result};
 
 const WHAT: &str = "keys and values";
-
-/// How keys and values are kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Numbers.
-    F32,
-    /// Numbers, rounded.
-    Bf16,
-    /// Codes of eight bits in blocks with a scale.
-    Eight,
-    /// Codes of four bits in blocks with a scale.
-    Four,
-}
 
 /// Keys and values of one head, a row of each for a token.
 #[derive(Debug)]

@@ -64,7 +64,9 @@ pub(super) fn turn(x: &mut [f32]) {
             }
             n *= 2;
         }
-        x.iter_mut().for_each(|v| *v *= by);
+        for v in x.iter_mut() {
+            *v *= by;
+        }
     }
 }
 
@@ -104,7 +106,7 @@ mod tests {
     fn back<const BITS: usize>(x: &[f32]) -> Vec<f32> {
         let mut stored = Vec::new();
         Coded::<BITS>::push(&mut stored, &[1.0; 40]);
-        Coded::<BITS>::push(&mut stored, &x);
+        Coded::<BITS>::push(&mut stored, x);
         assert_eq!(stored.len(), 2 * Coded::<BITS>::bytes(x.len()));
         Coded::<BITS>(&stored).row(1, &mut vec![0.0; x.len()]).to_vec()
     }

@@ -12,8 +12,7 @@ mod program;
 mod team;
 mod vector;
 
-pub use cache::Kind;
-pub use program::{Block, Norm, Norms, Op, Program, KEPT};
+pub use program::{Block, Kind, Norm, Norms, Op, Program, KEPT};
 
 use crate::disjoint::Disjoint;
 use crate::matmul::{Engine, Inputs, Layout, Rows, Weight};
@@ -446,7 +445,9 @@ impl Call<'_> {
                 for (h, query) in queries.chunks_exact_mut(head).enumerate() {
                     query.copy_from_slice(qkv(at(kv * group + h)));
                     self.turned(block, kv * group + h, position, query, &mut scratch);
-                    query.iter_mut().for_each(|v| *v *= block.scale);
+                    for v in query.iter_mut() {
+                        *v *= block.scale;
+                    }
                 }
                 cached.attend(&mut queries, room.first(position + 1), to);
                 if block.gates {

@@ -1,8 +1,20 @@
 //! A decoder's structure, and what must hold for it to run.
 
-use super::cache::Kind;
 use crate::matmul::Precision;
 use crate::{dims, Error, Result};
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Numbers.
+    F32,
+    /// Numbers, rounded.
+    Bf16,
+    /// Codes of eight bits in blocks with a scale.
+    Eight,
+    /// Codes of four bits in blocks with a scale.
+    Four,
+}
 
 /// `y = x / sqrt(mean(x^2) + epsilon) * weight`.
 #[derive(Clone, Debug)]

@@ -222,7 +222,9 @@ fn attend_body<R: Rows>(queries: &[f32], keys: R, values: R, room: &mut Room, y:
         }
     }
     for (y, sum) in y.chunks_exact_mut(width).zip(sums) {
-        y.iter_mut().for_each(|y| *y /= *sum);
+        for y in y.iter_mut() {
+            *y /= *sum;
+        }
     }
 }
 
@@ -242,6 +244,7 @@ pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // a test says by a panic what is wrong
 mod tests {
     use super::super::coded::Coded;
     use super::{attend, exp, gated, norm, opened, rotate, rows, Half, Number, Room};

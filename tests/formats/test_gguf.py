@@ -244,7 +244,7 @@ def test_a_damaged_vocabulary_is_named_and_nothing_is_written(tmp_path, vocabula
     for damaged in (whole[: len(whole) // 2], whole[:at] + b"\x80" + whole[at + 1 :]):
         vocabulary.write_bytes(damaged)
         with pytest.raises(
-            CheckpointError, match=r"vocabulary\.gguf: a GGUF file that is cut off or damaged"
+            CheckpointError, match=r"vocabulary\.gguf: a GGUF file that is (cut off or )?damaged"
         ) as found:
             loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
         assert "\n" not in str(found.value)

@@ -85,6 +85,7 @@ class Asked:
         return dataclasses.replace(self, **changes)
 
 
+_SIZES = {"nvfp4": 16}
 #: What a message advises, and what one does who follows it.
 ADVICE = (
     (r"--exclude", lambda a, m: a.but(name="")),
@@ -96,14 +97,14 @@ ADVICE = (
     (r"--levels even", lambda a, m: a.on(levels="even", scale_dtype="float16", group_size=32)),
     (r"without --outside", lambda a, m: a.but(name="")),
     (r"without rotation and without awq", lambda a, m: a.but(transform=None)),
-    (r"with --levels (\w+)", lambda a, m: a.on(**PLAIN | {"levels": m[1]})),
+    (r"with --levels (\w+)", lambda a, m: a.on(**PLAIN | {"levels": m[1], "group_size": _SIZES.get(m[1], 32)})),
     (r"--bits 4 or 8, symmetric", lambda a, m: a.on(bits=4, symmetric=True)),
     (r"a symmetric grid", lambda a, m: a.on(symmetric=True)),
     (r"or one symmetry", lambda a, m: a.on(symmetric=True)),
     (r"4 or 8 bits|4 bits for the layer", lambda a, m: a.on(bits=4)),
     (r"another group size|a group size of 16 or more|groups of a multiple of 32", lambda a, m: a.on(group_size=32)),
     (r"groups of 128 or one scale per row", lambda a, m: a.on(group_size=128)),
-    (r"holds symmetric INT4 alone", lambda a, m: a.on(bits=4, symmetric=True)),
+    (r"--bits 4 --group-size 128 --levels even", lambda a, m: a.on(**PLAIN | {"group_size": 128})),
     (r"or one grid|one --layer setting", lambda a, m: a.but(beside=a.grid)),
     (r"the native checkpoint", lambda a, m: a.but(form="native")),
     (r"loopq's own format", lambda a, m: a.but(form="native", engine=None)),

@@ -48,7 +48,9 @@ class Marlin(QuantizedFolder):
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Pad inputs and outputs to whole tiles. Padding has zero codes, and padded rows have a scale of 1."""
         if layer.grid.bits != 4 or not isinstance(layer.grid, Integer):
-            raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
+            raise CheckpointError(
+                f"layer {layer.name}: Marlin holds symmetric INT4 alone: give --bits 4 --group-size 128 --levels even"
+            )
         if layer.grid.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
             raise CheckpointError(
                 f"layer {layer.name}: Marlin holds groups of {GROUP} or one scale per row, not groups of "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,8 +16,7 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
-from loopq.formats.float_codes import plain
-from loopq.formats.quantized_folder import RECORD, Export, QuantizedFolder, matches
+from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
@@ -56,6 +54,7 @@ class CompressedTensors(QuantizedFolder):
     name: ClassVar[str] = "compressed-tensors"
     loads: ClassVar[str] = "# transformers and vLLM load this folder as it is"
     ragged: ClassVar[tuple[Ragged, ...]] = ("split",)
+    has_floats: ClassVar[bool] = True
     reason: ClassVar[str] = (
         "the library refuses groups that do not divide in_features, and a padded matrix does not fit the model"
     )
@@ -125,13 +124,6 @@ class CompressedTensors(QuantizedFolder):
             "ignore": [*export.dense, *_inside(export.dense)],
             "kv_cache_scheme": None,
         }
-
-    def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
-        """FP8, INT8, NVFP4 and MXFP4 of other tools as float32."""
-        if (path / RECORD).exists():
-            return tensors
-        found = plain(tensors, path)
-        return tensors if found.keys() == tensors.keys() else found
 
     def modules(self, names: Sequence[str]) -> list[str]:
         """Modules with packed weights."""

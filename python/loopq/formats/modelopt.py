@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,9 +14,8 @@ import numpy as np
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, is_ragged
-from loopq.formats.float_codes import plain
 from loopq.formats.hf_folder import HF_QUANT_CONFIG
-from loopq.formats.quantized_folder import RECORD, Export, QuantizedFolder
+from loopq.formats.quantized_folder import Export, QuantizedFolder
 from loopq.layers.grid import Grid
 from loopq.layers.grids.fp4 import NVFP4
 from loopq.layers.layer import LayerSettings, QuantizedLayer
@@ -34,6 +32,7 @@ class ModelOpt(QuantizedFolder):
     name: ClassVar[str] = "modelopt"
     loads: ClassVar[str] = "# vLLM and SGLang load this folder as it is, on a GPU"
     ragged: ClassVar[tuple[Ragged, ...]] = ()
+    has_floats: ClassVar[bool] = True
     reason: ClassVar[str] = "NVFP4 has groups of 16 always"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
@@ -101,13 +100,6 @@ class ModelOpt(QuantizedFolder):
             f"vLLM takes {layer} for a dense layer, since the name of {dense} is part of its name"
             for dense, layer in pairs
         )
-
-    def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
-        """Weights of other tools as float32."""
-        if (path / RECORD).exists():
-            return tensors
-        found = plain(tensors, path)
-        return tensors if found.keys() == tensors.keys() else found
 
     def modules(self, names: Sequence[str]) -> list[str]:
         """Modules with a factor of their scales."""

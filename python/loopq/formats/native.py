@@ -102,7 +102,7 @@ def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check `loopq.json`. Older versions are converted here."""
+    """Read and check `loopq.json`."""
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"{folder}: not a loopq checkpoint: no {INDEX}; give an interrupted run again")

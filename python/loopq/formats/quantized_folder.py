@@ -32,6 +32,7 @@ from loopq.formats.base import (
 )
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
+from loopq.formats.float_codes import plain
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor, inside, json_bytes, read_json
@@ -81,6 +82,8 @@ class QuantizedFolder(Format):
         Why the other policies are not possible.
     one_group_size : bool
         Some readers support one group size per file. Splitting one layer then splits all layers of its group size.
+    has_floats : bool
+        Folders of other tools may hold codes of `loopq.formats.float_codes`.
     """
 
     options: ClassVar[tuple[Option, ...]] = (
@@ -94,6 +97,7 @@ class QuantizedFolder(Format):
     ragged: ClassVar[tuple[Ragged, ...]]
     reason: ClassVar[str]
     one_group_size: ClassVar[bool] = False
+    has_floats: ClassVar[bool] = False
 
     @abstractmethod
     def describes(self, config: Mapping[str, Any]) -> bool:
@@ -135,7 +139,10 @@ class QuantizedFolder(Format):
 
     def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
         """Return tensors, with weights outside loopq's grids as plain numbers. The same object without any."""
-        return tensors
+        if not self.has_floats or (path / RECORD).exists():
+            return tensors
+        found = plain(tensors, path)
+        return tensors if found.keys() == tensors.keys() else found
 
     def holds(self, path: Path) -> bool:
         """Whether the folder's config.json names this format."""

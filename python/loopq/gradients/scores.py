@@ -134,11 +134,9 @@ def loop_fisher(
         if t.name not in side.totals and not t.parameter.routed_in:
             raise SystemContractError(f"no gradient reaches {t.name}: use measured scores")
     share = 0.5 / (n_draws * backward.n_positions)
-    zero = torch.zeros(len(candidates), dtype=torch.float64)
-    found = {
-        key: float(total) for n in keys for key, total in zip(keys[n], side.totals.get(n, zero), strict=False)
-    }
-    return {key: share * found[key] for key in candidates}
+    # An expert without a gradient costs nothing.
+    found = {n: side.totals.get(n, torch.zeros(len(own), dtype=torch.float64)) for n, own in keys.items()}
+    return {key: share * float(found[key[0]][keys[key[0]].index(key)]) for key in candidates}
 
 
 def _errors(system: LoopedSystem, p: SharedParameter, values: Sequence[NDArray[np.float32]]) -> Tensor:

@@ -18,9 +18,9 @@ from loopq.quantizers.config import Override
 from loopq.quantizers.task import Task
 from loopq.run.budget import Candidate, Fit, choose
 from loopq.run.config import QuantConfig
-from loopq.run.memory import alike, fit_parts
+from loopq.run.memory import fit_parts
 from loopq.run.outside import round_outside
-from loopq.run.plan import Plan
+from loopq.run.plan import Plan, alike
 from loopq.run.solving import solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.steps import Calibration

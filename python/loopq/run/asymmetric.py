@@ -17,7 +17,7 @@ from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
-from loopq.run.plan import Plan, steps_apart
+from loopq.run.plan import Plan, alike, steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
 from loopq.run.solving import solve, solve_parts
 from loopq.run.source import Layers, ModelSource
@@ -74,7 +74,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
     done = solve_parts(plan, source, experts) if experts else {}
     progress.start("solve", inputs.sweeps * len(others), "layers")
     for sweep in range(inputs.sweeps):
-        for group in _groups(others):
+        for group in alike(others):
             part = f"sweep-{sweep}/"
             saved = {t.name: saved_layer(journal, t.name, part) for t in group}
             solved = {name: layer for name, layer in saved.items() if layer is not None}
@@ -100,14 +100,6 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
             source.collect_metrics(plan, sums, chosen, f"metric-{number}")
         for input_group in input_groups:
             sums.drop(input_group)
-
-
-def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Group tasks that read the same input, in order of first call. Tasks without input form their own groups."""
-    groups: dict[str, list[Task]] = {}
-    for task in tasks:
-        groups.setdefault(task.input_group or task.name, []).append(task)
-    return list(groups.values())
 
 
 @dataclass

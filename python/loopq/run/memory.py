@@ -9,6 +9,7 @@ from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
 from loopq.run.budget import Fit
+from loopq.run.plan import alike
 from loopq.storage.model_files import is_streamed
 
 # Additional in_features x in_features matrices of a rotated solve, in double precision: the original H, the rotation
@@ -82,14 +83,6 @@ def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: F
             )
         parts.append(list(some))
     return parts
-
-
-def alike(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Group layers that read one input, in task order. Layers without activations stay alone."""
-    sets: dict[str, list[Task]] = {}
-    for task in tasks:
-        sets.setdefault(task.input_group or task.name, []).append(task)
-    return list(sets.values())
 
 
 def dumped_bytes(tasks: Sequence[Task], per_step: bool) -> int:

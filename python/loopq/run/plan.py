@@ -158,3 +158,11 @@ def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:
         if task.input_group:
             steps.setdefault(task.input_group, set()).update(task.steps)
     return {input_group: sorted(s) for input_group, s in steps.items()}
+
+
+def alike(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Group layers that read one input, in task order. Layers without activations stay alone."""
+    sets: dict[str, list[Task]] = {}
+    for task in tasks:
+        sets.setdefault(task.input_group or task.name, []).append(task)
+    return list(sets.values())

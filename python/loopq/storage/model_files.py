@@ -109,6 +109,7 @@ def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, 
         source = first.setdefault(id(tensor), name)
         if source == name:
             tensors[name] = tensor.detach()
+            # A type that files do not hold is an error here, not at the first access.
             raw(tensor[:0] if tensor.ndim else tensor)
         else:
             ties[name] = source

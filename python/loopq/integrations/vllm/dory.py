@@ -20,12 +20,11 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import maybe_prefix
 
 from loopq.errors import ConfigError
-from loopq.integrations.vllm.models import BY_TOKEN, Causal, Loops
+from loopq.integrations.vllm.models import BY_TOKEN, Causal, Loops, table
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -136,12 +135,7 @@ class DoryModel(nn.Module):
             raise ConfigError("config.json: recurrent_kv_cache_mode other than 'per_loop' is not served")
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             raise ConfigError("Dory: a norm is over all heads of a layer: use --tensor-parallel-size 1")
-        self.embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.embeddings",
-        )
+        self.embeddings = table(vllm_config, config.hidden_size, f"{prefix}.embeddings")
         n, name = 2 * config.num_hidden_layers, f"{prefix}.layers"
         self.first, self.n_loop = 2 * config.n_input_layers, 2 * config.n_recurrent_layers
         self.end = self.first + self.n_loop * config.n_recurrent_loops
@@ -149,10 +143,6 @@ class DoryModel(nn.Module):
         order[self.first : self.first + self.n_loop] *= config.n_recurrent_loops
         blocks = nn.ModuleList(_Block(vllm_config, i, f"{name}.{i}") for i in range(n))
         self.layers = Loops(blocks, order, name, n, vllm_config)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (n_tokens, d)."""
-        return self.embeddings(input_ids)
 
     def forward(
         self,

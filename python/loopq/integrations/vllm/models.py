@@ -121,6 +121,12 @@ class Loops(nn.Module):
         return len(self._run)
 
 
+def table(vllm_config: VllmConfig, width: int, prefix: str) -> VocabParallelEmbedding:
+    """Token embedding of an inner model."""
+    vocabulary = vllm_config.model_config.hf_config.vocab_size
+    return VocabParallelEmbedding(vocabulary, width, quant_config=vllm_config.quant_config, prefix=prefix)
+
+
 class Causal(nn.Module, SupportsQuant):
     """Interface of a causal model in vLLM. Subclasses provide the inner model."""
 
@@ -154,7 +160,7 @@ class Causal(nn.Module, SupportsQuant):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (n_tokens, d)."""
-        return self.inner.embed_input_ids(input_ids)
+        return self.embedding(input_ids)
 
     def forward(
         self,
@@ -215,22 +221,13 @@ class OuroModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.embed_tokens",
-        )
+        self.embed_tokens = table(vllm_config, config.hidden_size, f"{prefix}.embed_tokens")
         n, name = config.num_hidden_layers, f"{prefix}.layers"
         layers = nn.ModuleList(OuroLayer(vllm_config, f"{name}.{i}") for i in range(n))
         order = list(range(n)) * config.total_ut_steps
         self.layers = Loops(layers, order, name, n, vllm_config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.n_layers = n
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (n_tokens, d)."""
-        return self.embed_tokens(input_ids)
 
     def forward(
         self,
@@ -415,12 +412,7 @@ class RavenModel(nn.Module):
         kind = HuginnBlock if self.huginn else RLlamaBlock
         counts = [config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda]
         n_steps = config.mean_recurrence
-        self.wte = VocabParallelEmbedding(
-            config.vocab_size,
-            config.n_embd,
-            quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.wte",
-        )
+        self.wte = table(vllm_config, config.n_embd, f"{prefix}.wte")
         self.adapter = ColumnParallelLinear(
             2 * config.n_embd,
             config.n_embd,
@@ -445,10 +437,6 @@ class RavenModel(nn.Module):
         std = float(initial.get("std", (2.0 / (5.0 * config.n_embd)) ** 0.5)) * self.scale
         noise = initial_noise(text, config.n_embd, std)[0].to(device=self.ln_f.weight.device)
         self.register_buffer("noise", noise.to(self.ln_f.weight.dtype), persistent=False)
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings (n_tokens, d)."""
-        return self.wte(input_ids)
 
     def forward(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from loopq.api import weights_of
 from loopq.calibrate.collect import collect_rows
 from loopq.errors import CheckpointError, ConfigError, DumpError
 from loopq.formats import native as store
+from loopq.formats.checkpoint import Checkpoint
 from loopq.models.replace import replaced
+from loopq.storage.files import RawTensor
 from tests.support.runs import SETTINGS, digest, job_of
 
 
@@ -28,6 +33,18 @@ def test_load_gives_the_dequantized_model(loaded, tokens, checkpoint_folder):
         expected = loaded.system.rollout(batch, 3)
     assert torch.equal(again.system.rollout(batch, 3), expected)
     assert again.model.lm_head.weight is again.model.transformer["wte"].weight
+
+
+def test_all_that_a_file_of_another_tool_changed_is_measured(loaded, tokens):
+    result = loopq.quantize(loaded, tokens, **SETTINGS)
+    plain = {name: RawTensor.of(weight) for name, weight in weights_of(result).items()}
+    other = Checkpoint({}, {**result.dense, **plain}, result.ties, {"system": None})
+    _, own, found = loopq.evaluate(loaded, {"own": result, "other": other}, tokens)
+    assert own.kl.mean() > 0
+    assert np.array_equal(own.kl, found.kl)
+    more = dataclasses.replace(other, dense={**other.dense, "lm_head.extra": next(iter(plain.values()))})
+    with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.extra': the model has none of this name"):
+        loopq.evaluate(loaded, {"other": more}, tokens)
 
 
 def test_nothing_is_overwritten(loaded, tokens, tmp_path, checkpoint_folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +17,7 @@ from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluate.compare import compare
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, changed
 from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
@@ -430,11 +431,17 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
 
 
 def _values(checkpoint: Checkpoint, loaded: LoadedModel) -> Weights:
-    """Weights of the quantized layers. Each use dequantizes one if all together exceed half of the free memory."""
+    """Weights of the quantized layers, and other tensors that differ from the model's.
+
+    Each use dequantizes one layer if all together exceed half of the free memory.
+    """
     held = isinstance(checkpoint.layers, dict) and not is_streamed(loaded.model)
     room = (available_bytes() or math.inf) / 2
     large = not held or 4 * sum(layer.codes.size for layer in checkpoint.layers.values()) > room
-    return Dequantized(checkpoint.layers) if large else weights_of(checkpoint)
+    layers: Weights = Dequantized(checkpoint.layers) if large else weights_of(checkpoint)
+    others = changed(loaded.system.model, checkpoint)
+    # A chain looks up only, so read-only mappings do.
+    return ChainMap(layers, others) if others else layers  # type: ignore[arg-type]
 
 
 def _options(

@@ -49,7 +49,8 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
     Raises
     ------
     CheckpointError
-        If scales are missing or have another shape, or zero points exist, which these formats do not have.
+        If scales are missing or have another shape, a product is not finite, or zero points exist, which these formats
+        do not have.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -90,7 +91,8 @@ def _values(
         scales = powers(scale.array()) if scale.dtype == "U8" else scale.float32()
     divisor, factor = whole
     if divisor is not None:
-        scales = scales / divisor.float32()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scales = scales / divisor.float32()
     if factor is not None:
         scales = scales * factor.float32()
     scales = scales.reshape(-1, 1) if scales.ndim == 1 and scales.size > 1 else scales
@@ -100,4 +102,6 @@ def _values(
         raise CheckpointError(f"{where}: {list(values.shape)} numbers, scales {list(scales.shape)}")
     spread = scales.repeat(rows // scales.shape[0], 0).repeat(columns // scales.shape[1], 1)
     found: NDArray[np.float32] = values * spread
+    if not np.isfinite(found).all():
+        raise CheckpointError(f"{where}: codes times scales are NaN or infinite; copy the file again")
     return found

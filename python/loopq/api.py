@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,13 +14,12 @@ from numpy.typing import NDArray
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
-from loopq.evaluate.compare import compare
-from loopq.formats.checkpoint import Checkpoint, changed
+from loopq.evaluate.compare import compare, content
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
 from loopq.inference.restore import load_checkpoint
-from loopq.layers.layer import Dequantized
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model, to_device
 from loopq.run import together
@@ -34,9 +31,9 @@ from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out, prepare
 from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
 from loopq.run.together import Ranks
-from loopq.settings.execution import Execution, available_bytes
+from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out
-from loopq.storage.model_files import is_streamed, model_tensors
+from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.depths import Depths
 from loopq.terminal.progress import Silent
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 
     from loopq.evaluate.compare import Measurement
     from loopq.inference.layout import Activations
-    from loopq.models.replace import Weights
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -318,7 +314,7 @@ def evaluate(
             )
     measured = compare(
         loaded.system,
-        {name: _values(c, loaded) for name, c in named.items()},
+        {name: content(loaded.system, c) for name, c in named.items()},
         tokens,
         n_steps=n_steps,
         seeds=seeds,
@@ -428,20 +424,6 @@ def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> L
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
     """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
     return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
-
-
-def _values(checkpoint: Checkpoint, loaded: LoadedModel) -> Weights:
-    """Weights of the quantized layers, and other tensors that differ from the model's.
-
-    Each use dequantizes one layer if all together exceed half of the free memory.
-    """
-    held = isinstance(checkpoint.layers, dict) and not is_streamed(loaded.model)
-    room = (available_bytes() or math.inf) / 2
-    large = not held or 4 * sum(layer.codes.size for layer in checkpoint.layers.values()) > room
-    layers: Weights = Dequantized(checkpoint.layers) if large else weights_of(checkpoint)
-    others = changed(loaded.system.model, checkpoint)
-    # A chain looks up only, so read-only mappings do.
-    return ChainMap(layers, others) if others else layers  # type: ignore[arg-type]
 
 
 def _options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluate.stats import Interval, mean_interval
+from loopq.formats.checkpoint import Checkpoint
+from loopq.layers.layer import Dequantized
 from loopq.models.replace import Weights, placed, replaced
-from loopq.settings.execution import Execution, at_most
+from loopq.settings.execution import Execution, at_most, available_bytes
+from loopq.storage.files import RawTensor
+from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
+from loopq.storage.names import names_of
 from loopq.systems.base import Batch, LoopedSystem, model_code
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 CountBytes = Callable[[NDArray[np.int64]], int | None]
@@ -26,6 +32,7 @@ CountBytes = Callable[[NDArray[np.int64]], int | None]
 _PIECE = 1 << 22
 #: Copies of a piece in float64 at once: two logarithms of probabilities, and what their sums are made of.
 _COPIES = 5
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -316,3 +323,52 @@ def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:
     cosine = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
     unknown = error * float("nan")
     return np.stack([v.cpu().numpy() for v in (error, cosine, unknown, unknown)])
+
+
+def content(system: LoopedSystem, checkpoint: Checkpoint) -> Weights:
+    """Weights of the quantized layers, and other tensors that differ from the model's.
+
+    Each use dequantizes one layer if all together exceed half of the free memory.
+    """
+    held = isinstance(checkpoint.layers, dict) and not is_streamed(system.model)
+    room = (available_bytes() or math.inf) / 2
+    large = not held or 4 * sum(layer.codes.size for layer in checkpoint.layers.values()) > room
+    each = Dequantized(checkpoint.layers)
+    layers: Weights = each if large else dict(each)
+    others = _changed(system.model, checkpoint)
+    # A chain looks up only, so read-only mappings do.
+    return ChainMap(layers, others) if others else layers  # type: ignore[arg-type]
+
+
+def _changed(model: nn.Module, checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
+    """Tensors of a checkpoint besides its layers that differ from the model's, by the model's names, in float32.
+
+    loopq leaves them alone. Other tools fold scales into norms, and their FP8 or FP4 weights are read as plain numbers.
+
+    Raises
+    ------
+    CheckpointError
+        If the model has no place for a matrix.
+    """
+    own, stored = dict(model.named_parameters(remove_duplicate=False)), model_tensors(model)[0]
+    floats = {name: t for name, t in checkpoint.dense.items() if t.dtype in _FLOATS}
+    if all(name in stored and _equal(t, stored[name]) for name, t in floats.items()):
+        return {}
+    found = {}
+    for name, tensor in names_of(model).taken(model, checkpoint.dense, to_torch, raw).items():
+        parameter = own.get(name)
+        if parameter is None and len(tensor.shape) > 1 and name not in model.state_dict(keep_vars=True):
+            raise CheckpointError(
+                f"tensor {name!r}: the model has none of this name; give the model of this file"
+            )
+        if parameter is None or tensor.dtype not in _FLOATS:
+            continue
+        values = to_torch(tensor)
+        if tuple(values.shape) != tuple(parameter.shape) or not values.to(parameter).equal(parameter):
+            found[name] = tensor.float32()
+    return found
+
+
+def _equal(one: RawTensor, other: RawTensor) -> bool:
+    same = one.shape == other.shape
+    return same and other.dtype in _FLOATS and np.array_equal(one.float32(), other.float32())

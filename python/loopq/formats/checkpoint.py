@@ -7,20 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
-from loopq.storage.model_files import model_tensors, raw, to_torch
+from loopq.storage.model_files import raw, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Depth, checked, shown
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -181,37 +177,3 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
                 kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
                 what = float_to_raw(what.in_model_orientation(), kind)
             own[name].copy_(to_torch(what))
-
-
-def changed(model: nn.Module, checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
-    """Tensors of a checkpoint besides its layers that differ from the model's, by the model's names, in float32.
-
-    loopq leaves them alone. Other tools fold scales into norms, and their FP8 or FP4 weights are read as plain numbers.
-
-    Raises
-    ------
-    CheckpointError
-        If the model has no place for a matrix.
-    """
-    own, stored = dict(model.named_parameters(remove_duplicate=False)), model_tensors(model)[0]
-    floats = {name: t for name, t in checkpoint.dense.items() if t.dtype in _FLOATS}
-    if all(name in stored and _equal(t, stored[name]) for name, t in floats.items()):
-        return {}
-    found = {}
-    for name, tensor in names_of(model).taken(model, checkpoint.dense, to_torch, raw).items():
-        parameter = own.get(name)
-        if parameter is None and len(tensor.shape) > 1 and name not in model.state_dict(keep_vars=True):
-            raise CheckpointError(
-                f"tensor {name!r}: the model has none of this name; give the model of this file"
-            )
-        if parameter is None or tensor.dtype not in _FLOATS:
-            continue
-        values = to_torch(tensor)
-        if tuple(values.shape) != tuple(parameter.shape) or not values.to(parameter).equal(parameter):
-            found[name] = tensor.float32()
-    return found
-
-
-def _equal(one: RawTensor, other: RawTensor) -> bool:
-    same = one.shape == other.shape
-    return same and other.dtype in _FLOATS and np.array_equal(one.float32(), other.float32())

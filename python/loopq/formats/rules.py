@@ -163,8 +163,8 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("ouro", "huginn"), "loopq's plugin (loopq.integrations.vllm): run on 0.32"),
         "rllama": "loopq's plugin (loopq.integrations.vllm): Llama's blocks, run on 0.32; not OLMo's",
         "looped": "loopq's plugin (loopq.integrations.vllm): Llama, Mistral, Qwen2, Qwen3; run on 0.32",
-        "dory": "loopq's plugin (loopq.integrations.vllm), files with the published names: written for 0.32, not run "
-        "yet; the class that 0.33 has takes full precision alone",
+        "dory": "loopq's plugin (loopq.integrations.vllm), files with the published names: run on 0.32; the class that "
+        "0.33 has takes full precision alone",
         "nanbeige": "transformers backend (vLLM #56071)",
         "iquest": "its own class (vLLM #31575): run on 0.32",
         "zamba": "Zamba2, its own class",

@@ -271,6 +271,13 @@ LQ_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
     return d;
 }
 
+// Each of the four lowest nibbles of the selector chooses one of the eight bytes of a and b; its highest bit is zero.
+LQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+
 LQ_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
 LQ_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }
 

@@ -2,6 +2,7 @@
 // Each value is rounded once. Contract: kernels/README.md.
 
 #include "primitives.cuh"
+#include "levels.cuh"
 
 namespace loopq {
 
@@ -10,9 +11,10 @@ struct DequantizeArguments {
     const void* scales;   // [scale_rows, n] float32 (kind 0), bf16 (1) or fp16 (2)
     void* out;            // [n, k], row stride k
     int n, k, k_tiles, group_size, scale_rows, scale_kind;
+    Vec4 table;           // of levels (kTable)
 };
 
-template <bool kFloat16>
+template <bool kFloat16, bool kTable>
 struct Dequantize {
     LQ_DEVICE_MEMBER float scale_at(const DequantizeArguments& p, int k, int n) {
         const int group = k / p.group_size;
@@ -22,13 +24,25 @@ struct Dequantize {
         return p.scale_kind == 1 ? bf16_to_float(bits) : f16_to_float(bits);
     }
 
-    LQ_DEVICE_MEMBER u32 value(u32 word, int nibble, float scale) {
-        const float product = (float)((int)((word >> (4 * nibble)) & 15u) - 8) * scale;
-        return kFloat16 ? float_to_f16(product) : float_to_bf16(product);
-    }
+    // The eight codes of a word less 8, or their levels.
+    struct Values {
+        float at[8];
 
-    LQ_DEVICE_MEMBER u32 pair(u32 word, int part, float scale) {
-        return value(word, part, scale) | (value(word, part + 4, scale) << 16);
+        LQ_DEVICE_METHOD Values(const DequantizeArguments& p, u32 word) {
+            u32 bytes[2];
+            if (kTable) look_up(p.table, word, bytes);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                at[i] = kTable ? (float)((int)(bytes[i / 4] >> 8 * (i % 4) & 255u) - kZeroLevel) * kLevelStep
+                               : (float)((int)(word >> 4 * i & 15u) - 8);
+            }
+        }
+    };
+
+    LQ_DEVICE_MEMBER u32 round(float product) { return kFloat16 ? float_to_f16(product) : float_to_bf16(product); }
+
+    LQ_DEVICE_MEMBER u32 pair(const Values& values, int part, float scale) {
+        return round(values.at[part] * scale) | (round(values.at[part + 4] * scale) << 16);
     }
 
     // One warp per tile; a lane holds, of each step of 16 inputs, pairs (k, k + 1) at k and k + 8 of two outputs. Two
@@ -51,12 +65,13 @@ struct Dequantize {
                 // The same for all lanes: k ends at a multiple of 32.
                 const int first_k = tile_k + j * 16;
                 if (first_k >= p.k) continue;
+                const Values values(p, words[j]);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int n = strip * 16 + lane / 4 + half * 8;
                     const float scale = scale_at(p, first_k, n);
-                    const u32 low = pair(words[j], 2 * half, scale);
-                    const u32 high = pair(words[j], 2 * half + 1, scale);
+                    const u32 low = pair(values, 2 * half, scale);
+                    const u32 high = pair(values, 2 * half + 1, scale);
                     const u32 other = shuffle_xor(odd ? low : high, 1);
                     const int k = first_k + lane % 4 / 2 * 4 + (odd ? 8 : 0);
                     st_global2((u16*)p.out + (long long)n * p.k + k, odd ? other : low, odd ? high : other);
@@ -71,8 +86,9 @@ struct Dequantize {
 #ifdef LQ_FLOAT16
 LQ_KERNEL void __launch_bounds__(256) loopq_w4_dequantize(
     const void* weights, const void* scales, void* out, int n, int k, int k_tiles, int group_size, int scale_rows,
-    int scale_kind) {
-    const loopq::DequantizeArguments arguments = {weights, scales, out, n, k, k_tiles, group_size, scale_rows, scale_kind};
-    loopq::Dequantize<LQ_FLOAT16>::run(arguments);
+    int scale_kind, int levels0, int levels4, int levels8, int levels12) {
+    const loopq::DequantizeArguments arguments = {weights, scales, out, n, k, k_tiles, group_size, scale_rows, scale_kind,
+                                                  {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
+    loopq::Dequantize<LQ_FLOAT16, LQ_TABLE>::run(arguments);
 }
 #endif

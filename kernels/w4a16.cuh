@@ -1,7 +1,8 @@
 // What the int4 products share: types, the way from codes to operands, and what one warp does with a pair of strips.
 //
 // A *pair* is two neighbouring strips of 16 outputs. A warp multiplies both with the same fragments of x, for kMt tiles of
-// 8 tokens. Its float32 sums are a *unit*: the pair's outputs for the warp's tokens. Include primitives.cuh first.
+// 8 tokens. Its float32 sums are a *unit*: the pair's outputs for the warp's tokens. Include primitives.cuh
+// and levels.cuh first.
 
 #ifndef LOOPQ_W4A16_CUH
 #define LOOPQ_W4A16_CUH
@@ -38,6 +39,7 @@ struct Bf16 {
     static constexpr u32 kFromBit0 = 0x7f007f00u;     // 2^127: u * 2^-133 becomes u / 64
     static constexpr u32 kFromBit4 = 0x7d007d00u;     // 2^123
     static constexpr u32 kMinusEight = 0xbe00be00u;   // -8 / 64
+    static constexpr u32 kMinusZero = 0xc000c000u;    // -kZeroLevel / 64
     static constexpr float kUnit = 64.0f;
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
@@ -49,6 +51,7 @@ struct Fp16 {
     static constexpr u32 kFromBit0 = 0x78007800u;     // 2^15: u * 2^-24 becomes u / 512
     static constexpr u32 kFromBit4 = 0x68006800u;     // 2^11
     static constexpr u32 kMinusEight = 0xa400a400u;   // -8 / 512
+    static constexpr u32 kMinusZero = 0xb400b400u;    // -kZeroLevel / 512
     static constexpr float kUnit = 512.0f;
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
@@ -56,14 +59,34 @@ struct Fp16 {
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
 };
 
+// Either type with levels of a table. A byte of the table is such a small float too, at bits 0-7.
+template <class Act>
+struct Table : Act {
+    static constexpr float kUnit = Act::kUnit * kLevelStep;
+};
+typedef Table<Bf16> TableBf16;
+typedef Table<Fp16> TableFp16;
+
 // Eight codes to an A fragment. Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
 template <class Act>
-LQ_DEVICE void unpack(u32 word, u32 (&a)[4]) {
+LQ_DEVICE void unpack(Act, const Vec4&, u32 word, u32 (&a)[4]) {
     const u32 high = word >> 8;
     a[0] = Act::fma2(word & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
     a[2] = Act::fma2(word & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
     a[1] = Act::fma2(high & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
     a[3] = Act::fma2(high & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
+}
+
+template <class Act>
+LQ_DEVICE void unpack(Table<Act>, const Vec4& table, u32 word, u32 (&a)[4]) {
+    u32 found[2];
+    // Codes 0, 1, 4, 5, then 2, 3, 6, 7: so each pair is two bytes apart.
+    look_up(table, permute(word, word, 0x3120u), found);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        a[i] = Act::fma2(found[i] & 0x00ff00ffu, Act::kFromBit0, Act::kMinusZero);
+        a[i + 2] = Act::fma2(found[i] >> 8 & 0x00ff00ffu, Act::kFromBit0, Act::kMinusZero);
+    }
 }
 
 struct Arguments {
@@ -78,6 +101,7 @@ struct Arguments {
     int m, n, k_tiles, k_begin, k_end;
     int x_stride, out_stride, addend_stride;
     int group_shift, scale_rows, flags;
+    Vec4 table;                // of levels, unused with even ones
 };
 
 LQ_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -137,7 +161,7 @@ struct PairOfStrips {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) unpack<Act>(words[i][2 * half + j], a[j][i]);
+            for (int i = 0; i < 2; ++i) unpack(Act{}, p.table, words[i][2 * half + j], a[j][i]);
     }
 
     // part += products of 32 rows with one token tile; `fresh`, known when compiled, says that a group begins here and part

@@ -14,11 +14,12 @@
 // * A pair that several warps share is summed over the warps, a pair that several slices share over the slices,
 //   always in ascending K order: the result does not depend on which warp or block happens to finish first.
 //
-// Compile-time choices (macros at the bottom): activation type, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
+// Compile-time choices (macros at the bottom): activation type with even levels or a table, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
 // end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages,
 // and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
 
 #include "primitives.cuh"
+#include "levels.cuh"
 #include "w4a16.cuh"
 
 namespace loopq {
@@ -410,10 +411,12 @@ struct Gemm {
 LQ_KERNEL void __launch_bounds__(LQ_THREADS, 1) loopq_w4a16_gemm(
     const void* x, const void* weights, const void* scales, void* out, const void* bias, const void* addend,
     void* partials, void* counters, int m, int n, int k_tiles, int k_begin, int k_end,
-    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags) {
+    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags,
+    int levels0, int levels4, int levels8, int levels12) {
     const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
                                         m, n, k_tiles, k_begin, k_end,
-                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags};
+                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags,
+                                        {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
     loopq::Gemm<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_MT, LQ_FOLD, LQ_STAGES, LQ_BULK> gemm(arguments);
     gemm.run();
 }

@@ -10,10 +10,11 @@
 // * Each warp ends with the sums of one unit, and slices of K are added by the warp that brings the unit's last one, in
 //   ascending K order.
 //
-// Compile-time choices: activation type, scale type, kTokenWarps in {1, 2}, where groups end (kFold: 0 = every 32 rows, 1 =
+// Compile-time choices: activation type with even levels or a table, scale type, kTokenWarps in {1, 2}, where groups end (kFold: 0 = every 32 rows, 1 =
 // every 64, 2 = at multiples of 64 << group_shift), ring depth kStages.
 
 #include "primitives.cuh"
+#include "levels.cuh"
 #include "w4a16.cuh"
 
 namespace loopq {
@@ -237,10 +238,12 @@ struct Tiled {
 LQ_KERNEL void __launch_bounds__(256, 1) loopq_w4a16_tiled(
     const void* x, const void* weights, const void* scales, void* out, const void* bias, const void* addend,
     void* partials, void* counters, int m, int n, int k_tiles, int k_begin, int k_end,
-    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags) {
+    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags,
+    int levels0, int levels4, int levels8, int levels12) {
     const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
                                         m, n, k_tiles, k_begin, k_end,
-                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags};
+                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags,
+                                        {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
     loopq::Tiled<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_TOKEN_WARPS, LQ_FOLD, LQ_STAGES> tiled(arguments);
     tiled.run();
 }

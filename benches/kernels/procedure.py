@@ -136,7 +136,7 @@ class Int4Layer:
         """The product of the stored integers and scales in float64."""
         in_features = self.projection.in_features
         ones = torch.ones_like(self.scales[:1], dtype=torch.float32)
-        codes = dequantize_packed(self.qweight, ones, in_features, -1).double()
+        codes = dequantize_packed(Product(x, self.qweight, ones, None, None, in_features, -1)).double()
         weight = codes * spread_scales(self.scales, in_features, self.group_size).double()
         return x.double() @ weight.t()
 

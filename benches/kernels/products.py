@@ -23,7 +23,7 @@ from benches.kernels.procedure import (
     record,
 )
 from benches.kernels.shapes import Projection
-from loopq.cuda.launch import Workspace, launch_dequantize, workspace_for
+from loopq.cuda.launch import Product, Workspace, launch_dequantize, workspace_for
 from loopq.cuda.load import Backend
 from loopq.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, Plan, make_plan, token_tiles_for
 from loopq.errors import ConfigError
@@ -103,7 +103,8 @@ def record_dequantized(
     weight = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16, device=backend.device)
 
     def run(copy: Int4Layer) -> None:
-        launch_dequantize(backend, copy.qweight, copy.scales, weight, group_size)
+        operands = x, copy.qweight, copy.scales, None, None, layer.in_features, group_size
+        launch_dequantize(backend, Product(*operands), weight)
         torch.mm(x, weight.t(), out=out)
 
     return record(backend, [partial(run, copy) for copy in copies], procedure)

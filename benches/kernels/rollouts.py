@@ -89,8 +89,7 @@ def random_parts(
 
 
 def _dense(layer: QuantLinear) -> torch.Tensor:
-    weight = dequantize_packed(layer.qweight, layer.scales, layer.in_features, layer.group_size)
-    return weight.to(torch.bfloat16)
+    return dequantize_packed(layer.product(layer.scales)).to(torch.bfloat16)
 
 
 class EagerLoop:

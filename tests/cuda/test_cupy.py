@@ -91,7 +91,7 @@ def test_our_sources_compile_with_cupys_own_options(architecture: str) -> None:
     for kernel, defines in (
         ("w4a16_gemm.cu", Variant("bf16", 1, 2, 4, architecture == "sm_90").defines),
         ("fused_ops.cu", ("-DLQ_IO=Bf16Io",)),
-        ("w4_dequantize.cu", ("-DLQ_FLOAT16=false",)),
+        ("w4_dequantize.cu", ("-DLQ_FLOAT16=0", "-DLQ_TABLE=0")),
     ):
         options = core.assemble_cupy_compiler_options(("-std=c++17", *defines))
         program = compiler._NVRTCProgram(translation_unit(kernel), kernel, (), (), method="cubin")
@@ -123,7 +123,7 @@ def test_what_cupy_raises_without_a_driver_becomes_an_advice(monkeypatch: pytest
     backend = object.__new__(load.CudaBackend)
     backend._torch, backend._cupy, backend.index = torch, cupy, 0
     backend.limits = load.DeviceLimits(132, 232_448, (9, 0))
-    kernel = load.Kernel("w4_dequantize.cu", "loopq_w4_dequantize", ("-DLQ_FLOAT16=false",))
+    kernel = load.Kernel("w4_dequantize.cu", "loopq_w4_dequantize", ("-DLQ_FLOAT16=0", "-DLQ_TABLE=0"))
     with pytest.raises(KernelError, match=r"(?s)CuPy could not build w4_dequantize\.cu.*loopq\[cuda1"):
         backend._load(kernel)
 

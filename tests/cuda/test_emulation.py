@@ -84,6 +84,18 @@ def test_types_with_many_tokens(activation: str, scales: str, group: int) -> Non
         assert relative_l2(result, problem.expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 12, 30, 40, 100])
+@pytest.mark.parametrize(
+    ("activation", "scales", "group"),
+    [("bf16-table", "bf16", 32), ("bf16-table", "f32", 128), ("fp16-table", "fp16", 64)],
+)
+def test_levels_of_a_table(activation: str, scales: str, group: int, tokens: int) -> None:
+    case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
+    for bulk in (False, True)[: 1 if case.tiled else 2]:
+        result, problem = solve(case, bulk=bulk)
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_other_ring_depths_with_many_tokens(stages: int) -> None:
     for tokens in (64, 70):
@@ -190,16 +202,16 @@ def test_a_range_of_k_keeps_the_groups_of_the_whole(k_begin: int, k_end: int, gr
 
 
 def test_weights_are_exact() -> None:
-    """One input at a time picks out one column of W: every q in -8..7 must come out as exactly q * s."""
+    """One input at a time picks out one column of W: every q, and every level, must come out as exactly q * s."""
     case = Case(k=128, n=16, tokens=16, warps=1)
-    for activation in ("bf16", "fp16"):
-        problem = make_problem(replace(case, activation=activation))
-        one = 0x3F80 if activation == "bf16" else 0x3C00
+    for activation, group in (("bf16", 128), ("fp16", 128), ("bf16-table", 128), ("fp16-table", 256)):
+        problem = make_problem(replace(case, activation=activation, group=group))
+        one = 0x3F80 if activation.startswith("bf16") else 0x3C00
         for start in range(0, 128, 16):
             problem.x[:, :128] = 0
             problem.x[np.arange(16), start + np.arange(16)] = one
-            expected = (problem.codes * problem.scale_bits[0][:, None])[:, start : start + 16].T
-            np.testing.assert_array_equal(run(problem), expected)
+            values = problem.values[:, start : start + 16].astype(np.float32)
+            np.testing.assert_array_equal(run(problem), (values * problem.scale_bits[0][:, None]).T)
 
 
 def test_not_a_number_stays_in_its_token() -> None:

@@ -16,6 +16,7 @@ from loopq.cuda.tiled import TiledVariant
 from loopq.errors import KernelError
 from loopq.inference.linear import QuantLinear
 from tests.support.cuda.backend import EmulatedBackend
+from tests.support.cuda.cases import TABLE
 from tests.support.cuda.emulation import compiler
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.operands import operands
@@ -96,6 +97,27 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
 
 
 @needs_compiler
+@pytest.mark.parametrize("tokens", [3, 16, 33, 130])
+def test_a_layer_with_a_table(tokens: int) -> None:
+    backend = EmulatedBackend()
+    codes, scales = layer_parts(in_features=416, group_size=128)
+    layer = linear_of(codes, scales * np.float32([[1], [-1], [1]] * 16), 128, 4, levels=TABLE)
+    assert layer.layout == "lq-w4"
+    weight = layer.dequantize()
+    np.testing.assert_array_equal(
+        weight[1], np.float32(TABLE)[codes[1] + 8] / -16 * scales[1].repeat(128)[:416]
+    )
+    x = torch.randn(tokens, 416, generator=torch.Generator().manual_seed(2)).bfloat16()
+    out = emulate(backend, x, layer, out_dtype=torch.float32)
+    if tokens > w4a16.INT4_KERNEL_TOKENS:
+        assert torch.equal(out, torch.nn.functional.linear(x, weight.bfloat16()).float())
+    else:
+        exact = x.double() @ weight.double().t()
+        assert torch.linalg.norm(out - exact) < 1e-6 * torch.linalg.norm(exact)
+    assert torch.equal(layer(x), layer.float().forward(x.float()).bfloat16())
+
+
+@needs_compiler
 def test_many_tokens_are_dequantised_and_multiplied() -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=224, group_size=64)
@@ -114,7 +136,7 @@ def test_dequantize_kernel_rounds_once(group_size: int, dtype: torch.dtype) -> N
     codes, scales = layer_parts(out_features=32, in_features=224, group_size=group_size)
     layer = linear_of(codes, scales, group_size, 4)
     out = torch.full((32, 224), torch.nan, dtype=dtype)
-    launch.launch_dequantize(EmulatedBackend(), layer.qweight, layer.scales, out, group_size)
+    launch.launch_dequantize(EmulatedBackend(), layer.product(out), out)
     assert torch.equal(out, layer.dequantize().to(dtype))
 
 
@@ -133,6 +155,9 @@ PROVEN: list[Variant | TiledVariant] = [
         *(("bf16", scales, fold) for scales in ("f32", "bf16") for fold in (0, 1, 2)),
         ("fp16", "f32", 2),
         ("fp16", "fp16", 0),
+        ("bf16-table", "bf16", 0),
+        ("bf16-table", "f32", 2),
+        ("fp16-table", "fp16", 1),
     )
     for token_warps in (1, 2)
 ]
@@ -149,6 +174,16 @@ PROVEN += [
     for fold in (0, 3)
     for bulk in (False, True)
 ]
+PROVEN += [
+    Variant(activation, tiles, fold, 4, bulk, scales)
+    for activation, fold, scales in (
+        ("bf16-table", 0, "bf16"),
+        ("bf16-table", 3, "f32"),
+        ("fp16-table", 1, "fp16"),
+    )
+    for tiles in (1, 2, 4)
+    for bulk in (False, True)
+]
 
 
 @needs_compiler
@@ -161,6 +196,6 @@ def test_a_good_kernel_is_proven_exactly(variant: Variant) -> None:
 
 @needs_compiler
 def test_a_kernel_that_is_wrong_on_a_device_is_refused() -> None:
-    for variant, outputs in ((PROVEN[0], 3072), (PROVEN[-1], 384)):
+    for variant, outputs in ((PROVEN[0], 3072), (PROVEN[-1], 1536)):
         with pytest.raises(KernelError, match=rf"wrong on cpu, in 1 of {outputs} outputs.*It is not used"):
             launch.prove(variant, LyingBackend())

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from loopq import _native
 from loopq.cuda import layout
 from loopq.errors import ConfigError
+from tests.support.cuda import marlin
+from tests.support.cuda.cases import TABLE
 from tests.support.cuda.marlin import marlin_by_formula
 
 
@@ -42,7 +44,12 @@ def test_packer_follows_the_formula(out_features: int, in_features: int) -> None
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_unpack_undoes_pack(strips: int, steps: int, seed: int) -> None:
     codes = random_codes(strips * 16, steps * 32, seed)
-    np.testing.assert_array_equal(layout.unpack_w4(layout.pack_w4(codes), steps * 32), codes)
+    np.testing.assert_array_equal(marlin.unpack_w4(layout.pack_w4(codes), steps * 32), codes)
+
+
+def test_bytes_of_a_table_are_levels_plus_128() -> None:
+    assert layout.level_bytes(TABLE).tobytes() == bytes(level + 128 for level in TABLE)
+    assert not layout.level_bytes(None).any()
 
 
 def test_padding_is_the_code_of_zero() -> None:
@@ -57,7 +64,7 @@ def test_padding_is_the_code_of_zero() -> None:
 def test_marlin_words_are_a_permutation(k: int, n: int, pad_k: int, pad_n: int) -> None:
     codes = random_codes(n, k)
     padded = np.pad(codes, ((0, pad_n), (0, pad_k)))
-    np.testing.assert_array_equal(layout.from_marlin(marlin_by_formula(padded), k, n), layout.pack_w4(codes))
+    np.testing.assert_array_equal(marlin.from_marlin(marlin_by_formula(padded), k, n), layout.pack_w4(codes))
 
 
 def test_marlin_scales_come_back_in_order() -> None:
@@ -86,18 +93,18 @@ def test_codes_outside_int4_are_refused() -> None:
 
 def test_unpack_refuses_another_width() -> None:
     with pytest.raises(ConfigError, match="does not hold 128 inputs"):
-        layout.unpack_w4(layout.pack_w4(random_codes(16, 64)), 128)
+        marlin.unpack_w4(layout.pack_w4(random_codes(16, 64)), 128)
     with pytest.raises(ConfigError, match="codes beyond 96 inputs"):
-        layout.unpack_w4(layout.pack_w4(random_codes(16, 128)), 96)
+        marlin.unpack_w4(layout.pack_w4(random_codes(16, 128)), 96)
 
 
 def test_marlin_refuses_what_does_not_fit() -> None:
     words = marlin_by_formula(random_codes(64, 64))
     with pytest.raises(ConfigError, match="at most 64 inputs and 64 outputs"):
-        layout.from_marlin(words, 128, 64)
+        marlin.from_marlin(words, 128, 64)
     for k, n in ((32, 64), (64, 48)):
         with pytest.raises(ConfigError, match=f"codes beyond {k} inputs and {n} outputs"):
-            layout.from_marlin(words, k, n)
+            marlin.from_marlin(words, k, n)
     with pytest.raises(ConfigError, match="do not cover 2 groups"):
         layout.marlin_scales_to_rows(np.ones((1, 64), np.float32), 128, 256, 64)
 
@@ -137,7 +144,7 @@ def test_the_core_moves_marlins_words_like_the_twin(
     codes = random_codes(n, k, seed)
     words = marlin_by_formula(np.pad(codes, ((0, file_n - n), (0, 16 * pad_k))))
     packed = _native.w4_from_marlin(words, k, n)
-    np.testing.assert_array_equal(packed, layout.from_marlin(words, k, n))
+    np.testing.assert_array_equal(packed, marlin.from_marlin(words, k, n))
     np.testing.assert_array_equal(packed, layout.pack_w4(codes))
 
 
@@ -157,7 +164,7 @@ def test_one_code_in_the_padding_is_noticed(data: st.DataObject) -> None:
     with pytest.raises(ConfigError, match="zero beyond 96 inputs and 80 outputs"):
         _native.w4_from_marlin(words, k, n)
     with pytest.raises(ConfigError, match="codes beyond 96 inputs and 80 outputs"):
-        layout.from_marlin(words, k, n)
+        marlin.from_marlin(words, k, n)
 
 
 def test_a_marlin_export_becomes_the_same_weight() -> None:

@@ -33,6 +33,8 @@ def variants(architecture: str) -> list[Variant]:
         if not (bulk and architecture == "sm_80") and (activation == "bf16" or (fold, token_tiles) == (3, 4))
     ]
     found += [Variant("bf16", 1, 3, stages, False) for stages in (2, 6)]
+    found += [Variant("bf16-table", tiles, fold, 4, False) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
+    found += [Variant("fp16-table", 4, 0, 4, architecture == "sm_90", "fp16")]
     return found + [
         Variant("bf16", tiles, 3, 4, False, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")
     ]
@@ -41,7 +43,7 @@ def variants(architecture: str) -> list[Variant]:
 def _quick(case: tuple[str, Variant | TiledVariant]) -> bool:
     """One fold, bfloat16 and the depth that is planned."""
     architecture, variant = case
-    usual = variant.activation == "bf16" and variant.stages == 4 and variant.fold == 2
+    usual = variant.activation.startswith("bf16") and variant.stages == 4 and variant.fold == 2
     return usual and architecture == "sm_90"
 
 
@@ -67,6 +69,12 @@ def test_gemm_compiles_without_spills(architecture: str, variant: Variant) -> No
 
 TILED = [
     TiledVariant("bf16", warps, fold, 4, scales)
+    for warps in (1, 2)
+    for fold in (0, 1, 2)
+    for scales in ("f32", "bf16")
+]
+TILED += [
+    TiledVariant("bf16-table", warps, fold, 4, scales)
     for warps in (1, 2)
     for fold in (0, 1, 2)
     for scales in ("f32", "bf16")
@@ -149,12 +157,14 @@ def test_small_kernels_compile_without_spills(architecture: str) -> None:
     entries = {
         ("fused_ops.cu", "-DLQ_IO=Bf16Io"): ("loopq_add_norm", "loopq_rope_attention", "loopq_swiglu"),
         ("fused_ops.cu", "-DLQ_IO=Fp16Io"): ("loopq_add_norm", "loopq_rope_attention", "loopq_swiglu"),
-        ("w4_dequantize.cu", "-DLQ_FLOAT16=false"): ("loopq_w4_dequantize",),
-        ("w4_dequantize.cu", "-DLQ_FLOAT16=true"): ("loopq_w4_dequantize",),
+    } | {
+        ("w4_dequantize.cu", f"-DLQ_FLOAT16={half}", f"-DLQ_TABLE={table}"): ("loopq_w4_dequantize",)
+        for half in (0, 1)
+        for table in (0, 1)
     }
-    for (name, define), kernels in entries.items():
+    for (name, *defines), kernels in entries.items():
         cubin = nvrtc.compile_cubin(
-            translation_unit(name), name, [f"-arch={architecture}", "-std=c++17", define]
+            translation_unit(name), name, [f"-arch={architecture}", "-std=c++17", *defines]
         )
         for kernel in kernels:
             used = nvrtc.resources(cubin, kernel)

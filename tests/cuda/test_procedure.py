@@ -56,7 +56,7 @@ def test_verification_notices_a_wrong_product() -> None:
     class Wrong(EmulatedBackend):
         def launch(self, kernel, grid, threads, shared_bytes, args):  # type: ignore[no-untyped-def]
             args = list(args)
-            args[-2] = np.int32(1)  # one scale row instead of all of them
+            args[-6] = np.int32(1)  # one scale row instead of all of them
             super().launch(kernel, grid, threads, shared_bytes, args)
 
     (record,) = bench.verify_products(Wrong(), [Projection("a", 416, 48, 1)], tokens=(1,))
@@ -81,8 +81,7 @@ def test_arms_hold_the_same_weights() -> None:
     int4 = bench_rollout.random_parts(size, CPU, quantized=True)
     dense = bench_rollout.random_parts(size, CPU, quantized=False)
     for a, b in zip(int4.products(), dense.products(), strict=True):
-        weight = dequantize_packed(a.qweight, a.scales, a.in_features, a.group_size)
-        assert torch.equal(weight.bfloat16(), b.weight)
+        assert torch.equal(dequantize_packed(a.product(a.scales)).bfloat16(), b.weight)
     assert torch.equal(int4.blocks[0].norms[3], dense.blocks[0].norms[3])
 
 

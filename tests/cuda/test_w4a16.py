@@ -9,6 +9,7 @@ import torch
 from loopq.cuda import w4a16
 from loopq.cuda.layout import pack_w4
 from loopq.errors import KernelError, LoopqError
+from tests.support.cuda.cases import TABLE
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.operands import operands
 
@@ -30,6 +31,16 @@ def test_reference_is_the_product(group_size: int, dtype: torch.dtype) -> None:
     assert call(**given).dtype == dtype
 
 
+def test_reference_with_a_table() -> None:
+    codes, scales = layer_parts(group_size=64)
+    given = operands(64, dtype=torch.float32)
+    x = given["x"]
+    assert isinstance(x, torch.Tensor)
+    weight = dense(np.array(TABLE)[codes + 8] / 16, scales, 64)
+    out = call(**given, levels=TABLE)
+    np.testing.assert_allclose(out.numpy(), x.double().numpy() @ weight.T, rtol=1e-5, atol=1e-3)
+
+
 def test_opcheck() -> None:
     codes, scales = layer_parts()
     packed, rows = torch.from_numpy(pack_w4(codes)), torch.from_numpy(scales.T.copy())
@@ -39,6 +50,7 @@ def test_opcheck() -> None:
         (torch.randn(3, 160), packed, rows, None, None, 160, 64),
         (torch.randn(2, 3, 160).bfloat16(), packed, rows, bias, addend, 160, 64, 0, torch.float32),
         (torch.randn(5, 96).half(), packed, rows.half(), bias, None, 160, 64, 64),
+        (torch.randn(3, 160), packed, rows, None, None, 160, 64, 0, None, list(TABLE)),
     ):
         torch.library.opcheck(op, args)
 
@@ -58,6 +70,8 @@ def test_opcheck() -> None:
         ({"x": torch.ones(3, 150)}, "150 features from input 0 on"),
         ({"x": torch.ones(3, 192)}, "192 features from input 0 on"),
         ({"k_begin": 16}, "160 features from input 16 on"),
+        ({"levels": range(15)}, "a table has 16 levels"),
+        ({"levels": range(-128, -112)}, "of -127..127"),
         ({"bias": torch.ones(48).bfloat16()}, "bias is torch.bfloat16"),
         ({"bias": torch.ones(47)}, r"expected float32 \(48,\)"),
         ({"addend": torch.ones(2, 48)}, r"addend is torch.float32 \(2, 48\); expected float32 \(3, 48\)"),

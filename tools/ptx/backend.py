@@ -36,7 +36,7 @@ def _rows(rows: int, stride: int, width: int, size: int) -> int:
 
 
 def _gemm(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Extent]:
-    m, width, k_tiles, k_begin, k_end, x_stride, out_stride, addend_stride, _, scale_rows, flags = n
+    m, width, k_tiles, k_begin, k_end, x_stride, out_stride, addend_stride, _, scale_rows, flags = n[:11]
     defines = dict(d[2:].split("=") for d in kernel.defines)
     units = (width // 16 + 1) // 2
     floats = 256 * int(defines.get("LQ_MT", 8))
@@ -88,7 +88,7 @@ def _swiglu(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Ext
 
 
 def _dequantize(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Extent]:
-    out_features, in_features, k_tiles, _, scale_rows, kind = n
+    out_features, in_features, k_tiles, _, scale_rows, kind = n[:6]
     return [
         Extent("weights", out_features // 16 * k_tiles * 512),
         Extent("scales", scale_rows * out_features * (4 if kind == 0 else 2)),

@@ -5,13 +5,14 @@ Importing this module needs torch. The backend decides which device runs a launc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from loopq.cuda.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, pack_w4, packed_shape
+from loopq.cuda.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, level_bytes, pack_w4, packed_shape
 from loopq.cuda.load import Backend, Kernel
 from loopq.cuda.plan import (
     TOKENS_PER_LAUNCH,
@@ -81,6 +82,7 @@ class Product:
     group_size: int
     k_begin: int = 0
     out_dtype: torch.dtype | None = None
+    levels: Sequence[int] | None = None
 
     @property
     def out_features(self) -> int:
@@ -113,6 +115,7 @@ class Product:
                 raise refuse(
                     f"{name} is on {tensor.device}, x on {self.x.device}: move the layer or the input"
                 )
+        level_bytes(self.levels)
         self._check_types()
         self._check_shapes()
         self._check_extras()
@@ -240,9 +243,9 @@ def launch_gemm(
     KernelError
         If a pointer or a row stride is not aligned.
     """
-    x, layer = p.x, p.layer
+    x, layer, table = p.x, p.layer, "-table" * (p.levels is not None)
     _check_alignment(x, {"x": x, "qweight": p.qweight, "scales": p.scales})
-    rows, types = x.shape[0], (ACTIVATIONS[x.dtype], SCALES[p.scales.dtype])
+    rows, types = x.shape[0], (ACTIVATIONS[x.dtype] + table, SCALES[p.scales.dtype])
     launched: _Launch
     if rows > TOKENS_PER_LAUNCH:
         assert not isinstance(plan, Plan), "a cut for at most 32 tokens"
@@ -269,6 +272,7 @@ def launch_gemm(
             *(0 if t is None else t.data_ptr() for t in (p.bias, p.addend)),
             *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
             *(np.int32(v) for v in (*numbers, launched.group_shift, p.scales.shape[0], flags)),
+            *level_bytes(p.levels),
         ),
     )
 
@@ -309,25 +313,29 @@ class _Launch:
         )
 
 
-def launch_dequantize(
-    backend: Backend, qweight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group_size: int
-) -> None:
+def launch_dequantize(backend: Backend, p: Product, out: torch.Tensor) -> None:
     """Write s * q into out (out_features, in_features), rounded once to its type (bfloat16 or float16)."""
     out_features, in_features = out.shape
-    tiles = qweight.numel() // WORDS_PER_TILE
-    kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[scales.dtype]
-    group = in_features if group_size == -1 else group_size
-    numbers = (out_features, in_features, -(-in_features // TILE_K), group, scales.shape[0], kind)
-    half = "true" if out.dtype == torch.float16 else "false"
+    tiles = p.qweight.numel() // WORDS_PER_TILE
+    kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[p.scales.dtype]
+    group = in_features if p.group_size == -1 else p.group_size
+    numbers = (out_features, in_features, -(-in_features // TILE_K), group, p.scales.shape[0], kind)
+    defines = f"-DLQ_FLOAT16={int(out.dtype == torch.float16)}", f"-DLQ_TABLE={int(p.levels is not None)}"
     backend.launch(
-        Kernel("w4_dequantize.cu", "loopq_w4_dequantize", (f"-DLQ_FLOAT16={half}",)),
+        Kernel("w4_dequantize.cu", "loopq_w4_dequantize", defines),
         (min(-(-tiles // 8), 16 * backend.limits.multiprocessors), 1),
         256,
         0,
-        (qweight.data_ptr(), scales.data_ptr(), out.data_ptr(), *(np.int32(v) for v in numbers)),
+        (
+            *(t.data_ptr() for t in (p.qweight, p.scales, out)),
+            *(np.int32(v) for v in numbers),
+            *level_bytes(p.levels),
+        ),
     )
 
 
+#: A table whose bytes all differ, for the proof.
+_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 
 
@@ -347,7 +355,7 @@ def _cut_in_two(
 
 
 def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
-    """Multiply a small layer with a newly loaded kernel. All sums are of small integers, so the result is exact.
+    """Multiply a small layer with a newly loaded kernel. All sums are of small integers or sixteenths, so it is exact.
 
     The layer contains every code, a short last group and a half-empty pair of strips. It is cut into two slices. The
     kernel relies on properties such as subnormal 16-bit operands. A device or compiler without them raises an error at
@@ -364,13 +372,18 @@ def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
     scales = torch.from_numpy(rng.integers(1, 5, (-(-k // group), n)).astype(np.float32))
     tokens, plan, workspace = _cut_in_two(variant, (n, 0, k, group), backend)
     x = torch.from_numpy(rng.integers(-8, 9, (tokens, k)).astype(np.float32))
-    weight = torch.from_numpy(codes).double() * scales.double().repeat_interleave(group, dim=0)[:k].t()
+    kind, _, table = variant.activation.partition("-")
+    levels = _LEVELS if table else None
+    values = torch.arange(-8.0, 8.0) if levels is None else torch.tensor(levels) / 16
+    weight = (
+        values.double()[codes.astype(np.int64) + 8] * scales.double().repeat_interleave(group, dim=0)[:k].t()
+    )
     expected = x.double() @ weight.t()
     out = torch.full((len(x), n), torch.nan, device=backend.device)
-    activations = {name: dtype for dtype, name in ACTIVATIONS.items()}[variant.activation]
+    activations = {name: dtype for dtype, name in ACTIVATIONS.items()}[kind]
     kept = scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales])
     words = torch.from_numpy(pack_w4(codes)).to(backend.device)
-    product = Product(x.to(backend.device, activations), words, kept, None, None, k, group)
+    product = Product(x.to(backend.device, activations), words, kept, None, None, k, group, levels=levels)
     launch_gemm(backend, product, out, workspace, plan=plan)
     wrong = int((out.cpu().double() != expected).sum())
     if wrong:

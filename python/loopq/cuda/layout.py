@@ -9,6 +9,8 @@ import numpy as np
 from loopq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 __all__ = [
@@ -16,11 +18,10 @@ __all__ = [
     "N_STEP",
     "TILE_K",
     "WORDS_PER_TILE",
-    "from_marlin",
+    "level_bytes",
     "marlin_scales_to_rows",
     "pack_w4",
     "packed_shape",
-    "unpack_w4",
 ]
 
 K_STEP = 32
@@ -78,9 +79,8 @@ def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
     Examples
     --------
     >>> import numpy as np
-    >>> codes = np.arange(16 * 32).reshape(16, 32).astype(np.int8) % 16 - 8
-    >>> bool((unpack_w4(pack_w4(codes), 32) == codes).all())
-    True
+    >>> pack_w4(np.ones((16, 32), np.int8)).view(np.uint32)[0, :4]
+    array([2576980377, 2576980377, 2290649224, 2290649224], dtype=uint32)
     """
     if codes.ndim != 2 or codes.dtype != np.int8:
         raise ConfigError(f"codes are {codes.dtype} of shape {codes.shape}; expected int8 (out, in)")
@@ -102,80 +102,21 @@ def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
     return words.reshape(shape).view(np.int32)
 
 
-def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
-    """Codes (out, in) of a packed weight. Inverse of `pack_w4`.
+def level_bytes(levels: Sequence[int] | None) -> NDArray[np.int32]:
+    """Four words of a kernel's 16 bytes for a table: each level plus 128. Zeros for even levels.
 
     Raises
     ------
     ConfigError
-        If the shape of `packed` does not match `in_features`, or it holds codes beyond that.
+        If there are not 16 levels of -127..127.
     """
-    strips = packed.shape[0] if packed.ndim else 0
-    if packed.ndim != 2 or packed.shape != packed_shape(strips * N_STEP, in_features):
-        raise ConfigError(f"packed weight of shape {packed.shape} does not hold {in_features} inputs")
-    tiles = packed.shape[1] // WORDS_PER_TILE
-    words = np.ascontiguousarray(packed).view(np.uint32).reshape(strips, tiles, 8, 4, 4)
-    codes = np.empty((strips, 2, 8, tiles, 4, 2, 4, 2), np.int8)
-    for half in range(2):
-        for high in range(2):
-            for odd in range(2):
-                nibble = (words >> np.uint32(4 * (2 * half + high + 4 * odd))) & np.uint32(15)
-                codes[:, half, :, :, :, high, :, odd] = (
-                    nibble.transpose(0, 2, 1, 4, 3).astype(np.int8) - _OFFSET
-                )
-    whole = codes.reshape(strips * N_STEP, tiles * TILE_K)
-    if np.any(whole[:, in_features:]):
-        raise ConfigError(f"the packed weight holds codes beyond {in_features} inputs: is this its width?")
-    return whole[:, :in_features].copy()
-
-
-def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -> NDArray[np.int32]:
-    """Packed weight from Marlin's: the same words in another order. The file's padding is removed.
-
-    Parameters
-    ----------
-    words : ndarray of int32, shape (K / 16, 2 N)
-        Marlin's 4-bit layout of a K x N matrix. K and N may exceed the layer's widths (padding).
-    in_features, out_features : int
-        Widths of the layer.
-
-    Returns
-    -------
-    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
-
-    Raises
-    ------
-    ConfigError
-        If the file's matrix is smaller than the layer, or the padding beyond the layer is not zero.
-
-    Notes
-    -----
-    Marlin's word (16-row tile kt, 64-column tile nt, lane, j) goes to native word
-    ``((4 nt + j) KT + (kt >> 2)) * 128 + 4 lane + (kt & 3)``; no nibble moves.
-    """
-    shape = packed_shape(out_features, in_features)
-    if words.ndim != 2:
-        raise ConfigError(f"a Marlin weight of shape {words.shape}; expected (K / 16, 2 N)")
-    k16, double_n = words.shape
-    if k16 * 16 < in_features or double_n // 2 < out_features or double_n % 128:
+    if levels is None:
+        return np.zeros(4, np.int32)
+    if len(levels) != 16 or min(levels) < -127 or max(levels) > 127:
         raise ConfigError(
-            f"a Marlin weight of shape {words.shape} holds at most {k16 * 16} inputs and {double_n // 2} "
-            f"outputs; the layer has {in_features} and {out_features}"
+            f"a table has 16 levels of -127..127, in sixteenths of the scale; got {list(levels)}"
         )
-    tiles = shape[1] // WORDS_PER_TILE
-    zero = np.uint32(0x88888888)
-    source = np.ascontiguousarray(words).view(np.uint32).reshape(k16, double_n // 128, 32, 4)
-    strips = source.transpose(1, 3, 0, 2).reshape(-1, k16, 32)  # (nt and j, step of 16 inputs, lane)
-    used = in_features // 16
-    if np.any(strips[:, used:] != zero) or np.any(strips[shape[0] :] != zero):
-        raise ConfigError(
-            f"a Marlin weight holds codes beyond {in_features} inputs and {out_features} outputs: are these the "
-            f"layer's widths?"
-        )
-    filled = np.full((shape[0], tiles * 4, 32), zero, np.uint32)
-    filled[:, :used] = strips[: shape[0], :used]
-    native = filled.reshape(shape[0], tiles, 4, 32).transpose(0, 1, 3, 2)
-    return np.ascontiguousarray(native).reshape(shape).view(np.int32)
+    return np.array(levels, np.int8).view(np.uint8).__xor__(128).view(np.int32)
 
 
 def marlin_scales_to_rows(

@@ -38,6 +38,7 @@ _SLICES_AHEAD = {1: 8, 2: 6, 4: 4}  # kAhead in the kernel, by token tiles
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
+ACTIVATION_TYPES = {"bf16": "Bf16", "fp16": "Fp16", "bf16-table": "TableBf16", "fp16-table": "TableFp16"}
 SCALE_TYPES = {"f32": "ScaleF32", "bf16": "ScaleBf16", "fp16": "ScaleFp16"}
 
 
@@ -101,7 +102,7 @@ class GemmShape:
 class Variant:
     """Compile-time parameters of the kernel."""
 
-    activation: str  # "bf16" or "fp16"
+    activation: str  # of ACTIVATION_TYPES
     token_tiles: int
     fold: int
     stages: int
@@ -115,7 +116,7 @@ class Variant:
     @property
     def defines(self) -> tuple[str, ...]:
         return (
-            f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
+            f"-DLQ_ACT={ACTIVATION_TYPES[self.activation]}",
             f"-DLQ_SCALE={SCALE_TYPES[self.scales]}",
             f"-DLQ_MT={self.token_tiles}",
             f"-DLQ_FOLD={self.fold}",

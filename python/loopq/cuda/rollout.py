@@ -7,7 +7,7 @@ cuBLAS. Both sides of a comparison share everything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from loopq.cuda.fused import (
     swiglu,
     swiglu_ref,
 )
-from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
+from loopq.cuda.launch import Workspace, launch_gemm, workspace_for
 from loopq.cuda.load import Backend, Captured
 from loopq.cuda.w4a16 import w4a16_linear_ref
 from loopq.errors import ConfigError, KernelError
@@ -326,8 +326,7 @@ class RolloutRunner:
     ) -> None:
         self.n_products += 1
         if _holds_codes(layer):
-            operands = x, layer.qweight, layer.scales, layer.bias, addend
-            product = Product(*operands, layer.in_features, layer.group_size, k_begin)
+            product = replace(layer.product(x), addend=addend, k_begin=k_begin)
             launch_gemm(self.backend, product, out, workspace, bulk=self.bulk)
             return
         weight = layer.weight.detach()[:, k_begin : k_begin + x.shape[1]].t()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from loopq.cuda.plan import (
+    ACTIVATION_TYPES,
     L2_BYTES_PER_CLOCK,
     L2_CLOCKS,
     SCALE_TYPES,
@@ -41,7 +42,7 @@ _DEPTHS = (6, 5, 4, 3, 2)
 class TiledVariant:
     """Compile-time parameters of the kernel."""
 
-    activation: str  # "bf16" or "fp16"
+    activation: str  # of ACTIVATION_TYPES
     token_warps: int  # 1 or 2, each with 64 tokens of a block
     fold: int  # 0 for groups of 32, 1 for 64, 2 for longer
     stages: int
@@ -54,7 +55,7 @@ class TiledVariant:
     @property
     def defines(self) -> tuple[str, ...]:
         return (
-            f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
+            f"-DLQ_ACT={ACTIVATION_TYPES[self.activation]}",
             f"-DLQ_SCALE={SCALE_TYPES[self.scales]}",
             f"-DLQ_TOKEN_WARPS={self.token_warps}",
             f"-DLQ_FOLD={self.fold}",
@@ -150,7 +151,7 @@ def make_tiled_plan(
     tokens : int
     device : DeviceLimits
     activation, scales : str
-        "bf16" or "fp16"; "f32", "bf16" or "fp16".
+        Of `ACTIVATION_TYPES` and of `SCALE_TYPES`.
     stages, slices : int or None
         Fix the ring depth or the number of K slices (for measurements and tests).
 

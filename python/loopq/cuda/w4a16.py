@@ -5,6 +5,7 @@ Importing this module needs torch. CuPy is needed at the first call on a CUDA de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,33 +57,21 @@ def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
         ) from error
 
 
-def dequantize_packed(
-    qweight: torch.Tensor, scales: torch.Tensor, in_features: int, group_size: int
-) -> torch.Tensor:
-    """s * q of a packed weight as float32 (out_features, in_features), with torch operations on any device.
-
-    Parameters
-    ----------
-    qweight : torch.Tensor, int32, shape (out / 16, ceil(in / 64) * 128)
-    scales : torch.Tensor, shape (groups, out)
-    in_features, group_size : int
-        -1 for one scale per output.
-
-    Returns
-    -------
-    torch.Tensor, float32, shape (out, in)
-    """
-    strips = qweight.shape[0]
-    words = qweight.view(strips, -1, 8, 4, 4)  # tile, column, pair, step
+def dequantize_packed(p: Product) -> torch.Tensor:
+    """s * q of a product's weight as float32 (out_features, in_features), with torch operations on any device."""
+    strips = p.qweight.shape[0]
+    words = p.qweight.view(strips, -1, 8, 4, 4)  # tile, column, pair, step
     tiles = words.shape[1]
-    codes = qweight.new_empty((strips, 2, 8, tiles, 4, 2, 4, 2), dtype=torch.float32)
+    even = torch.arange(-8.0, 8.0, device=words.device)
+    values = even if p.levels is None else torch.tensor(p.levels, device=words.device) / 16
+    codes = values.new_empty((strips, 2, 8, tiles, 4, 2, 4, 2))
     for half in range(2):
         for high in range(2):
             for odd in range(2):
                 nibble = (words >> (4 * (2 * half + high + 4 * odd))) & 15
-                codes[:, half, :, :, :, high, :, odd] = (nibble - 8).permute(0, 2, 1, 4, 3).float()
-    weight = codes.view(strips * N_STEP, tiles * TILE_K)[:, :in_features]
-    return weight * spread_scales(scales, in_features, group_size)
+                codes[:, half, :, :, :, high, :, odd] = values[nibble.permute(0, 2, 1, 4, 3)]
+    weight = codes.view(strips * N_STEP, tiles * TILE_K)[:, : p.in_features]
+    return weight * spread_scales(p.scales, p.in_features, p.group_size)
 
 
 def spread_scales(scales: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
@@ -94,7 +83,7 @@ def spread_scales(scales: torch.Tensor, in_features: int, group_size: int) -> to
 
 def w4a16_linear_ref(p: Product) -> torch.Tensor:
     """Reference version of the kernel: float32 weights, float32 product, one rounding at the end."""
-    weight = dequantize_packed(p.qweight, p.scales, p.in_features, p.group_size)
+    weight = dequantize_packed(p)
     out = p.x.float() @ weight[:, p.k_begin : p.k_begin + p.width].t()
     if p.bias is not None:
         out = out + p.bias
@@ -137,7 +126,7 @@ def _multiply_dequantized(
     backend: Backend, p: Product, rows: torch.Tensor, addend: torch.Tensor | None
 ) -> torch.Tensor:
     weight = torch.empty((p.out_features, p.in_features), dtype=rows.dtype, device=rows.device)
-    launch_dequantize(backend, p.qweight, p.scales, weight, p.group_size)
+    launch_dequantize(backend, p, weight)
     product = torch.nn.functional.linear(rows, weight[:, p.k_begin : p.k_begin + p.width])
     if p.bias is None and addend is None:
         return product
@@ -146,7 +135,7 @@ def _multiply_dequantized(
 
 _SCHEMA = (
     "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? bias, Tensor? addend, int in_features, "
-    "int group_size, int k_begin=0, ScalarType? out_dtype=None) -> Tensor"
+    "int group_size, int k_begin=0, ScalarType? out_dtype=None, int[]? levels=None) -> Tensor"
 )
 _library = torch.library.Library("loopq", "FRAGMENT")
 _library.define(_SCHEMA)
@@ -184,6 +173,7 @@ def w4a16_linear(
     group_size: int,
     k_begin: int = 0,
     out_dtype: torch.dtype | None = None,
+    levels: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """``x @ (s q)^T (+ bias) (+ addend)`` for int4 weights, as the operator ``loopq::w4a16_linear``.
 
@@ -206,6 +196,8 @@ def w4a16_linear(
         First input in x.
     out_dtype : torch.dtype or None
         x's type (default) or float32.
+    levels : sequence of 16 int or None
+        Levels of a table in sixteenths of the scale, from -127 to 127, in the order of the codes.
 
     Returns
     -------
@@ -236,6 +228,6 @@ def w4a16_linear(
             f"x is on {x.device}; there are implementations for {', '.join(_DEVICES)}: move x and the layer"
         )
     out: torch.Tensor = torch.ops.loopq.w4a16_linear(
-        x, qweight, scales, bias, addend, in_features, group_size, k_begin, out_dtype
+        x, qweight, scales, bias, addend, in_features, group_size, k_begin, out_dtype, levels
     )
     return out

@@ -19,19 +19,21 @@ from loopq.inference.cpu import CpuPanels
 from loopq.inference.layout import Activations, Backend, Held, PackedLayer
 from loopq.inference.transforms import InputTransform
 from loopq.layers.grids.integer import Integer
+from loopq.layers.grids.table import Leveled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
+    from loopq.layers.grid import Grid
     from loopq.layers.layer import QuantizedLayer
 
 __all__ = ["LAYOUTS", "QuantEmbedding", "QuantLinear"]
 
 
 class _Int4Tiles:
-    """The int4 kernel's words: `loopq.cuda.layout`. Symmetric, plain input, out % 16, in % 32."""
+    """The int4 kernel's words: `loopq.cuda.layout`. Even levels or a table, plain input, out % 16, in % 32."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
@@ -40,7 +42,7 @@ class _Int4Tiles:
             fold_of(held.grid.group_size)
         except ConfigError:
             return False
-        plain = held.grid.bits == 4 and isinstance(held.grid, Integer) and not held.transformed
+        plain = held.grid.bits == 4 and isinstance(held.grid, Integer | Leveled) and not held.transformed
         return plain and held.out_features % N_STEP == 0 and held.in_features % K_STEP == 0
 
     def pack(
@@ -57,7 +59,14 @@ class _Int4Tiles:
 
     def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
-        return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
+        return w4a16_linear(
+            x, layer.qweight, layer.scales, layer.bias, levels=_sixteenths(layer.held.grid), **size
+        )
+
+
+def _sixteenths(grid: Grid) -> tuple[int, ...] | None:
+    """The levels of the 16 codes that the int4 kernel stores. Codes that a grid lacks come first."""
+    return (0,) * (8 - grid.offset) + grid.sixteenths() if isinstance(grid, Leveled) else None
 
 
 class _PlainCodes:
@@ -333,7 +342,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def product(self, x: torch.Tensor) -> Product:
         """The operands of the int4 kernel for a layer in its layout."""
-        return Product(x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size)
+        operands = x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size
+        return Product(*operands, levels=_sixteenths(self.held.grid))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``x`` of shape (..., in). The result has x's type."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from loopq.cuda.load import Captured, Kernel
-from loopq.cuda.plan import DeviceLimits
+from loopq.cuda.plan import ACTIVATION_TYPES, DeviceLimits
 from tests.support.cuda.emulation import EmulationError, library
 
 ENTRIES = {
@@ -66,18 +66,20 @@ class EmulatedBackend(HostBackend):
         packed_integers = (ctypes.c_int * len(integers))(*integers)
         seed = ctypes.c_uint64(self.launches.total())
         if kernel.entry in ("loopq_w4a16_gemm", "loopq_w4a16_tiled"):
-            assert (len(pointers), len(integers), len(floats)) == (8, 11, 0)
+            assert (len(pointers), len(integers), len(floats)) == (8, 15, 0)
             warps = int(defines.get("LQ_TOKEN_WARPS", 0))
             tiles = 8 * warps or int(defines["LQ_MT"])
             numbers = [int(defines.get(name, 0)) for name in ("LQ_FOLD", "LQ_STAGES", "LQ_BULK")]
             scales = ("ScaleF32", "ScaleBf16", "ScaleFp16").index(defines["LQ_SCALE"])
-            variant = (ctypes.c_int * 6)(defines["LQ_ACT"] == "Fp16", tiles, *numbers, scales)
+            act = list(ACTIVATION_TYPES.values()).index(defines["LQ_ACT"])
+            variant = (ctypes.c_int * 6)(act, tiles, *numbers, scales)
             assert threads <= int(defines.get("LQ_THREADS", 256))
             status = lib.emulate_w4a16_gemm(variant, shape, seed, packed_pointers, packed_integers)
         else:
             name, n_pointers = ENTRIES[kernel.entry]
             assert len(pointers) == n_pointers
-            half = defines.get("LQ_IO") == "Fp16Io" or defines.get("LQ_FLOAT16") == "true"
+            half = defines.get("LQ_IO") == "Fp16Io" or int(defines.get("LQ_FLOAT16", 0))
+            half += 2 * int(defines.get("LQ_TABLE", 0))
             number = ctypes.c_float(floats[0] if floats else 0.0)
             status = getattr(lib, name)(int(half), shape, seed, packed_pointers, packed_integers, number)
         if status:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loopq.cuda.layout import pack_w4
+from loopq.cuda.layout import level_bytes, pack_w4
 from loopq.cuda.plan import H200, TOKENS_PER_LAUNCH, GemmShape, Plan, Variant, fold_of, token_tiles_for
 from loopq.cuda.tiled import TiledPlan, TiledVariant, make_tiled_plan
 from tests.support.cuda.emulation import run_gemm
 
 POISON = 0x7FC1  # a NaN in bfloat16 and in float16
 OUT_FLOAT32, EVICT_FIRST = 1, 2
+TABLE = (-127, -126, -64, -33, -17, -8, -1, 0, 1, 2, 5, 31, 65, 96, 125, 127)
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -60,6 +61,10 @@ class Case:
         return self.k if self.k_end is None else self.k_end
 
     @property
+    def levels(self) -> tuple[int, ...] | None:
+        return TABLE if self.activation.endswith("table") else None
+
+    @property
     def tiled(self) -> bool:
         return self.tokens > TOKENS_PER_LAUNCH
 
@@ -90,10 +95,11 @@ class Case:
 
 @dataclass
 class Problem:
-    """Stored integers and scales, x with poison in its gaps, and the float64 product."""
+    """Stored integers, what they stand for, and scales, x with poison in its gaps, and the float64 product."""
 
     case: Case
     codes: np.ndarray
+    values: np.ndarray
     scale_bits: np.ndarray
     x: np.ndarray
     bias: np.ndarray | None
@@ -103,10 +109,14 @@ class Problem:
 
 def make_problem(case: Case, seed: int = 1) -> Problem:
     rng = np.random.default_rng(seed)
-    encode, decode = (to_bf16, from_bf16) if case.activation == "bf16" else (to_fp16, from_fp16)
+    encode, decode = (to_bf16, from_bf16) if case.activation.startswith("bf16") else (to_fp16, from_fp16)
     codes = rng.integers(-8, 8, (case.n, case.k)).astype(np.int8)
     groups = 1 if case.group == -1 else -(-case.k // case.group)
     raw = rng.uniform(0.5, 2.0, (groups, case.n)).astype(np.float32)
+    values = codes
+    if case.levels is not None:
+        values = np.array(case.levels)[codes + 8] / 16
+        raw *= rng.choice(np.float32([-1, 1]), raw.shape)
     to_bits, to_float = {
         "f32": (lambda s: s, lambda s: s),
         "bf16": (to_bf16, from_bf16),
@@ -120,7 +130,7 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
         : case.tokens, case.k_begin : case.end
     ]
     size = case.k if case.group == -1 else case.group
-    weights = codes * np.repeat(to_float(scale_bits).T.astype(np.float64), size, axis=1)[:, : case.k]
+    weights = values * np.repeat(to_float(scale_bits).T.astype(np.float64), size, axis=1)[:, : case.k]
     expected = decode(x[:, :width]).astype(np.float64) @ weights[:, case.k_begin : case.end].T
     bias = rng.standard_normal(case.n).astype(np.float32) if case.bias else None
     addend = rng.standard_normal((case.tokens, case.n + 5)).astype(np.float32) if case.addend else None
@@ -129,7 +139,7 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
     if addend is not None:
         addend[:, case.n :] = np.nan
         expected = expected + addend[:, : case.n]
-    return Problem(case, codes, scale_bits, x, bias, addend, expected)
+    return Problem(case, codes, values, scale_bits, x, bias, addend, expected)
 
 
 def run(
@@ -153,6 +163,7 @@ def run(
         case.plan.group_shift,
         problem.scale_bits.shape[0],
         flags,
+        *level_bytes(case.levels).tolist(),
     )
     written = (gemm or run_gemm)(
         case.variant,
@@ -173,7 +184,7 @@ def run(
     result = written[:, : case.n]
     if case.out_float32:
         return result
-    return (from_bf16 if case.activation == "bf16" else from_fp16)(np.ascontiguousarray(result))
+    return (from_bf16 if case.activation.startswith("bf16") else from_fp16)(np.ascontiguousarray(result))
 
 
 def relative_l2(result: np.ndarray, expected: np.ndarray) -> float:

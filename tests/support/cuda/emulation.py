@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loopq.cuda.plan import Plan, Variant
+from loopq.cuda.plan import ACTIVATION_TYPES, Plan, Variant
 from loopq.cuda.tiled import TiledPlan, TiledVariant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,7 +154,7 @@ def run_gemm(
         shared_bytes = sizes.shared_bytes
     scales = ("f32", "bf16", "fp16").index(variant.scales)
     choice = (
-        variant.activation == "fp16",
+        list(ACTIVATION_TYPES).index(variant.activation),
         sizes.token_tiles,
         variant.fold,
         variant.stages,

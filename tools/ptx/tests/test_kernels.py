@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from loopq.cuda import fused
-from loopq.cuda.launch import launch_dequantize, prove
+from loopq.cuda.launch import Product, launch_dequantize, prove
 from loopq.cuda.layout import pack_w4
 from loopq.cuda.plan import Variant
 from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
@@ -23,7 +23,7 @@ from loopq.cuda.sources import kernel_sources
 from loopq.cuda.tiled import TiledVariant
 from loopq.cuda.w4a16 import dequantize_packed
 from tests.support.cuda import emulation, nvrtc
-from tests.support.cuda.cases import Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
+from tests.support.cuda.cases import TABLE, Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
 from tests.support.cuda.rollout import (
     WIDTH,
     assert_rounds_alike,
@@ -115,6 +115,21 @@ def test_many_tokens_in_a_range_of_k_rounded_once(target: int) -> None:
 def test_types(activation: str, scales: str, target: int, bulk: bool, group: int) -> None:
     """Each pair of types on some way; `test_every_variant` has them all."""
     check(Case(k=352, n=48, tokens=4, activation=activation, scales=scales, bulk=bulk, group=group), target)
+
+
+@by_way
+@pytest.mark.parametrize(
+    ("activation", "scales", "group"), [("bf16-table", "f32", 128), ("fp16-table", "fp16", 64)]
+)
+def test_levels_of_a_table(target: int, bulk: bool, activation: str, scales: str, group: int) -> None:
+    """The same bits as the emulation: of one of its variants, for each kernel."""
+    for tokens in (1, 12, 20) if bulk else (4, 40):
+        case = Case(
+            k=288, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2, bulk=bulk
+        )
+        exact = check(case, target)
+        if emulation.compiler() is not None:
+            np.testing.assert_array_equal(exact, run(make_problem(case)))
 
 
 @by_way
@@ -285,8 +300,10 @@ def test_dequantize(target: int, dtype: torch.dtype, scale_dtype: torch.dtype) -
         groups = 1 if group == -1 else -(-224 // group)
         scales = torch.from_numpy(rng.uniform(0.5, 2.0, (groups, 48)).astype(np.float32)).to(scale_dtype)
         out = torch.full((48, 224), torch.nan, dtype=dtype)
-        launch_dequantize(PtxBackend(target), packed, scales, out, group)
-        assert torch.equal(out, dequantize_packed(packed, scales, 224, group).to(dtype))
+        for levels in (None, TABLE):
+            product = Product(out, packed, scales, None, None, 224, group, levels=levels)
+            launch_dequantize(PtxBackend(target), product, out)
+            assert torch.equal(out, dequantize_packed(product).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +312,8 @@ def test_dequantize(target: int, dtype: torch.dtype, scale_dtype: torch.dtype) -
         (Variant("bf16", 1, 3, 4, False), 80),
         (Variant("fp16", 1, 0, 4, False), 80),
         (Variant("bf16", 1, 0, 4, True), 90),
+        (Variant("fp16-table", 1, 3, 4, False), 80),
+        (Variant("bf16-table", 1, 0, 4, True), 90),
     ],
 )
 def test_the_proof_at_the_first_call_holds(variant: Variant, target: int) -> None:
@@ -337,7 +356,7 @@ def test_every_kernel_is_understood(target: int) -> None:
         "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, target == 90, "bf16").defines,
         "w4a16_tiled.cu": TiledVariant("fp16", 2, 2, 4, "bf16").defines,
         "fused_ops.cu": ("-DLQ_IO=Bf16Io",),
-        "w4_dequantize.cu": ("-DLQ_FLOAT16=true",),
+        "w4_dequantize.cu": ("-DLQ_FLOAT16=1", "-DLQ_TABLE=1"),
     }
     understood = set()
     for file, given in defines.items():

@@ -67,6 +67,8 @@ const Row kRows[] = {
     LQ_WARPS(0, Bf16, 0, 4, 1, ScaleBf16), LQ_WARPS(0, Bf16, 1, 4, 1, ScaleBf16), LQ_WARPS(0, Bf16, 2, 4, 1, ScaleBf16),
     LQ_WARPS(0, Bf16, 2, 2, 0, ScaleF32), LQ_WARPS(0, Bf16, 2, 3, 0, ScaleF32), LQ_WARPS(0, Bf16, 0, 3, 2, ScaleFp16),
     LQ_WARPS(1, Fp16, 2, 4, 0, ScaleF32), LQ_WARPS(1, Fp16, 0, 4, 2, ScaleFp16),
+    LQ_WARPS(2, TableBf16, 0, 4, 1, ScaleBf16), LQ_WARPS(2, TableBf16, 2, 4, 0, ScaleF32),
+    LQ_WARPS(3, TableFp16, 1, 4, 2, ScaleFp16),
 };
 
 #else
@@ -87,6 +89,8 @@ const Row kRows[] = {
 // one number of token tiles: a third of the compiler's time, spent when it is first needed.
 const Row kRows[] = {
     LQ_FOLDS(LQ_HOST_TOKENS),
+    LQ_BOTH(2, TableBf16, LQ_HOST_TOKENS, 0, 1, ScaleBf16), LQ_BOTH(2, TableBf16, LQ_HOST_TOKENS, 3, 0, ScaleF32),
+    LQ_BOTH(3, TableFp16, LQ_HOST_TOKENS, 1, 2, ScaleFp16), LQ_BOTH(3, TableFp16, LQ_HOST_TOKENS, 2, 0, ScaleF32),
 #if LQ_HOST_TOKENS == 1
     LQ_RING(1, 2),
     LQ_TYPES(0, Bf16, 1, ScaleBf16), LQ_TYPES(0, Bf16, 2, ScaleFp16),
@@ -125,7 +129,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
     host::vm().regions.push_back({(uintptr_t)p, (uintptr_t)p + bytes, writable != 0, name});
 }
 
-// `variant`: activation (0 bf16, 1 fp16), token tiles (of a block, from 8 on of the tiled product), fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
+// `variant`: activation (0 bf16, 1 fp16; with a table 2 and 3), token tiles (of a block, from 8 on of the tiled product), fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
     const GemmBody body = pick(variant);
     if (!body) {
@@ -138,6 +142,7 @@ int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 se
     a.m = scalars[0], a.n = scalars[1], a.k_tiles = scalars[2], a.k_begin = scalars[3], a.k_end = scalars[4];
     a.x_stride = scalars[5], a.out_stride = scalars[6], a.addend_stride = scalars[7];
     a.group_shift = scalars[8], a.scale_rows = scalars[9], a.flags = scalars[10];
+    memcpy(&a.table, scalars + 11, 16);
     return launch((int)launch_shape[0], (int)launch_shape[1], (int)launch_shape[2], (size_t)launch_shape[3], seed,
                   [body, &a] { body(&a); });
 }
@@ -166,11 +171,17 @@ int emulate_swiglu(int half, const long long* shape, u64 seed, void* const* poin
     });
 }
 
+// `half`: bit 1 for a table.
 int emulate_w4_dequantize(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
-    const loopq::DequantizeArguments a = {pointers[0], pointers[1], pointers[2], scalars[0], scalars[1],
-                                          scalars[2], scalars[3], scalars[4], scalars[5]};
+    loopq::DequantizeArguments a = {pointers[0], pointers[1], pointers[2], scalars[0], scalars[1],
+                                    scalars[2], scalars[3], scalars[4], scalars[5], {}};
+    memcpy(&a.table, scalars + 6, 16);
     return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
-        half ? loopq::Dequantize<true>::run(a) : loopq::Dequantize<false>::run(a);
+        if (half & 2) {
+            half & 1 ? loopq::Dequantize<true, true>::run(a) : loopq::Dequantize<false, true>::run(a);
+        } else {
+            half & 1 ? loopq::Dequantize<true, false>::run(a) : loopq::Dequantize<false, false>::run(a);
+        }
     });
 }
 

@@ -591,6 +591,16 @@ LQ_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
         return host::half_bits((double)host::half_to_float(x) * host::half_to_float(y) + host::half_to_float(z));
     });
 }
+LQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+    const u64 bytes = (u64)b << 32 | a;
+    u32 d = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 chosen = selector >> 4 * i & 15;
+        if (chosen > 7) host::vm().fail("a selector of permute has its highest bit set");
+        d |= (u32)(bytes >> 8 * chosen & 255) << 8 * i;
+    }
+    return d;
+}
 LQ_DEVICE float bits_to_float(u32 v) {
     float f;
     memcpy(&f, &v, 4);

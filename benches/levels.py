@@ -80,7 +80,7 @@ def main() -> None:
                 if any(key.items() <= row.items() for row in run["rows"]):
                     continue
                 weights = bench.solved(
-                    QuantConfig.of(bits=bits, group_size=32, levels=levels, **SETTINGS[preset])
+                    QuantConfig.of(bits=bits, group_size=32, **SETTINGS[preset] | {"levels": levels})
                 )
                 run["rows"].append(key | bench.measured([{}], {0: weights})[0])
                 print(name, run["rows"][-1], flush=True)

@@ -22,7 +22,7 @@ from loopq.settings.execution import Execution
 from loopq.terminal.progress import Progress, Silent
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
-LOOP: dict[str, Any] = dict(PRESETS["best"])
+LOOP: dict[str, Any] = {**PRESETS["best"], "levels": "even"}
 CLOSED, METRIC = "closed form", "closed form, loop metric"
 
 

@@ -114,8 +114,10 @@ def quantize(
     """
     config, execution, take = _options(config, options)
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+    own_format = target.own and not callable(write)
+    config = config.for_format(own_format)
     if ranks is not None:
-        place = together.refuse(config, out, own_format=target.own and not callable(write))
+        place = together.refuse(config, out, own_format=own_format)
         check_out(place)
         loaded, depth = at_depths(open_source(model, requantize), n_steps)
         plan, source = _prepared(loaded, calibration, take, config, depth, execution)

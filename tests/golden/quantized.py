@@ -157,7 +157,7 @@ ROUNDED = {
     "loop-passes": {**LOOP, "passes": 2, "metric_draws": 2},
     "loop-memory": {**LOOP, "memory": 400_000},
     "loop-asymmetric-inputs": {**LOOP, "inputs": "asymmetric"},
-    "best": {"preset": "best", "inputs": "open", "bits": 4, "group_size": 16},
+    "best": {"preset": "best", "inputs": "open", "levels": "even", "bits": 4, "group_size": 16},
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
+from loopq.layers.grids.trellis import Trellis
 from loopq.quantizers.config import Override
 from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig, flat_names
@@ -51,6 +52,7 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
         beam=64,
         rounds=4,
         inputs="asymmetric",
+        levels="auto",
         **grid,
     )
     assert digest(tmp_path / "preset") == digest(tmp_path / "fields")
@@ -58,6 +60,22 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
     layer = QuantConfig.from_json(plain.settings["quantization"]).layer
     assert (layer.method.name, layer.method.metric.kind) == ("gptq-cd", "inputs")
     assert layer.method.damping.kind == "diagonal"
+
+
+def test_levels_of_the_best_preset_are_a_table_in_our_own_format_alone():
+    best = QuantConfig.of(preset="best")
+    for changes, name in (
+        ({}, "table"), ({"bits": 3}, "table"), ({"bits": 8}, "integer"), ({"symmetric": False}, "asymmetric"),
+    ):  # fmt: skip
+        changed = best.changed(**changes)
+        assert changed.layer.grid.grid().name == name
+        assert changed.for_format(own=True) == changed
+        assert changed.for_format(own=False).layer.grid.levels == "even"
+    one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
+    assert [o.changes for o in one.overrides] == [{"levels": "even"}]
+    assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
+    trellis = best.changed(method="trellis")
+    assert trellis.layer.grid.grid(trellis=Trellis(8, 16)).name == "trellis"
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     target = quantized_format(args.format)
     options = target.taken(format_options(args))
     check_out(out)
-    config = quant_config(args, adopt_like(args))
+    config = quant_config(args, adopt_like(args)).for_format(target.own)
     if args.html:
         require("matplotlib")
         check_place(args.html)

@@ -294,7 +294,11 @@ def refuse_own(
     """
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
-        (kinds, "on a trellis, of a table or floats", "with another method than trellis, and --levels even"),
+        (
+            kinds,
+            "on a trellis, of a table or floats",
+            f"with --levels even (--preset best does so with --format {target.name}) and without --method trellis",
+        ),
         (tables, "of an embedding table", "without --outside"),
         (loose, "of no linear layer", "with --exclude"),
     ):

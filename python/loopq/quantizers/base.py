@@ -145,8 +145,8 @@ class Problem:
         `more` holds the arguments of a special grid that are not settings (`GridSettings.grid`).
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-        if self.grid.levels != "even":
-            report["levels"] = self.grid.levels
+        if not more and self.grid.chosen != "even":
+            report["levels"] = self.grid.chosen
         return QuantizedLayer(
             name=self.name,
             grid=self.grid.grid(**more) if more else self.codes_on,

@@ -8,7 +8,11 @@ from typing import Any
 from loopq.errors import ConfigError
 from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleType
 from loopq.layers.grids import LEVELS, grid_of
+from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, setting
+
+#: Levels that the format decides: those of preset best.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class GridSettings(Settings):
         Values of the codes, in units of the scale. `even` has whole numbers. `uneven` has a table for weights, of 2, 3
         or 4 bits. `fitted` has such a table for each weight. `nvfp4` and `mxfp4` have 4-bit floats
         (docs/formats/levels.md). GGUF types such as `q4_k` have their own bits and groups (docs/formats/gguf.md).
+        `auto`, part of preset best, is `uneven` in loopq's own format for symmetric codes of 2, 3 or 4 bits. Elsewhere
+        it is `even`.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales. Scales are rounded to it before any code is computed.
     scale_bits : int, optional
@@ -46,7 +52,7 @@ class GridSettings(Settings):
         super().__post_init__()
         if self.group_size != PER_CHANNEL and self.group_size < 1:
             raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
-        if self.levels != "even":
+        if self.levels not in ("even", AUTO):
             if not self.symmetric:
                 raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
             self._check_levels(self.grid())
@@ -67,10 +73,18 @@ class GridSettings(Settings):
                     f"{asked}: leave --{name.replace('_', '-')} away"
                 )
 
+    @property
+    def chosen(self) -> str:
+        """The levels in loopq's own format."""
+        if self.levels != AUTO:
+            return self.levels
+        return "uneven" if self.symmetric and self.bits in UNEVEN else "even"
+
     def grid(self, **more: Any) -> Grid:
         """Return the grid of the codes; `more` holds arguments of a special grid that are not settings."""
-        if self.levels != "even":
-            return LEVELS.get(self.levels)(self.bits, self.group_size, self.scale_dtype)
+        levels = "even" if more else self.chosen
+        if levels != "even":
+            return LEVELS.get(levels)(self.bits, self.group_size, self.scale_dtype)
         return grid_of(
             bits=self.bits,
             group_size=self.group_size,

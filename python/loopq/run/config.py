@@ -10,6 +10,7 @@ from typing import Any, Literal
 from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
+from loopq.quantizers.grid import AUTO
 from loopq.run import INPUTS
 from loopq.run.budget import Fit
 from loopq.run.inputs import Inputs
@@ -25,6 +26,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "beam": 64,
         "rounds": 4,
         "inputs": "asymmetric",
+        "levels": AUTO,
     },
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
@@ -114,6 +116,19 @@ class QuantConfig(Settings):
         layer = self.layer.changed(**new) if self.layer.flat().get("metric") == "auto" else self.layer
         overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
         return dataclasses.replace(self, layer=layer, overrides=overrides)
+
+    def for_format(self, own: bool) -> QuantConfig:
+        """Return the settings with even levels wherever they are "auto", unless loopq's own format is written."""
+        if own:
+            return self
+
+        def even(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {**changes, "levels": "even"} if changes.get("levels") == AUTO else changes
+
+        overrides = tuple(Override(o.pattern, even(o.changes)) for o in self.overrides)
+        return dataclasses.replace(
+            self, layer=self.layer.changed(**even(self.layer.flat())), overrides=overrides
+        )
 
     def for_layer(self, name: str) -> LayerConfig:
         """Return the settings of the layer called `name`.

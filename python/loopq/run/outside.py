@@ -40,7 +40,7 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
         grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
     else:
         # Tables and floats have at most 4 bits.
-        levels = grid.levels if asked == 4 else "even"
+        levels = grid.chosen if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
         if grid.grid().bits != asked:  # a type of GGUF has bits of its own
             grid = dataclasses.replace(grid, levels="even")

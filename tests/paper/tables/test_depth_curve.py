@@ -7,7 +7,7 @@ from pathlib import Path
 from loopq.diagnose import exposure, rollouts
 from loopq.diagnose.context import Context
 from loopq.paper.bench import Bench
-from loopq.paper.tables.depth_curve import depth_curve
+from loopq.paper.tables.depth_curve import depth_curve, show
 from loopq.quantizers.config import LayerConfig
 from loopq.settings.execution import Execution
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
@@ -39,3 +39,13 @@ def test_depths_are_compared_as_variants_are():
         assert row["agreement"] == run.curve("agreement")[-1]
         assert row["kl"] == run.curve("kl")[-1]
         assert row["output_error"] == run.curve("output_error")[-1]
+
+
+def test_agreement_and_kl_have_a_verdict_each() -> None:
+    def row(depth: int, agreement: float, kl: float) -> dict[str, object]:
+        last = {"agreement": [agreement] * 6, "kl": [kl] * 6}
+        return {"depth": depth, "agreement": agreement, "kl": kl, "last": last}
+
+    claims = show([{"model": "m", "rows": [row(1, 0.4, 2.0), row(8, 0.3, 1.0)]}]).claims
+    assert [c.holds for c in claims] == [False, True]
+    assert "-10.0 points of agreement" in claims[0].found

@@ -4,17 +4,20 @@ loopq's presets and llm-compressor `basic` with its mse observer quantize the sa
 one thread, from the same token ids. Each tool runs its own code in its own environment, that of llm-compressor made by
 `make .cache/venv-llmcompressor/stamp`. The record in benches/record has CPU seconds (user and system) of everything
 after loading, peak memory above the loaded model, and the KL on other text. `--layer` takes some layers of the loop
-alone, where the machine is small: rollouts then count for more than in a whole run, on either side.
+alone, where the machine is small: rollouts then count for more than in a whole run, on either side. `--model Ouro-pair`
+has random weights: two blocks of Ouro-1.4B's shapes, called four times, with SmolLM2's tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+from benches.full_size import make
 from benches.quality.peers import Bench, python_of
 from benches.quality.peers_table import processor
 from benches.quality.run import RECORD, ROOT
@@ -33,7 +36,8 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: Most cost over the peer's.
 BARS = {"paper": 0.6, "fast": 1.3, "default": 4.0, "best": 10.0}
-LOOP = range(12, 18)
+OURO = "Ouro-pair"
+SMOLLM2 = ROOT / ".cache" / "smollm2"
 
 
 def parse() -> argparse.Namespace:
@@ -42,14 +46,19 @@ def parse() -> argparse.Namespace:
     )
     add_common(parser, n_calibration=64)
     parser.add_argument("--preset", action="append", choices=ROWS, help="only these (default: all)")
-    parser.add_argument("--layer", action="append", type=int, help="only these layers (default: 12 to 17)")
+    parser.add_argument(
+        "--layer", action="append", type=int, help="only these layers (default: all of the loop)"
+    )
     parser.add_argument("--grid", default="3:64", help="BITS:GROUP (default %(default)s)")
-    return parsed(parser)
+    args = parsed(parser)
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    args.layer = args.layer or list(range(*config["looped_layers"][:2]))
+    return args
 
 
 def add_common(parser: argparse.ArgumentParser, n_calibration: int) -> None:
     """Add what every bench of this model asks for."""
-    parser.add_argument("--model", default=str(ROOT / ".cache" / "smollm2" / "looped"))
+    parser.add_argument("--model", default=str(SMOLLM2 / "looped"), help=f"a folder, or {OURO}")
     parser.add_argument("--n-calibration", type=int, default=n_calibration)
     parser.add_argument("--n-evaluation", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -65,10 +74,22 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         There is no such model.
     """
     args = parser.parse_args()
+    if args.model == OURO:
+        args.model = str(ouro_pair())
     if os.sep in args.model and not Path(args.model).is_dir():
         raise ConfigError(f"{args.model}: no such folder; run `python -m benches.zoo.smollm2 fetch`")
     args.data, args.threads = Path(os.environ.get("LOOPQ_DATA", "../shared/data")), 1
     return args
+
+
+def ouro_pair() -> Path:
+    """Return the folder of two blocks with Ouro-1.4B's shapes, made unless it is there."""
+    folder = ROOT / ".cache" / OURO
+    if not folder.exists():
+        make(OURO, None, folder)
+        for file in (SMOLLM2 / "dense").glob("tokenizer*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 def written(out: Path, name: str, text: str) -> None:
@@ -85,7 +106,7 @@ class Costs(Bench):
     @property
     def exclude(self) -> tuple[str, ...]:
         """Layers that are not asked for."""
-        chosen = "|".join(map(str, self.args.layer or LOOP))
+        chosen = "|".join(map(str, self.args.layer))
         return (rf"re:^(?!model\.layers\.({chosen})\.)",)
 
     def prepared(self, share: float) -> ModelSource:
@@ -155,7 +176,7 @@ def main() -> None:
         rows[name] = bench.run(ROWS[name], bits, group)
         print(name, rows[name], flush=True)
     text = page(args, len(bench.source.plan(QuantConfig()).tasks), rows)
-    written(args.out, "cost", text)
+    written(args.out, "ouro-cost" if Path(args.model).name == OURO else "cost", text)
     print(text)
 
 

@@ -58,6 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "looped_layers": [4, 12, 2],
         "tie_word_embeddings": True,
     },
+    # Two blocks with the shapes of Ouro-1.4B, for benches.cost.
+    "Ouro-pair": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 2,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 49152, "looped_layers": [0, 2, 4],
+        "max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 #: Name of the row of what the parts of `quantize` take alone.
 PARTS = "parts of quantize alone"

@@ -78,6 +78,7 @@ def test_readme_shows_what_the_demo_prints(whole):
         assert 100 * made[key]["agreement"] == pytest.approx(float(agreement), abs=points), key
 
 
+@pytest.mark.slow
 def test_the_spread_over_draws_is_that_of_its_rows(monkeypatch):
     with pytest.raises(ConfigError, match="at least one draw"):
         demo.run(metric_seeds=())

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 import loopq
 from benches.zoo.train import text_loss
 from loopq.calibrate.data import windows
+from loopq.calibrate.dump import MANIFEST
 from loopq.demo import VARIANTS
 from loopq.layers.loop_spec import LOOP
 from loopq.models.load import load_model
@@ -306,7 +307,7 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
     """
     loaded = load_model(str(work / "looped"), dtype="float32")
     dump = work / "dump"
-    if not dump.exists():
+    if not (dump / MANIFEST).exists():
         with lzma.open(data / CORPORA[0], "rt") as lines:
             articles = "\n\n".join(json.loads(next(lines))["text"] for _ in range(400))
         (work / "calibration.txt").write_text(articles)

@@ -38,6 +38,7 @@ def _gradients(
     return side.found, done, len(reads)
 
 
+@pytest.mark.slow
 def test_turns_give_the_gradients_of_one_prompt_after_the_other(tmp_path: Path) -> None:
     inkling().save_pretrained(tmp_path)
     alone, steps, n_alone = _gradients(tmp_path, 1)

@@ -20,6 +20,7 @@ from tests.support.interop.environments import interpreter
 GRIDS = ({"bits": 4, "group_size": 32}, {"levels": "nvfp4", "group_size": 16})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", vllm.MODELS)
 def test_vllm_computes_every_loop(tmp_path, model):
     python = interpreter("vllm")

@@ -15,6 +15,7 @@ from loopq.storage.model_files import is_streamed
 from loopq.systems.base import Batch
 from loopq.systems.dory import Dory
 from loopq.systems.experts import unfuse
+from tests.support.marks import slow_unless
 from tests.support.vendors import dory, inkling, tokens
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed; run `make setup`")
@@ -27,7 +28,7 @@ def _device_map(model: Any) -> dict[str, str]:
     return dict.fromkeys(["lm_head", *rest], "cpu") | layers
 
 
-@pytest.mark.parametrize("kind", [dory, inkling])
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind is dory, [dory, inkling]))
 def test_parts_on_the_disk_are_read_layer_by_layer(kind: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     plain = kind()

@@ -104,6 +104,7 @@ for name, call in calls.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_AS")
 def test_no_call_ends_the_process():
     sizes = [n << 15 for n in (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 160, 320, 480)]

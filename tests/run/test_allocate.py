@@ -25,7 +25,7 @@ from tests.support.runs import digest, tensors_of
 FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, rank_threshold=None)
 
 
-@pytest.mark.parametrize("score", ["fisher", pytest.param("ablation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
 def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
     asked = Fit(13.3, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
     found = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "q", threads=1)
@@ -87,6 +87,7 @@ def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens)
     assert scored.kl.mean() < reverse.kl.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["ablation", "fisher"])
 def test_layers_of_one_input_get_one_grid(score):
     """Engines put q, k and v into one matrix; what an override fixes is fixed all the same."""

@@ -14,6 +14,7 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
 from loopq.run import together
 from loopq.storage import lock
+from tests.support.marks import slow_unless
 from tests.support.runs import SETTINGS, digest
 
 
@@ -46,7 +47,7 @@ def finished(process):
     return said
 
 
-@pytest.mark.parametrize("n_workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
+@pytest.mark.parametrize("n_workers", slow_unless(lambda n: n == 2, [1, 2, 5]))
 def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_workers):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     (tmp_path / "shared").mkdir()

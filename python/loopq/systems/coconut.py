@@ -154,10 +154,8 @@ class Coconut(LoopedSystem):
 
     def _aligned(self, logits: Tensor, n_question: int, depth: int, marked: bool) -> Tensor:
         """Logits of question, start, latents, end and answer, cut to those of the ids."""
-        end = n_question + depth
-        if marked:
-            return torch.cat((logits[:, : n_question + 1], logits[:, end:]), 1)
-        return torch.cat((logits[:, : n_question - 1], logits[:, end:]), 1)
+        kept = n_question + 1 if marked else n_question - 1
+        return torch.cat((logits[:, :kept], logits[:, n_question + depth :]), 1)
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return question, answer, and whether the ids contained the marks between them."""

@@ -314,7 +314,7 @@ def evaluate(
             )
     measured = compare(
         loaded.system,
-        {name: content(loaded.system, c) for name, c in named.items()},
+        {name: content(loaded.system, c, len(named)) for name, c in named.items()},
         tokens,
         n_steps=n_steps,
         seeds=seeds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +188,11 @@ def compare(
     ConfigError
         If a prompt has fewer than two scored tokens: it then has no token to predict.
     """
-    execution, scored_from = execution or Execution(), tokens.scored_from
+    execution, first = execution or Execution(), tokens.scored_from
     progress = execution.progress
-    if min(s.size for s in tokens.sequences) < scored_from + 2:
+    if min(s.size for s in tokens.sequences) < first + 2:
         raise ConfigError(
-            "every evaluation prompt needs at least two tokens" + f" after {scored_from}" * (scored_from > 0)
+            "every evaluation prompt needs at least two tokens" + f" after {first}" * (first > 0)
         )
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = ["full precision", *variants]
@@ -208,11 +208,10 @@ def compare(
             if batch.prompts[0] == 0 and row == 0:
                 progress.note(at_most(_more_bytes(system, reference, variants)))
             columns = list(batch.prompts)
-            outputs = (reference, *_outputs(system, held.values(), batch, depth))
-            for name, out in zip(names, outputs, strict=True):
-                scores[name][:, row, columns], values = _score(
-                    system, reference, out, batch, scored_from, chunks
-                )
+            for name in names:
+                out = _of(system, held.get(name), reference, batch, depth)
+                scores[name][:, row, columns], values = _score(system, reference, out, batch, first, chunks)
+                del out
                 each[name] += [values] if chunks else []
             progress.advance(len(columns))
     progress.stop()
@@ -229,20 +228,21 @@ def compare(
     return found
 
 
-def _outputs(system: LoopedSystem, variants: Iterable[Weights], batch: Batch, depth: int) -> Iterator[Tensor]:
-    for weights in variants:
-        with replaced(system, weights):
-            out = _output(system, batch, depth)
-        yield out
+def _of(system: LoopedSystem, weights: Weights | None, reference: Tensor, batch: Batch, depth: int) -> Tensor:
+    """Output with the weights of a variant. Without any it is the reference."""
+    if weights is None:
+        return reference
+    with replaced(system, weights):
+        return _output(system, batch, depth)
 
 
 def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, Weights]) -> int:
     """Bytes of a comparison after the first rollout.
 
-    These are the weights of one variant, the logits of each, and the copies of a piece of them.
+    These are the weights and the logits of one variant, and the copies of a piece of them.
     """
     weights = max((4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0)
-    logits = len(variants) * reference.numel() * reference.element_size()
+    logits = reference.numel() * reference.element_size()
     return int(weights + logits + _COPIES * 8 * min(_PIECE, reference.numel()))
 
 
@@ -325,14 +325,15 @@ def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:
     return np.stack([v.cpu().numpy() for v in (error, cosine, unknown, unknown)])
 
 
-def content(system: LoopedSystem, checkpoint: Checkpoint) -> Weights:
+def content(system: LoopedSystem, checkpoint: Checkpoint, n_checkpoints: int = 1) -> Weights:
     """Weights of the quantized layers, and other tensors that differ from the model's.
 
-    Each use dequantizes one layer if all together exceed half of the free memory.
+    Each use dequantizes one layer if those of so many checkpoints exceed half of the free memory.
     """
     held = isinstance(checkpoint.layers, dict) and not is_streamed(system.model)
     room = (available_bytes() or math.inf) / 2
-    large = not held or 4 * sum(layer.codes.size for layer in checkpoint.layers.values()) > room
+    size = sum(layer.codes.size for layer in checkpoint.layers.values()) if held else 0
+    large = not held or 4 * n_checkpoints * size > room
     each = Dequantized(checkpoint.layers)
     layers: Weights = each if large else dict(each)
     others = _changed(system.model, checkpoint)

@@ -181,5 +181,4 @@ def adapter_output_ratio(
 
 
 def _size(states: Any) -> Any:
-    """Norm of each prompt's part."""
     return states.detach().double().flatten(1).norm(dim=1).cpu().numpy()

@@ -66,3 +66,10 @@ def test_verdict_of_unmeasured_and_exposed_layers():
         "ablation": {"place": 2, "of": 6, "setting": "INT4 g128", "changed": None, "output_error_last": 0.03}
     }
     assert "moves the output by 3 % (ranked 2 of 6)" in verdict.judge(hidden, None)["text"]
+
+
+def test_what_no_layer_was_measured_for_is_not_counted():
+    layers = [LAYER | {"verdict": verdict.judge(LAYER, ranks)} for ranks in (None, None)]
+    assert verdict.summary(layers) == ["0 of 2 layers feedback-exposed (no identity path)"]
+    layers[0]["verdict"] = verdict.judge(LAYER, OURO)
+    assert verdict.summary(layers)[0] == "1 of 2 layers dominated by step 0 in the summed Hessian: x"

@@ -139,16 +139,6 @@ def test_cluster_bootstrap_is_wider_than_positions_would_say():
     assert found.high - found.low > 5 * (naive.high - naive.low)
 
 
-def test_cluster_difference_of_equal_runs_is_zero():
-    hits = np.array([30.0, 41.0, 22.0])
-    found = stats.cluster_rate_difference(hits, hits, np.full(3, 50.0), n_resamples=100)
-    assert (found.estimate, found.low, found.high) == (0.0, 0.0, 0.0)
-    other = stats.cluster_rate_difference([30.0, 40.0], [20.0, 35.0], [50.0, 100.0], n_resamples=500)
-    assert other.estimate == pytest.approx(15 / 150)
-    # One of two prompts is drawn twice, or both.
-    assert (other.low, other.high) == (pytest.approx(5 / 100), pytest.approx(10 / 50))
-
-
 def test_pooled_rate_of_the_closed_loop_control():
     # 922 of 1,090 positions is the pooled 84.59 % of Li, App. J, 926 its 84.95 %.
     assert round(100 * stats.cluster_rate([922], [1090], n_resamples=10).estimate, 2) == 84.59

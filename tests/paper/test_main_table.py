@@ -20,7 +20,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.models.load import load_model
 from loopq.paper import main_table, main_text
-from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
+from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, layer_class
 from loopq.paper.models import Sizes, prepare_model
 from tests.support.main_table import measure, save
 
@@ -89,11 +89,6 @@ def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
     assert not found["looped"]
     variants = {a["variant"]: a for a in found["variants"][:3]}
     assert variants[ONE]["kl"] == variants[ALL]["kl"]
-
-
-def test_settings_that_are_too_small_are_refused() -> None:
-    with pytest.raises(ConfigError, match="n_seeds must be at least 1"):
-        Settings(n_seeds=0)
 
 
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from benches import paper
 from benches.pages import within
+from loopq.cli import parse
+from loopq.diagnose.sections import SECTIONS
 from loopq.errors import ConfigError
+from loopq.evaluate.items import find_task
 from loopq.evaluate.stats import Interval
 from loopq.paper.shown import TABLES, Claim, find
 
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "loopq"
+# Items of the paper: quantizers, calibration, rotations, Hessians, feedback, sensitivity, Jacobians, other recurrences,
+# metrics, statistics and cost.
+ITEMS = tuple(zip("ABCDEFGHIJ", (7, 12, 4, 13, 11, 3, 4, 3, 10, 13), strict=True))
 # Figures 1a to 5, Tables 1 to 26, and Algorithm 1.
 LABELS = [
     *(f"Figure {n}" for n in ("1a", "1b", "2", "3", "4", "5")),
@@ -58,6 +69,50 @@ def test_a_verdict_needs_an_interval_that_excludes_the_other(
 
 def test_the_document_lists_what_the_registry_holds() -> None:
     assert within(paper.DOCUMENT, paper.MARK) == paper.table(), "run python -m benches.paper"
+
+
+def _defined(file: Path) -> set[str]:
+    """Functions and classes of a source file, and "Class.member"."""
+    found = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            target = getattr(part, "target", part)
+            found.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
+    return found
+
+
+def test_what_the_document_names_in_a_file_is_defined_there() -> None:
+    text = paper.DOCUMENT.read_text("utf-8")
+    named = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", text)
+    assert len(named) > 80
+    for file, names in named:
+        missing = set(re.findall(r"[\w.]+", names)) - _defined(PACKAGE / file)
+        assert not missing, f"{file}: {missing}"
+
+
+def test_the_document_has_a_command_for_each_item_of_the_paper() -> None:
+    section = paper.DOCUMENT.read_text("utf-8").partition("## Every item")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == [f"{kind}{n}" for kind, last in ITEMS for n in range(1, last + 1)]
+    for _, _, command, place in rows:
+        program, *words = shlex.split(command.strip("`"))
+        if program == "loopq":
+            args = parse(words)
+            assert args.run
+            # What the parser takes as free text.
+            if words[0] == "reproduce":
+                find(args.table)
+            for name in filter(None, (getattr(args, "only", None) or "").split(",")):
+                assert name in SECTIONS.names()
+            for name in getattr(args, "tasks", None) or ():
+                find_task(name)
+        else:
+            assert program == "lm-eval" or (ROOT / program).exists(), command
+        files = re.findall(r"`([\w/]+\.py)`", place)
+        assert files, place
+        assert all((PACKAGE / f).exists() or (ROOT / f).exists() for f in files), place
 
 
 def test_every_table_has_a_test() -> None:

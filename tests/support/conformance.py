@@ -301,10 +301,12 @@ class SteppingConformance(Conformance):
         with torch.no_grad():
             embedding = system.embed(batch)
             start = system.initial_state(batch, embedding)
+            if system.grows:  # From an empty state.
+                start = system.step(start, embedding, 0, stepping.depths[0])
         state = start.clone().requires_grad_()
-        after = system.step(state, embedding, 0, stepping.depths[0])
-        assert after.shape == state.shape
-        (gradient,) = torch.autograd.grad(after.square().sum(), state)
+        after = system.step(state, embedding, int(system.grows), stepping.depths[0])
+        assert after[:, system.grows :].shape == state.shape
+        (gradient,) = torch.autograd.grad(after[:, -1].square().sum(), state)
         assert torch.isfinite(gradient).all()
         assert gradient.abs().sum() > 0
 

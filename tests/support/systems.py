@@ -287,10 +287,8 @@ CASES: dict[str, Case] = {
         n_shared=9,
         variant=True,
     ),
-    "COCONUT": Case(
-        "coconut", small("coconut", vocab_size=64), (5, 1), n_shared=8, steps=False, variant=True
-    ),
-    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8, steps=False),
+    "COCONUT": Case("coconut", small("coconut", vocab_size=64), (5, 1), n_shared=8, variant=True),
+    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8),
     "Mamba": Case("mamba", small("mamba"), (1,), n_shared=9, steps=False, variant=True),
     "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
     "control": Case("control", small("control"), (1,), n_shared=8, steps=False, variant=True),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.diagnose.rollouts import Comparison, run_variants
+from loopq.diagnose.rollouts import Comparison, run_variants, trace
 from loopq.diagnose.weights import (
     Matrix,
     Rounder,
@@ -20,7 +22,6 @@ from loopq.diagnose.weights import (
 )
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import mean_interval
-from loopq.lazy import require
 from loopq.quantizers.config import LayerConfig
 
 if TYPE_CHECKING:
@@ -150,40 +151,34 @@ def adapter_output_ratio(
     """
     if not system.has_steps:
         raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be read")
-    torch = require("torch")
-    updates = system.n_updates(n_steps)
-    if updates < 1:
+    if system.n_updates(n_steps) < 1:
         raise ConfigError(f"system {system.name!r}: at depth {n_steps} no state is updated before it is read")
-    names = {p.name: p.owners[0] for p in system.shared_parameters(n_steps) if p.exposed}
-    ratios: dict[str, list[list[Any]]] = {name: [[] for _ in range(updates)] for name in names}
-    outputs: dict[str, Any] = {}
-    handles = [
-        system.model.get_submodule(owner).register_forward_hook(
-            lambda module, args, out, name=name: outputs.__setitem__(name, out.detach())
-        )
-        for name, owner in names.items()
-    ]
-    try:
-        with torch.no_grad():
-            for batch in tokens.batches(batch_size, seed):
-                embedding = system.embed(batch)
-                state = system.initial_state(batch, embedding)
-                for t in range(updates):
-                    size = state.double().flatten(1).norm(dim=1)
-                    state = system.step(state, embedding, t, n_steps)
-                    for name in names:
-                        out = outputs[name].double().flatten(1).norm(dim=1)
-                        ratios[name][t].append((out / size).cpu().numpy())
-    finally:
-        for handle in handles:
-            handle.remove()
+    seen: dict[str, list[Any]] = {p.name: [] for p in system.shared_parameters(n_steps) if p.exposed}
+    ratios: dict[str, list[Any]] = {name: [] for name in seen}
+    with contextlib.ExitStack() as stack:
+        for p in system.shared_parameters(n_steps):
+            if p.exposed:
+                hook = functools.partial(
+                    lambda kept, module, args, out: kept.append(_size(out)), seen[p.name]
+                )
+                module = system.model.get_submodule(p.owners[0])
+                stack.enter_context(module.register_forward_hook(hook))
+        for batch in tokens.batches(batch_size, seed):
+            sizes = [_size(state) for state in trace(system, batch, n_steps, read=()).states[:-1]]
+            for name, kept in seen.items():
+                ratios[name].append(np.stack([a / b for a, b in zip(kept, sizes, strict=True)]))
+                kept.clear()
     found = {}
-    for name, steps in ratios.items():
-        table = np.stack([np.concatenate(s) for s in steps])
-        late = table[1:] if updates > 1 else table
+    for name, parts in ratios.items():
+        table = np.concatenate(parts, axis=1)
+        late = table[1:] if len(table) > 1 else table
         found[name] = {
             "per_step": table.mean(axis=1).tolist(),
             "mean": float(late.mean()),
             "std": float(late.std()),
         }
     return found
+
+
+def _size(states: Any) -> Any:
+    return states.detach().double().flatten(1).norm(dim=1).cpu().numpy()

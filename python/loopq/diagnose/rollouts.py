@@ -126,13 +126,6 @@ class Comparison:
         mean: Floats = values.mean(axis=0)
         return mean
 
-    def pooled_agreement(self) -> Floats:
-        """Agreement over the positions of all prompts pooled, shape (n_reads,)."""
-        if self.matches is None:
-            raise ConfigError("the system's output is hidden states: there is no top-1 prediction to compare")
-        pooled: Floats = self.matches.sum(axis=0) / self.positions.sum()
-        return pooled
-
     def to_json(self) -> dict[str, Any]:
         """Means over prompts at every step, the pooled agreement, and each prompt's values at the `last` step."""
         out: dict[str, Any] = {
@@ -149,7 +142,7 @@ class Comparison:
         if self.matches is not None and self.kl is not None:
             out |= {
                 "agreement": self.curve("agreement").tolist(),
-                "agreement_pooled": self.pooled_agreement().tolist(),
+                "agreement_pooled": (self.matches.sum(axis=0) / self.positions.sum()).tolist(),
                 "kl": self.curve("kl").tolist(),
                 "last": out["last"]
                 | {"agreement": self.agreement[:, -1].tolist(), "kl": self.kl[:, -1].tolist()},

@@ -171,8 +171,9 @@ def _possible(
     run = []
     for name in wanted:
         section = SECTIONS.get(name)
-        if section.loop and not system.has_steps:
-            reason = f"system {system.name!r} has no single-step function, which {section.loop} needs"
+        lacks = "single-step function" * bool(section.loop and not system.has_steps)
+        if lacks := lacks or "state of fixed size" * (section.square and system.grows):
+            reason = f"system {system.name!r} has no {lacks}, which {section.loop} needs"
             unavailable.append({"section": name, "reason": reason})
         elif section.exposed and not context.exposed:
             reason = "no shared layer is feedback-exposed: each has an identity path around it"

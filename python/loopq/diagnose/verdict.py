@@ -161,6 +161,8 @@ def summary(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         ("dominated", "dominated by step 0 in the summed Hessian"),
         ("exposed", "feedback-exposed (no identity path)"),
     ):
+        if all(layer["verdict"][flag] is None for layer in layers):
+            continue  # Not measured.
         names = [layer["name"] for layer in layers if layer["verdict"][flag]]
         out.append(
             f"{len(names)} of {len(layers)} layers {what}" + (f": {', '.join(names[:6])}" if names else "")

@@ -264,25 +264,6 @@ def cluster_rate(
     )
 
 
-def cluster_rate_difference(
-    hits_a: ArrayLike,
-    hits_b: ArrayLike,
-    sizes: ArrayLike,
-    level: float = 0.95,
-    n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Prompt-cluster bootstrap of the difference a - b of two pooled rates on the same positions (Li, App. J)."""
-    return bootstrap(
-        [hits_a, hits_b, sizes],
-        lambda a, b, n, axis: (a.sum(axis) - b.sum(axis)) / n.sum(axis),
-        level,
-        n_resamples,
-        seed,
-        "paired prompt-cluster bootstrap, positions pooled",
-    )
-
-
 def geometric_mean_ratio(
     numerator: ArrayLike,
     denominator: ArrayLike,

@@ -16,7 +16,7 @@ ACTIVATION_BYTES = 1 << 30
 
 
 def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    """Run a rollout with gradients, step by step, or as a whole if the system has no single-step function.
+    """Run a rollout with gradients, step by step, or as a whole without a single-step function of fixed-size states.
 
     Parameters
     ----------
@@ -41,7 +41,8 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     """
     from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
-    if not system.has_steps:
+    # A step that repeats earlier passes would give their rows a gradient twice.
+    if not system.has_steps or system.grows:
         return _whole(system, batch, n_steps)
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)

@@ -63,12 +63,16 @@ def ratio(top: Values, bottom: Values) -> Interval:
     return bootstrap([top, bottom], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
 
 
+def unresolved(difference: float) -> str:
+    """Why a difference of two mean errors decides nothing. Empty where it can decide."""
+    return f"they differ by less than {RESOLUTION:g}" if abs(difference) < RESOLUTION else ""
+
+
 def closer(model: str, text: str, better: Values, worse: Values, words: str = "KL ratio") -> Claim:
     """Claim that the first of two errors is smaller. Both are given by prompt: KL, or a squared relative error."""
     means = [float(np.mean(values)) for values in (better, worse)]
-    if abs(means[0] - means[1]) < RESOLUTION:
-        numbers = f"{means[0]:.3g} against {means[1]:.3g}"
-        return Claim(model, text, numbers, None, why_open=f"they differ by less than {RESOLUTION:g}")
+    if why := unresolved(means[0] - means[1]):
+        return Claim(model, text, f"{means[0]:.3g} against {means[1]:.3g}", None, why_open=why)
     interval = ratio(better, worse)
     return Claim(model, text, f"{words} {span(interval, 3)}", interval, 1.0, below=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from loopq.calibrate.select import Selection
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
+from loopq.paper.bench import ADAPTER_DAMPING
 from loopq.paper.models import PreparedModel, Sizes
 from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.quantizers.config import Override
@@ -34,7 +35,6 @@ GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
 # Name, quantizer, and the steps of the summed Hessians.
 VARIANTS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
-ADAPTER_DAMPING = 0.1
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -65,17 +65,12 @@ class Settings:
     hidden_evaluation: int = 24
     n_probe: int = 96
 
-    def __post_init__(self) -> None:
-        for name, least in (("n_calibration", 1), ("n_evaluation", 2), ("seq_len", 2), ("n_seeds", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
-
     def of(self, name: str) -> Settings:
         """Settings for one model. PL-BERT has smaller counts."""
         if name != PLBERT:
             return self
         small = {"n_calibration": self.hidden_calibration, "n_evaluation": self.hidden_evaluation}
-        return Settings(**(asdict(self) | small))
+        return replace(self, **small)
 
 
 def sizes_of(settings: Settings) -> Sizes:

@@ -48,8 +48,7 @@ def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
         variants = on_grid(found, n_bits, group)
         rtn = _per_prompt(variants[RTN]["kl"])
         rows = {
-            name: _variant(variant, rtn, found["full_precision"], variants[RTN]["nll"], bits)
-            for name, variant in variants.items()
+            name: _variant(variant, rtn, found["full_precision"], bits) for name, variant in variants.items()
         }
         claims = comparisons(found["model"], variants)
         pairs = {name: _json(claim.interval) for name, claim in claims.items() if claim.interval}
@@ -82,12 +81,10 @@ def _variant(
     variant: Mapping[str, Any],
     rtn: Floats,
     base_nll: Sequence[float] | None,
-    rtn_nll: Sequence[Sequence[float]] | None,
     bits: Callable[[Floats], Floats],
 ) -> dict[str, Any]:
     kl = _per_prompt(variant["kl"])
-    by_seed = [float(np.mean(k)) for k in variant["kl"]]
-    gaps = [gap_closed(value, float(rtn.mean()), 0.0) for value in by_seed]
+    gaps = [gap_closed(float(np.mean(k)), float(rtn.mean()), 0.0) for k in variant["kl"]]
     left = _json(ratio(kl, rtn))
     out: dict[str, Any] = {
         "n_bytes": variant["n_bytes"],
@@ -96,18 +93,12 @@ def _variant(
         "gap_closed": {
             "estimate": 1 - left["estimate"], "low": 1 - left["high"], "high": 1 - left["low"]
         },
-        "kl_by_seed": by_seed,
-        "gap_closed_by_seed": gaps,
         "gap_closed_over_seeds": _json(student(gaps)) if len(gaps) > 1 else None,
     }  # fmt: skip
-    if base_nll is not None and rtn_nll is not None:
+    if base_nll is not None:
         nll, base = bits(_per_prompt(variant["nll"])), bits(np.array(base_nll))
         out["bits_per_byte"] = _interval(nll)
         out["bits_lost"] = _interval(nll - base)
-        lost = _interval(bits(_per_prompt(rtn_nll)) - base)
-        # If the bits lost by rounding are not significantly above 0, there is no gap to close.
-        mean = float((nll - base).mean())
-        out["gap_closed_bits"] = gap_closed(mean, lost["estimate"], 0.0) if lost["low"] > 0 else None
     return out
 
 

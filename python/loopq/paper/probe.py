@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
+from loopq.diagnose.rollouts import trace
 from loopq.lazy import require
 from loopq.models.replace import Weights, replaced
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.terminal.progress import Progress, Silent
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MASK_SHARE = 0.2
 MASK_ID = 0
@@ -169,20 +167,8 @@ def measure_states(
 
 def _states(system: LoopedSystem, batch: Batch) -> list[Floats]:
     """States after each step as float64 arrays of shape (n_prompts, n_tokens, width)."""
-    torch = require("torch")
-    with torch.no_grad():
-        embedding = system.embed(batch)
-        state = system.initial_state(batch, embedding)
-        found = []
-        for t in range(system.n_updates(system.n_steps)):
-            state = system.step(state, embedding, t, system.n_steps)
-            found.append(_host(state))
-    return found
-
-
-def _host(state: Tensor) -> Floats:
-    values: Floats = state.double().cpu().numpy()
-    return values
+    states = trace(system, batch, system.n_steps, read=()).states[1:]
+    return [state.double().cpu().numpy() for state in states]
 
 
 def _read(probe: Probe, states: Floats, truth: Ints) -> Ints:

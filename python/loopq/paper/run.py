@@ -34,7 +34,7 @@ class Made:
         Its name in the registry.
     entry : PaperTable
         What it is.
-    Data of each model that supports the table.
+    found : tuple of dict
         Data of each model that can have it.
     refused : dict
         Reasons why the other models do not, by model.

@@ -218,6 +218,8 @@ class LoopedSystem(ABC):
         ``model_type`` in every ``config.json`` that `model_class` supports.
     has_steps : bool
         Whether `embed`, `initial_state`, `step` and `predict` exist. Diagnoses that intervene in the loop need them.
+    grows : bool
+        Whether a step appends to the state. It then repeats earlier passes and has no square Jacobian.
     output : {"logits", "hidden"}
         What a rollout returns.
     state_is_random : bool
@@ -238,6 +240,7 @@ class LoopedSystem(ABC):
     idle: ClassVar[tuple[str, ...]] = ()
     model_types: ClassVar[tuple[str, ...]] = ()
     has_steps: bool = False
+    grows: bool = False
     output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False

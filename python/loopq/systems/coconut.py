@@ -46,6 +46,8 @@ class Coconut(LoopedSystem):
     """
 
     name = "coconut"
+    has_steps = True
+    grows = True
     summary = "hidden state written to the next position's input; depth = latents + 1"
     checkpoints = (("COCONUT GPT-2", 48),)
     also = (
@@ -114,17 +116,46 @@ class Coconut(LoopedSystem):
             return self._whole(ids, n_steps)
         return self._pass(self.base.transformer.wte(ids[:, n_seen:]), cache)[1:]
 
+    def n_updates(self, n_steps: int) -> int:
+        """The number of latent thoughts. The last pass reads them."""
+        return n_steps - 1
+
+    def embed(self, batch: Batch) -> tuple[Tensor, Tensor, bool]:
+        """Question, answer, and whether the ids contained the marks between them."""
+        return self._split(self.to_device(batch.input_ids))
+
+    def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
+        """No thought, of shape (n_prompts, 0, width)."""
+        weight = self.base.transformer.wte.weight
+        return weight.new_zeros(len(embedding[0]), 0, weight.shape[1])
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """Append the next thought to those so far. It is read from a pass over question and thoughts, without cache."""
+        first, _ = self._ends(embedding[0], embedding[1], state.shape[1] + 1)
+        return torch.cat((state, self._pass(torch.cat((first, state), 1), None)[0][:, -1:]), 1)
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Logits of one pass over question, thoughts and answer."""
+        first, last = self._ends(embedding[0], embedding[1], state.shape[1] + 1)
+        logits = self._pass(torch.cat((first, state, last), 1), None)[1]
+        return self._aligned(logits, embedding[0].shape[1], state.shape[1] + 1, embedding[2])
+
     def _whole(self, ids: Tensor, depth: int) -> tuple[Tensor, Any]:
-        """Logits aligned with the ids, and the cache."""
+        """Logits aligned with the ids, and the cache of all passes."""
         question, answer, marked = self._split(ids)
-        passes, cache = self._passes(question, answer, depth)
-        logits = torch.cat([out for _, out in passes], 1)
-        # Positions of the whole sequence: question, start, latents, end and answer.
-        end = question.shape[1] + depth
-        parts = [logits[:, : question.shape[1]], logits[:, question.shape[1] : end], logits[:, end:]]
-        if marked:
-            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1), cache
-        return torch.cat((parts[0][:, :-1], parts[2]), 1), cache
+        embeds, tail = self._ends(question, answer, depth)
+        done, cache = [], None
+        for t in range(depth):
+            piece = torch.cat((embeds, tail), 1) if t == depth - 1 else embeds
+            hidden, logits, cache = self._pass(piece, cache)
+            embeds = hidden[:, -1:]
+            done.append(logits)
+        return self._aligned(torch.cat(done, 1), question.shape[1], depth, marked), cache
+
+    def _aligned(self, logits: Tensor, n_question: int, depth: int, marked: bool) -> Tensor:
+        """Logits of question, start, latents, end and answer, cut to those of the ids."""
+        kept = n_question + 1 if marked else n_question - 1
+        return torch.cat((logits[:, :kept], logits[:, n_question + depth :]), 1)
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return question, answer, and whether the ids contained the marks between them."""
@@ -142,30 +173,18 @@ class Coconut(LoopedSystem):
             )
         return ids[:, : columns[0]], ids[:, columns[0] + 2 :], True
 
-    def _passes(
-        self, question: Tensor, answer: Tensor, depth: int
-    ) -> tuple[list[tuple[Tensor, Tensor]], Any]:
-        """Return hidden states (after the final norm) and logits of every pass, and the cache after the last."""
-        table = self.base.transformer.wte
-        rows = question.shape[0]
+    def _ends(self, question: Tensor, answer: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Embeddings of question and start token, and of end token and answer."""
+        table, rows = self.base.transformer.wte, question.shape[0]
         first = torch.cat((question, question.new_full((rows, 1), self.start_id)), 1)
         last = torch.cat((question.new_full((rows, 1), self.end_id), answer), 1)
-        embeds, tail = table(first), table(last)
         n_positions = int(self.base.transformer.wpe.weight.shape[0])
-        if embeds.shape[1] + depth - 1 + tail.shape[1] > n_positions:
+        if first.shape[1] + depth - 1 + last.shape[1] > n_positions:
             raise ConfigError(
                 f"coconut: {question.shape[1] + answer.shape[1]} tokens, {depth - 1} latents and two marks "
                 f"do not fit in {n_positions} positions"
             )
-        done: list[tuple[Tensor, Tensor]] = []
-        cache: Any = None
-        for t in range(depth):
-            if t:
-                embeds = done[-1][0][:, -1:]
-            piece = torch.cat((embeds, tail), 1) if t == depth - 1 else embeds
-            hidden, logits, cache = self._pass(piece, cache)
-            done.append((hidden, logits))
-        return done, cache
+        return table(first), table(last)
 
     def _pass(self, embeds: Tensor, cache: Any) -> tuple[Tensor, Tensor, Any]:
         stack = self.base.transformer

@@ -8,10 +8,11 @@ import torch
 
 from loopq.diagnose import weights
 from loopq.diagnose.context import Context
-from loopq.errors import SystemContractError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.paper.diagnose import bypass, stepmap
 from tests.support.looptoys import LinearSystem, numpy_rounder, tokens
 from tests.support.stepmaps import INT4, operating
+from tests.support.systems import CASES, open_system, prompts
 
 
 def test_jacobian_product_is_the_matrix_and_the_finite_difference(system):
@@ -100,3 +101,25 @@ def test_directions_in_one_batch_give_what_they_give_apart(system):
     for one, other in zip(together, apart, strict=True):
         assert one["D0"] == pytest.approx(other["D0"], rel=1e-9)
         assert one["D1"] == pytest.approx(other["D1"], rel=1e-9)
+
+
+def test_the_factors_of_a_step_multiply_to_its_jacobian():
+    system, batch = open_system(CASES["Huginn"]), prompts(CASES["Huginn"], n_prompts=1)
+    embedding, state = stepmap.final_state(system, batch, 3)
+    found = stepmap.factors(stepmap.StepMap(system, embedding, 2, 3), state, n_directions=32)
+    adapter, *blocks = found["gain"]
+    assert (adapter, len(blocks)) == ("transformer.adapter", 2)
+    assert found["gap"] < 1e-4
+    w = system.model.transformer.adapter.weight[:, :32].detach().double()
+    assert found["gain"][adapter] == pytest.approx(float(w.norm()) / 32**0.5, rel=0.05)
+    assert found["identity"][adapter] == pytest.approx(float(w.trace() / w.norm()) / 32**0.5, abs=0.05)
+    # An identity path around the adapter is a term that the product lacks.
+    with stepmap.Bypass(system, 3) as bypass:
+        other = stepmap.factors(stepmap.StepMap(system, embedding, 2, 3, bypass), state)
+    assert other["gap"] > 0.1
+
+
+def test_a_step_without_one_adapter_has_no_factors():
+    system = open_system(CASES["Ouro"])
+    with pytest.raises(ConfigError, match="one exposed adapter; it has 0"):
+        stepmap.factors(stepmap.StepMap(system, None, 0, 3), torch.zeros(1, 2, 32))

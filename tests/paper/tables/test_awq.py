@@ -22,6 +22,8 @@ def test_the_steps_of_awq_and_gptq_are_compared_by_an_interval(gptq: float, hold
     claim = awq.claims(found(**{name: (values.tolist(), [1.0] * 40) for name, values in kl.items()}))[0]
     assert claim is not None
     assert claim.holds is holds, claim.found
+    small = found(**{name: ((1e-5 * values).tolist(), [1.0] * 40) for name, values in kl.items()})
+    assert awq.claims(small)[0].holds is None  # type: ignore[union-attr]
 
 
 def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,14 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:
     made = run.make("benchmarks", [huginn], tmp_path, Silent())
     assert "tasks need a data folder" in made.refused["huginn_small"]
+
+
+@pytest.mark.parametrize(("articles", "better", "holds"), [(6, 1.0, True), (2, 1.0, None), (6, 1e-5, None)])
+def test_a_perplexity_is_decided_by_articles_and_resolution(
+    articles: int, better: float, holds: bool | None
+) -> None:
+    def row(nll: float) -> dict[str, Any]:
+        return {"wikitext": {"values": [nll * 100] * articles, "sizes": [100] * articles}}
+
+    found = {"model": "m", "variants": {FULL: row(3.0), RTN: row(4.0), ONE: row(4.0), ALL: row(4.0 - better)}}
+    assert [claim.holds for claim in benchmarks.show([found]).claims] == [holds] * 2

@@ -27,6 +27,8 @@ class Section:
         Place among the sections.
     loop : str
         Parts that need a single-step function, in words. Empty if there are none.
+    square : bool
+        Whether these parts also need a state of fixed size.
     exposed : bool
         Whether the section needs a feedback-exposed layer.
     compares : bool
@@ -42,6 +44,7 @@ class Section:
     run: Callable[[Context], dict[str, Any]]
     order: int
     loop: str = ""
+    square: bool = False
     exposed: bool = False
     compares: bool = False
     rollouts: Callable[[Context], int] = lambda context: 0

@@ -14,7 +14,9 @@ def overlaps(context: Context) -> dict[str, Any]:
     """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
     seed, batch_size = context.execution.seed, context.execution.batch_size
     seeds = (seed, seed + 1) if context.system.state_is_random else (seed,)
-    steps = sorted({0, context.n_steps - 1})
+    last = context.n_steps - 1
+    # A state that grows is empty at first.
+    steps = sorted({min(int(context.system.grows), last), last})
     moments = {
         s: overlap.state_moments(context.system, context.tokens, context.n_steps, steps, s, batch_size)
         for s in seeds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,34 +33,6 @@ class Realisation:
     B: Floats
     C: Floats
     D: Floats
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the filter table.
-
-    Parameters
-    ----------
-    filter, form : str
-        Design, and "companion" (the controllable canonical form of Li, App. M) or "modal".
-    bits : int
-        Bits of the quantized entries.
-    n_states : int
-        Number of poles.
-    original, a_quantized, bcd_quantized : float
-        Largest pole magnitude of the filter: original, with A quantized, and with B, C and D quantized.
-    stable : bool
-        Whether all poles of the filter with A quantized lie on or inside the unit circle.
-    """
-
-    filter: str
-    form: str
-    bits: int
-    n_states: int
-    original: float
-    a_quantized: float
-    bcd_quantized: float
-    stable: bool
 
 
 def design(name: str) -> Realisation:
@@ -118,31 +90,35 @@ def transfer(form: Realisation, angles: Floats) -> NDArray[np.complex128]:
     return np.array([p[0, 0] for p in points])
 
 
-def row(name: str, bits: int, form: str = "companion") -> Row:
-    """Quantize one filter at one number of bits: A alone, and B, C and D together."""
+def row(name: str, bits: int, form: str = "companion") -> dict[str, Any]:
+    """Quantize one filter at one number of bits: A alone, and B, C and D together.
+
+    Returns
+    -------
+    dict
+        `filter`, `form` ("companion" is the controllable canonical form of Li, App. M, or "modal") and `bits`.
+        `n_states` is the number of poles. `original`, `a_quantized` and `bcd_quantized` are the largest pole
+        magnitudes: as designed, with A quantized, and with B, C and D quantized. `stable` is whether all poles with A
+        quantized lie on or inside the unit circle.
+    """
     if form not in ("companion", "modal"):
         raise ConfigError(f"form must be companion or modal; got {form!r}")
     filter_ = design(name) if form == "companion" else modal(design(name))
     quantized = Realisation(filter_.A, *(round_signed(m, bits) for m in (filter_.B, filter_.C, filter_.D)))
     after = radius(round_signed(filter_.A, bits))
-    return Row(
-        name, form, bits, len(filter_.A), radius(filter_.A), after, radius(quantized.A), not after > 1.0
-    )
+    sizes = {"original": radius(filter_.A), "a_quantized": after, "bcd_quantized": radius(quantized.A)}
+    head = {"filter": name, "form": form, "bits": bits, "n_states": len(filter_.A)}
+    return head | sizes | {"stable": not after > 1.0}
 
 
 def table(
     forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS
 ) -> list[dict[str, Any]]:
-    """All filters at all numbers of bits, as plain data.
-
-    Returns
-    -------
-    list of dict
-        Fields of `Row`. The companion rows are Li, Table 20.
+    """All filters at all numbers of bits. The companion rows are Li, Table 20.
 
     Notes
     -----
     The modal rows show that the companion form causes the failure as much as feedback. In block-diagonal form the same
     poles stay stable. The only exception is the Chebyshev filter of order 6 at 4 bits.
     """
-    return [asdict(row(name, b, form)) for form in forms for name in DESIGNS for b in bits]
+    return [row(name, b, form) for form in forms for name in DESIGNS for b in bits]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 
 COMPONENTS = ("A_log", "in_proj", "x_proj", "dt_proj", "out_proj")
 GROUP_SIZE = 128
+# Absolute error, relative error and norm by token.
+CURVES = ("absolute", "relative", "norm")
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,6 @@ class Divergence:
     def relative(self) -> Floats:
         """||h_t^q - h_t|| / ||h_t||, shape (n_tokens,)."""
         return self.absolute / np.maximum(self.norm, np.finfo(np.float64).tiny)
-
-    def to_json(self) -> dict[str, list[float]]:
-        """Absolute error, relative error and norm as lists."""
-        return {
-            "absolute": self.absolute.tolist(),
-            "relative": self.relative.tolist(),
-            "norm": self.norm.tolist(),
-        }
 
 
 def diverge(perturbed: Floats, reference: Floats) -> Divergence:
@@ -323,26 +317,10 @@ def component_study(
                         "perturbation": kind,
                         "error_norm": float(np.linalg.norm(delta)),
                         "growth": end / start if start > 0 else None,
-                        "prompts": [r.to_json() for r in runs],
+                        "prompts": [{k: getattr(r, k).tolist() for k in CURVES} for r in runs],
                     }
                 )
     return out
-
-
-@dataclass(frozen=True)
-class AlphaPoint:
-    """One row of the identity-injection sweep: medians over prompts and seeds at the last token.
-
-    With alpha > 0 slow channels grow without bound. The absolute error grows with them, while the relative error
-    settles. Compare `relative` with `absolute` and `norm`. `by_prompt` is the relative error, mean over seeds.
-    """
-
-    alpha: float
-    absolute: float
-    relative: float
-    norm: float
-    largest_multiplier: float
-    by_prompt: list[float]
 
 
 def identity_sweep(
@@ -365,7 +343,9 @@ def identity_sweep(
     Returns
     -------
     list of dict
-        Fields of `AlphaPoint`, one entry per alpha.
+        An entry per alpha, with medians over prompts and seeds at the last token. `absolute` error and `norm` of the
+        states grow with alpha, since slow channels grow without bound, and the `relative` error settles. `by_prompt`
+        is the relative error, mean over seeds.
     """
     if not scans:
         raise ConfigError("the sweep needs at least one scan")
@@ -379,13 +359,13 @@ def identity_sweep(
                 shaken = Scan(scan.x, scan.dt, noisy, scan.B, scan.C, scan.D)
                 runs.append(diverge(shaken.states(alpha), reference))
         out.append(
-            AlphaPoint(
-                float(alpha),
-                float(np.median([r.absolute[-1] for r in runs])),
-                float(np.median([r.relative[-1] for r in runs])),
-                float(np.median([r.norm[-1] for r in runs])),
-                float(max(scan.decay().max() for scan in scans) + alpha),
-                np.reshape([r.relative[-1] for r in runs], (len(scans), -1)).mean(axis=1).tolist(),
-            )
+            {
+                "alpha": float(alpha),
+                **{k: float(np.median([getattr(r, k)[-1] for r in runs])) for k in CURVES},
+                "largest_multiplier": float(max(scan.decay().max() for scan in scans) + alpha),
+                "by_prompt": np.reshape([r.relative[-1] for r in runs], (len(scans), -1))
+                .mean(axis=1)
+                .tolist(),
+            }
         )
-    return [asdict(point) for point in out]
+    return out

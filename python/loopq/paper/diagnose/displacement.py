@@ -13,7 +13,7 @@ from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import replaced
-from loopq.paper.diagnose.spectral import spectral_norm
+from loopq.paper.diagnose.spectral import on_vectors, spectral_norm
 from loopq.paper.diagnose.stepmap import StepMap, final_state, promoted
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def predicted(context: Context, weights: Weights) -> list[dict[str, float | None
                 for _ in range(n_steps - 1):
                     moved = times(moved)
                     total = total + moved
-                modulus = _norm(times, pull, state)
+                both = on_vectors(times, state), on_vectors(pull, state)
+                modulus = spectral_norm(both[0], both[1], state.numel(), tol=1e-3)
         defect = float(delta.norm())
         bound = contraction_bound(defect, modulus) if modulus < 1 else None
         linear = float(total.norm())
@@ -164,20 +165,6 @@ def predicted(context: Context, weights: Weights) -> list[dict[str, float | None
             {"measured": distance, "defect": defect, "linear": linear, "modulus": modulus, "bound": bound}
         )
     return out
-
-
-def _norm(times: Any, pull: Any, state: Any) -> float:
-    """||J||_2 by products with J and J^T."""
-    torch = require("torch")
-
-    def flat(function: Any) -> Any:
-        def product(v: Floats) -> Floats:
-            out: Floats = function(torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
-            return out.reshape(-1)
-
-        return product
-
-    return spectral_norm(flat(times), flat(pull), state.numel(), tol=1e-3)
 
 
 def contraction_bound(per_step: float, modulus: float) -> float:

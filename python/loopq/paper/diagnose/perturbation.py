@@ -94,7 +94,8 @@ def trained_low_rank(
     weights are restored bit for bit.
     """
     system, n_steps, seed = context.system, context.n_steps, context.execution.seed
-    _needs_logits_and_steps(system)
+    if not system.has_steps or system.output != "logits":
+        raise ConfigError(f"system {system.name!r}: a trained update needs a single-step function and logits")
     torch = require("torch")
     progress = context.execution.progress
     shared = {p.name: p for p in context.parameters}
@@ -287,8 +288,3 @@ def _known(names: Sequence[str], shared: Mapping[str, SharedParameter]) -> None:
         raise ConfigError(
             f"{', '.join(unknown) or 'no name given'}: name shared parameters; those are: {', '.join(shared)}"
         )
-
-
-def _needs_logits_and_steps(system: LoopedSystem) -> None:
-    if not system.has_steps or system.output != "logits":
-        raise ConfigError(f"system {system.name!r}: a trained update needs a single-step function and logits")

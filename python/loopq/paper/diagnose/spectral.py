@@ -224,10 +224,9 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
     return float(np.sqrt(max(value, 0.0)))
 
 
-def vector_product(step: StepMap, state: Tensor) -> Product:
-    """Return v -> J v on float64 vectors. J is the Jacobian of the step at a state."""
+def on_vectors(times: Callable[[Tensor], Tensor], state: Tensor) -> Product:
+    """Let a linear map of states take and return float64 vectors."""
     torch = require("torch")
-    times, _ = step.products(state)
 
     def product(v: Floats) -> Floats:
         out: Floats = times(torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
@@ -247,18 +246,11 @@ def jacobian_at(
 ) -> dict[str, Any]:
     """Spectral radius of a step at one prompt's state, and its spectral norm if `with_norm`."""
     step.check(state)
-    product = vector_product(step, state)
+    product = on_vectors(step.products(state)[0], state)
     dim = state.numel()
     out: dict[str, Any] = asdict(spectral_radius(product, dim, start_vectors(dim), settings))
     if with_norm:
-        torch = require("torch")
-        pull = step.transposed(state)
-
-        def transposed(u: Floats) -> Floats:
-            found: Floats = pull(torch.from_numpy(u).to(state).reshape(state.shape)).double().cpu().numpy()
-            return found.reshape(-1)
-
-        out["norm"] = spectral_norm(product, transposed, dim)
+        out["norm"] = spectral_norm(product, on_vectors(step.transposed(state), state), dim)
     return out
 
 

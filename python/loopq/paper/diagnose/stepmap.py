@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.base import Batch, LoopedSystem
+    from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 
 
 @contextlib.contextmanager
@@ -48,6 +49,23 @@ def promoted(model: nn.Module) -> Iterator[None]:
             module.eps = None
 
 
+def exposed_adapter(system: LoopedSystem, n_steps: int) -> SharedParameter:
+    """Return the one exposed adapter of a system with a single-step function.
+
+    Raises
+    ------
+    ConfigError
+        If there is not exactly one, or no single-step function.
+    """
+    exposed = [p for p in system.shared_parameters(n_steps) if p.exposed and p.role == "adapter"]
+    if len(exposed) != 1 or not system.has_steps:
+        raise ConfigError(
+            f"system {system.name!r}: factors of a step, and a bypass of one, need a single-step function and one "
+            f"exposed adapter; it has {len(exposed)} of them"
+        )
+    return exposed[0]
+
+
 class Bypass:
     """Add the state to the output of the exposed adapter, so a(s, e) becomes s + a(s, e).
 
@@ -67,14 +85,8 @@ class Bypass:
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int) -> None:
-        exposed = [p for p in system.shared_parameters(n_steps) if p.exposed and p.role == "adapter"]
-        if len(exposed) != 1 or not system.has_steps:
-            raise ConfigError(
-                f"system {system.name!r}: the identity bypass needs a single-step function and one exposed "
-                f"adapter; it has {len(exposed)} of them"
-            )
         self._system = system
-        self._owner = exposed[0].owners[0]
+        self._owner = exposed_adapter(system, n_steps).owners[0]
         self._state: Any = None
         self._fired = False
         self._handle: Any = None
@@ -258,6 +270,58 @@ def _plain_attention() -> Iterator[None]:
     torch = require("torch")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         yield
+
+
+def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> dict[str, Any]:
+    """Compare the Jacobian J of a step with the product of its factors at a state (Li, Eq. 2).
+
+    Returns
+    -------
+    dict
+        `gap` is ||J v - J_k ... J_1 W_s v|| / ||J v|| over Gaussian directions v. W_s are the adapter's columns for the
+        state, which are the first. J_i is the Jacobian of core block i at its input, I + dF_i/dx. `gain` of a factor A
+        is ||A||_F / ||I||_F, and `identity` its cosine <A, I> / (||A||_F ||I||_F), both by the same directions.
+    """
+    torch = require("torch")
+    system, adapter = step.system, exposed_adapter(step.system, step.n_steps)
+    owners = [p.owners[0] for p in system.shared_parameters(step.n_steps) if not p.exposed]
+    names = dict.fromkeys(m[1] for owner in owners if (m := re.match(r"(.+?\.\d+)\.", owner)))
+    maps: dict[str, Any] = {}
+
+    def keep(name: str, block: Any, args: Any, kwargs: Any) -> None:
+        def of_input(x: Tensor) -> Tensor:
+            out = block(x, *args[1:], **kwargs)
+            return out[0] if isinstance(out, tuple) else out
+
+        maps[name] = lambda v: torch.func.jvp(of_input, (args[0],), (v,))[1]
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name in names:
+            hook = functools.partial(keep, name)
+            block = system.model.get_submodule(name)
+            stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
+        step(state)
+    columns = system.parameter(adapter)[:, : state.shape[-1]]
+    maps = {adapter.owners[0]: lambda v: v @ columns.T, **maps}
+    generator = torch.Generator().manual_seed(0)
+    shape, off, size = (n_directions, *state.shape), 0.0, 0.0
+    directions = torch.randn(shape, generator=generator, dtype=torch.float64).to(state)
+    images: dict[str, list[Tensor]] = {name: [] for name in maps}
+    with torch.no_grad(), _plain_attention():
+        for v in directions:
+            whole, chained = step.product(state, v), v
+            for name, times in maps.items():
+                chained = times(chained)
+                images[name].append(times(v))
+            off += float((chained - whole).square().sum())
+            size += float(whole.square().sum())
+    norm = float(directions.norm())
+    stacked = {name: torch.stack(found) for name, found in images.items()}
+    return {
+        "gap": (off / max(size, 1e-300)) ** 0.5,
+        "gain": {name: float(a.norm()) / norm for name, a in stacked.items()},
+        "identity": {n: float((a * directions).sum()) / (float(a.norm()) * norm) for n, a in stacked.items()},
+    }
 
 
 def final_state(

@@ -13,7 +13,7 @@ from loopq.evaluate.requests import longest_input
 from loopq.evaluate.tasks import Metric, score
 from loopq.models.replace import replaced
 from loopq.paper.bench import ROTATION, Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three
+from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three, unresolved
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
@@ -104,7 +104,8 @@ def _claims(found: Found) -> list[Claim]:
                 made.append(paired_shares(found["model"], text, change, p))
                 continue
             numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
-            made.append(Claim(found["model"], text, numbers, change, 1.0, below=True))
+            why = unresolved(float(np.log(change.estimate)))
+            made.append(Claim(found["model"], text, numbers, change, 1.0, below=True, why_open=why))
     return made
 
 

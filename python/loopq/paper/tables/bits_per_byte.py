@@ -9,7 +9,18 @@ import numpy as np
 
 from loopq.evaluate.stats import mean_interval
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, FULL, N_RESAMPLES, ONE, RTN, bars, bits_per_byte, three, without_logits
+from loopq.paper.compared import (
+    ALL,
+    FULL,
+    N_RESAMPLES,
+    ONE,
+    RTN,
+    bars,
+    bits_per_byte,
+    three,
+    unresolved,
+    without_logits,
+)
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Bits per byte of text"
@@ -17,14 +28,23 @@ TITLE = "Bits per byte of text"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize into the three variants of the main table."""
-    return bench.measure(three(bench))
+    return bench.measure(three(bench)) | {"text": bench.model.evaluation.digest()}
 
 
-def _claim(found: Found, better: str, worse: str) -> Claim:
-    a, b = (np.array(bits_per_byte(found, name)) for name in (better, worse))
+def _claim(found: Found, better: str, worse: str, control: Found | None = None) -> Claim:
+    a, b = (np.array(bits_per_byte(*of)) for of in ((found, better), (control or found, worse)))
     gain = mean_interval(b - a, n_resamples=N_RESAMPLES)
     numbers = f"{gain.estimate:+.4f} bits per byte saved [{gain.low:+.4f}, {gain.high:+.4f}]"
-    return Claim(found["model"], f"{better} needs fewer bits than {worse}", numbers, gain)
+    text = f"{better} needs fewer bits than {worse}"
+    text += f" of {control['model']}, in as many bytes" if control else ""
+    return Claim(found["model"], text, numbers, gain, why_open=unresolved(gain.estimate))
+
+
+def _alike(a: Found, b: Found) -> bool:
+    """Whether two models were measured on the same bytes of text, and their layers' sizes are within 5 %."""
+    sizes = [f["variants"][ALL]["n_bytes"] for f in (a, b)]
+    same: bool = a["bytes_per_token"] == b["bytes_per_token"] and a.get("text", "") == b.get("text")
+    return same and max(sizes) <= 1.05 * min(sizes)
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -39,8 +59,10 @@ def show(founds: Sequence[Found]) -> Shown:
         )
         for f in known
     )
-    # A one-step model is no evidence about loops. It is shown next to loops with as many bytes.
-    made = [_claim(f, ALL, other) for f in known if f["n_steps"] > 1 for other in (RTN, ONE)]
+    # A model of one step is no evidence about loops. It is the control of loops with as many bytes.
+    loops, controls = ([f for f in known if (f["n_steps"] > 1) == looped] for looped in (True, False))
+    made = [_claim(f, ALL, other) for f in loops for other in (RTN, ONE)]
+    made += [_claim(f, ALL, ALL, c) for f in loops for c in controls if _alike(f, c)]
     text = "Mean over held-out prompts; lower is better. kB: of the quantized layers."
     table = Table(TITLE, text, ("model", *names, "kB"), rows)
     caption = "Distance to full precision in KL; the table has the same in bits per byte."

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.rollouts import run_variants
+from loopq.diagnose.weights import quantizable, rounded
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
-from loopq.paper.diagnose.depths import depth_curve
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.quantizers.config import LayerConfig
 from loopq.terminal.table import short
 
 TITLE = "Agreement and KL by the number of recurrences"
@@ -19,6 +25,27 @@ def measure(bench: Bench) -> dict[str, Any]:
     context = bench.context()
     rows = depth_curve(context, range(1, bench.depth + 1), context.config.layer(-1))
     return bench.head() | {"rows": rows}
+
+
+def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) -> list[dict[str, Any]]:
+    """Round the whole loop and compare rollouts of several depths, each with the unchanged model.
+
+    Returns
+    -------
+    list of dict
+        `depth`, then the values after its last step: `agreement`, `kl` (with logits) and `output_error`. `last` holds
+        the same by prompt.
+    """
+    rows = []
+    for depth in depths:
+        deep = replace(context, n_steps=depth)
+        changed = rounded(context.system, quantizable(deep.parameters), config, context.rounder)
+        runs = run_variants(deep, {"changed": changed}, read=(depth,), label=f"depth {depth}")
+        last = runs["changed"].to_json()["last"]
+        rows.append(
+            {"depth": depth, "last": last} | {k: float(np.mean(values)) for k, values in last.items()}
+        )
+    return rows
 
 
 def show(founds: Sequence[Found]) -> Shown:

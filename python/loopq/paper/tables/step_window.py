@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from loopq import _native as native
 from loopq.diagnose.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, RTN, below, most, show_variants
-from loopq.paper.diagnose.late_steps import late_step_wins
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.run.source import Layers
 
@@ -46,6 +47,17 @@ def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
 
     late: Any = {n: bench.sums.accumulators[input_groups[n]].matrix([last]) for n in shared}
     return late_step_wins(errors(skip), errors(whole), late)
+
+
+def late_step_wins(
+    candidate: Mapping[str, Any], baseline: Mapping[str, Any], late: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Count the layers whose proxy under the late step's H is smaller with the candidate's errors, and all (App. P)."""
+
+    def proxy(errors: Mapping[str, Any], name: str) -> float:
+        return float(native.proxy(errors[name], None, late[name]))
+
+    return sum(proxy(candidate, n) < proxy(baseline, n) for n in candidate), len(candidate)
 
 
 def claims(found: Found) -> list[Claim | None]:

@@ -52,5 +52,5 @@ def _says(found: Found) -> str:
 
 
 SECTIONS.register("jacobian")(
-    Section(jacobian, 90, loop="the Jacobian of a step", seconds=_seconds, says=_says)
+    Section(jacobian, 90, loop="the Jacobian of a step", square=True, seconds=_seconds, says=_says)
 )

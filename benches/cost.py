@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     args = parsed(parser)
     config = json.loads((Path(args.model) / "config.json").read_text())
     args.layer = args.layer or list(range(*config["looped_layers"][:2]))
+    args.n_layers = config["num_hidden_layers"]
     return args
 
 
@@ -106,6 +107,8 @@ class Costs(Bench):
     @property
     def exclude(self) -> tuple[str, ...]:
         """Layers that are not asked for."""
+        if len(self.args.layer) == self.args.n_layers:
+            return ()
         chosen = "|".join(map(str, self.args.layer))
         return (rf"re:^(?!model\.layers\.({chosen})\.)",)
 

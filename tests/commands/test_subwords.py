@@ -70,6 +70,7 @@ def test_bits_per_byte_are_those_of_the_text_that_is_predicted(model, checkpoint
     assert quantized["bits_per_byte"] != full["bits_per_byte"]
 
 
+@pytest.mark.slow
 def test_other_commands_read_its_tokens(model, checkpoint, texts, command, tmp_path):
     code, _, err = command("run", checkpoint, "It was", "--n-tokens", 4)
     assert (code, "transformers" in err) == (0, False)

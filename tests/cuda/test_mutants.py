@@ -116,12 +116,14 @@ def build(folder: Path, file: str, name: str, old: str, new: str) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(lambda n: n.startswith("x read"), MUTANTS))
 def test_a_broken_kernel_is_noticed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(k=992, n=48, tokens=5, blocks=1, slices=1, warps=5, x_gap=0, stages=4)
     notice(build(folder, "w4a16_gemm.cu", name, *MUTANTS[name][:2]), MUTANTS[name][2], case, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(lambda n: n.startswith("x read"), MANY_MUTANTS))
 def test_a_broken_kernel_of_many_tokens_is_noticed(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_turns_give_the_gradients_of_one_prompt_after_the_other(tmp_path: Path) 
     assert (some, between) == (alone, [0, 2, 3])
 
 
+@pytest.mark.slow
 def test_several_draws_of_a_prompt_are_taken_in_turns(tmp_path: Path) -> None:
     inkling().save_pretrained(tmp_path)
     alone, _, _ = _gradients(tmp_path, 1, n_draws=2)

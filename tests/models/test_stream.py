@@ -75,6 +75,7 @@ def test_other_weights_are_visited_too(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
 def test_a_budget_is_met_in_parts_by_the_same_codes(score: str, tmp_path: Path) -> None:
     dory().save_pretrained(tmp_path)

@@ -91,6 +91,7 @@ def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
     assert variants[ONE]["kl"] == variants[ALL]["kl"]
 
 
+@pytest.mark.slow
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "coconut")
     prepared = prepare_model(folder, Sizes(2, 2, 3, 24))

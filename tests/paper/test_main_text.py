@@ -56,6 +56,7 @@ def test_the_ordering_is_said_in_words(given: Any, holds: bool | None, says: str
     assert claims[f"{ALL} / {ONE}"].holds is closer("m", "", steps, one).holds
 
 
+@pytest.mark.slow
 def test_training_seeds_are_put_together(tmp_path: Path) -> None:
     names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
     record = main_text.summarize([measure(n) for n in names])

@@ -62,6 +62,7 @@ def test_blindness_is_of_the_comparison_where_it_has_the_models(draw):
     assert "<!-- loopq -->" in svg
 
 
+@pytest.mark.slow
 def test_blindness_is_of_the_main_table_where_the_comparison_is_thin(draw):
     records = peers("ab", VARIANTS[3:]) + peers(["a+outlier"], VARIANTS) + peers("c", VARIANTS[:4])
     printed, _ = draw(records, main_table(["a", "b", "d", "b_seed1"]))

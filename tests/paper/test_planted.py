@@ -64,6 +64,7 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
         plant(source, "outlier", source.prompts(Sizes(2, 1, 1, 24)).calibration)
 
 
+@pytest.mark.slow
 def test_the_plain_model_stands_beside_it_and_the_cure_is_judged(tmp_path: Path) -> None:
     plain = bench("huginn_small", SMALL.changed(n_evaluation=5))
     source = plant(open_source("huginn_small"), "outlier", plain.model.calibration)

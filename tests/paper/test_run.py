@@ -60,6 +60,7 @@ def test_one_model_that_fails_does_not_stop_the_others(
     assert [f["model"] for f in made.found] == ["good"]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

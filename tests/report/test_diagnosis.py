@@ -26,6 +26,7 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
     assert set(names) <= set(FIGURES.names())
 
 
+@pytest.mark.slow
 def test_systems_without_steps_have_a_page_that_says_why():
     found = survey.diagnose(
         Context(

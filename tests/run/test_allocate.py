@@ -25,6 +25,7 @@ from tests.support.runs import digest, tensors_of
 FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, rank_threshold=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
 def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
     asked = Fit(13.3, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
@@ -67,6 +68,7 @@ def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
     assert {x.grid.bits for n, x in found.layers.items() if n != name} <= {2, 3}
 
 
+@pytest.mark.slow
 def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens):
     """The layers that got two bits get four here, as far as the bytes reach."""
     asked = Fit(13.26, bits=(2, 4), group_sizes=(16,), n_prompts=10, levels=("even",))

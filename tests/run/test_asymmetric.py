@@ -49,6 +49,7 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
     assert output_error(solved[1.0]) < output_error(plain)
 
 
+@pytest.mark.slow
 def test_same_bytes_again_and_at_two_threads(tiny, tokens):
     one = prepared(tiny, tokens).solve(Asymmetric(sweeps=2))
     two = prepared(tiny, tokens, threads=2).solve(Asymmetric(sweeps=2))

@@ -39,6 +39,7 @@ def test_a_preset_sets_its_fields_and_leaves_the_others():
         base.preset("good")
 
 
+@pytest.mark.slow
 def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_path):
     few, grid = tokens.take(0, 3), {"bits": 3, "group_size": 20}
     loopq.quantize(loaded, few, out=tmp_path / "preset", preset="best", **grid)

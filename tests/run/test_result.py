@@ -47,6 +47,7 @@ def finished(process):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", slow_unless(lambda n: n == 2, [1, 2, 5]))
 def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_workers):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)

@@ -10,6 +10,7 @@ from loopq.errors import ConfigError, DumpError
 from tests.support.runs import SETTINGS, digest, job_of
 
 
+@pytest.mark.slow
 def test_solve_from_a_dump_gives_the_same_bytes(loaded, tokens, tmp_path, checkpoint_folder):
     for shards in (1, 2, 7):
         dump = tmp_path / f"dump-{shards}"
@@ -20,6 +21,7 @@ def test_solve_from_a_dump_gives_the_same_bytes(loaded, tokens, tmp_path, checkp
             assert digest(out) == digest(checkpoint_folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["balanced", "alpha=1/4"])
 def test_a_dump_of_rows_knows_each_step_apart(loaded, tokens, tmp_path, weights):
     settings = SETTINGS | {"step_weights": weights}

@@ -6,9 +6,12 @@ import pytest
 
 from .__main__ import PARTS, run
 
-SHORT = {"flips": 400, "lines": 30, "models": 12, "arrays": 300}
+SHORT = {"flips": 400, "lines": 30}
 #: Of the others, a size for which two cores take a minute or two.
-SLOW = {"limits": 16, "interrupts": 9, "kills": 24, "ranks": 4, "readers": 60, "workers": 4, "writers": 16}
+SLOW = {
+    "arrays": 300, "limits": 16, "interrupts": 9, "kills": 24, "models": 12, "ranks": 4, "readers": 60, "workers": 4,
+    "writers": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(SHORT))

@@ -84,7 +84,8 @@ struct Dequantize {
 }  // namespace loopq
 
 #ifdef LQ_FLOAT16
-LQ_KERNEL void __launch_bounds__(256) loopq_w4_dequantize(
+// Six blocks: with none asked for, the compiler keeps eight and spills the table.
+LQ_KERNEL void __launch_bounds__(256, 6) loopq_w4_dequantize(
     const void* weights, const void* scales, void* out, int n, int k, int k_tiles, int group_size, int scale_rows,
     int scale_kind, int levels0, int levels4, int levels8, int levels12) {
     const loopq::DequantizeArguments arguments = {weights, scales, out, n, k, k_tiles, group_size, scale_rows, scale_kind,

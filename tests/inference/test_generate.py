@@ -63,7 +63,9 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
         for n in range(len(_MORE) + 1):
             text = [*ids, *_MORE[:n]]
             expected = _rolled_out(system, text, n_steps)
-            torch.testing.assert_close(decoder(text), expected, rtol=1e-5, atol=1e-5)
+            # Sums in another order: they differ by roundings of the largest logit.
+            room = 1e-5 * max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(decoder(text), expected, rtol=1e-5, atol=room)
         assert decoder.depths == [n_steps] * 5
 
 

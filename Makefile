@@ -75,7 +75,7 @@ demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in
 quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
 	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
 
-test: test-rust test-py test-ptx ## All tests but the slow ones: at most six minutes on two idle cores, without what is compiled
+test: test-rust test-py test-ptx ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)

@@ -15,6 +15,7 @@ from benches.zoo.store import save_model
 from loopq.cli import main
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native
+from loopq.models.build import build_shape
 from loopq.models.load import load_model
 from loopq.systems.classes import register_model
 from tests.support.systems import small
@@ -42,6 +43,18 @@ register_model(
     rename=lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()},
 )
 """
+
+
+@pytest.mark.parametrize("opened", [load_model, build_shape])
+@pytest.mark.parametrize("model_type", ["llama", "huginn_raven", "hrm_text"])
+def test_a_config_that_asks_for_layers_without_end_is_refused(tmp_path, opened, model_type):
+    for name in ("num_hidden_layers", "num_layers_per_stack", "n_layers_in_recurrent_block", "num_experts"):
+        for more in ({name: 2**63}, {"text_config": {name: 2**63}}):
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **more}))
+            with pytest.raises(
+                ConfigError, match=rf"config\.json: {name} is {2**63}; loopq builds at most 10000"
+            ):
+                opened(tmp_path)
 
 
 @pytest.fixture

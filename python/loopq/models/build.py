@@ -42,7 +42,7 @@ def build_model(
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
     where = "config.json of the checkpoint"
     config = checked(dict[str, Any], parse_json(side_files["config.json"], where, finite=False), where)
-    registered = find_class(config, system)
+    registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, "the checkpoint", trust_remote_code)
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +74,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     """
     torch = require("torch")
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
-    registered = find_class(config, system)
+    registered = find_class(config, system, folder / "config.json")
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
     with torch.device("meta"), model_code(f"{folder / 'config.json'}: building the model", CheckpointError):

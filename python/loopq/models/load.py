@@ -289,7 +289,7 @@ def load_model(
     folder = _find_folder(base, revision, allow_pickle)
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
     checked(_Known, config, folder / "config.json", others=True)
-    registered = find_class(config, system)
+    registered = find_class(config, system, folder / "config.json")
     if registered is not None:
         model, findings = load_registered(folder, config, registered, allow_pickle)
         model = model.to(dtype=wanted)

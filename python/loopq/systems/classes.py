@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+MOST = 10_000  # Building 2^40 layers would never end.
+_COUNT = re.compile(r"^(n|num)_.*(layer|block|expert)")
 _CLASSES: dict[str, ModelClass] = {}
 
 
@@ -61,11 +64,16 @@ def register_model(
     _CLASSES[model_type] = ModelClass(build, encode, rename)
 
 
-def find_class(config: Mapping[str, Any], system: str | None) -> ModelClass | None:
+def find_class(config: Mapping[str, Any], system: str | None, where: object) -> ModelClass | None:
     """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
 
-    An adapter provides one for its `model_types`, and for any folder if the caller names the adapter.
+    An adapter provides one for its `model_types`, and for any folder if the caller names the adapter. More layers or
+    experts than `MOST` are a ConfigError.
     """
+    for part in (config, config.get("text_config")):
+        for name, count in part.items() if isinstance(part, Mapping) else ():
+            if _COUNT.search(name) and isinstance(count, int) and count > MOST:
+                raise ConfigError(f"{where}: {name} is {count}; loopq builds at most {MOST}")
     kind = str(config.get("model_type", ""))
     if kind in _CLASSES:
         return _CLASSES[kind]

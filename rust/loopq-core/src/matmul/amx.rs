@@ -110,7 +110,7 @@ unsafe fn spread<V: Lanes, const BITS: u32, const TABLE: bool>(p: &Panel<'_>, bl
             let halves = to.cast::<u8>().add(2 * panel * STEPS * TILE_BYTES);
             let halves = [halves, halves.add(STEPS * TILE_BYTES)];
             for unit in 0..block.units {
-                let strips = lines_of::<V, BITS>(at);
+                let strips = [lines_of::<V, BITS>(at), lines_of::<V, BITS>(at.add(lines * LINE))];
                 for line in 0..2 * lines {
                     V::prefetch(at.wrapping_add(AHEAD + line * LINE));
                 }

@@ -109,7 +109,7 @@ impl Engine {
     pub(super) fn run(self, p: Panel<'_>) {
         match self.0 {
             // SAFETY: plain Rust runs anywhere.
-            Kind::Portable => unsafe { for_bits_and_limbs!(panel, Portable, 1, p) },
+            Kind::Portable => unsafe { for_bits_and_limbs!(panel, Portable, [1, 1, 1], p) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: such a value is made only after asking the machine.
             Kind::Avx2 => unsafe { super::x86::panel_avx2(p) },

@@ -68,12 +68,6 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn bits_up(c: Self::Codes, by: u32, mask: u8) -> Self::Codes {
-        // SAFETY: see above.
-        c.map(|c| unsafe { vandq_u8(vshlq_u8(c, vdupq_n_s8(by as i8)), vdupq_n_u8(mask)) })
-    }
-
-    #[inline(always)]
     unsafe fn or(a: Self::Codes, b: Self::Codes) -> Self::Codes {
         // SAFETY: see above.
         from_fn(|i| unsafe { vorrq_u8(a[i], b[i]) })
@@ -239,4 +233,4 @@ impl Lanes for Neon {
 }
 
 stream_versions!(streams_neon, Neon, 1, "neon,dotprod");
-versions!(panel_neon, panel, Neon, 1, "neon,dotprod");
+versions!(panel_neon, panel, Neon, [1, 1, 1], "neon,dotprod");

@@ -91,14 +91,17 @@ fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8])
     }
 }
 
-/// Input `4 p + i` of a unit is plane `p` of byte `i` of an output's four. Three bits are stored as two and one: lines 0
-/// and 1 hold the low two bits of 16 inputs each, line 2 the high bits of all.
+/// Input `4 p + i` of a unit is plane `p` of byte `i` of an output's four. Of three bits, planes 0 to 5 are the low bits of
+/// half bytes, two planes in a line. Planes 6 and 7 are the highest bits of these, each line with one bit.
 fn pack_unit(bits: u32, codes: &[u8], lines: &mut [u8], byte: usize) {
     for (k, &code) in codes.iter().enumerate() {
         let (plane, at) = (k / 4, byte + k % 4);
-        if bits == 3 {
-            lines[plane / 4 * LINE + at] |= (code & 3) << (2 * (plane % 4));
-            lines[2 * LINE + at] |= (code >> 2) << plane;
+        if bits == 3 && plane < 6 {
+            lines[plane / 2 * LINE + at] |= code << (plane % 2 * 4);
+        } else if bits == 3 {
+            for line in 0..3 {
+                lines[line * LINE + at] |= (code >> line & 1) << (plane % 2 * 4 + 3);
+            }
         } else {
             lines[at] |= code << (bits as usize * plane);
         }
@@ -155,9 +158,11 @@ fn unpack_row(layout: &Layout, panel: &[u8], lane: usize, row: &mut [u8]) {
 
 fn code_in_unit(bits: u32, lines: &[u8], byte: usize, k: usize) -> u8 {
     let (plane, at) = (k / 4, byte + k % 4);
+    if bits == 3 && plane < 6 {
+        return lines[plane / 2 * LINE + at] >> (plane % 2 * 4) & 7;
+    }
     if bits == 3 {
-        let low = lines[plane / 4 * LINE + at] >> (2 * (plane % 4)) & 3;
-        return low | (lines[2 * LINE + at] >> plane & 1) << 2;
+        return (0..3).map(|line| (lines[line * LINE + at] >> (plane % 2 * 4 + 3) & 1) << line).sum();
     }
     lines[at] >> (bits as usize * plane) & (u8::MAX >> (8 - bits))
 }

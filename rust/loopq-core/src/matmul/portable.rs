@@ -35,11 +35,6 @@ impl Lanes for Portable {
     }
 
     #[inline(never)]
-    unsafe fn bits_up(c: [u8; LINE], by: u32, mask: u8) -> [u8; LINE] {
-        c.map(|c| c << by & mask)
-    }
-
-    #[inline(never)]
     unsafe fn or(a: [u8; LINE], b: [u8; LINE]) -> [u8; LINE] {
         from_fn(|i| a[i] | b[i])
     }

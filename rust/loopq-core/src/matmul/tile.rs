@@ -31,8 +31,6 @@ pub(super) trait Lanes {
     unsafe fn line(at: *const u8) -> Self::Codes;
     /// `(c >> by) & mask` for every byte; bits that come from the next byte are masked off.
     unsafe fn bits(c: Self::Codes, by: u32, mask: u8) -> Self::Codes;
-    /// `(c << by) & mask`.
-    unsafe fn bits_up(c: Self::Codes, by: u32, mask: u8) -> Self::Codes;
     /// `a | b`.
     unsafe fn or(a: Self::Codes, b: Self::Codes) -> Self::Codes;
     /// Four signed bytes, repeated for all lanes, times four codes of each lane, added to its sum. `WIDE` codes may
@@ -313,7 +311,7 @@ pub(super) unsafe fn multiply<
         let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
         for unit in 0..block.units {
             let x = x.add(unit * inputs);
-            let strips = lines_of::<V, BITS>(at);
+            let strips = [lines_of::<V, BITS>(at), lines_of::<V, BITS>(at.add(lines * LINE))];
             for line in 0..2 * lines {
                 V::prefetch(at.wrapping_add(AHEAD + line * LINE));
             }
@@ -346,23 +344,14 @@ pub(super) unsafe fn multiply<
     }
 }
 
-/// A unit's lines, of outputs 0 to 15 and 16 to 31.
+/// A unit's lines, of sixteen outputs.
 ///
 /// # Safety
-/// As [`panel`], with a unit at `at`.
+/// As [`panel`], with a unit's half at `at`.
 #[inline(always)]
-pub(super) unsafe fn lines_of<V: Lanes, const BITS: u32>(at: *const u8) -> [[V::Codes; 3]; 2] {
+pub(super) unsafe fn lines_of<V: Lanes, const BITS: u32>(at: *const u8) -> [V::Codes; 3] {
     // SAFETY: the caller's.
-    unsafe {
-        if unit_lines(BITS) == 1 {
-            return [[V::line(at); 3], [V::line(at.add(LINE)); 3]];
-        }
-        let mut lines = [[V::line(at); 3]; 2];
-        for (i, line) in lines.iter_mut().flatten().enumerate() {
-            *line = V::line(at.add(i * LINE));
-        }
-        lines
-    }
+    unsafe { [0, 1, 2].map(|line| V::line(at.add(line % unit_lines(BITS) * LINE))) }
 }
 
 /// A plane of a unit's codes, or of their raised levels, a byte each.
@@ -398,13 +387,14 @@ pub(super) unsafe fn codes_of<V: Lanes, const BITS: u32>(lines: [V::Codes; 3], p
         match BITS {
             8 => lines[0],
             3 => {
-                let low = V::bits(lines[plane as usize / 4], plane % 4 * 2, 3);
-                let high = if plane < 2 {
-                    V::bits_up(lines[2], 2 - plane, 4)
+                let pair = if plane < 6 {
+                    lines[plane as usize / 2]
                 } else {
-                    V::bits(lines[2], plane - 2, 4)
+                    let [low, middle, high] =
+                        [3, 2, 1].map(|by| V::bits(lines[3 - by as usize], by, 0x88 >> by));
+                    V::or(V::or(low, middle), high)
                 };
-                V::or(low, high)
+                V::bits(pair, plane % 2 * 4, 7)
             }
             _ => V::bits(lines[0], plane * BITS, u8::MAX >> (8 - BITS)),
         }

@@ -1,32 +1,32 @@
 //! One function for each number of bits and limbs, compiled for an instruction set.
 
-/// Calls a function for a panel's bits, limbs and kind of codes, with tiles of so many tokens.
+/// Calls a function for a panel's bits, limbs and kind of codes, with tiles of so many tokens of one, two and three limbs.
 macro_rules! for_bits_and_limbs {
-    ($run:path, $lanes:ty, $tokens:literal, $panel:expr) => {{
+    ($run:path, $lanes:ty, [$one:literal, $two:literal, $three:literal], $panel:expr) => {{
         use $run as run;
         let panel = $panel;
         match (panel.layout.grid.table().is_some(), panel.layout.grid.bits, panel.rows.limbs) {
-            (true, 2, 1) => run::<$lanes, 2, true, 1, $tokens>(panel),
-            (true, 2, 2) => run::<$lanes, 2, true, 2, $tokens>(panel),
-            (true, 2, _) => run::<$lanes, 2, true, 3, $tokens>(panel),
-            (true, 3, 1) => run::<$lanes, 3, true, 1, $tokens>(panel),
-            (true, 3, 2) => run::<$lanes, 3, true, 2, $tokens>(panel),
-            (true, 3, _) => run::<$lanes, 3, true, 3, $tokens>(panel),
-            (true, _, 1) => run::<$lanes, 4, true, 1, $tokens>(panel),
-            (true, _, 2) => run::<$lanes, 4, true, 2, $tokens>(panel),
-            (true, _, _) => run::<$lanes, 4, true, 3, $tokens>(panel),
-            (_, 2, 1) => run::<$lanes, 2, false, 1, $tokens>(panel),
-            (_, 2, 2) => run::<$lanes, 2, false, 2, $tokens>(panel),
-            (_, 2, _) => run::<$lanes, 2, false, 3, $tokens>(panel),
-            (_, 3, 1) => run::<$lanes, 3, false, 1, $tokens>(panel),
-            (_, 3, 2) => run::<$lanes, 3, false, 2, $tokens>(panel),
-            (_, 3, _) => run::<$lanes, 3, false, 3, $tokens>(panel),
-            (_, 4, 1) => run::<$lanes, 4, false, 1, $tokens>(panel),
-            (_, 4, 2) => run::<$lanes, 4, false, 2, $tokens>(panel),
-            (_, 4, _) => run::<$lanes, 4, false, 3, $tokens>(panel),
-            (_, _, 1) => run::<$lanes, 8, false, 1, $tokens>(panel),
-            (_, _, 2) => run::<$lanes, 8, false, 2, $tokens>(panel),
-            _ => run::<$lanes, 8, false, 3, $tokens>(panel),
+            (true, 2, 1) => run::<$lanes, 2, true, 1, $one>(panel),
+            (true, 2, 2) => run::<$lanes, 2, true, 2, $two>(panel),
+            (true, 2, _) => run::<$lanes, 2, true, 3, $three>(panel),
+            (true, 3, 1) => run::<$lanes, 3, true, 1, $one>(panel),
+            (true, 3, 2) => run::<$lanes, 3, true, 2, $two>(panel),
+            (true, 3, _) => run::<$lanes, 3, true, 3, $three>(panel),
+            (true, _, 1) => run::<$lanes, 4, true, 1, $one>(panel),
+            (true, _, 2) => run::<$lanes, 4, true, 2, $two>(panel),
+            (true, _, _) => run::<$lanes, 4, true, 3, $three>(panel),
+            (_, 2, 1) => run::<$lanes, 2, false, 1, $one>(panel),
+            (_, 2, 2) => run::<$lanes, 2, false, 2, $two>(panel),
+            (_, 2, _) => run::<$lanes, 2, false, 3, $three>(panel),
+            (_, 3, 1) => run::<$lanes, 3, false, 1, $one>(panel),
+            (_, 3, 2) => run::<$lanes, 3, false, 2, $two>(panel),
+            (_, 3, _) => run::<$lanes, 3, false, 3, $three>(panel),
+            (_, 4, 1) => run::<$lanes, 4, false, 1, $one>(panel),
+            (_, 4, 2) => run::<$lanes, 4, false, 2, $two>(panel),
+            (_, 4, _) => run::<$lanes, 4, false, 3, $three>(panel),
+            (_, _, 1) => run::<$lanes, 8, false, 1, $one>(panel),
+            (_, _, 2) => run::<$lanes, 8, false, 2, $two>(panel),
+            _ => run::<$lanes, 8, false, 3, $three>(panel),
         }
     }};
 }
@@ -49,7 +49,7 @@ pub(super) use for_limbs;
 // Used where an architecture has instruction sets of its own.
 /// A function for each number of bits and limbs.
 macro_rules! versions {
-    ($name:ident, $panel:path, $lanes:ty, $tokens:literal, $features:literal) => {
+    ($name:ident, $panel:path, $lanes:ty, $tokens:tt, $features:literal) => {
         /// Multiplies a panel.
         #[target_feature(enable = $features)]
         pub(super) fn $name(p: Panel<'_>) {

@@ -41,15 +41,6 @@ impl Lanes for Vnni {
     }
 
     #[inline(always)]
-    unsafe fn bits_up(c: __m512i, by: u32, mask: u8) -> __m512i {
-        // SAFETY: see above.
-        unsafe {
-            let c = _mm512_sll_epi32(c, _mm_cvtsi32_si128(by as i32));
-            _mm512_and_si512(c, _mm512_set1_epi8(mask as i8))
-        }
-    }
-
-    #[inline(always)]
     unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_or_si512(a, b) }
@@ -197,6 +188,21 @@ macro_rules! both {
     };
 }
 
+/// `f` of both halves of some units: where a half's sums fill the registers, all units of one half come first.
+macro_rules! for_strips {
+    ($units_first:expr, $units:expr, |$unit:ident, $half:ident| $f:block) => {
+        if $units_first {
+            for $unit in $units {
+                for $half in 0..2 $f
+            }
+        } else {
+            for $half in 0..2 {
+                for $unit in $units $f
+            }
+        }
+    };
+}
+
 impl Avx2 {
     /// Four products of unsigned and signed bytes, added up; the sum of two must fit 16 bits.
     #[inline(always)]
@@ -235,63 +241,57 @@ impl Lanes for Avx2 {
         let units_at_once = i16::MAX as usize / largest / (inputs / 4);
         // SAFETY: as in `multiply`.
         unsafe {
+            if !TABLE && units_at_once == 0 {
+                return multiply::<Self, BITS, TABLE, L, T, S>(p, panel, block, x, sums);
+            }
+            let at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
+            let strip_of = |unit: usize, half: usize| {
+                let strip = at.add((2 * unit + half) * lines * LINE);
+                for line in 0..lines {
+                    Self::prefetch(strip.wrapping_add(AHEAD + line * LINE));
+                }
+                lines_of::<Self, BITS>(strip)
+            };
+            let input = |unit: usize, row: usize, plane: usize| {
+                x.add(row * p.rows.stride + unit * inputs + plane * 4)
+            };
             if TABLE {
-                let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
-                for unit in 0..block.units {
-                    let x = x.add(unit * inputs);
-                    for line in 0..2 * lines {
-                        Self::prefetch(at.wrapping_add(AHEAD + line * LINE));
-                    }
-                    let strips = lines_of::<Self, BITS>(at);
-                    for half in 0..2 {
-                        for plane in 0..inputs / 4 {
-                            let levels = values_of::<Self, BITS, TABLE>(p, strips[half], plane);
-                            for t in 0..T {
-                                for limb in 0..L {
-                                    let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
-                                    let sum = sums[0][t][limb][half];
-                                    sums[0][t][limb][half] = Self::dot_levels(sum, levels, x);
-                                }
+                for_strips!(T * L == 1, 0..block.units, |unit, half| {
+                    let strip = strip_of(unit, half);
+                    for plane in 0..inputs / 4 {
+                        let levels = values_of::<Self, BITS, TABLE>(p, strip, plane);
+                        for t in 0..T {
+                            for limb in 0..L {
+                                let sum = sums[0][t][limb][half];
+                                let x = input(unit, t * L + limb, plane);
+                                sums[0][t][limb][half] = Self::dot_levels(sum, levels, x);
                             }
                         }
                     }
-                    at = at.add(2 * lines * LINE);
-                }
+                });
                 return;
             }
-            if units_at_once == 0 {
-                return multiply::<Self, BITS, TABLE, L, T, S>(p, panel, block, x, sums);
-            }
             let one = _mm256_set1_epi16(1);
-            let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
             let mut unit = 0;
             while unit < block.units {
                 let end = (unit + units_at_once).min(block.units);
                 let mut short = [[[[_mm256_setzero_si256(); 2]; 2]; L]; T];
-                for unit in unit..end {
-                    let x = x.add(unit * inputs);
-                    for line in 0..2 * lines {
-                        Self::prefetch(at.wrapping_add(AHEAD + line * LINE));
-                    }
-                    let strips = lines_of::<Self, BITS>(at);
-                    // One strip after the other: there are sixteen registers.
-                    for half in 0..2 {
-                        for plane in 0..inputs / 4 {
-                            let codes = codes_of::<Self, BITS>(strips[half], plane);
-                            for t in 0..T {
-                                for limb in 0..L {
-                                    let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
-                                    let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
-                                    let sum = short[t][limb][half];
-                                    short[t][limb][half] = both!(|sum, codes| {
-                                        _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x))
-                                    });
-                                }
+                for_strips!(T * L == 1, unit..end, |unit, half| {
+                    let strip = strip_of(unit, half);
+                    for plane in 0..inputs / 4 {
+                        let codes = codes_of::<Self, BITS>(strip, plane);
+                        for t in 0..T {
+                            for limb in 0..L {
+                                let x = input(unit, t * L + limb, plane);
+                                let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+                                let sum = short[t][limb][half];
+                                short[t][limb][half] = both!(|sum, codes| {
+                                    _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x))
+                                });
                             }
                         }
                     }
-                    at = at.add(2 * lines * LINE);
-                }
+                });
                 // By number: taken by reference, they would be stored at every step.
                 for t in 0..T {
                     for limb in 0..L {
@@ -323,15 +323,6 @@ impl Lanes for Avx2 {
             }
             let by = _mm_cvtsi32_si128(by as i32);
             both!(|c| _mm256_and_si256(_mm256_srl_epi32(c, by), mask))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn bits_up(c: [__m256i; 2], by: u32, mask: u8) -> [__m256i; 2] {
-        // SAFETY: see above.
-        unsafe {
-            let (by, mask) = (_mm_cvtsi32_si128(by as i32), _mm256_set1_epi8(mask as i8));
-            both!(|c| _mm256_and_si256(_mm256_sll_epi32(c, by), mask))
         }
     }
 
@@ -501,6 +492,12 @@ impl Lanes for Avx2 {
 
 stream_versions!(streams_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
 stream_versions!(streams_avx2, Avx2, 1, "avx2,fma,f16c");
-versions!(panel_vnni, panel, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
-versions!(panel_avx2, panel, Avx2, 1, "avx2,fma,f16c");
-versions!(panel_amx, super::amx::panel, Vnni, 16, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+versions!(panel_vnni, panel, Vnni, [4, 4, 4], "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+versions!(panel_avx2, panel, Avx2, [4, 2, 1], "avx2,fma,f16c");
+versions!(
+    panel_amx,
+    super::amx::panel,
+    Vnni,
+    [16, 16, 16],
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma"
+);

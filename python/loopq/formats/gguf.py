@@ -18,7 +18,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
 from loopq.formats.gguf_dory import DORY
 from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
-from loopq.formats.gguf_shape import CYCLES, HRM, Shape
+from loopq.formats.gguf_shape import CYCLES, HRM, OURO, Shape
 from loopq.layers.grid import SCALE_DTYPES, Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
@@ -31,7 +31,7 @@ _KINDS = {
     "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
 }  # fmt: skip
 #: Keys of the file by which llama.cpp runs layers again.
-_LOOPS = {"nanbeige": "nanbeige.num_loops", DORY: gguf_dory.LOOPS}
+_LOOPS = {"nanbeige": "nanbeige.num_loops", OURO: "ouro.num_loops", DORY: gguf_dory.LOOPS}
 
 
 def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
@@ -273,9 +273,10 @@ def _write(
         rope = config.get("rope_parameters") or {}
         writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if shape.architecture == "nanbeige":
-        writer.add_uint32(_LOOPS["nanbeige"], shape.n_loops)
-        writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
+    if shape.architecture in ("nanbeige", OURO):
+        writer.add_uint32(_LOOPS[shape.architecture], shape.n_loops)
+        skip = bool(config.get("skip_loop_final_norm"))
+        writer.add_bool(f"{shape.architecture}.skip_loop_final_norm", skip)
     if shape.architecture == HRM:
         for name, key in CYCLES.items():
             writer.add_uint32(f"{HRM}.hrm.{key}", config[name])

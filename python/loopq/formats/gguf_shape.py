@@ -16,38 +16,33 @@ from loopq.formats.hf_folder import CONFIG
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.storage.schema import checked, parse_json, shown
 
-HRM = "hrm_text"
+HRM, OURO = "hrm_text", "ouro"
 #: Classes whose layers are Llama's, or nearly, and what llama.cpp calls them.
 ARCHITECTURES = {
     "NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama", "HrmTextForCausalLM": HRM, "DoryForCausalLM": DORY,
+    "OuroForCausalLM": OURO,
 }  # fmt: skip
 _MODULES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.gate_proj": "attn_gate",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.gate_proj": "attn_gate", "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}
+}  # fmt: skip
+#: Of Ouro alone: the norms of what attention and MLP return.
+_RETURNED = {"input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm"}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Of HRM-Text alone: the low stack's first state, and the numbers that say how its stacks run.
 _STATE = {"model.z_L_init": "hrm.z_l_init"}
 CYCLES = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "L_cycles": "l_cycles"}
 #: Keys of config.json without which the file has no header.
 _NEEDED = (
-    "vocab_size",
-    "max_position_embeddings",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
+    "vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "intermediate_size",
     "num_attention_heads",
-)
+)  # fmt: skip
 #: Those of one architecture, or of all others.
-_MORE = {HRM: ("rms_norm_eps", *CYCLES), DORY: gguf_dory.NEEDED}
+_MORE = {HRM: ("rms_norm_eps", *CYCLES), DORY: gguf_dory.NEEDED, OURO: ("rms_norm_eps", "total_ut_steps")}
+#: Keys of config.json with the number of loops.
+_LOOPS = {HRM: "H_cycles", DORY: "n_recurrent_loops", OURO: "total_ut_steps"}
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,8 @@ class Shape:
         found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
         if found is None:
             raise CheckpointError(
-                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, HRM-Text and Dory, "
-                f"and loopq writes GGUF for {', '.join(ARCHITECTURES)}"
+                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, HRM-Text, Dory and "
+                f"Ouro, and loopq writes GGUF for {', '.join(ARCHITECTURES)}"
             )
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
@@ -106,8 +101,8 @@ class Shape:
     @property
     def n_loops(self) -> int:
         """Runs of the stack, one for a plain Llama. HRM-Text counts those of the high stack."""
-        if self.architecture in (HRM, DORY):
-            return int(self.config["H_cycles" if self.architecture == HRM else "n_recurrent_loops"])
+        if self.architecture in _LOOPS:
+            return int(self.config[_LOOPS[self.architecture]])
         weights = self.config.get("loop_loss_weights")
         return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
 
@@ -134,7 +129,7 @@ class Shape:
         return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
 
     def tensors(self, name: str) -> list[str]:
-        """Return llama.cpp's names of a tensor, one for each layer of the file that has it.
+        """Return llama.cpp's names of a tensor, one for each layer of the file that has it. None for Ouro's exit gate.
 
         Raises
         ------
@@ -144,19 +139,22 @@ class Shape:
         if self.architecture == DORY and (found := gguf_dory.tensor(name)) is not None:
             return [found]
         module, _, last = name.rpartition(".")
+        if self.architecture == OURO and module == "model.early_exit_gate":
+            return []
         if module in _OTHERS:
             return [f"{_OTHERS[module]}.{last}"]
         if self.architecture == HRM and name in _STATE:
             return [_STATE[name]]
         stack = next((s for s in self.stacks if module.startswith(s)), None)
         layer, _, part = module.removeprefix(stack or "").partition(".")
-        if stack is None or part not in _MODULES or not layer.isdecimal() or self.architecture == DORY:
+        modules = _MODULES | (_RETURNED if self.architecture == OURO else {})
+        if stack is None or part not in modules or not layer.isdecimal() or self.architecture == DORY:
             raise CheckpointError(
                 f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
             )
         first = self.stacks[stack] + int(layer)
         places = [k for k, i in enumerate(self.order) if i == first] if LOOP in self.config else [first]
-        return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
+        return [f"blk.{place}.{modules[part]}.{last}" for place in places]
 
     @property
     def stacks(self) -> dict[str, int]:

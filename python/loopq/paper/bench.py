@@ -16,6 +16,7 @@ from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
+from loopq.diagnose.survey import diagnose
 from loopq.evaluate.compare import Measurement, compare
 from loopq.layers.grid import Bits
 from loopq.paper.models import PreparedModel, Sizes, Source
@@ -146,10 +147,14 @@ class Bench:
             tokens or self.model.evaluation,
             self.depth,
             config,
-            # The bench saves whole tables, not sections.
-            execution=self.execution.changed(work=None),
+            execution=self.execution.changed(work=None),  # the bench saves whole tables, not sections
             train=self.model.calibration,
         )
+
+    @cached_property
+    def alone(self) -> dict[str, Any]:
+        """Diagnosis with each layer rounded alone."""
+        return diagnose(self.context(), only=["ablation"], name=self.model.name)
 
     @cached_property
     def adapters(self) -> tuple[str, ...]:

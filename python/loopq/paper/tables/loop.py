@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.survey import diagnose
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 from loopq.report.loopfigure import draw
@@ -17,9 +16,7 @@ TITLE = "The loop and its layers"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """List the layers of a step, and measure the damage of each one alone. It colours the drawing."""
-    context = bench.context()
-    found = diagnose(context, only=["ablation"], name=bench.model.name)
-    return bench.head() | {"drawing": {k: found[k] for k in ("model", "layers")}}
+    return bench.head() | {"drawing": {k: bench.alone[k] for k in ("model", "layers")}}
 
 
 def show(founds: Sequence[Found]) -> Shown:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.sections.ablation import ablation
 from loopq.evaluate.stats import Interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher
@@ -19,8 +18,8 @@ TITLE = "Layers by three measures of sensitivity"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Round each layer alone. Measure random-direction gain and Hessian trace."""
-    found = bench.head() | ablation(bench.context())
-    return found | {"exposed": [p.name for p in bench.system.shared_parameters(bench.depth) if p.exposed]}
+    exposed = {"exposed": [p.name for p in bench.context().exposed]}
+    return bench.head() | bench.alone["sections"]["ablation"] | exposed
 
 
 def _fisher(rho: float, n: int) -> Interval:

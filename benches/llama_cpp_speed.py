@@ -36,14 +36,16 @@ FILES = {
     ),
     "Q2_0": (["--levels", "q2_0"], ["--bits", "2", "--group-size", "64"]),
 }
+#: Activations of loopq's products: within 2^-22 of a block's largest, or 8 bits as llama.cpp has them.
+ACTIVATIONS = ("float", "int8")
 OURS = """
 import json, sys, time
 import torch
 import loopq
 from loopq.inference.generate import Decoder, Generation
-folder, prompt, n_tokens, threads = sys.argv[1], *json.loads(sys.argv[2])
+folder, prompt, n_tokens, threads, activations = sys.argv[1], *json.loads(sys.argv[2])
 torch.set_num_threads(threads)
-system = loopq.load(folder, quantized=True).system
+system = loopq.load(folder, quantized=True, activations=activations).system
 decoder = Decoder(system, system.n_steps, Generation())
 assert not decoder.no_runner, decoder.no_runner
 print("ready", flush=True)
@@ -140,26 +142,29 @@ def lines_of(args: argparse.Namespace, threads: int) -> list[str]:
     """A table of one number of threads."""
     prompt = [(7919 * i) % 40000 + 100 for i in range(args.prompt)]
     asked = [prompt, args.tokens, threads]
-    pairs = {}
+    runs = {}
     for name in args.types:
         gguf, own = made(args.model, args.vocabulary, args.work, name)
-        pairs[name] = Timed(sys.executable, OURS, own, asked), Timed(args.llama, THEIRS, gguf, asked)
+        runs[name] = [Timed(sys.executable, OURS, own, [*asked, kind]) for kind in ACTIVATIONS]
+        runs[name].append(Timed(args.llama, THEIRS, gguf, asked))
     for _ in range(args.trials):
-        for pair in pairs.values():
-            for timed in pair:
+        for run in runs.values():
+            for timed in run:
                 timed.run()
     lines = []
-    even = pairs[args.types[0]][0].best[1]
-    for name, (ours, their) in pairs.items():
+    even = [timed.best[1] for timed in runs[args.types[0]]]
+    for name, (*ours, their) in runs.items():
         grid = " ".join(word.removeprefix("--") for word in FILES[name][1])
-        lines.append(
-            f"| {threads} | {name} | {grid} | {1 / ours.best[1]:.1f} | {1 / their.best[1]:.1f} | "
-            f"{their.best[1] / ours.best[1]:.2f} | {args.prompt / ours.best[0]:.0f} | "
-            f"{args.prompt / their.best[0]:.0f} | {their.best[0] / ours.best[0]:.2f} | {ours.best[1] / even:.3f} |"
-        )
-        print(lines[-1], flush=True)
-        ours.end()
-        their.end()
+        for kind, our, first in zip(ACTIVATIONS, ours, even, strict=False):
+            lines.append(
+                f"| {threads} | {name} | {grid} | {kind} | {1 / our.best[1]:.1f} | {1 / their.best[1]:.1f} | "
+                f"{their.best[1] / our.best[1]:.2f} | {args.prompt / our.best[0]:.0f} | "
+                f"{args.prompt / their.best[0]:.0f} | {their.best[0] / our.best[0]:.2f} | "
+                f"{our.best[1] / first:.3f} |"
+            )
+            print(lines[-1], flush=True)
+        for timed in runs[name]:
+            timed.end()
     return lines
 
 
@@ -182,9 +187,9 @@ def main() -> None:
         f"# `loopq run` beside llama.cpp, {datetime.date.today()}", "",
         f"`python -m benches.llama_cpp_speed` on {processor()}: a prompt of {args.prompt} tokens, then {args.tokens}; "
         f"best of {args.trials}, in turns. Tokens per second.", "",
-        "| threads | file | loopq's grid | loopq | llama.cpp | ratio | prompt, loopq | prompt, llama.cpp | ratio | "
-        "token over the first |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| threads | file | loopq's grid | inputs | loopq | llama.cpp | ratio | prompt, loopq | prompt, llama.cpp | "
+        "ratio | token over the first |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for threads in args.threads:
         lines += lines_of(args, threads)

@@ -22,10 +22,11 @@ def whole():
 
 def check(result):
     for grid in result["grids"]:
-        rounded, one_step, trajectory, other_tool, default, best = grid["variants"]
+        rounded, one_step, trajectory, other_tool, default, uneven, best = grid["variants"]
         assert best["kl"] < 0.6 * trajectory["kl"]
         assert default["kl"] < 0.7 * trajectory["kl"]
         assert default["kl"] < 0.75 * other_tool["kl"]
+        assert uneven["kl"] < 0.7 * trajectory["kl"]
         # For every seed of the initial states, not only on average.
         ordered = (rounded, one_step, trajectory, default)
         for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in ordered), strict=True):
@@ -68,7 +69,7 @@ def test_readme_shows_what_the_demo_prints(whole):
     )
     shown = {name: figures for name, *figures in rows}
     made = {variant["name"]: variant for variant in whole["grids"][0]["variants"]}
-    assert len(shown) == 5
+    assert len(shown) == 6
     for key, (kl, sd, agreement) in shown.items():
         drawn = key.startswith("loopq")
         assert drawn == bool(sd), key

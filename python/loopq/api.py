@@ -404,21 +404,24 @@ def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple
     return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None
 
 
-def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:
+def open_any(
+    model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
+) -> LoadedModel:
     """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
 
     Parameters
     ----------
     model : str or Path
         Checkpoint of any format, embedded model, folder or hub id.
-    quantized : bool
-        As in `load`. It applies to checkpoints.
+    quantized, activations
+        As in `load`. They apply to checkpoints.
     **loading
         As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
     """
     if not is_checkpoint(Path(model)):
         return load_model(model, **loading)
-    loaded = load(model, quantized=quantized, trust_remote_code=loading.get("trust_remote_code", False))
+    trusted = loading.get("trust_remote_code", False)
+    loaded = load(model, quantized=quantized, activations=activations, trust_remote_code=trusted)
     to_device(loaded.model, loading.get("device", "cpu"))
     return loaded
 

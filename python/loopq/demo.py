@@ -33,13 +33,13 @@ from loopq.settings.execution import Execution
 LLM_COMPRESSOR: dict[str, Any] = {
     "method": "gptq", "scale_search": "half-range", "scales": "static", "act_order": True
 }  # fmt: skip
-# Name and settings.
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("RTN", {"method": "rtn", "scale_search": "max"}),
     ("GPTQ, one step", {**PRESETS["paper"], "steps": "first"}),
     ("GPTQ, trajectory", dict(PRESETS["paper"])),
     ("GPTQ, llm-compressor's rules", LLM_COMPRESSOR),
     ("loopq", {}),
+    ("loopq, uneven levels", {"levels": "uneven"}),
 )
 BEST = ("loopq, preset best", dict(PRESETS["best"]))
 GRIDS = ((4, 32), (3, 32))

@@ -7,10 +7,12 @@ import os
 
 import pytest
 
+import loopq
+
 SHORT = ("--n-tokens", "12")
 
 
-def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized, command):
+def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized, command, monkeypatch):
     code, text, said = command("run", saved_model, "abc", *SHORT)
     assert code == 0
     assert text.endswith("\n")
@@ -20,6 +22,13 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     code, dense, _ = command("run", quantized, "abc", *SHORT)
     assert code == 0
     assert command("run", quantized, "abc", *SHORT, "--dense")[:2] == (0, dense)
+    asked = []
+    load = loopq.api.load
+    monkeypatch.setattr(
+        "loopq.api.load", lambda *args, **own: asked.append(own["activations"]) or load(*args, **own)
+    )
+    assert command("run", quantized, "abc", *SHORT, "--int8")[0] == 0
+    assert asked == ["int8"]
     code, text, said = command("run", quantized, "abc", *SHORT, "--kv", 8)
     assert (code, text) == (0, dense)
     assert "loopq's runner" in said
@@ -36,6 +45,8 @@ def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_mod
     ("args", "match"),
     [
         (["{model}", "abc", "--dense"], "is not a quantized checkpoint"),
+        (["{model}", "abc", "--int8"], "--int8: {model} is not a quantized checkpoint"),
+        (["{model}", "abc", "--int8", "--dense"], "not allowed with argument"),
         (["{model}", ""], "the prompt has no tokens"),
         (["{model}", "abc", "--kv", "4"], "only loopq's runner keeps keys and values in fewer bits"),
         (["{model}", "abc", "--top-p", "2"], "argument --top-p: must be between 1e-06 and 1"),
@@ -48,7 +59,7 @@ def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_mod
 def test_errors_are_one_line(saved_model, command, args, match):
     code, out, err = command("run", *(a.format(model=saved_model) for a in args))
     assert (code, out) == (2, "")
-    assert match in err.splitlines()[-1]
+    assert match.format(model=saved_model) in err.splitlines()[-1]
 
 
 def test_a_prompt_that_is_no_text_is_refused(saved_model, command):

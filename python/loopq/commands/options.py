@@ -457,11 +457,11 @@ def load_source(args: argparse.Namespace) -> LoadedModel:
     return load(args)
 
 
-def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedModel:
-    """Load the model or the checkpoint of `add_source`."""
+def load_any(args: argparse.Namespace, **own: Any) -> LoadedModel:
+    """Load the model or the checkpoint of `add_source`, the latter with own options of `open_any`."""
     if args.python is not None or args.model is None:
         return load(args)
-    return open_any(args.model, quantized=quantized, **loading(args))
+    return open_any(args.model, **own, **loading(args))
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,10 +31,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "prompt", metavar="PROMPT", help="text to continue; -: read it from the standard input"
     )
     add_settings(parser, Generation)
-    parser.add_argument(
+    inputs = parser.add_mutually_exclusive_group()
+    inputs.add_argument(
         "--dense",
         action="store_true",
         help="of a checkpoint: dequantize the weights once, instead of holding codes and scales in memory",
+    )
+    inputs.add_argument(
+        "--int8",
+        action="store_true",
+        help="of a checkpoint: round the inputs of its products to 8 bits, as llama.cpp does; faster, less exact",
     )
 
 
@@ -60,9 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
-    if args.dense and not (args.model and is_checkpoint(Path(args.model))):
-        raise ConfigError(f"--dense: {args.model} is not a quantized checkpoint; leave the option away")
-    return load_any(args, quantized=not args.dense)
+    if (args.dense or args.int8) and not (args.model and is_checkpoint(Path(args.model))):
+        option = "--dense" if args.dense else "--int8"
+        raise ConfigError(f"{option}: {args.model} is not a quantized checkpoint; leave the option away")
+    return load_any(args, quantized=not args.dense, activations="int8" if args.int8 else "float")
 
 
 def _pieces(loaded: LoadedModel, tokens: Iterator[int], times: list[float]) -> Iterator[str]:

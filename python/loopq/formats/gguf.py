@@ -183,13 +183,10 @@ class GGUF(Format):
         with told(path):
             tensors = [
                 {
-                    "name": t.name,
-                    "type": t.tensor_type.name,
-                    "shape": [int(n) for n in reversed(t.shape)],
+                    "name": t.name, "type": t.tensor_type.name, "shape": [int(n) for n in reversed(t.shape)],
                     "n_bytes": int(t.n_bytes),
-                }
-                for t in reader.tensors
-            ]
+                } for t in reader.tensors
+            ]  # fmt: skip
         return {
             "format": self.name,
             "architecture": architecture,
@@ -324,14 +321,10 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
             tensor = found.pop(target, None)
             if tensor is None:
                 raise CheckpointError(f"{path}: tensor {target}: not in the file")
-            data = np.asarray(tensor.data)
-            again = (
-                data
-                if tensor.tensor_type.name == "Q2_0"
-                else gguf.quants.dequantize(data, tensor.tensor_type)
-            )
-            again = again.reshape(numbers.shape)
-            if not np.array_equal(again, ordered):
+            again = np.asarray(tensor.data)
+            if tensor.tensor_type.name != "Q2_0":
+                again = gguf.quants.dequantize(again, tensor.tensor_type)
+            if not np.array_equal(again.reshape(numbers.shape), ordered):
                 raise CheckpointError(
                     f"{path}: tensor {tensor.name}: reads back differently from what was written"
                 )

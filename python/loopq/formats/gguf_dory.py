@@ -19,11 +19,9 @@ LOOPS = f"{DORY}.recurrent_loop_count"
 NEEDED = ("n_input_layers", "n_recurrent_layers", "n_output_layers", "n_recurrent_loops", "sliding_window")
 _BLOCK = re.compile(r"(?:backbone|model)\.layers\.(\d+)\.([a-z_0-9]+)\.?([a-z_]*?)(?:\.weight)?")
 _OTHERS = {
-    "backbone.embeddings.weight": "token_embd",
-    "model.embed_tokens.weight": "token_embd",
-    "lm_head.weight": "output",
+    "backbone.embeddings.weight": "token_embd", "model.embed_tokens.weight": "token_embd", "lm_head.weight": "output",
     "lm_head.logit_scale": "dory_logit_scale",
-}
+}  # fmt: skip
 _ATTENTION = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "g_proj": "attn_gate",
     "gate_proj": "attn_gate", "sqk": "dory_sqk", "s_gate": "dory_s_gate", "": "dory_alpha",

@@ -18,8 +18,8 @@ TITLE = "Layers by three measures of sensitivity"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Round each layer alone. Measure random-direction gain and Hessian trace."""
-    exposed = {"exposed": [p.name for p in bench.context().exposed]}
-    return bench.head() | bench.alone["sections"]["ablation"] | exposed
+    found: dict[str, Any] = bench.alone["sections"]["ablation"]
+    return bench.head() | found | {"exposed": [p.name for p in bench.context().exposed]}
 
 
 def _fisher(rho: float, n: int) -> Interval:

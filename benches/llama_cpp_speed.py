@@ -36,7 +36,7 @@ FILES = {
     ),
     "Q2_0": (["--levels", "q2_0"], ["--bits", "2", "--group-size", "64"]),
 }
-#: Activations of loopq's products: within 2^-22 of a block's largest, or 8 bits as llama.cpp has them.
+#: Inputs of loopq's products: 16 bits of a model in bfloat16, or 8 as llama.cpp has them (docs/cpu.md).
 ACTIVATIONS = ("float", "int8")
 OURS = """
 import json, sys, time

@@ -1,4 +1,4 @@
-"""The demo: rounding, GPTQ on one step, on the trajectory and with another tool's rules, and loopq's default."""
+"""The demo: rounding, GPTQ on one step, on the trajectory and with another tool's rules, and loopq on two grids."""
 
 from __future__ import annotations
 

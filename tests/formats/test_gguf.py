@@ -239,8 +239,12 @@ def test_ouro_has_our_logits_by_llama_cpps_graph_and_no_exit_gate(tmp_path):
         expected = model(torch.from_numpy(ids)[None], exit_at_step=2).logits[0].double().numpy()
     found = _logits_by_ouros_graph(tmp_path / "m.gguf", ids)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-    with pytest.raises(CheckpointError, match="total_ut_steps is None"):
-        Shape.of({**config, "total_ut_steps": None}).check_whole()
+    assert any("the exit gate is not in the file" in line for line in lines)
+    for wrong in (None, 0, -1, 2.5, float("nan")):
+        with pytest.raises(CheckpointError, match=r"total_ut_steps is .*needs a positive int there"):
+            Shape.of({**config, "total_ut_steps": wrong}).check_whole()
+    with pytest.raises(CheckpointError, match="rms_norm_eps is nan"):
+        Shape.of({**config, "rms_norm_eps": float("nan")}).check_whole()
     with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.input_layernorm_2\.weight': has no place"):
         Shape.of({**config, "architectures": ["NanbeigeForCausalLM"]}).tensors(
             "model.layers.0.input_layernorm_2.weight"

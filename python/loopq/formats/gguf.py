@@ -162,10 +162,10 @@ class GGUF(Format):
         ]
         if len(shape.order) > len(set(shape.order)):
             lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
+        if shape.architecture == OURO:
+            lines.append("note: the exit gate is not in the file: llama.cpp runs all loops for every token")
         if vocabulary is None:
-            lines.append(
-                "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
-            )
+            lines.append("note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF")
         lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
         return WrittenFile(out, self.name, tuple(lines))
 

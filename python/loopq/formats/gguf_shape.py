@@ -42,7 +42,7 @@ _NEEDED = (
 #: Those of one architecture, or of all others.
 _MORE = {HRM: ("rms_norm_eps", *CYCLES), DORY: gguf_dory.NEEDED, OURO: ("rms_norm_eps", "total_ut_steps")}
 #: Keys of config.json with the number of loops.
-_LOOPS = {HRM: "H_cycles", DORY: "n_recurrent_loops", OURO: "total_ut_steps"}
+_N_LOOPS = {HRM: "H_cycles", DORY: "n_recurrent_loops", OURO: "total_ut_steps"}
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ class Shape:
             )
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise CheckpointError(
-                f"config.json: rope_scaling {scaling}: only plain rotary positions are written"
-            )
+            raise CheckpointError(f"config.json: rope_scaling {scaling}: only plain rotary positions")
         return cls(found, config)
 
     def check_whole(self) -> Shape:
@@ -88,21 +86,22 @@ class Shape:
         Raises
         ------
         CheckpointError
-            If a key is missing, or is not a number.
+            If a key is missing, or is not a positive number, whole but for `rms_norm_eps`.
         """
         for key in (*_NEEDED, *_MORE.get(self.architecture, ("rms_norm_eps",))):
             value = self.config.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            kind = float if key == "rms_norm_eps" else int
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
                 raise CheckpointError(
-                    f"config.json: {key} is {shown(value)}; a GGUF file needs a number there"
+                    f"config.json: {key} is {shown(value)}; a GGUF file needs a positive {kind.__name__} there"
                 )
         return self
 
     @property
     def n_loops(self) -> int:
         """Runs of the stack, one for a plain Llama. HRM-Text counts those of the high stack."""
-        if self.architecture in _LOOPS:
-            return int(self.config[_LOOPS[self.architecture]])
+        if self.architecture in _N_LOOPS:
+            return int(self.config[_N_LOOPS[self.architecture]])
         weights = self.config.get("loop_loss_weights")
         return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
 
@@ -139,10 +138,10 @@ class Shape:
         if self.architecture == DORY and (found := gguf_dory.tensor(name)) is not None:
             return [found]
         module, _, last = name.rpartition(".")
-        if self.architecture == OURO and module == "model.early_exit_gate":
-            return []
         if module in _OTHERS:
             return [f"{_OTHERS[module]}.{last}"]
+        if self.architecture == OURO and module == "model.early_exit_gate":
+            return []
         if self.architecture == HRM and name in _STATE:
             return [_STATE[name]]
         stack = next((s for s in self.stacks if module.startswith(s)), None)

@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
+import loopq
 from loopq.calibrate.collect import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
-from loopq.run import solver
+from loopq.run import solver, source
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import PAIRED, estimate, run_bytes
 from loopq.run.memory import pass_bytes, passes
-from tests.support.runs import run_of
+from tests.support.runs import digest, run_of
 
 WHOLE = """
 import json, resource, sys
@@ -87,6 +88,23 @@ def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
         run_bytes(*run_of(tiny, tokens, memory=most - 1))
     best = QuantConfig.of(preset="best")
     assert run_bytes(*run_of(tiny, tokens, best)) > run_bytes(*free)
+
+
+def test_free_memory_is_the_limit_by_default_and_changes_no_byte(tiny, tokens, tmp_path, monkeypatch):
+    plan, free = run_of(tiny, tokens, QuantConfig.of(metric="loop"))
+    loopq.quantize(tiny, tokens, out=tmp_path / "free", metric="loop")
+    sums = free.sums(plan)
+    most = max(pass_bytes(free.job, plan.tasks, sums, [x]) for x in sums.steps)
+    monkeypatch.setattr(source, "available_bytes", lambda: 10 * most // 9 + 2)
+    monkeypatch.setattr(source, "resident_bytes", lambda mapped: 0)
+    limited = run_of(tiny, tokens).source
+    assert len(passes(limited.job, plan.tasks, limited.sums(plan))) > 1
+    loopq.quantize(tiny, tokens, out=tmp_path / "limited", metric="loop")
+    assert digest(tmp_path / "limited") == digest(tmp_path / "free")
+    # Of mapped weights the pages are needed again, so they are not free.
+    monkeypatch.setattr(source, "resident_bytes", lambda mapped: 2 * mapped)
+    with pytest.raises(ConfigError, match="alone it takes"):
+        loopq.quantize(tiny, tokens, metric="loop")
 
 
 def test_small_inputs_go_along_with_large_ones(tiny, tokens):

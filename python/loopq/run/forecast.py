@@ -142,9 +142,8 @@ def forecast(
     total = sum(sums.values()) + metric.memory
     n_passes = max(1, -(-total // room))
     codes, output = _stored(tasks, weights)
-    shares = _shares(system, tasks)
-    threads, n_tokens = execution.threads, tokens.n_tokens
-    seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, threads)
+    n_tokens, shares = tokens.n_tokens, _shares(system, tasks)
+    seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, execution.threads)
     # Forward and backward. If weights are read again for the backward pass, there is one more forward pass.
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()

@@ -25,7 +25,7 @@ from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import dumped_bytes, passes
 from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
-from loopq.settings.execution import Execution, available_bytes
+from loopq.settings.execution import Execution, available_bytes, resident_bytes
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
@@ -138,9 +138,6 @@ class ModelSource(Source):
     ) -> ModelSource:
         """Choose the layers that `config` includes, and time a rollout of the first prompt."""
         config, execution = config or QuantConfig(), execution or Execution()
-        if is_streamed(system.model) and execution.memory is None:
-            # The weights alone are larger than the memory, and so are the sums of all layers.
-            execution = dataclasses.replace(execution, memory=available_bytes())
         began = time.monotonic()
         selection = select(
             system,
@@ -159,7 +156,11 @@ class ModelSource(Source):
             # A device loads its kernels in the first rollout, so a second one is timed up to its result.
             began = time.monotonic()
             float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
-        seconds = time.monotonic() - began
+        seconds, free = time.monotonic() - began, available_bytes()
+        if execution.memory is None and free:
+            # Mapped weights count as free, but each step reads them. Estimates are not exact, so a tenth remains.
+            mapped = 0 if is_streamed(system.model) else resident_bytes(mapped=True)
+            execution = dataclasses.replace(execution, memory=max(1, int(0.9 * (free - mapped))))
         return cls(Collection(system, tokens, selection, execution, files or {}), seconds)
 
     @property

@@ -32,10 +32,11 @@ def available_bytes() -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def resident_bytes() -> int:
-    """Present memory of this process; 0 if the system does not report it."""
+def resident_bytes(mapped: bool = False) -> int:
+    """Present memory of this process, or its part in mapped files; 0 if the system does not report it."""
     try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        pages = Path("/proc/self/statm").read_text("ascii").split()[1 + mapped]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
 
@@ -58,8 +59,8 @@ class Execution(Settings):
     threads : int
         Threads; 0 takes all cores. Their number changes no result.
     memory : int, optional
-        Limit for Hessians, metrics and solves together, besides the model. Give it as in 8G. If needed, the calibration
-        set is run several times.
+        Limit for Hessians, metrics and solves together, besides the model, as in 8G. If needed, the calibration set is
+        run several times, with the same result. Where the model runs, the default is the free memory, less a tenth.
     work : Path, optional
         Folder for saved progress. A killed run resumes from it.
     progress : Progress

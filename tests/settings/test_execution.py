@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.settings.execution import Execution, parse_bytes
+from loopq.settings.execution import Execution, available_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,22 @@ def test_refuses(bad):
 def test_folders_lie_in_the_work_folder(tmp_path):
     assert Execution().folder("layers") is None
     assert Execution(work=tmp_path).folder("layers") == tmp_path / "layers"
+
+
+def test_free_memory_is_within_the_limits_of_containers(tmp_path):
+    """As in a step of a batch job: its own group has no limit, that of the job has one."""
+    assert available_bytes(tmp_path) is None
+    proc, job = tmp_path / "proc", tmp_path / "sys/fs/cgroup/job"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    64 kB\n")
+    assert available_bytes(tmp_path) == 64 << 10
+    (proc / "self/cgroup").write_text("4:memory:/other\n0::/job/step\n")
+    (job / "step").mkdir(parents=True)
+    (job / "step/memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 64 << 10
+    for name, text in {"max": "40960\n", "current": "30720\n", "stat": "anon 10240\nfile 20480\n"}.items():
+        (job / f"memory.{name}").write_text(text)
+    # The pages of files can be taken.
+    assert available_bytes(tmp_path) == 40960 - 30720 + 20480
+    (job / "memory.max").write_text("1024\n")
+    assert available_bytes(tmp_path) == 0

@@ -32,7 +32,6 @@ from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.settings.execution import POLL, Execution, at_most
 from loopq.storage.files import (
-    RawTensor,
     check_named,
     check_new,
     free_bytes,
@@ -84,7 +83,8 @@ class Collection:
     @cached_property
     def _weights(self) -> dict[str, str]:
         """SHA-256 of each tensor of the full-precision model. It is cached: gigabytes take seconds."""
-        return {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
+        tensors, _ = model_tensors(self.system.model)
+        return {name: hashlib.sha256(t.data.data).hexdigest() for name, t in tensors.items()}
 
     def fingerprint(self, *more: Any) -> str:
         """Identity of the work: weights, tokens and settings."""
@@ -109,10 +109,6 @@ class Collection:
         """Tokens of each batch."""
         plan = self.tokens.plan(self.execution.batch_size)
         return [sum(self.tokens.sequences[prompt].size for prompt in batch) for batch in plan]
-
-
-def _digest(tensor: RawTensor) -> str:
-    return hashlib.sha256(tensor.data.data).hexdigest()
 
 
 class _GroupFilter:

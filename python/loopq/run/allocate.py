@@ -15,7 +15,6 @@ from loopq.evaluate.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
 from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override
-from loopq.quantizers.task import Task
 from loopq.run.budget import Candidate, Fit, choose
 from loopq.run.config import QuantConfig
 from loopq.run.memory import fit_parts
@@ -115,7 +114,7 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
         part = dataclasses.replace(plan, tasks=tuple(tasks))
         costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, found), asked)
     candidates = []
-    for names in _names(plan.tasks):
+    for names in (tuple(t.name for t in some) for some in alike(plan.tasks)):
         for of_grid in found:
             n_bytes = sum(of_grid[name][2] for name in names)
             cost = sum(costs[name, of_grid[name][1]] for name in names)
@@ -168,10 +167,6 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     if own is None:
         kept.append((None, sum(int(source.weights.tensors[name].data.size) for name in names), 0.0))
     return [Candidate(names, size, cost, {n: {"outside": o} for n in names}) for o, size, cost in kept]
-
-
-def _names(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
-    return [tuple(t.name for t in some) for some in alike(tasks)]
 
 
 def _costs(

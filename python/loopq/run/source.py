@@ -157,7 +157,7 @@ class ModelSource(Source):
             began = time.monotonic()
             float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
         seconds, free = time.monotonic() - began, available_bytes()
-        if execution.memory is None and free:
+        if execution.memory is None and free is not None:
             # Mapped weights count as free, but each step reads them. Estimates are not exact, so a tenth remains.
             mapped = 0 if is_streamed(system.model) else resident_bytes(mapped=True)
             execution = dataclasses.replace(execution, memory=max(1, int(0.9 * (free - mapped))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 from dataclasses import dataclass, field
@@ -23,13 +24,23 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
-def available_bytes() -> int | None:
-    """Memory available without swapping; None if the system does not report it."""
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory available without swapping, within the limits of containers (cgroup v2); None if it is not reported."""
     try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        lines = (root / "proc/meminfo").read_text("ascii").splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    own = Path("sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        own = Path(f"{own}{(root / 'proc/self/cgroup').read_text('ascii').rpartition('::')[2].strip()}")
+    for group in (root / place for place in (own, *own.parents)):
+        # Groups without a limit have no such file, or "max" in it.
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+            free.append(max(0, limit - used + int(stat["file"])))
+    return min(free, default=None)
 
 
 def resident_bytes(mapped: bool = False) -> int:

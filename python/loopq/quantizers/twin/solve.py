@@ -268,14 +268,11 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
         shape = sum(len(p.target) for p in layers), layers[0].target.shape[1]
         alike.setdefault((grid, shape), []).append(layers)
     for ((*_, device), shape), found in alike.items():
-        most = max(1, _room(torch.device(device)) // _bytes(*shape))
+        rows, columns = shape
+        # S, its factor and temporaries; targets, errors and gradients.
+        most = max(1, _room(torch.device(device)) // (8 * 6 * columns**2 + 72 * rows * columns))
         for first in range(0, len(found), most):
             yield Batch(found[first : first + most])
-
-
-def _bytes(rows: int, columns: int) -> int:
-    """Return the device memory of an input: S, its factor and temporaries; targets, errors and gradients."""
-    return 8 * 6 * columns**2 + 72 * rows * columns
 
 
 def _room(device: torch.device) -> int:

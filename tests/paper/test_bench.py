@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from benches.zoo.store import save_model
+from loopq.diagnose.sections import SECTIONS
 from loopq.models.load import load_model
 from loopq.paper import run
 from loopq.paper.bench import Bench
@@ -37,6 +39,19 @@ def test_what_is_saved_belongs_to_weights_prompts_and_settings(
     save_model(model, Path(folder))
     with pytest.raises(pytest.fail.Exception, match="collected again"):
         run.make("rank", [bench(folder)], work, Silent())
+
+
+def test_layers_rounded_alone_are_measured_once_for_two_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run has Figure 4 and makes Table 16."""
+    folder, work = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2), tmp_path / "work"
+    run.make("loop", [bench(folder)], work, Silent())
+    section = dataclasses.replace(SECTIONS.get("ablation"), run=lambda _: pytest.fail("rounded again"))
+    monkeypatch.setattr(SECTIONS, "get", lambda _: section)
+    assert run.make("sensitivity", [bench(folder)], work, Silent()).found
+    with pytest.raises(pytest.fail.Exception, match="rounded again"):
+        run.make("sensitivity", [bench(folder)], tmp_path / "other", Silent())
 
 
 def test_the_last_token_counts_as_the_answer(huginn: Bench) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,10 +124,7 @@ class Bench:
     def collected(self) -> ModelSource:
         """Rollouts of the calibration prompts."""
         return ModelSource.of(
-            self.system,
-            self.model.calibration,
-            n_steps=self.n_steps,
-            execution=self.execution,
+            self.system, self.model.calibration, n_steps=self.n_steps, execution=self.execution
         )
 
     @cached_property
@@ -134,8 +132,8 @@ class Bench:
         """Hessians of every input, with separate steps."""
         return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
-    def context(self, tokens: TokenSet | None = None, **changes: Any) -> Context:
-        """Context of `loopq.diagnose.sections`, on held-out prompts or on the given ones."""
+    def context(self, tokens: TokenSet | None = None, work: Path | None = None, **changes: Any) -> Context:
+        """Context of `loopq.diagnose.sections`, on held-out prompts or on the given ones. `work` keeps sections."""
         config = DiagnoseConfig(
             bits=self.settings.bits,
             group_size=self.settings.group_size,
@@ -147,14 +145,15 @@ class Bench:
             tokens or self.model.evaluation,
             self.depth,
             config,
-            execution=self.execution.changed(work=None),  # the bench saves whole tables, not sections
+            execution=self.execution.changed(work=work),
             train=self.model.calibration,
         )
 
     @cached_property
     def alone(self) -> dict[str, Any]:
-        """Diagnosis with each layer rounded alone."""
-        return diagnose(self.context(), only=["ablation"], name=self.model.name)
+        """Diagnosis with each layer rounded alone. Two tables have it, also where a resumed run makes the second."""
+        context = self.context(work=self.saved.folder if self.saved else None)
+        return diagnose(context, only=["ablation"], name=self.model.name)
 
     @cached_property
     def adapters(self) -> tuple[str, ...]:

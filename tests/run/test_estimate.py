@@ -39,6 +39,12 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
     limited = estimate(*run_of(loaded, tokens, memory=free.memory - 1))
     assert (free.n_passes, limited.n_passes) == (1, 2)
     assert limited.memory < free.memory
+    # Each pass takes the gradients again, for the sums of fewer layers.
+    loop = QuantConfig.of(metric="loop")
+    free = estimate(*run_of(loaded, tokens, loop))
+    limited = estimate(*run_of(loaded, tokens, loop, memory=free.memory - 1))
+    assert limited.metric.n_gradients == 2 * free.metric.n_gradients
+    assert limited.metric.memory < free.metric.memory
 
 
 def test_what_choosing_bits_takes_is_said_too(tiny, tokens):

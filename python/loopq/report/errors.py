@@ -58,7 +58,11 @@ def _measured(errors: Mapping[str, Any]) -> str:
         )
     ]
     maps = errors["weights"]
-    shades = {kind: Shades.of(_values(maps, kind)) for kind in ("moved", "own")}
+    values = {
+        kind: [v for found in maps.values() for row in found[kind].values() for v in row]
+        for kind in ("moved", "own")
+    }
+    shades = {kind: Shades.of(numbers) for kind, numbers in values.items()}
     for name, found in maps.items():
         before = f"{name}: " if len(maps) > 1 else ""
         parts += [
@@ -74,10 +78,6 @@ def _measured(errors: Mapping[str, Any]) -> str:
 def _short(rows: Rows) -> dict[str, Sequence[float | None]]:
     short = short_names(rows)
     return {short[name]: values for name, values in rows.items()}
-
-
-def _values(maps: Mapping[str, Any], kind: str) -> list[float | None]:
-    return [v for found in maps.values() for row in found[kind].values() for v in row]
 
 
 def _reading(found: Mapping[str, Rows]) -> list[str]:

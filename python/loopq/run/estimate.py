@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,23 +80,26 @@ def duration(seconds: float) -> str:
 
 def estimate(plan: Plan, source: ModelSource) -> Estimate:
     """Estimate memory and time from the source's timed rollout and a short measurement of the core, or of a device."""
-    sums, tasks, execution = source.sums(plan), plan.tasks, source.execution
+    sums, tasks, tokens = source.sums(plan), plan.tasks, source.job.tokens
     memory = run_bytes(plan, source)
     coded = {t.name for t in tasks}
     dense = sum(t.data.size for name, t in source.weights.tensors.items() if name not in coded)
-    tokens = source.job.tokens
     once = source.probe_seconds * tokens.n_tokens / tokens.sequences[0].size
     inputs = {t.input_group for t in tasks if t.input_group and not t.parameter.routed_in}
-    metric = metric_cost(tasks, tokens)
-    runs = plan.config.inputs.n_runs(len(passes(source.job, tasks, sums)), len(inputs))
+    parts = passes(source.job, tasks, sums)
+    # Each pass takes the gradients of all prompts, for the sums of its own layers.
+    costs = [metric_cost([t for t in tasks if t.input_group in part], tokens) for part in parts]
+    gradients, most = sum(c.n_gradients for c in costs), max((c.memory for c in costs), default=0)
+    metric = dataclasses.replace(metric_cost(tasks, tokens), n_gradients=gradients, memory=most)
+    runs = plan.config.inputs.n_runs(len(parts), len(inputs))
     runs += bool(metric.n_gradients) and plan.config.inputs.pairs
     device = source.job.system.device
     metric_seconds = seconds_of(metric, source.probe_seconds, device) if metric.n_gradients else 0.0
     work = hessian_work(tasks, tokens.n_tokens, source.job.selection.shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
-    core = work / (core_rate(widest, execution.threads) if device.type == "cpu" else _product_rate(device))
+    rate = core_rate(widest, source.execution.threads) if device.type == "cpu" else _product_rate(device)
     peak = resident_bytes() + max(memory, dense)
-    seconds = once * runs + metric_seconds + core
+    seconds = once * runs + metric_seconds + work / rate
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, source))
 
 

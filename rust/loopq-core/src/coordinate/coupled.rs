@@ -68,7 +68,7 @@ struct Begun {
     gradient: Vec<Lane>,
 }
 
-/// Blocks that one thread takes through their rows together.
+/// Blocks that go through their rows together. Teams share the pool, so that a thread that is done helps the others.
 struct Team<'a> {
     problem: &'a Problem<'a>,
     execution: Execution<'a>,
@@ -93,9 +93,8 @@ pub fn coupled(
     let pool = execution.pool()?;
     let mut from = 0;
     let mut teams: Vec<Team<'_>> = Vec::new();
-    let alone = Execution { threads: 1, cancel: execution.cancel };
     for blocks in left.chunks(left.len().div_ceil(pool.current_num_threads()).max(1)) {
-        let mut team = Team { problem: &problem, execution: alone, blocks: Vec::new() };
+        let mut team = Team { problem: &problem, execution: *execution, blocks: Vec::new() };
         for &block in blocks {
             let n = block.factor().dim();
             team.blocks.push(Block::new(w.slice(from, n), from, &problem, block)?);

@@ -72,6 +72,16 @@ LQ_DEVICE u16 ld_shared_half(u32 address) {
     return v;
 }
 
+LQ_DEVICE double ld_shared_double(u32 address) {
+    double v;
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(v) : "r"(address) : "memory");
+    return v;
+}
+
+LQ_DEVICE void st_shared_double(u32 address, double v) {
+    asm volatile("st.shared.f64 [%0], %1;" :: "r"(address), "d"(v) : "memory");
+}
+
 LQ_DEVICE void st_shared4(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -94,6 +104,16 @@ LQ_DEVICE u32 ld_global1(const void* p) {
     u32 v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
+}
+
+LQ_DEVICE double ld_global_double(const void* p) {
+    double v;
+    asm volatile("ld.global.f64 %0, [%1];" : "=d"(v) : "l"(p) : "memory");
+    return v;
+}
+
+LQ_DEVICE void st_global_double(void* p, double v) {
+    asm volatile("st.global.f64 [%0], %1;" :: "l"(p), "d"(v) : "memory");
 }
 
 LQ_DEVICE u16 ld_global_half(const void* p) {
@@ -305,6 +325,10 @@ LQ_DEVICE u16 float_to_f16(float v) {
 LQ_DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 LQ_DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 LQ_DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
+LQ_DEVICE double mul_rn(double a, double b) { return __dmul_rn(a, b); }
+LQ_DEVICE double add_rn(double a, double b) { return __dadd_rn(a, b); }
+LQ_DEVICE float round_even(float a) { return rintf(a); }
+LQ_DEVICE double round_even(double a) { return rint(a); }
 LQ_DEVICE float exp_approx(float a) { return expf(a); }
 
 // ---- across a warp ----------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from loopq.cuda.plan import ACTIVATION_TYPES, DeviceLimits
 from tests.support.cuda.emulation import EmulationError, library
 
 ENTRIES = {
+    "loopq_beam": ("emulate_beam", 10),
+    "loopq_descent": ("emulate_descent", 12),
     "loopq_add_norm": ("emulate_add_norm", 6),
     "loopq_rope_attention": ("emulate_rope_attention", 4),
     "loopq_swiglu": ("emulate_swiglu", 2),
@@ -79,7 +81,9 @@ class EmulatedBackend(HostBackend):
             name, n_pointers = ENTRIES[kernel.entry]
             assert len(pointers) == n_pointers
             half = defines.get("LQ_IO") == "Fp16Io" or int(defines.get("LQ_FLOAT16", 0))
-            half += 2 * int(defines.get("LQ_TABLE", 0))
+            half += 2 * int(defines.get("LQ_TABLE", 0)) + int(
+                defines.get("LQ_PATHS", defines.get("LQ_CODES", 0))
+            )
             number = ctypes.c_float(floats[0] if floats else 0.0)
             status = getattr(lib, name)(int(half), shape, seed, packed_pointers, packed_integers, number)
         if status:

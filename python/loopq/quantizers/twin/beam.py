@@ -6,16 +6,14 @@ double precision. The caller takes only codes from here.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from loopq.quantizers.twin.descent import spread
+from loopq.cuda.beam import MOST_PATHS, advance
+from loopq.quantizers.twin.descent import kernels, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
 
@@ -33,18 +31,17 @@ def search(
     codes: Codes,
     known: tuple[Tensor, Tensor],
     n_paths: int,
-    kept: dict[Any, Paths],
 ) -> Tensor:
     """Codes (L, rows, places), uint8, of targets (L, rows, places), float32.
 
-    `known` holds scales and zero points (L, rows, groups). `kept` is shared by searches of the same shape.
+    `known` holds scales and zero points (L, rows, groups).
     """
     height = max(1, PATHS // (n_paths * len(target)))
     found = []
     for first in range(0, target.shape[1], height):
         own = slice(first, first + height)
         scale, zero = (levels[:, own] for levels in known)
-        found.append(_Search(target[:, own], factors, codes, scale, zero).run(n_paths, kept))
+        found.append(_Search(target[:, own], factors, codes, scale, zero).run(n_paths))
     return torch.cat(found, 1)
 
 
@@ -55,44 +52,37 @@ class _Search:
         d = target.shape[2]
         self._codes, self._d, self._padding = codes, d, -d % BLOCK
         self._target = self._padded(target, 0.0)
-        self._unit = _power_of_two(scale.abs().double().mean(2).float())[..., None]
+        self._unit = unit = _power_of_two(scale.abs().double().mean(2).float())[..., None]
         by_place = [factors.in_order(spread(codes, x, d)) for x in (scale, zero)]
         self._scale, self._zero = self._padded(by_place[0], 1.0), self._padded(by_place[1], 0.0)
         pivot_unit = _power_of_two(factors.pivots.mean(1).float())[:, None]
         # A padding column costs nothing, and its error reaches no other column.
         self._pivots = self._padded((factors.pivots / pivot_unit).float(), 0.0)
-        self._upper = torch.nn.functional.pad(torch.triu(factors.upper.double(), 1), (0, self._padding) * 2)
+        #: With an empty block in front, as the block before the first.
+        front = (BLOCK, 0)
+        self._shown = [pad(x, front) for x in (self._target / unit, self._scale / unit, self._zero)]
+        self._upper = pad(torch.triu(factors.upper.double(), 1), (0, self._padding, BLOCK, self._padding))
         self._errors = torch.zeros_like(self._target, dtype=torch.float64)
         self._out = torch.zeros_like(self._target, dtype=torch.uint8)
 
-    def run(self, n_paths: int, kept: dict[Any, Paths]) -> Tensor:
+    def run(self, n_paths: int) -> Tensor:
         """Codes (L, rows, places)."""
-        shape = self._target.shape[:2]
-        if shape not in kept:
-            kept[shape] = Paths(self._codes, self._target, n_paths)
-        paths = kept[shape]
-        paths.restart()
+        paths = _Paths(self._codes, self._target, n_paths)
         for first in range(0, self._d, BLOCK):
             before, own = slice(first - BLOCK, first), slice(first, first + BLOCK)
             # This decides the codes of the block before the last.
             self._take(slice(before.start - BLOCK, before.start), paths.decide())
             known = max(0, before.start)
-            moved = self._errors[..., :known] @ self._upper[:, :known, own] + self._target[..., own]
-            paths.begin((moved / self._unit).float(), self._pivots[:, own])
-            for side, block in enumerate((before, own)):
-                if block.start >= 0:
-                    self._show(paths, slice(side * BLOCK, (side + 1) * BLOCK), block)
-                    paths.upper[:, side * BLOCK : (side + 1) * BLOCK] = self._upper[:, block, own].float()
+            moved = self._errors[..., :known] @ self._upper[:, BLOCK : BLOCK + known, own]
+            moved = (moved + self._target[..., own]) / self._unit
+            both = slice(first, first + 2 * BLOCK)
+            shown = (x[..., both] for x in self._shown)
+            paths.begin(moved, self._pivots[:, own], *shown, self._upper[:, both, own])
             paths.advance()
         last = (self._d - 1) // BLOCK * BLOCK
         self._take(slice(last - BLOCK, last), paths.decide())
         self._out[..., last:] = paths.decide()
         return self._out[..., : self._d]
-
-    def _show(self, paths: Paths, place: slice, block: slice) -> None:
-        paths.original[..., place] = self._target[..., block] / self._unit
-        paths.scale[..., place] = self._scale[..., block] / self._unit
-        paths.zero[..., place] = self._zero[..., block]
 
     def _take(self, block: slice, decided: Tensor) -> None:
         """Store the codes of a block and their errors."""
@@ -103,55 +93,36 @@ class _Search:
         self._errors[..., block] = self._target[..., block].double() - value
 
     def _padded(self, values: Tensor, by: float) -> Tensor:
-        return torch.nn.functional.pad(values, (0, self._padding), value=by)
+        return pad(values, (0, self._padding), value=by)
 
 
-class Paths:
-    """Paths of many rows through one block of columns. All tensors keep their addresses.
+class _Paths:
+    """Paths of rows (L, rows, places) through one block of columns after the other."""
 
-    Parameters
-    ----------
-    codes : Codes
-        Values of the codes.
-    target : Tensor, float32, shape (L, rows, places)
-        The rows. Only their shape and device are used.
-    n_paths : int
-        Paths of each row.
-    """
+    #: This block's weights, moved by the errors of all columns except those of the previous block, and its pivots.
+    _moved: Tensor
+    _pivots: Tensor
+    #: For the previous block and this one, in units of the row.
+    _original: Tensor
+    _scale: Tensor
+    _zero: Tensor
+    #: A, both blocks by this one.
+    _upper: Tensor
 
     def __init__(self, codes: Codes, target: Tensor, n_paths: int) -> None:
-        n, rows = target.shape[:2]
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=target.device)
-
+        paths = *target.shape[:2], n_paths
         self._codes, self._n_paths = codes, n_paths
-        #: For the previous block and this one, in units of the row.
-        self.original, self.scale, self.zero = (zeros(n, rows, 2 * BLOCK) for _ in range(3))
-        self.scale.fill_(1.0)
-        #: A, both blocks by this one.
-        self.upper = zeros(n, 2 * BLOCK, BLOCK)
-        self._pivots = zeros(n, BLOCK)
-        #: This block's weights, moved by the errors of all columns except those of the previous block.
-        self._moved = zeros(n, rows, BLOCK)
-        self._taken = zeros(n, rows, n_paths, 2 * BLOCK, dtype=torch.uint8)
+        self._taken = torch.zeros(*paths, 2 * BLOCK, dtype=torch.uint8, device=target.device)
         #: Cost above the best path, which is the first; infinite for an unused place.
-        self._cost = zeros(n, rows, n_paths)
-        #: The nearest code of each path and its neighbour on the other side.
-        self._both = zeros(n, rows, 2, n_paths)
-        self.advance = Replayed(self._advance, target.device)
-
-    def restart(self) -> None:
-        """Reset to one path before the first block."""
-        self._cost.fill_(math.inf)
+        self._cost = torch.full(paths, math.inf, device=target.device)
         self._cost[..., 0] = 0.0
-        for tensor in (self.original, self.zero, self.upper, self._taken):
-            tensor.zero_()
+        self._kernels = kernels(target.device) if n_paths in (2, 4, 8, MOST_PATHS) else None
+        self._levels = None if codes.table is None else (codes.table, codes.between.float())
 
-    def begin(self, moved: Tensor, pivots: Tensor) -> None:
-        """Load the next block of columns."""
-        self._moved.copy_(moved)
-        self._pivots.copy_(pivots)
+    def begin(self, *block: Tensor) -> None:
+        """Load the next block of columns: moved weights and pivots, then what includes the block before."""
+        single = [x.float().contiguous() for x in block]
+        self._moved, self._pivots, self._original, self._scale, self._zero, self._upper = single
 
     def decide(self) -> Tensor:
         """Decide the previous block by the best path. Paths with other codes end. This block becomes the previous."""
@@ -161,91 +132,64 @@ class Paths:
         self._taken[..., :BLOCK] = self._taken[..., BLOCK:]
         return decided
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Extend the paths through the block."""
         errors = self._errors(self._taken[..., :BLOCK].float(), slice(0, BLOCK))
-        ahead = self._moved[:, :, None] + _product(errors, self.upper[:, :BLOCK])
+        ahead = self._moved[:, :, None] + _product(errors, self._upper[:, :BLOCK])
+        if self._kernels is None:
+            origin = self._extend(ahead)
+        else:
+            columns, factor = (self._original, self._scale, self._zero), (self._upper, self._pivots)
+            origin = advance(self._kernels, ahead, self._cost, columns, factor, self._levels, self._codes.top)
+        moved = self._taken.gather(2, origin[..., None].expand_as(self._taken))
+        moved[..., BLOCK:] = ahead
+        self._taken = moved
+
+    def _extend(self, ahead: Tensor) -> Tensor:
+        """Replace the weights of the block by codes. Return the path that each path comes from."""
         n, rows = self._cost.shape[:2]
-        places = torch.arange(self._n_paths, device=ahead.device).float().expand(n, rows, -1)[..., None]
+        origin = torch.arange(self._n_paths, device=ahead.device).expand(n, rows, -1)
+        places = origin.float()[..., None]
         for first in range(0, BLOCK, STRIP):
             # Columns of the strip (codes once they are taken), then the place each path comes from.
             strip = torch.cat((ahead[..., first : first + STRIP], places), -1)
             for at in range(STRIP):
                 strip = self._column(strip, first, at)
-            own, origin = slice(first, first + STRIP), strip[..., STRIP:].long()
-            taken = strip[..., :STRIP]
-            moved = self._taken.gather(2, origin.expand_as(self._taken))
-            moved[..., BLOCK + first : BLOCK + first + STRIP] = taken
-            self._taken.copy_(moved)
-            if first + STRIP < BLOCK:
-                errors = self._errors(taken, slice(BLOCK + first, BLOCK + first + STRIP))
-                ahead = ahead.gather(2, origin.expand_as(ahead))
-                later = slice(first + STRIP, BLOCK)
-                ahead[..., later] += _product(errors, self.upper[:, BLOCK:][:, own, later])
+            place, taken = strip[..., STRIP:].long(), strip[..., :STRIP]
+            origin = origin.gather(2, place[..., 0])
+            ahead.copy_(ahead.gather(2, place.expand_as(ahead)))
+            ahead[..., first : first + STRIP] = taken
+            own, later = slice(BLOCK + first, BLOCK + first + STRIP), slice(first + STRIP, BLOCK)
+            ahead[..., later] += _product(self._errors(taken, own), self._upper[:, own, later])
+        return origin
 
     def _errors(self, taken: Tensor, columns: slice) -> Tensor:
         """Errors of codes (L, rows, paths, columns), in units of the row."""
-        scale, zero = self.scale[:, :, None, columns], self.zero[:, :, None, columns]
-        return self.original[:, :, None, columns] - self._codes.step(taken, zero) * scale
+        scale, zero = self._scale[:, :, None, columns], self._zero[:, :, None, columns]
+        return self._original[:, :, None, columns] - self._codes.step(taken, zero) * scale
 
     def _column(self, strip: Tensor, first: int, at: int) -> Tensor:
         """Extend each path by its two nearest codes and keep the cheapest of all."""
         column = slice(BLOCK + first + at, BLOCK + first + at + 1)
-        scale, zero, codes = self.scale[..., column], self.zero[..., column], self._codes
-        wanted, both = strip[..., at], self._both
+        scale, zero, codes = self._scale[..., column], self._zero[..., column], self._codes
+        wanted = strip[..., at]
         near, other, none = codes.two(wanted / scale, zero)
-        both[:, :, 0], both[:, :, 1] = near, other
+        both = torch.stack((near, other), 2)
         gap = torch.addcmul(wanted[:, :, None], codes.step(both, zero[..., None]), scale[..., None], value=-1)
         pivots = self._pivots[:, first + at, None, None, None]
         cost = torch.addcmul(self._cost[:, :, None], gap * gap, pivots)
         cost[:, :, 1].masked_fill_(none, math.inf)
         cost, chosen = cost.flatten(2).sort(dim=-1, stable=True)
         chosen = chosen[..., : self._n_paths]
-        torch.sub(cost[..., : self._n_paths], cost[..., :1], out=self._cost)
+        self._cost = cost[..., : self._n_paths] - cost[..., :1]
         strip = strip.gather(2, (chosen % self._n_paths)[..., None].expand_as(strip))
         code = both.flatten(2).gather(2, chosen)
         strip[..., at] = code
         if at + 1 < STRIP:
-            error = torch.addcmul(self.original[..., column], codes.step(code, zero), scale, value=-1)
-            a = self.upper[:, BLOCK + first + at, first + at + 1 : first + STRIP]
+            error = torch.addcmul(self._original[..., column], codes.step(code, zero), scale, value=-1)
+            a = self._upper[:, BLOCK + first + at, first + at + 1 : first + STRIP]
             strip[..., at + 1 : STRIP].addcmul_(error[..., None], a[:, None, None])
         return strip
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable the cycle collector: freeing a finished graph would break the one being recorded."""
-    gc.collect()
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-class Replayed:
-    """A function over tensors at fixed addresses. On a GPU it is recorded as one graph of kernels and replayed.
-
-    A step of a beam is about twenty small kernels, which take longer to launch than to run.
-    """
-
-    def __init__(self, run: Callable[[], None], device: torch.device) -> None:
-        self._run, self._records, self._calls = run, device.type == "cuda", 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        """Run the function. The first call is not recorded, so that libraries can initialise."""
-        self._calls += 1
-        if not self._records or self._calls == 1:
-            self._run()
-            return
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(self._graph):
-                self._run()
-        self._graph.replay()
 
 
 def _product(errors: Tensor, upper: Tensor) -> Tensor:

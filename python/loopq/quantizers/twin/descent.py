@@ -6,11 +6,15 @@ once. It takes the first gain after the last change. The changes and their order
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from loopq.cuda.descent import MOST_COLUMNS, Descent
+from loopq.cuda.load import Backend, cuda_backend
+from loopq.errors import KernelError, MissingExtraError
 from loopq.quantizers.twin.grid import Codes
 
 #: Changes between two checks for finished rows. A check waits for the device.
@@ -49,6 +53,27 @@ class Rows:
         """Return the scale or zero point of every column."""
         return spread(codes, levels, self.steps.shape[-1])
 
+    def on_kernels(self, s: Tensor, codes: Codes) -> Descent | None:
+        """Return the rows for kernels, where there are any."""
+        backend = kernels(s.device)
+        if backend is None:
+            return None
+        state = (self.steps, self.values, self.gradient, self.loss, self.scale)
+        levels = None if codes.table is None else (codes.table, codes.between)
+        rest = (self.zero.contiguous(), self.active, s, levels, codes.width, codes.top)
+        return Descent(backend, *state, *rest)
+
+
+def kernels(device: torch.device) -> Backend | None:
+    """Return what runs the kernels, or None. Without CuPy a GPU takes torch's operations, with a warning."""
+    if device.type != "cuda":
+        return None
+    try:
+        return cuda_backend(device.index or 0)
+    except (MissingExtraError, KernelError) as reason:
+        warnings.warn(f"the solver takes several times as long without its kernels: {reason}", stacklevel=2)
+        return None
+
 
 def spread(codes: Codes, levels: Tensor, columns: int) -> Tensor:
     """Repeat numbers of groups (..., groups) for each of their columns."""
@@ -83,6 +108,9 @@ class _Moving:
 
 def change_codes(rows: Rows, s: Tensor, codes: Codes, sweeps: int) -> Tensor:
     """Change one code at a time, for at most `sweeps` sweeps. S is (L, d, d). Returns the moves, (L, rows)."""
+    kernel = rows.on_kernels(s, codes)
+    if kernel is not None:
+        return kernel.codes(sweeps)
     n, height, d = rows.steps.shape
     flat = n * height
     owner = torch.arange(n, device=s.device).repeat_interleave(height)
@@ -148,7 +176,10 @@ def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: i
 
 def change_scales(rows: Rows, s: Tensor, codes: Codes) -> None:
     """Change one scale at a time, once round. A group keeps its scale if it has no step or cannot store the best."""
-    d = s.shape[1]
+    d, kernel = s.shape[1], rows.on_kernels(s, codes)
+    if kernel is not None and codes.scale_bits is None and codes.width <= MOST_COLUMNS:
+        kernel.scales(codes.grid.scale_dtype, signed=codes.signed)
+        return
     for g, first in enumerate(range(0, d, codes.width)):
         own = slice(first, min(d, first + codes.width))
         square, gradient = s[:, own, own], rows.gradient[..., own]

@@ -77,6 +77,13 @@ class Codes:
         """Zero point of a symmetric grid."""
         return 1 << (self.grid.bits - 1)
 
+    @property
+    def between(self) -> Tensor:
+        """Midpoints of the table's levels, float64."""
+        assert self.table is not None
+        wide = self.table.double()
+        return (wide[1:] + wide[:-1]) / 2
+
     def code(self, steps: Tensor, zero: Tensor) -> Tensor:
         """Return the code nearest to values in scales. Ties go to the even code, with a table to the higher."""
         if self.table is None:
@@ -105,10 +112,7 @@ class Codes:
         return near, held, held != other
 
     def _place(self, steps: Tensor) -> Tensor:
-        assert self.table is not None
-        wide = self.table.double()
-        between = ((wide[1:] + wide[:-1]) / 2).to(steps.dtype)
-        return torch.bucketize(steps.contiguous(), between, right=True)
+        return torch.bucketize(steps.contiguous(), self.between.to(steps.dtype), right=True)
 
     def rounded(self, scale: Tensor) -> Tensor:
         """Round through float32 to the stored type, half to even."""

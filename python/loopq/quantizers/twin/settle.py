@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from loopq.quantizers.twin.beam import Paths, search
+from loopq.quantizers.twin.beam import search
 from loopq.quantizers.twin.descent import Rows, change_codes, change_scales, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes, refuse_scales
@@ -39,8 +38,6 @@ class Stages:
         Whether scales are descended too.
     names : sequence of str
         A layer of each input. Messages use it.
-    kept : dict
-        Paths of the beam by shape, recorded once.
     """
 
     codes: Codes
@@ -49,7 +46,6 @@ class Stages:
     rounds: int
     refit: bool
     names: Sequence[str]
-    kept: dict[Any, Paths] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,7 +107,7 @@ def start(target: Tensor, factors: Factors, stages: Stages, scale: Tensor, zero:
     ordered = factors.in_order(target)
     if stages.n_paths == 1:
         return factors.back(sweep(ordered, factors, stages.codes, (scale, zero)).codes)
-    return factors.back(search(ordered, factors, stages.codes, (scale, zero), stages.n_paths, stages.kept))
+    return factors.back(search(ordered, factors, stages.codes, (scale, zero), stages.n_paths))
 
 
 def load(target: Tensor, factors: Factors, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> Rows:

@@ -2,6 +2,8 @@
 
 #include "primitives_host.hpp"
 
+#include "../../../../kernels/beam.cu"
+#include "../../../../kernels/descent.cu"
 #include "../../../../kernels/fused_ops.cu"
 #include "../../../../kernels/w4_dequantize.cu"
 #include "../../../../kernels/w4a16_gemm.cu"
@@ -183,6 +185,24 @@ int emulate_w4_dequantize(int half, const long long* shape, u64 seed, void* cons
             half & 1 ? loopq::Dequantize<true, false>::run(a) : loopq::Dequantize<false, false>::run(a);
         }
     });
+}
+
+// `paths`: open paths of a row.
+int emulate_beam(int paths, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
+    const loopq::BeamArguments a = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5], pointers[6],
+                                    pointers[7], pointers[8], pointers[9], scalars[0], scalars[1], scalars[2]};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [paths, &a] {
+        paths == 16 ? loopq::Beam<16>::start(a) : paths == 8 ? loopq::Beam<8>::start(a) : loopq::Beam<2>::start(a);
+    });
+}
+
+// `codes`: of codes, else of scales.
+int emulate_descent(int codes, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
+    const loopq::DescentArguments a = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5],
+                                       pointers[6], pointers[7], pointers[8], pointers[9], pointers[10], pointers[11],
+                                       scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5]};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed,
+                  [codes, &a] { loopq::Descent::start(a, codes != 0); });
 }
 
 }  // extern "C"

@@ -461,8 +461,10 @@ T host_ld_shared(u32 address) {
 }
 LQ_DEVICE Vec4 ld_shared4(u32 address) { return host_ld_shared<Vec4>(address); }
 LQ_DEVICE u32 ld_shared1(u32 address) { return host_ld_shared<u32>(address); }
+LQ_DEVICE double ld_shared_double(u32 address) { return host_ld_shared<double>(address); }
 LQ_DEVICE u16 ld_shared_half(u32 address) { return host_ld_shared<u16>(address); }
 LQ_DEVICE void st_shared4(u32 address, Vec4 v) { host::vm().write_shared(address, &v, 16); }
+LQ_DEVICE void st_shared_double(u32 address, double v) { host::vm().write_shared(address, &v, 8); }
 LQ_DEVICE void st_shared1(u32 address, u32 v) { host::vm().write_shared(address, &v, 4); }
 
 template <class T>
@@ -478,9 +480,11 @@ void host_st_global(void* p, T v) {
 LQ_DEVICE Vec4 ld_global4(const void* p) { return host_ld_global<Vec4>(p); }
 LQ_DEVICE Vec4 ld_global4_l2(const void* p) { return host_ld_global<Vec4>(p); }
 LQ_DEVICE u32 ld_global1(const void* p) { return host_ld_global<u32>(p); }
+LQ_DEVICE double ld_global_double(const void* p) { return host_ld_global<double>(p); }
 LQ_DEVICE u16 ld_global_half(const void* p) { return host_ld_global<u16>(p); }
 LQ_DEVICE void st_global4(void* p, Vec4 v) { host_st_global(p, v); }
 LQ_DEVICE void st_global2(void* p, u32 x, u32 y) { host_st_global(p, (u64)x | (u64)y << 32); }
+LQ_DEVICE void st_global_double(void* p, double v) { host_st_global(p, v); }
 LQ_DEVICE void st_global1(void* p, u32 v) { host_st_global(p, v); }
 LQ_DEVICE void st_global_half(void* p, u16 v) { host_st_global(p, v); }
 LQ_DEVICE u32 atomic_add(u32* p, u32 v) {
@@ -618,6 +622,10 @@ LQ_DEVICE u16 float_to_f16(float v) { return host::half_bits(v); }
 LQ_DEVICE float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
 LQ_DEVICE float div_rn(float a, float b) { return a / b; }
 LQ_DEVICE float sqrt_rn(float a) { return std::sqrt(a); }
+LQ_DEVICE double mul_rn(double a, double b) { return a * b; }
+LQ_DEVICE double add_rn(double a, double b) { return a + b; }
+LQ_DEVICE float round_even(float a) { return std::nearbyint(a); }
+LQ_DEVICE double round_even(double a) { return std::nearbyint(a); }
 LQ_DEVICE float exp_approx(float a) { return std::exp(a); }
 
 LQ_DEVICE float shuffle_xor(float v, int mask) {

@@ -1,0 +1,61 @@
+"""The kernel of GPTQ's open paths, emulated, against torch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.twin import beam
+from loopq.quantizers.twin.factor import Factors
+from loopq.quantizers.twin.grid import Codes
+from tests.support.cuda.backend import EmulatedBackend
+from tests.support.cuda.emulation import compiler
+from tests.support.problems import correlated
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None, reason="NO C++ COMPILER: the beam's kernel is NOT tested here; install g++ or set CXX"
+)
+
+
+def searched(d: int, n_paths: int, **grid: Any) -> torch.Tensor:
+    """Codes of seven rows of each of two layers."""
+    rng = np.random.default_rng(d)
+    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
+    target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32))
+    own = LayerConfig.of(method="gptq", **grid).grid
+    codes = Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
+    factors = Factors.of(s, torch.zeros(2, d, dtype=torch.float64), "conditional", ["", ""])
+    known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
+    return beam.search(factors.in_order(target), factors, codes, known, n_paths)
+
+
+# A part of a block, two blocks, and three of which the last is not whole: then codes are decided before the end.
+@pytest.mark.parametrize(
+    ("d", "n_paths", "grid"),
+    [
+        (30, 2, {"bits": 3, "group_size": 16}),
+        (128, 16, {"bits": 4, "group_size": 32}),
+        (150, 8, {"bits": 2, "group_size": 16, "symmetric": False}),
+        (150, 16, {"bits": 4, "group_size": 50, "levels": "uneven"}),
+    ],
+)
+def test_codes_are_those_of_torch(
+    d: int, n_paths: int, grid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, backend = searched(d, n_paths, **grid), EmulatedBackend()
+    monkeypatch.setattr(beam, "kernels", lambda device: backend)
+    found = searched(d, n_paths, **grid)
+    # A product is summed in another order: paths of nearly the same cost may change places.
+    assert (found == wanted).all(-1).float().mean() > 0.8
+    assert backend.launches == {"loopq_beam": -(-d // 64)}
+
+
+def test_other_numbers_of_paths_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, backend = searched(30, 5, bits=3, group_size=16), EmulatedBackend()
+    monkeypatch.setattr(beam, "kernels", lambda device: backend)
+    assert torch.equal(searched(30, 5, bits=3, group_size=16), wanted)
+    assert not backend.launches

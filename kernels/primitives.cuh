@@ -204,45 +204,6 @@ LQ_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" :: "n"(Pending) : "memory");
 }
 
-// ---- asynchronous copies, sm_90: one instruction moves kilobytes and reports to a barrier in shared memory ------
-
-LQ_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
-#endif
-}
-
-// Makes initialised barriers visible to the copy engine.
-LQ_DEVICE void barrier_init_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-// Arrives once and announces `bytes` that copies will report.
-LQ_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-
-LQ_DEVICE void barrier_wait(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .pred done; again:\n"
-                 " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 " @!done bra again; }" :: "r"(barrier), "r"(parity) : "memory");
-#endif
-}
-
-LQ_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .u64 g; cvta.to.global.u64 g, %1;"
-                 " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [g], %2, [%3], %4; }"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-#endif
-}
-
 // ---- tensor cores -----------------------------------------------------------------------------------------------
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.

@@ -15,8 +15,7 @@
 //   always in ascending K order: the result does not depend on which warp or block happens to finish first.
 //
 // Compile-time choices (macros at the bottom): activation type with even levels or a table, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
-// end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages,
-// and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
+// end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages.
 
 #include "primitives.cuh"
 #include "levels.cuh"
@@ -75,7 +74,7 @@ struct Cursor {
     const char* scales;
 };
 
-template <class Act, class Scale, int kMt, int kFold, int kStages, bool kBulk>
+template <class Act, class Scale, int kMt, int kFold, int kStages>
 struct Gemm {
     static constexpr int kScaleRows = kFold == 0 ? 2 * kStageTiles : kFold == 1 ? kStageTiles : 1;
     static constexpr int kStageBytes = 2 * kStageTiles * kTileBytes + kScaleRows * kScaleRowBytes;
@@ -88,10 +87,10 @@ struct Gemm {
     const Arguments& p;
     Share s;
     Pair own;  // what this warp does with a pair
-    u32 x_address, x_pitch, head_slots, rings, barriers, scale_pitch;
+    u32 x_address, x_pitch, head_slots, rings, scale_pitch;
     u64 policy;
 
-    // ---- shared memory: x | one slot of sums per warp | one ring per warp | barriers ----------------------------
+    // ---- shared memory: x | one slot of sums per warp | one ring per warp ---------------------------------------
 
     LQ_DEVICE_METHOD Gemm(const Arguments& arguments)
         : p(arguments), s(make_share(arguments)), own{arguments, s.lane, (arguments.n / 16 + 1) / 2, 0, 0} {
@@ -100,14 +99,12 @@ struct Gemm {
         x_pitch = (u32)s.tiles * (kTileRows * 2) + 16;
         head_slots = x_address + x_pitch * (u32)p.m;
         rings = head_slots + (u32)(s.warps * kFragmentBytes);
-        barriers = rings + (u32)(s.warps * kRingBytes);
         scale_pitch = (u32)p.n << Scale::kShift;
         policy = l2_policy((p.flags & kEvictFirst) != 0);
     }
 
     LQ_DEVICE_METHOD u32 ring(int warp) const { return rings + (u32)(warp * kRingBytes); }
     LQ_DEVICE_METHOD u32 head_slot(int warp) const { return head_slots + (u32)(warp * kFragmentBytes); }
-    LQ_DEVICE_METHOD u32 barrier(int slot) const { return barriers + (u32)((s.warp * kStages + slot) * 8); }
 
     // ---- weights and scales on their way in -------------------------------------------------------------------------
     //
@@ -128,10 +125,10 @@ struct Gemm {
         const int strip = 2 * c.pair;
         // An odd number of strips leaves the last pair half empty; its second half repeats the first and is not stored.
         const int other = smaller(strip + 1, p.n / 16 - 1);
-        const int lane_offset = kBulk ? 0 : s.lane * 16;
+        const int lane_offset = s.lane * 16;
         c.weights = (const char*)p.weights + ((long long)strip * p.k_tiles + s.tile0) * kTileBytes + lane_offset;
         c.other_weights = (const char*)p.weights + ((long long)other * p.k_tiles + s.tile0) * kTileBytes + lane_offset;
-        const int piece = kBulk ? (s.lane & 1) * (kPieces / 2) : s.lane % kPieces;
+        const int piece = s.lane % kPieces;
         c.scales = (const char*)p.scales + ((long long)((piece < kPieces / 2 ? strip : other) * 16) << Scale::kShift)
                    + (piece % (kPieces / 2)) * 16;
     }
@@ -148,11 +145,7 @@ struct Gemm {
         const bool whole = !(s.half_last && c.in_pair == s.stages - 1);
         const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);  // kFold 3: one row, every stage
         const u64 offset = (u64)(u32)c.in_pair * (kStageTiles * kTileBytes);
-        if (kBulk) {
-            fetch_bulk(c, slot, to, offset, whole, with_scales);
-        } else {
-            fetch_lanes(c, to, offset, whole, with_scales);
-        }
+        fetch_lanes(c, to, offset, whole, with_scales);
         ++c.flat;
         if (++c.in_pair == s.stages) {
             c.in_pair = 0;
@@ -174,21 +167,6 @@ struct Gemm {
         const int row = s.lane / kPieces;
         if (with_scales && row < kScaleRows) {
             copy_async16(to + kScales + (u32)(row * kScaleRowBytes + s.lane % kPieces * 16), scale_source(c, row), policy);
-        }
-    }
-
-    LQ_DEVICE_METHOD void fetch_bulk(const Cursor& c, int slot, u32 to, u64 offset, bool whole, bool with_scales) const {
-        constexpr u32 half_row_bytes = 16u << Scale::kShift;
-        const u32 strip_bytes = whole ? kStageTiles * kTileBytes : kTileBytes;
-        if (s.lane == 0) barrier_expect(barrier(slot), 2 * strip_bytes + (with_scales ? kScaleRows * 2 * half_row_bytes : 0));
-        warp_sync();
-        if (s.lane < 2) {
-            const char* from = (s.lane == 0 ? c.weights : c.other_weights) + offset;
-            copy_bulk(to + (u32)s.lane * kOther, from, strip_bytes, barrier(slot), policy);
-        } else if (with_scales && s.lane < 2 + 2 * kScaleRows) {
-            const int row = (s.lane - 2) / 2;
-            copy_bulk(to + kScales + (u32)(row * kScaleRowBytes) + (u32)(s.lane & 1) * half_row_bytes, scale_source(c, row),
-                      half_row_bytes, barrier(slot), policy);
         }
     }
 
@@ -290,17 +268,12 @@ struct Gemm {
     // ---- the launch -------------------------------------------------------------------------------------------------
 
     LQ_DEVICE_METHOD void run() {
-        if (kBulk) {
-            if (s.lane < kStages) barrier_init(barrier(s.lane), 1);
-            barrier_init_fence();
-            warp_sync();
-        }
         Cursor next = {s.begin, s.begin % s.stages, s.pair0 + s.begin / s.stages, nullptr, nullptr, nullptr};
         place(next);
         // Weights never depend on an earlier kernel: fill the ring before waiting for x.
         for (int slot = 0; slot < kStages - 1; ++slot) {
             if (next.flat < s.end) fetch_next(next, slot);
-            if (!kBulk) copy_async_commit();
+            copy_async_commit();
         }
         wait_for_previous_kernel();
         stage_activations();
@@ -325,27 +298,19 @@ struct Gemm {
         int in_pair = s.begin % s.stages;
         int pair = s.pair0 + s.begin / s.stages;
         int slot = 0;
-        u32 parity = 0;
         while (flat < s.end) {
             const int from = in_pair;
             const int to = smaller(s.stages, in_pair + s.end - flat);
             Sums sums;
             own.clear(sums);
             for (; in_pair < to; ++in_pair, ++flat) {
-                if (kBulk) {
-                    barrier_wait(barrier(slot), parity);
-                } else {
-                    copy_async_wait<kStages - 2>();
-                }
+                copy_async_wait<kStages - 2>();
                 // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
                 warp_sync();
                 if (next.flat < s.end) fetch_next(next, slot == 0 ? kStages - 1 : slot - 1);
-                if (!kBulk) copy_async_commit();
+                copy_async_commit();
                 consume(flat, in_pair, slot, x_rows, part, sums);
-                if (++slot == kStages) {
-                    slot = 0;
-                    parity ^= 1;
-                }
+                if (++slot == kStages) slot = 0;
             }
             own.to_units(sums);
             end_segment(pair, from, to, sums);
@@ -417,7 +382,7 @@ LQ_KERNEL void __launch_bounds__(LQ_THREADS, 1) loopq_w4a16_gemm(
                                         m, n, k_tiles, k_begin, k_end,
                                         x_stride, out_stride, addend_stride, group_shift, scale_rows, flags,
                                         {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
-    loopq::Gemm<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_MT, LQ_FOLD, LQ_STAGES, LQ_BULK> gemm(arguments);
+    loopq::Gemm<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_MT, LQ_FOLD, LQ_STAGES> gemm(arguments);
     gemm.run();
 }
 #endif

@@ -32,7 +32,7 @@ def row(layer: Projection, tokens: int) -> tuple[str, ...]:
     tiles = planner.token_tiles_for(tokens)
     shape = planner.GemmShape(layer.out_features, 0, layer.in_features, 128, tiles)
     plan = planner.make_plan(shape, planner.H200)
-    variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, plan.bulk, "bf16")
+    variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, "bf16")
     registers = nvrtc.resources(_cubin(variant), "loopq_w4a16_gemm").registers
     in_flight = (plan.stages - 1) * plan.warps * 2048
     cells = [
@@ -51,18 +51,16 @@ def _cubin(variant: planner.Variant) -> bytes:
 
 def slots() -> None:
     """Instructions per stage and warp, by group size and tokens."""
-    print("| groups | tokens | copies | all | LOP3 | SHF | HFMA2 | HMMA | loads | the rest |")
-    print(f"|{'---|' * 10}")
+    print("| groups | tokens | all | LOP3 | SHF | HFMA2 | HMMA | loads | the rest |")
+    print(f"|{'---|' * 9}")
     for fold, group in ((0, "32"), (1, "64"), (3, "128"), (2, "256, per channel")):
         for tiles, depth in ((1, 6), (2, 4), (4, 4)):
-            for bulk in (False, True):
-                variant = planner.Variant("bf16", tiles, fold, depth, bulk, "bf16")
-                found = sass.stage_slots(sass.disassemble(_cubin(variant)))
-                parts = [found[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")] + [
-                    found["LDS"] + found["LDSM"]
-                ]
-                cells = [group, f"to {8 * tiles}", "bulk" if bulk else "16 B", found.total()]
-                print(f"| {' | '.join(map(str, [*cells, *parts, found.total() - sum(parts)]))} |")
+            variant = planner.Variant("bf16", tiles, fold, depth, "bf16")
+            found = sass.stage_slots(sass.disassemble(_cubin(variant)))
+            parts = [found[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")]
+            parts.append(found["LDS"] + found["LDSM"])
+            cells = [group, f"to {8 * tiles}", found.total()]
+            print(f"| {' | '.join(map(str, [*cells, *parts, found.total() - sum(parts)]))} |")
 
 
 def _time(

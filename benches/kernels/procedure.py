@@ -126,11 +126,10 @@ class Int4Layer:
         out: torch.Tensor,
         workspace: Workspace,
         plan: Plan | None = None,
-        bulk: bool = False,
     ) -> None:
         in_features = self.projection.in_features
         product = Product(x, self.qweight, self.scales, None, None, in_features, self.group_size)
-        launch_gemm(backend, product, out, workspace, plan=plan, bulk=bulk)
+        launch_gemm(backend, product, out, workspace, plan=plan)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """The product of the stored integers and scales in float64."""
@@ -157,7 +156,6 @@ def verify_products(
     *,
     tokens: Sequence[int] = TOKENS,
     group_size: int = 128,
-    bulk: bool = False,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Each call of a step at each number of tokens against float64 on the stored codes and scales.
@@ -169,8 +167,6 @@ def verify_products(
         `HUGINN` gives 17 calls, at three token counts the 51 comparisons of Li, App. D.
     tokens : sequence of int
     group_size : int
-    bulk : bool
-        Weights by bulk copies.
     seed : int
 
     Returns
@@ -186,7 +182,7 @@ def verify_products(
         for call in range(layer.calls):
             weights = Int4Layer.random(layer, group_size, device, seed + 1000 * call, torch.bfloat16)
             shape = (layer.out_features, 0, layer.in_features, group_size)
-            workspace = workspace_for(backend, [shape], largest, device, bulk)
+            workspace = workspace_for(backend, [shape], largest, device)
             x = draw(largest, layer.in_features, device, seed + call, torch.bfloat16)
             exact = weights.exact(x)
             for m in tokens:
@@ -198,7 +194,7 @@ def verify_products(
                     (1, torch.float32),
                 ):
                     out = torch.full((rows, layer.out_features), torch.nan, dtype=dtype, device=device)
-                    weights.run(backend, x[:rows], out, workspace, bulk=bulk)
+                    weights.run(backend, x[:rows], out, workspace)
                     outs.append(out)
                 records.append(
                     {

@@ -54,17 +54,16 @@ def record_int4(
     procedure: Procedure,
     *,
     plan: Plan | None = None,
-    bulk: bool = False,
 ) -> Recording:
     """Graph of int4 products over copies of the weight that do not fit the L2 together."""
     layer, group_size = copies[0].projection, copies[0].group_size
     x, out = _operands(layer, tokens, backend.device)
     shape = (layer.out_features, 0, layer.in_features, group_size)
-    workspace = workspace_for(backend, [shape], tokens, backend.device, bulk)
+    workspace = workspace_for(backend, [shape], tokens, backend.device)
     if plan is not None:
         floats = plan.slices * ((layer.out_features // 16 + 1) // 2) * 256 * token_tiles_for(tokens)
         workspace = Workspace.allocate(floats, layer.out_features // 16, backend.device)
-    runs = [partial(copy.run, backend, x, out, workspace, plan, bulk) for copy in copies]
+    runs = [partial(copy.run, backend, x, out, workspace, plan) for copy in copies]
     return record(backend, runs, procedure)
 
 
@@ -144,7 +143,6 @@ def compare_products(
     *,
     tokens: Sequence[int] = TOKENS,
     group_size: int = 128,
-    bulk: bool = False,
     bandwidth: float | None = None,
     procedure: Procedure | None = None,
 ) -> dict[str, Any]:
@@ -156,8 +154,6 @@ def compare_products(
     layers : sequence of Projection
     tokens : sequence of int
     group_size : int
-    bulk : bool
-        Weights by bulk copies (compute capability 9.0).
     bandwidth : float or None
         Bytes per second of a copy; measured where None.
     procedure : Procedure or None
@@ -175,9 +171,7 @@ def compare_products(
     bandwidth = copy_bandwidth(backend, procedure) if bandwidth is None else bandwidth
     products, step = [], []
     for m in tokens:
-        found = [
-            _compare_layer(backend, layer, m, group_size, bulk, bandwidth, procedure) for layer in layers
-        ]
+        found = [_compare_layer(backend, layer, m, group_size, bandwidth, procedure) for layer in layers]
         totals = {
             kind: sum(layer.calls * row[kind]["median"] for layer, row in zip(layers, found, strict=True))
             for kind in ("int4", "cublas_bf16")
@@ -192,12 +186,11 @@ def _compare_layer(
     layer: Projection,
     tokens: int,
     group_size: int,
-    bulk: bool,
     bandwidth: float,
     procedure: Procedure,
 ) -> dict[str, Any]:
     copies = _int4_copies(backend, layer, group_size, procedure)
-    fast = record_int4(backend, copies, tokens, procedure, bulk=bulk)
+    fast = record_int4(backend, copies, tokens, procedure)
     slow = record_cublas(backend, layer, tokens, procedure)
     slow_times, fast_times = paired_trials(backend, slow.captured.replay, fast.captured.replay, procedure)
     cublas, ours = slow.per_call(slow_times), fast.per_call(fast_times)
@@ -252,7 +245,6 @@ def sweep_cuts(
     group_size: int = 128,
     slices: Sequence[int] = (1, 2, 3, 4, 5, 6),
     warps: Sequence[int] = (8, 12, 16),
-    bulks: Sequence[bool] = (False, True),
     depths: Sequence[int] = (6, 5, 4, 3),
     seconds: float = float("inf"),
     procedure: Procedure | None = None,
@@ -262,7 +254,7 @@ def sweep_cuts(
     Parameters
     ----------
     backend, layers, tokens, group_size
-    slices, warps, bulks, depths
+    slices, warps, depths
         What is tried; of the depths the deepest that fits.
     seconds : float
         No new cut is begun after this time.
@@ -271,7 +263,7 @@ def sweep_cuts(
     Returns
     -------
     dict
-        ``cuts``: layer, tokens, cut (blocks, slices, warps, stages, bulk), time, and whether the planner picks it;
+        ``cuts``: layer, tokens, cut (blocks, slices, warps, stages), time, and whether the planner picks it;
         ``complete``: whether all were tried.
     """
     procedure = procedure or Procedure()
@@ -280,13 +272,11 @@ def sweep_cuts(
     for layer in layers:
         copies = _int4_copies(backend, layer, group_size, procedure)
         for m in tokens:
-            for plan, is_picked in _plans(
-                backend, layer, m, group_size, slices, warps, bulks, depths
-            ).items():
+            for plan, is_picked in _plans(backend, layer, m, group_size, slices, warps, depths).items():
                 if time.monotonic() - started > seconds:
                     return {"cuts": records, "complete": False}
-                recording = record_int4(backend, copies, m, procedure, plan=plan, bulk=plan.bulk)
-                cut = {name: getattr(plan, name) for name in ("blocks", "slices", "warps", "stages", "bulk")}
+                recording = record_int4(backend, copies, m, procedure, plan=plan)
+                cut = {name: getattr(plan, name) for name in ("blocks", "slices", "warps", "stages")}
                 timing = recording.time(backend, procedure).__dict__
                 records.append({"layer": layer.name, "tokens": m, **cut, "picked": is_picked, "int4": timing})
     return {"cuts": records, "complete": True}
@@ -299,28 +289,24 @@ def _plans(
     group_size: int,
     slices: Sequence[int],
     warps: Sequence[int],
-    bulks: Sequence[bool],
     depths: Sequence[int],
 ) -> dict[Plan, bool]:
     """Plans to try, and whether the planner picks them."""
     shape = GemmShape(layer.out_features, 0, layer.in_features, group_size, token_tiles_for(tokens))
-    found: dict[Plan, bool] = {}
-    for bulk in bulks:
-        found[make_plan(shape, backend.limits, bulk, backend.ring_stages)] = True
-        for n_slices in slices:
-            try:
-                base = make_plan(shape, backend.limits, bulk, backend.ring_stages, n_slices)
-            except ConfigError:
-                continue
-            for count in warps:
-                tried = (replace(base, warps=count, stages=depth) for depth in depths)
-                fits = (
-                    plan
-                    for plan in tried
-                    if plan.shared_bytes(shape.token_tiles * 8, shape.token_tiles)
-                    <= backend.limits.shared_bytes
-                )
-                for plan in fits:
-                    found.setdefault(plan, False)
-                    break
+    found = {make_plan(shape, backend.limits, backend.ring_stages): True}
+    for n_slices in slices:
+        try:
+            base = make_plan(shape, backend.limits, backend.ring_stages, n_slices)
+        except ConfigError:
+            continue
+        for count in warps:
+            tried = (replace(base, warps=count, stages=depth) for depth in depths)
+            fits = (
+                plan
+                for plan in tried
+                if plan.shared_bytes(shape.token_tiles * 8, shape.token_tiles) <= backend.limits.shared_bytes
+            )
+            for plan in fits:
+                found.setdefault(plan, False)
+                break
     return found

@@ -162,7 +162,6 @@ def verify_rollout(
     n_steps: int,
     tokens: Sequence[int] = TOKENS,
     graphs: bool = True,
-    bulk: bool = False,
 ) -> list[dict[str, Any]]:
     """Counts of products, graph replay against eager launches bit for bit, and distance to the eager loop.
 
@@ -170,13 +169,11 @@ def verify_rollout(
     -------
     list of dict
         Per number of tokens: ``n_products`` of an eager rollout (544 for Huginn and 32 steps),
-        ``replay_equals_eager`` (two replays, None without graphs), ``from_eager_loop`` after one step, and
-        ``hoisted_from_plain``.
+        ``replay_equals_eager`` (two replays, None without graphs), and ``from_eager_loop`` after one step.
     """
     device = backend.device
     parts = random_parts(size, device, quantized=True)
-    runner = RolloutRunner(parts, backend, bulk=bulk)
-    hoisted = RolloutRunner(parts, backend, hoist=True, bulk=bulk)
+    runner = RolloutRunner(parts, backend)
     records = []
     for m in tokens:
         state, embedding = random_inputs(size, m, device, seed=m)
@@ -196,7 +193,6 @@ def verify_rollout(
                 "n_products": counted,
                 "replay_equals_eager": equal,
                 "from_eager_loop": relative_l2(one, EagerLoop(parts).run(state, embedding, 1)),
-                "hoisted_from_plain": relative_l2(hoisted.run(state, embedding, 1), one),
             }
         )
     return records
@@ -222,7 +218,6 @@ def compare_rollouts(
     size: LoopSize,
     n_steps: int = 32,
     tokens: Sequence[int] = TOKENS,
-    bulk: bool = False,
     procedure: Procedure | None = None,
 ) -> list[dict[str, Any]]:
     """Paired trials of int4 against bfloat16: the same graph and fusions, and the eager way.
@@ -234,8 +229,6 @@ def compare_rollouts(
     size : LoopSize
     n_steps : int
     tokens : sequence of int
-    bulk : bool
-        Weights by bulk copies.
     procedure : Procedure or None
         That of Li, App. D by default.
 
@@ -255,12 +248,9 @@ def compare_rollouts(
         variants: dict[str, Callable[[], object]] = {}
         for name, parts in (("int4", int4), ("bf16", dense)):
             for launch, backend in backends.items():
-                for hoist in (False, True):
-                    runner = RolloutRunner(parts, backend, hoist=hoist, bulk=bulk and name == "int4")
-                    runner.capture(1, m, n_steps)
-                    variants["_".join([name, "graph", launch] + ["hoisted"] * hoist)] = _replay(
-                        runner, state, embedding, n_steps
-                    )
+                runner = RolloutRunner(parts, backend)
+                runner.capture(1, m, n_steps)
+                variants[f"{name}_graph_{launch}"] = _replay(runner, state, embedding, n_steps)
             variants[f"{name}_eager"] = _eager(EagerLoop(parts), state, embedding, n_steps)
         # The same launches with other weights; and against the way published code runs.
         pairs = [(f"bf16{fast[4:]}", fast) for fast in variants if fast.startswith("int4")]

@@ -93,13 +93,12 @@ def emulated(seconds: float) -> Setting:
 
 
 def exact(s: Setting) -> dict[str, Any]:
-    """51 comparisons with float64, for both ways of bringing weights in, and edges at other group sizes."""
+    """51 comparisons with float64, and edges at other group sizes."""
     from benches.kernels.procedure import verify_products
 
-    records: dict[str, Any] = {}
-    for name, bulk in (("cp_async", False), ("bulk", True)):
-        found = verify_products(s.backend, s.layers, tokens=s.tokens, bulk=bulk)
-        records[name] = {
+    found = verify_products(s.backend, s.layers, tokens=s.tokens)
+    records: dict[str, Any] = {
+        "cp_async": {
             "comparisons": len(found),
             "worst_float32": max(r["error_float32"] for r in found),
             "worst_rounded": max(r["error_rounded"] for r in found),
@@ -108,6 +107,7 @@ def exact(s: Setting) -> dict[str, Any]:
             "all_same_in_batch": all(r["same_in_batch"] for r in found),
             "all": found,
         }
+    }
     for group in (32, 64, 128, 256, -1):
         found = verify_products(s.backend, s.edges, tokens=s.edge_tokens, group_size=group)
         worst = max(r["error_float32"] for r in found)
@@ -122,7 +122,7 @@ def small(s: Setting) -> dict[str, Any]:
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
     tokens = (1, 7, 16, 40, 130)
-    found = [verify_products(s.backend, layers, tokens=tokens, bulk=bulk) for bulk in (False, True)]
+    found = [verify_products(s.backend, layers, tokens=tokens)]  # a list of one, as older records have two
     rollout = verify_rollout(s.backend, size=s.small_loop, n_steps=2, tokens=s.tokens, graphs=False)
     return {"products": found, "rollout": rollout}
 
@@ -137,7 +137,7 @@ def rollout_exact(s: Setting) -> dict[str, Any]:
 
 
 def products(s: Setting) -> dict[str, Any]:
-    """Bandwidth shares and cuBLAS ratios of Huginn's products, for both ways of bringing weights in."""
+    """Bandwidth shares and cuBLAS ratios of Huginn's products."""
     from benches.kernels.procedure import copy_bandwidth
     from benches.kernels.products import compare_products
 
@@ -146,10 +146,7 @@ def products(s: Setting) -> dict[str, Any]:
         "procedure": s.procedure,
         "tokens": s.tokens,
     }
-    return {
-        name: compare_products(s.backend, s.layers, bulk=bulk, **shared)
-        for name, bulk in (("cp_async", False), ("bulk", True))
-    }
+    return {"cp_async": compare_products(s.backend, s.layers, **shared)}
 
 
 def models(s: Setting) -> dict[str, Any]:
@@ -180,27 +177,24 @@ def threshold(s: Setting) -> dict[str, Any]:
 
 
 def rollout(s: Setting) -> dict[str, Any]:
-    """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way; as many as there is time for."""
+    """Rollouts of 32 steps: graphs, fusions, overlap, and the eager way; as many as there is time for."""
     from benches.kernels.rollouts import compare_rollouts
 
     began, longest = time.monotonic(), 0.0
-    found: dict[str, Any] = {"cp_async": [], "bulk": []}
-    for way, records in found.items():
-        backends = {"plain": s.backend} | ({} if way == "bulk" else {"overlap": s.overlapping})
-        for tokens in s.tokens:
-            start = time.monotonic()
-            if start - began + longest > s.sweep["seconds"]:
-                continue
-            records += compare_rollouts(
-                backends,
-                size=s.loop,
-                n_steps=s.n_steps,
-                tokens=(tokens,),
-                procedure=s.procedure,
-                bulk=way == "bulk",
-            )
-            longest = max(longest, time.monotonic() - start)
-    return found
+    records: list[dict[str, Any]] = []
+    for tokens in s.tokens:
+        start = time.monotonic()
+        if start - began + longest > s.sweep["seconds"]:
+            break
+        records += compare_rollouts(
+            {"plain": s.backend, "overlap": s.overlapping},
+            size=s.loop,
+            n_steps=s.n_steps,
+            tokens=(tokens,),
+            procedure=s.procedure,
+        )
+        longest = max(longest, time.monotonic() - start)
+    return {"cp_async": records}
 
 
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
@@ -229,8 +223,9 @@ def _met(holds: bool) -> str:
 
 def _exact_rows(data: dict[str, Any]) -> Rows:
     found = []
-    for way in ("cp_async", "bulk"):
-        d = data[way]
+    for way, d in data.items():
+        if way == "seconds" or way.startswith("edges"):
+            continue
         holds = d["worst_float32"] <= 3e-6 and d["worst_rounded"] <= 2e-4
         holds = holds and d["all_repeatable"] and d["all_same_in_batch"]
         found.append(
@@ -346,7 +341,7 @@ def _sweep_rows(data: dict[str, Any]) -> Rows:
         here = [r for r in data["cuts"] if (r["layer"], r["tokens"]) == (layer, tokens)]
         best = min(here, key=lambda r: r["int4"]["median"])
         picked = min((r for r in here if r["picked"]), key=lambda r: r["int4"]["median"])
-        cut = f"{best['slices']} slices, {best['warps']} warps, {best['stages']} deep, bulk {best['bulk']}"
+        cut = f"{best['slices']} slices, {best['warps']} warps, {best['stages']} deep"
         text = f"{best['int4']['median']:.2f} us ({cut}); planner's {picked['int4']['median']:.2f} us"
         found.append((f"{layer}, {tokens} tokens: fastest cut", text, "reported"))
     return found

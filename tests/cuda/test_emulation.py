@@ -21,7 +21,7 @@ TOLERANCE = 1e-6  # the issue's bound; a float32 sum of these lengths stays near
 HUGINN = [
     Case(k=10560, n=48, tokens=7, blocks=1, slices=4, warps=5),
     Case(k=5280, n=80, tokens=16, blocks=2, slices=3, warps=4),
-    Case(k=17920, n=32, tokens=1, blocks=1, slices=7, warps=4, bulk=True),
+    Case(k=17920, n=32, tokens=1, blocks=1, slices=7, warps=4),
 ]
 
 
@@ -33,20 +33,18 @@ def test_huginn_widths_at_full_length(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
-def test_huginn_widths_sweep(case: Case, tokens: int, bulk: bool) -> None:
+def test_huginn_widths_sweep(case: Case, tokens: int) -> None:
     for group in (32, 64, 128, -1):
-        result, problem = solve(case, tokens=tokens, bulk=bulk, group=group, seed=tokens)
+        result, problem = solve(case, tokens=tokens, group=group, seed=tokens)
         assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize("k", [32, 64, 96, 128, 160, 192, 224, 480])
-def test_every_remainder_of_k(k: int, group: int, bulk: bool) -> None:
-    result, problem = solve(Case(k=k, n=48, tokens=3, group=group, bulk=bulk, warps=3, seed=k))
+def test_every_remainder_of_k(k: int, group: int) -> None:
+    result, problem = solve(Case(k=k, n=48, tokens=3, group=group, warps=3, seed=k))
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
@@ -92,9 +90,8 @@ def test_types_with_many_tokens(activation: str, scales: str, group: int) -> Non
 )
 def test_levels_of_a_table(activation: str, scales: str, group: int, tokens: int) -> None:
     case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
-    for bulk in (False, True)[: 1 if case.tiled else 2]:
-        result, problem = solve(case, bulk=bulk)
-        assert relative_l2(result, problem.expected) < TOLERANCE
+    result, problem = solve(case)
+    assert relative_l2(result, problem.expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -131,9 +128,8 @@ def test_a_token_has_the_same_bits_in_any_batch() -> None:
         np.testing.assert_array_equal(part, full[:tokens])
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_order_of_threads_and_blocks_does_not_matter(bulk: bool) -> None:
-    case = Case(k=1312, n=112, tokens=5, blocks=2, slices=4, warps=5, bulk=bulk)
+def test_order_of_threads_and_blocks_does_not_matter() -> None:
+    case = Case(k=1312, n=112, tokens=5, blocks=2, slices=4, warps=5)
     first, _ = solve(case)
     for seed in range(1, 6):
         again, _ = solve(case, seed=seed)
@@ -153,9 +149,8 @@ def test_order_of_threads_and_blocks_does_not_matter(bulk: bool) -> None:
         (1, 3, 2, 272),
     ],
 )
-@pytest.mark.parametrize("bulk", [False, True])
-def test_every_way_of_cutting(blocks: int, slices: int, warps: int, n: int, bulk: bool) -> None:
-    case = Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, bulk=bulk, seed=n)
+def test_every_way_of_cutting(blocks: int, slices: int, warps: int, n: int) -> None:
+    case = Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, seed=n)
     result, problem = solve(case)
     assert relative_l2(result, problem.expected) < TOLERANCE
 
@@ -167,11 +162,10 @@ def test_other_ring_depths(stages: int, tokens: int, group: int) -> None:
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
 @pytest.mark.parametrize("activation", ["bf16", "fp16"])
-def test_types_of_activations_and_scales(activation: str, scales: str, bulk: bool) -> None:
-    case = Case(k=352, n=48, tokens=4, activation=activation, scales=scales, bulk=bulk, group=32)
+def test_types_of_activations_and_scales(activation: str, scales: str) -> None:
+    case = Case(k=352, n=48, tokens=4, activation=activation, scales=scales, group=32)
     for group in (32, 128):
         result, problem = solve(case, group=group)
         assert relative_l2(result, problem.expected) < TOLERANCE

@@ -93,7 +93,7 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
     assert torch.linalg.norm(out - expected) < 1e-6 * torch.linalg.norm(expected)
     assert backend.launches == {"loopq_w4a16_gemm" if tokens <= 32 else "loopq_w4a16_tiled": 1}
     shape = GemmShape(48, 0, 4128, 128, 1)
-    assert make_plan(shape, backend.limits, False, 4).slices > 1, "this case is meant to split K"
+    assert make_plan(shape, backend.limits, 4).slices > 1, "this case is meant to split K"
 
 
 @needs_compiler
@@ -163,26 +163,20 @@ PROVEN: list[Variant | TiledVariant] = [
 ]
 
 
+PROVEN += [Variant("bf16", tiles, fold, 4) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
 PROVEN += [
-    Variant("bf16", tiles, fold, 4, bulk)
-    for tiles in (1, 2, 4)
-    for fold in (0, 1, 2, 3)
-    for bulk in (False, True)
-] + [
-    Variant(activation, 1, fold, 4, bulk, scales)
+    Variant(activation, 1, fold, 4, scales)
     for activation, scales in (("bf16", "bf16"), ("bf16", "fp16"), ("fp16", "f32"), ("fp16", "bf16"))
     for fold in (0, 3)
-    for bulk in (False, True)
 ]
 PROVEN += [
-    Variant(activation, tiles, fold, 4, bulk, scales)
+    Variant(activation, tiles, fold, 4, scales)
     for activation, fold, scales in (
         ("bf16-table", 0, "bf16"),
         ("bf16-table", 3, "f32"),
         ("fp16-table", 1, "fp16"),
     )
     for tiles in (1, 2, 4)
-    for bulk in (False, True)
 ]
 
 

@@ -22,22 +22,19 @@ pytestmark = pytest.mark.skipif(
 LIMIT = {512: 128, 256: 255}
 
 
-def variants(architecture: str) -> list[Variant]:
+def variants() -> list[Variant]:
     """Every kind of code, not every combination: other ring depths are compiled for one fold only."""
     found = [
-        Variant(activation, token_tiles, fold, 4, bulk)
+        Variant(activation, token_tiles, fold, 4)
         for activation in ("bf16", "fp16")
         for token_tiles in (1, 2, 4)
         for fold in (0, 1, 2, 3)
-        for bulk in (False, True)
-        if not (bulk and architecture == "sm_80") and (activation == "bf16" or (fold, token_tiles) == (3, 4))
+        if activation == "bf16" or (fold, token_tiles) == (3, 4)
     ]
-    found += [Variant("bf16", 1, 3, stages, False) for stages in (2, 6)]
-    found += [Variant("bf16-table", tiles, fold, 4, False) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
-    found += [Variant("fp16-table", 4, 0, 4, architecture == "sm_90", "fp16")]
-    return found + [
-        Variant("bf16", tiles, 3, 4, False, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")
-    ]
+    found += [Variant("bf16", 1, 3, stages) for stages in (2, 6)]
+    found += [Variant("bf16-table", tiles, fold, 4) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
+    found += [Variant("fp16-table", 4, 0, 4, "fp16")]
+    return found + [Variant("bf16", tiles, 3, 4, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")]
 
 
 def _quick(case: tuple[str, Variant | TiledVariant]) -> bool:
@@ -51,11 +48,7 @@ def _quick(case: tuple[str, Variant | TiledVariant]) -> bool:
     ("architecture", "variant"),
     slow_unless(
         _quick,
-        [
-            (architecture, variant)
-            for architecture in ("sm_80", "sm_90")
-            for variant in variants(architecture)
-        ],
+        [(architecture, variant) for architecture in ("sm_80", "sm_90") for variant in variants()],
     ),
     ids=str,
 )
@@ -121,7 +114,7 @@ def test_the_planner_knows_what_a_stage_of_many_tokens_costs(fold: int) -> None:
 def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
     """Other compilers may do a little better or worse; a main loop that grew by a tenth is a change of the kernel."""
     for token_tiles, planned in plan._STAGE_SLOTS[fold].items():
-        variant = Variant("bf16", token_tiles, fold, 6 if token_tiles == 1 else 4, False, "bf16")
+        variant = Variant("bf16", token_tiles, fold, 6 if token_tiles == 1 else 4, "bf16")
         options = ["-arch=sm_90", "-std=c++17", *variant.defines]
         cubin = nvrtc.compile_cubin(translation_unit("w4a16_gemm.cu"), "w4a16_gemm.cu", options)
         counted = sass.stage_slots(sass.disassemble(cubin))
@@ -135,7 +128,7 @@ def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
 def test_no_copy_has_a_descriptor_in_an_odd_register(fold: int) -> None:
     """NVRTC 13 compiles some predicated copies to an illegal instruction: a descriptor takes a pair of registers."""
     sources: list[tuple[str, Variant | TiledVariant]] = [
-        ("w4a16_gemm.cu", Variant("bf16", tiles, fold, stages, False, "bf16"))
+        ("w4a16_gemm.cu", Variant("bf16", tiles, fold, stages, "bf16"))
         for tiles in (1, 2, 4)
         for stages in (3, 6)
     ]
@@ -180,7 +173,7 @@ def test_every_kernel_file_is_compiled_here() -> None:
 def test_a_spill_would_be_seen() -> None:
     """The check above reads the right field: 32 warps of the widest variant need a stack."""
     source = translation_unit("w4a16_gemm.cu")
-    defines = [d for d in Variant("bf16", 4, 0, 4, False).defines if "THREADS" not in d]
+    defines = [d for d in Variant("bf16", 4, 0, 4).defines if "THREADS" not in d]
     cubin = nvrtc.compile_cubin(source, "w4a16_gemm.cu", ["-arch=sm_90", *defines, "-DLQ_THREADS=1024"])
     assert nvrtc.resources(cubin, "loopq_w4a16_gemm").stack_bytes > 0
 
@@ -188,6 +181,4 @@ def test_a_spill_would_be_seen() -> None:
 def test_errors_name_the_file_and_line() -> None:
     source = translation_unit("w4a16_gemm.cu").replace("kTileBytes = 512;", "kTileBytes = no_such_name;")
     with pytest.raises(RuntimeError, match=r"kernels/w4a16\.cuh\(\d+\): error"):
-        nvrtc.compile_cubin(
-            source, "w4a16_gemm.cu", ["-arch=sm_80", *Variant("bf16", 1, 2, 4, False).defines]
-        )
+        nvrtc.compile_cubin(source, "w4a16_gemm.cu", ["-arch=sm_80", *Variant("bf16", 1, 2, 4).defines])

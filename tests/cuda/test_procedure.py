@@ -38,10 +38,9 @@ def test_timing_takes_quartiles() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("bulk", [False, True])
-def test_verification_of_products(bulk: bool) -> None:
+def test_verification_of_products() -> None:
     layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
-    records = bench.verify_products(EmulatedBackend(), layers, tokens=(1, 7, 40), bulk=bulk)
+    records = bench.verify_products(EmulatedBackend(), layers, tokens=(1, 7, 40))
     assert len(records) == 9
     for record in records:
         assert record["error_float32"] < 1e-6
@@ -73,7 +72,6 @@ def test_verification_of_rollouts() -> None:
         assert record["n_products"] == 2 * 9
         assert record["replay_equals_eager"] is None
         assert 0 < record["from_eager_loop"] < 0.05
-        assert record["hoisted_from_plain"] < 0.02
 
 
 def test_arms_hold_the_same_weights() -> None:
@@ -159,7 +157,7 @@ def test_sweep_times_the_planners_cut_and_others() -> None:
     found = bench_products.sweep_cuts(FixedClock(), layers, **options)  # type: ignore[arg-type]
     assert found["complete"]
     cuts = found["cuts"]
-    assert sum(cut["picked"] for cut in cuts) == 2, "one per way of bringing weights in"
+    assert sum(cut["picked"] for cut in cuts) == 1
     assert {(cut["slices"], cut["warps"]) for cut in cuts if not cut["picked"]} == {(1, 4), (2, 4)}
     stopped = bench_products.sweep_cuts(FixedClock(), layers, seconds=-1.0, **options)  # type: ignore[arg-type]
     assert stopped == {"cuts": [], "complete": False}
@@ -183,12 +181,11 @@ def test_comparison_of_rollouts_pairs_like_with_like() -> None:
     )
     assert set(found["ratios"]) == {
         "bf16_graph_plain / int4_graph_plain",
-        "bf16_graph_plain_hoisted / int4_graph_plain_hoisted",
         "bf16_eager / int4_eager",
         "bf16_eager / int4_graph_plain",
     }
     assert all(ratio["low"] <= ratio["ratio"] <= ratio["high"] for ratio in found["ratios"].values())
-    assert len(found["milliseconds"]) == 6
+    assert len(found["milliseconds"]) == 4
     assert all(0 < t["low"] <= t["median"] <= t["high"] for t in found["milliseconds"].values())
 
 

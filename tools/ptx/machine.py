@@ -56,7 +56,7 @@ class Warp(WarpMemory):
     # ---- control ------------------------------------------------------------------------------------------------
 
     def run(self, blocks: int) -> None:
-        """Runs up to `blocks` basic blocks, or to a block barrier, a failed wait or the end."""
+        """Runs up to `blocks` basic blocks, or to a block barrier or the end."""
         program = self.launch.program
         self.launch.blocks_left -= blocks
         for _ in range(blocks):
@@ -77,7 +77,7 @@ class Warp(WarpMemory):
             if block.pause:
                 self.at_barrier = True
                 return
-            if self.waiting or not self.paths:
+            if not self.paths:
                 return
 
     def _describe(self, error: Exception) -> str:
@@ -130,38 +130,23 @@ class BlockRun:
         return all(warp.done for warp in self.warps)
 
     def step(self) -> None:
-        """Lets one warp run for a while, or lets a copy land, or opens the block barrier."""
-        order, shared = self.launch.order, self.shared
+        """Lets one warp run for a while, or opens the block barrier."""
+        order = self.launch.order
         live = [warp for warp in self.warps if not warp.done]
-        ready = [warp for warp in live if not warp.at_barrier and not warp.waiting]
-        if shared.under_way and (not ready or order.random() < 0.4):
-            shared.land_bulk(order.randrange(len(shared.under_way)))
-            self._wake()
-        elif ready:
+        ready = [warp for warp in live if not warp.at_barrier]
+        if ready:
             warp = order.choice(ready)
             warp.run(order.choice(_QUANTA))
-            if not warp.waiting:
-                self._wake()
-        elif len(live) == len(self.warps) and all(warp.at_barrier for warp in live):
+        elif len(live) == len(self.warps):
             for warp in live:
                 warp.at_barrier = False
                 warp.clock.block_epoch += 1
                 warp.clock.warp_epoch += 1
                 warp.clock.tick()
         else:
-            raise PtxError(self._deadlock(live))
-
-    def _wake(self) -> None:
-        for warp in self.warps:
-            warp.waiting = False
-
-    def _deadlock(self, live: list[Warp]) -> str:
-        waiting = sum(warp.waiting for warp in live)
-        missing = {a: (b.pending, b.transactions) for a, b in self.shared.barriers.items() if b.transactions}
-        return (
-            f"deadlock in block ({self.x}, {self.y}): {len(live) - waiting} of {len(self.warps)} warps at a block "
-            f"barrier, {waiting} waiting for an mbarrier; (arrivals, bytes) missing: {missing}"
-        )
+            raise PtxError(
+                f"deadlock in block ({self.x}, {self.y}): {len(live)} of {len(self.warps)} warps at a block barrier"
+            )
 
 
 def launch(
@@ -187,7 +172,7 @@ def launch(
     memory : Global
         The arrays it may touch; they are written in place.
     seed : int
-        Of the order of blocks, warps, diverged lanes and bulk copies.
+        Of the order of blocks, warps and diverged lanes.
     overlap : bool
         Refuse whatever touches an array that is not `constant` before griddepcontrol.wait.
     limit : int

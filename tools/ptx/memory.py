@@ -8,7 +8,7 @@ of one warp and a warp barrier lies between. Anything else is reported if one of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from tools.ptx.parse import PtxError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-UNWRITTEN, IN_FLIGHT, BARRIER, FIRST_BULK = -1, -2, -3, -16
+UNWRITTEN, IN_FLIGHT = -1, -2
 _BLOCK, _WARP = 40, 16  # bits below the counts of block and warp barriers; below that is the thread
 _WARP_MASK = (1 << (_BLOCK - _WARP)) - 1
 _ANY_LANE, _ANY_WARP = 0x8000, 0xFFFF  # in the thread's place: several lanes of a warp, several warps
 SHARED_BASE = 0x400
-BULK_STEP = 16
 
 
 @dataclass
@@ -58,49 +57,6 @@ def comes_first(stamps: Array, clock: Clock, lanes: Array) -> Array:
     return result
 
 
-@dataclass
-class BulkCopy:
-    """One cp.async.bulk: its bytes land at some time, and are seen by those who saw its phase complete."""
-
-    start: int
-    data: Array
-    barrier: int
-    seen: list[tuple[Clock, int, int, Array]] = field(default_factory=list)  # warp, its epochs, lanes
-
-    def visible(self, clock: Clock, lanes: Array) -> Array:
-        found = np.zeros(len(lanes), bool)
-        for by, block_epoch, warp_epoch, mask in self.seen:
-            if block_epoch < clock.block_epoch or (by.warp == clock.warp and warp_epoch < clock.warp_epoch):
-                found[:] = True
-            elif by.warp == clock.warp:
-                found |= mask[lanes]
-        return found
-
-
-@dataclass
-class Barrier:
-    """An mbarrier object."""
-
-    expected: int
-    made_by: Clock
-    pending: int = 0
-    transactions: int = 0
-    phase: int = 0
-    fenced: bool = False
-    landed: list[BulkCopy] = field(default_factory=list)  # in the phase under way
-    before: list[BulkCopy] = field(default_factory=list)  # in the last complete one
-
-    def __post_init__(self) -> None:
-        self.pending = self.expected
-
-    def settle(self) -> None:
-        """Completes the phase if nothing is missing."""
-        if self.pending == 0 and self.transactions == 0:
-            self.phase += 1
-            self.pending = self.expected
-            self.before, self.landed = self.landed, []
-
-
 class Shared:
     """A block's dynamic shared memory."""
 
@@ -110,9 +66,6 @@ class Shared:
         self.data = np.full(words, 0xFFFFFFFF, np.uint32)
         self.writers = np.full(words, UNWRITTEN, np.int64)
         self.readers = np.full(words, -1, np.int64)
-        self.copies: list[BulkCopy] = []
-        self.under_way: list[BulkCopy] = []
-        self.barriers: dict[int, Barrier] = {}
 
     # ---- addresses ----------------------------------------------------------------------------------------------
 
@@ -165,14 +118,7 @@ class Shared:
         if reads:
             self._refuse(stamps == UNWRITTEN, at, lanes, what, "that is unwritten")
         self._refuse(stamps == IN_FLIGHT, at, lanes, what, "that is in flight (cp.async)")
-        self._refuse(stamps == BARRIER, at, lanes, what, "that holds an mbarrier")
-        bulk = stamps <= FIRST_BULK
         good = (stamps == UNWRITTEN) | comes_first(stamps, clock, lanes)
-        if bulk.any():
-            for number in np.unique(stamps[bulk]):
-                copy = self.copies[FIRST_BULK - int(number)]
-                good = np.where(stamps == number, copy.visible(clock, lanes)[:, None], good)
-            self._refuse(bulk & ~good, at, lanes, what, "that is in flight (cp.async.bulk)")
         self._refuse(~good, at, lanes, what, "that another thread writes, with no barrier between")
 
     def _refuse(self, bad: Array, at: Array, lanes: Array, what: str, why: str) -> None:
@@ -212,80 +158,6 @@ class Shared:
         """The data of copies that these lanes have waited for: as if they wrote it now."""
         self.data[at] = values
         self.writers[at] = clock.stamps[lanes][:, None]
-
-    # ---- bulk copies and mbarriers ------------------------------------------------------------------------------
-
-    def barrier(self, address: int) -> Barrier:
-        if address % 8:
-            raise PtxError(f"mbarrier at shared byte {address - SHARED_BASE} is not aligned to 8")
-        found = self.barriers.get(address)
-        if found is None:
-            raise PtxError(f"mbarrier at shared byte {address - SHARED_BASE} is not initialised")
-        return found
-
-    def make_barrier(self, address: int, arrivals: int, clock: Clock, lane: int) -> None:
-        lanes = np.array([lane])
-        at = self._words(np.array([address]), 8, lanes)
-        if not 1 <= arrivals < 1 << 20:
-            raise PtxError(f"mbarrier.init with {arrivals} arrivals; 1 to {(1 << 20) - 1} are allowed")
-        if address in self.barriers:
-            raise PtxError(f"mbarrier at shared byte {address - SHARED_BASE} is initialised twice")
-        self._claim(at, clock, lanes)
-        self.writers[at] = BARRIER
-        self.barriers[address] = Barrier(arrivals, Clock(clock.warp, clock.block_epoch, clock.warp_epoch))
-
-    def used(self, address: int, clock: Clock) -> Barrier:
-        """A barrier that a warp uses; its initialisation must come first."""
-        found = self.barrier(address)
-        made = found.made_by
-        if made.block_epoch == clock.block_epoch and (
-            made.warp != clock.warp or made.warp_epoch == clock.warp_epoch
-        ):
-            raise PtxError("mbarrier is used with no barrier between its initialisation and here")
-        return found
-
-    def arrive(self, address: int, transactions: int, clock: Clock) -> None:
-        barrier = self.used(address, clock)
-        if barrier.pending == 0:
-            raise PtxError("mbarrier.arrive: more arrivals than the phase expects")
-        barrier.transactions += transactions
-        barrier.pending -= 1
-        barrier.settle()
-
-    def start_bulk(self, address: int, data: Array, barrier: int, clock: Clock, lane: int) -> None:
-        """`data` are the words of the copy; address and size are multiples of 16 (checked by the caller)."""
-        if not self.used(barrier, clock).fenced:
-            raise PtxError("cp.async.bulk on an mbarrier whose initialisation has no fence.mbarrier_init")
-        lanes = np.array([lane])
-        first = self._words(np.array([address]), 16, lanes)[0, 0]
-        self._words(np.array([address + data.nbytes - 16]), 16, lanes)
-        at = (first + np.arange(len(data)))[None, :]
-        self._claim(at, clock, lanes)
-        self.data[at] = 0xFFFFFFFF
-        copy = BulkCopy(int(first), data, barrier)
-        self.writers[at] = FIRST_BULK - len(self.copies)
-        self.copies.append(copy)
-        self.under_way.append(copy)
-
-    def land_bulk(self, index: int) -> None:
-        """One bulk copy arrives and reports its bytes."""
-        copy = self.under_way.pop(index)
-        self.data[copy.start : copy.start + len(copy.data)] = copy.data
-        barrier = self.barrier(copy.barrier)
-        barrier.transactions -= copy.data.nbytes
-        barrier.landed.append(copy)
-        barrier.settle()
-
-    def observe(self, address: int, parity: int, clock: Clock, lanes: Array) -> bool:
-        """try_wait.parity of lanes with one barrier: true if the phase of that parity is complete."""
-        barrier = self.used(address, clock)
-        if barrier.phase & 1 == parity & 1:
-            return False
-        mask = np.zeros(32, bool)
-        mask[lanes] = True
-        for copy in barrier.before:
-            copy.seen.append((clock, clock.block_epoch, clock.warp_epoch, mask))
-        return True
 
 
 @dataclass

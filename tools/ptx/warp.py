@@ -73,7 +73,7 @@ class WarpMemory:
     def __init__(self, launch: Launch, shared: Shared, block: int, number: int) -> None:
         self.launch, self.shared, self.block_number = launch, shared, block
         self.clock = Clock(number)
-        self.waiting = self.waited = False
+        self.waited = False
         self.committed = np.zeros(32, np.int64)
         self.copies: list[AsyncCopy] = []
         self.counters: set[int] = set()  # addresses of its atomics
@@ -282,46 +282,6 @@ class WarpMemory:
                 rest = ~ready
                 left.append(AsyncCopy(copy.at[rest], copy.data[rest], copy.lanes[rest], copy.groups[rest]))
         self.copies = left
-
-    def copy_bulk(
-        self, mask: Array | None, to: Array, source: Array, size: Array, barrier: Array, policy: Array | None
-    ) -> None:
-        lanes = _lanes(mask)
-        _check_policy(policy, lanes)
-        for lane in lanes.tolist():
-            n = int(size[lane])
-            addresses = {"size": n, "destination": int(to[lane]), "source": int(source[lane])}
-            for what, value in addresses.items():
-                if value % 16 or n == 0:
-                    raise PtxError(
-                        f"lane {lane}: cp.async.bulk with {what} {value:#x}: multiples of 16 are needed"
-                    )
-            pieces = source[lane] + np.arange(0, n, 16, dtype=np.uint64)
-            data = self._fetch(pieces, 16, np.full(len(pieces), lane), past_l1=True).reshape(-1)
-            self.shared.start_bulk(int(to[lane]), data, int(barrier[lane]), self.clock, lane)
-
-    def make_barrier(self, mask: Array | None, addresses: Array, arrivals: Array) -> None:
-        for lane in _lanes(mask).tolist():
-            self.shared.make_barrier(int(addresses[lane]), int(arrivals[lane]), self.clock, lane)
-
-    def fence_barriers(self) -> None:
-        for barrier in self.shared.barriers.values():
-            if barrier.made_by.warp == self.clock.warp:
-                barrier.fenced = True
-
-    def arrive(self, mask: Array | None, addresses: Array, transactions: Array) -> None:
-        for lane in _lanes(mask).tolist():
-            self.shared.arrive(int(addresses[lane]), int(transactions[lane]), self.clock)
-
-    def try_wait(self, mask: Array | None, addresses: Array, parity: Array) -> Array:
-        lanes = _lanes(mask)
-        result = np.zeros(32, bool)
-        keys = np.stack([addresses[lanes], parity[lanes]])
-        for address, bit in np.unique(keys, axis=1).T.tolist():
-            same = lanes[(keys[0] == address) & (keys[1] == bit)]
-            result[same] = self.shared.observe(address, bit, self.clock, same)
-        self.waiting = not result[lanes].all()
-        return result
 
 
 def _lanes(mask: Array | None) -> Array:

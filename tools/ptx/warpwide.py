@@ -105,9 +105,7 @@ def _createpolicy(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> 
 @_op("cp")
 def _cp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
     _take(w, modifiers, "async")
-    if _drop(modifiers, "bulk"):
-        _bulk(w, o, modifiers)
-    elif _drop(modifiers, "commit_group"):
+    if _drop(modifiers, "commit_group"):
         w.emit(f"W.commit({w.mask})")
     elif _drop(modifiers, "wait_group"):
         w.emit(f"W.wait({w.mask}, {w.immediate(o[0], 'u32')})")
@@ -126,46 +124,7 @@ def _cp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
         w.emit(f"W.copy({w.mask}, {to}, {source}, {size}, {policy})")
 
 
-def _bulk(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    _sm90(w)
-    _take(
-        w, modifiers, "shared::cluster", "shared::cta"
-    )  # an address of the own block names the block itself
-    _take(w, modifiers, "global")
-    _take(w, modifiers, "mbarrier::complete_tx::bytes")
-    hinted = _drop(modifiers, "L2::cache_hint")
-    if len(o) != 4 + hinted:
-        raise w.fail("this copy is not understood")
-    policy = w.read(o[4], "b64") if hinted else "None"
-    to, source, barrier = w.address(o[0], "shared"), w.address(o[1], "global"), w.address(o[3], "shared")
-    w.emit(f"W.copy_bulk({w.mask}, {to}, {source}, {w.read(o[2], 'u32')}, {barrier}, {policy})")
-
-
-def _sm90(w: _BlockWriter) -> None:
-    if w.program.target < 90:
-        raise w.fail("needs sm_90")
-
-
 # ---- barriers and order ---------------------------------------------------------------------------------------
-
-
-@_op("mbarrier")
-def _mbarrier(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    what = modifiers.pop(0)
-    _kind(w, modifiers, {"b64"})
-    _take(w, modifiers, "shared::cta", "shared")
-    if what == "init":
-        w.emit(f"W.make_barrier({w.mask}, {w.address(o[0], 'shared')}, {w.read(o[1], 'u32')})")
-    elif what == "arrive" and o[0] == "_":
-        _sm90(w)
-        _take(w, modifiers, "expect_tx")
-        w.emit(f"W.arrive({w.mask}, {w.address(o[1], 'shared')}, {w.read(o[2], 'u32')})")
-    elif what == "try_wait":
-        _sm90(w)
-        _take(w, modifiers, "parity")
-        w.write(o[0], f"W.try_wait({w.mask}, {w.address(o[1], 'shared')}, {w.read(o[2], 'u32')})", "pred")
-    else:
-        raise w.fail(f"unknown modifier .{what}")
 
 
 @_op("bar")
@@ -184,20 +143,15 @@ def _bar(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
 
 @_op("fence")
 def _fence(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    if _drop(modifiers, "mbarrier_init"):
-        _sm90(w)
-        _take(w, modifiers, "release")
-        _take(w, modifiers, "cluster")
-        w.emit("W.fence_barriers()")
-    else:
-        _take(w, modifiers, "acq_rel", "sc")
-        _take(w, modifiers, "gpu", "sys")
-        w.emit(f"W.fence({w.mask})")
+    _take(w, modifiers, "acq_rel", "sc")
+    _take(w, modifiers, "gpu", "sys")
+    w.emit(f"W.fence({w.mask})")
 
 
 @_op("griddepcontrol")
 def _griddepcontrol(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    _sm90(w)
+    if w.program.target < 90:
+        raise w.fail("needs sm_90")
     if _take(w, modifiers, "wait", "launch_dependents") == "wait":
         w.emit("W.earlier_kernel_done()")
     else:

@@ -190,14 +190,12 @@ def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
             )
 
 
-def workspace_size(
-    backend: Backend, layer: tuple[int, int, int, int], rows: int, bulk: bool = False
-) -> tuple[int, int]:
+def workspace_size(backend: Backend, layer: tuple[int, int, int, int], rows: int) -> tuple[int, int]:
     """Count partial sums and counters for (out_features, k_begin, k_end, group_size) at 1 to `rows` tokens."""
     floats = counters = 0
     for tiles in (1, 2, 4):
         shape = GemmShape(*layer, tiles)
-        plan = make_plan(shape, backend.limits, bulk, backend.ring_stages)
+        plan = make_plan(shape, backend.limits, backend.ring_stages)
         counters = shape.pairs
         if plan.slices > 1:
             floats = max(floats, plan.slices * shape.pairs * 256 * tiles)
@@ -216,10 +214,9 @@ def workspace_for(
     layers: list[tuple[int, int, int, int]],
     rows: int,
     device: torch.device,
-    bulk: bool = False,
 ) -> Workspace:
     """Allocate one workspace for all layers at up to `rows` tokens. `workspace_size` describes a layer's tuple."""
-    sizes = [workspace_size(backend, layer, rows, bulk) for layer in layers]
+    sizes = [workspace_size(backend, layer, rows) for layer in layers]
     return Workspace.allocate(max(size[0] for size in sizes), max(size[1] for size in sizes), device)
 
 
@@ -230,7 +227,6 @@ def launch_gemm(
     workspace: Workspace,
     *,
     plan: Plan | TiledPlan | None = None,
-    bulk: bool = False,
 ) -> None:
     """Launch the product for x (rows, width) into out (rows, out_features).
 
@@ -255,7 +251,7 @@ def launch_gemm(
         shape = GemmShape(*layer, token_tiles_for(rows))
         assert not isinstance(plan, TiledPlan), "a cut for more than 32 tokens"
         launched = _Launch.narrow(
-            plan or make_plan(shape, backend.limits, bulk, backend.ring_stages), shape, rows, *types
+            plan or make_plan(shape, backend.limits, backend.ring_stages), shape, rows, *types
         )
     flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
     if launched.reads_weights_once and p.qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
@@ -290,7 +286,7 @@ class _Launch:
 
     @classmethod
     def narrow(cls, cut: Plan, shape: GemmShape, rows: int, activation: str, scales: str) -> _Launch:
-        variant = Variant(activation, shape.token_tiles, cut.fold, cut.stages, cut.bulk, scales)
+        variant = Variant(activation, shape.token_tiles, cut.fold, cut.stages, scales)
         return cls(
             Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", variant.defines, partial(prove, variant)),
             (cut.blocks, cut.slices),
@@ -349,7 +345,7 @@ def _cut_in_two(
         tiled = make_tiled_plan(layer, tokens, backend.limits, *types, variant.stages, slices=2)
         return tokens, tiled, Workspace.allocate(tiled.partial_floats, tiled.units, backend.device)
     shape = GemmShape(*layer, variant.token_tiles)
-    plan = make_plan(shape, backend.limits, variant.bulk, variant.stages, slices=2)
+    plan = make_plan(shape, backend.limits, variant.stages, slices=2)
     floats = plan.slices * shape.pairs * 256 * variant.token_tiles
     return 8 * variant.token_tiles, plan, Workspace.allocate(floats, shape.pairs, backend.device)
 

@@ -106,7 +106,6 @@ class Variant:
     token_tiles: int
     fold: int
     stages: int
-    bulk: bool
     scales: str = "f32"  # or "bf16", "fp16"
 
     @property
@@ -121,7 +120,6 @@ class Variant:
             f"-DLQ_MT={self.token_tiles}",
             f"-DLQ_FOLD={self.fold}",
             f"-DLQ_STAGES={self.stages}",
-            f"-DLQ_BULK={int(self.bulk)}",
             f"-DLQ_THREADS={self.threads}",
         )
 
@@ -137,7 +135,6 @@ class Plan:
     slice_tiles: int
     fold: int
     group_shift: int
-    bulk: bool
 
     def shared_bytes(self, tokens: int, token_tiles: int) -> int:
         return _shared_bytes(self, tokens, token_tiles)
@@ -184,8 +181,7 @@ def _stage_bytes(fold: int) -> int:
 def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
     x = tokens * (plan.slice_tiles * TILE_ROWS * 2 + 16)
     ring = plan.stages * _stage_bytes(plan.fold)
-    barriers = 8 * plan.stages if plan.bulk else 0
-    return x + plan.warps * (token_tiles * _SLOT_BYTES + ring + barriers)
+    return x + plan.warps * (token_tiles * _SLOT_BYTES + ring)
 
 
 def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits) -> float:
@@ -218,7 +214,6 @@ def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
 def make_plan(
     shape: GemmShape,
     device: DeviceLimits,
-    bulk: bool = False,
     stages: int | None = None,
     slices: int | None = None,
 ) -> Plan:
@@ -228,18 +223,14 @@ def make_plan(
     ----------
     shape : GemmShape
     device : DeviceLimits
-    bulk : bool
-        Load weights by bulk copies (compute capability 9.0 and up).
     stages, slices : int or None
         Fix the ring depth or the number of K slices (for measurements).
 
     Raises
     ------
     ConfigError
-        If no cut fits, or the device does not support the requested bulk copies.
+        If no cut fits.
     """
-    if bulk and device.capability < (9, 0):
-        raise ConfigError(f"bulk copies need compute capability 9.0; this device has {device.capability}")
     fold, shift = fold_of(shape.group_size)
     # One cut for up to 16 tokens, another for up to 32, each chosen for the largest number of its class.
     class_tiles = 2 if shape.token_tiles <= 2 else 4
@@ -255,7 +246,7 @@ def make_plan(
         work = (shape.pairs // blocks) * (shape.stages // n_slices)
         most = max(1, min(max_warps(class_tiles), work))
         for warps in range(most, max(0, min(most, 4) - 1), -1):
-            plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift, bulk)
+            plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift)
             depth = _deepest(plan, depths, class_tiles, device)
             if depth is None:
                 continue

@@ -7,7 +7,7 @@ cuBLAS. Both sides of a comparison share everything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,7 +132,6 @@ class _Buffers:
     branch: torch.Tensor
     gate_up: torch.Tensor
     gated: torch.Tensor
-    constant: torch.Tensor  # W_e e when the adapter is split
     workspace: Workspace
 
     @property
@@ -153,11 +152,6 @@ class RolloutRunner:
         Layers are `QuantLinear` in the packed layout, or plain linear layers without bias.
     backend : Backend
         `loopq.cuda.load.CudaBackend`, or a stand-in.
-    hoist : bool
-        Compute the embedding's half of the adapter once per rollout: ``W [s; e] = W_s s + W_e e``. The adapter then
-        runs N + 1 times on half its inputs.
-    bulk : bool
-        Load weights by bulk copies (compute capability 9.0).
 
     Attributes
     ----------
@@ -179,14 +173,10 @@ class RolloutRunner:
         If the model is on another device than the backend, or its norms are not bfloat16 or float16.
     """
 
-    def __init__(
-        self, parts: LoopParts, backend: Backend, *, hoist: bool = False, bulk: bool = False
-    ) -> None:
+    def __init__(self, parts: LoopParts, backend: Backend) -> None:
         _check_parts(parts, backend)
         self.parts = parts
         self.backend = backend
-        self.hoist = hoist
-        self.bulk = bulk
         self.n_products = 0
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._graphs: dict[tuple[int, int, int], Captured] = {}
@@ -287,21 +277,17 @@ class RolloutRunner:
         like = parts.blocks[0].norms[0]
         inner = parts.blocks[0].mlp_proj.in_features
 
-        def empty(columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-            return torch.zeros(rows, columns, dtype=dtype or like.dtype, device=like.device)
+        def empty(columns: int) -> torch.Tensor:
+            return torch.zeros(rows, columns, dtype=like.dtype, device=like.device)
 
         width = parts.width
         quantized = [layer for layer in parts.products() if _holds_codes(layer)]
         layers = [(layer.out_features, 0, layer.in_features, layer.group_size) for layer in quantized]
-        if self.hoist and _holds_codes(parts.adapter):
-            group = parts.adapter.group_size
-            layers += [(width, 0, width, group), (width, width, 2 * width, group)]
         workspace = (
-            workspace_for(self.backend, layers, rows, like.device, self.bulk)
+            workspace_for(self.backend, layers, rows, like.device)
             if layers
             else Workspace.allocate(0, 0, like.device)
         )
-        constant_type = torch.float32 if _holds_codes(parts.adapter) else like.dtype
         return _Buffers(
             stacked=empty(2 * width),
             stream=empty(width),
@@ -311,44 +297,20 @@ class RolloutRunner:
             branch=empty(width),
             gate_up=empty(2 * inner),
             gated=empty(inner),
-            constant=empty(width, constant_type),
             workspace=workspace,
         )
 
-    def _product(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        workspace: Workspace,
-        k_begin: int = 0,
-        addend: torch.Tensor | None = None,
-    ) -> None:
+    def _product(self, layer: Any, x: torch.Tensor, out: torch.Tensor, workspace: Workspace) -> None:
         self.n_products += 1
         if _holds_codes(layer):
-            product = replace(layer.product(x), addend=addend, k_begin=k_begin)
-            launch_gemm(self.backend, product, out, workspace, bulk=self.bulk)
-            return
-        weight = layer.weight.detach()[:, k_begin : k_begin + x.shape[1]].t()
-        if addend is None:
-            torch.mm(x, weight, out=out)
+            launch_gemm(self.backend, layer.product(x), out, workspace)
         else:
-            torch.addmm(addend, x, weight, out=out)
-
-    def _adapter(self, b: _Buffers) -> None:
-        if self.hoist:
-            self._product(self.parts.adapter, b.state, b.stream, b.workspace, addend=b.constant)
-        else:
-            self._product(self.parts.adapter, b.stacked, b.stream, b.workspace)
+            torch.mm(x, layer.weight.detach().t(), out=out)
 
     def _rollout(self, b: _Buffers, bucket: int, n_steps: int) -> None:
         with torch.no_grad():
-            if self.hoist:
-                self._product(
-                    self.parts.adapter, b.embedding, b.constant, b.workspace, k_begin=self.parts.width
-                )
             for _ in range(n_steps):
-                self._adapter(b)
+                self._product(self.parts.adapter, b.stacked, b.stream, b.workspace)
                 norm = self.parts.blocks[0].norms[0]
                 add_norm(self.backend, b.stream, None, norm, b.normed, None, self.parts.epsilon)
                 for index in range(len(self.parts.blocks)):

@@ -71,10 +71,10 @@ class EmulatedBackend(HostBackend):
             assert (len(pointers), len(integers), len(floats)) == (8, 15, 0)
             warps = int(defines.get("LQ_TOKEN_WARPS", 0))
             tiles = 8 * warps or int(defines["LQ_MT"])
-            numbers = [int(defines.get(name, 0)) for name in ("LQ_FOLD", "LQ_STAGES", "LQ_BULK")]
+            numbers = [int(defines.get(name, 0)) for name in ("LQ_FOLD", "LQ_STAGES")]
             scales = ("ScaleF32", "ScaleBf16", "ScaleFp16").index(defines["LQ_SCALE"])
             act = list(ACTIVATION_TYPES.values()).index(defines["LQ_ACT"])
-            variant = (ctypes.c_int * 6)(act, tiles, *numbers, scales)
+            variant = (ctypes.c_int * 5)(act, tiles, *numbers, scales)
             assert threads <= int(defines.get("LQ_THREADS", 256))
             status = lib.emulate_w4a16_gemm(variant, shape, seed, packed_pointers, packed_integers)
         else:

@@ -46,7 +46,6 @@ class Case:
     slices: int = 1
     warps: int = 4
     stages: int = 4
-    bulk: bool = False
     k_begin: int = 0
     k_end: int | None = None
     bias: bool = False
@@ -75,9 +74,7 @@ class Case:
             return TiledVariant(
                 self.activation, 1 if self.tokens <= 64 else 2, min(fold, 2), self.stages, self.scales
             )
-        return Variant(
-            self.activation, token_tiles_for(self.tokens), fold, self.stages, self.bulk, self.scales
-        )
+        return Variant(self.activation, token_tiles_for(self.tokens), fold, self.stages, self.scales)
 
     @property
     def plan(self) -> Plan | TiledPlan:
@@ -90,7 +87,7 @@ class Case:
         shape = GemmShape(self.n, self.k_begin, self.end, self.group, 1)
         slices = min(self.slices, shape.stages)
         tiles = min(2 * -(-shape.stages // slices), shape.tiles)
-        return Plan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift, self.bulk)
+        return Plan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift)
 
 
 @dataclass

@@ -158,11 +158,10 @@ def run_gemm(
         sizes.token_tiles,
         variant.fold,
         variant.stages,
-        isinstance(variant, Variant) and variant.bulk,
         scales,
     )
     status = memory.lib.emulate_w4a16_gemm(
-        (ctypes.c_int * 6)(*map(int, choice)),
+        (ctypes.c_int * 5)(*choice),
         (ctypes.c_longlong * 4)(*sizes.grid, sizes.threads, shared_bytes),
         ctypes.c_uint64(seed),
         (ctypes.c_void_p * 8)(*(address for address, _ in placed)),

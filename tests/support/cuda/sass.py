@@ -12,7 +12,6 @@ from pathlib import Path
 
 # Blocks with one of these are part of every ordinary stage: products, and the copies that refill the ring.
 _ALWAYS = ("HMMA", "LDGSTS")
-_SOME_LANES = "UBLKCP"  # bulk copies: lanes part, and their warp issues each side
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
@@ -97,9 +96,6 @@ def stage_slots(sass: str) -> Counter[str]:
     for goal in stops[1:]:
         if goal != path[-1]:
             path += _shortest(blocks, path[-1], goal)
-    path += [
-        i for i in inside if i not in path and any(op.startswith(_SOME_LANES) for op in blocks[i].opcodes)
-    ]
     return Counter(op.split(".")[0] for index in path for op in blocks[index].opcodes)
 
 

@@ -43,9 +43,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOLERANCE = 1e-6
-# Target and bulk: how weights reach shared memory.
-WAYS = [(80, False), (90, False), (90, True)]
-by_way = pytest.mark.parametrize(("target", "bulk"), WAYS, ids=["sm80", "sm90", "sm90-bulk"])
 by_target = pytest.mark.parametrize("target", [80, 90])
 TYPES = [torch.bfloat16, torch.float16]
 
@@ -61,17 +58,17 @@ def check(case: Case, target: int) -> np.ndarray:
     return result
 
 
-@by_way
+@by_target
 @pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
-def test_groups_and_remainders_of_k(target: int, bulk: bool, group: int) -> None:
+def test_groups_and_remainders_of_k(target: int, group: int) -> None:
     for k, slices, warps in ((32, 1, 2), (96, 1, 1), (160, 2, 3), (224, 1, 4), (480, 1, 3), (608, 2, 2)):
-        check(Case(k=k, n=48, tokens=3, group=group, bulk=bulk, slices=slices, warps=warps, seed=k), target)
+        check(Case(k=k, n=48, tokens=3, group=group, slices=slices, warps=warps, seed=k), target)
 
 
-@by_way
+@by_target
 @pytest.mark.parametrize("tokens", [1, 7, 9, 16, 17, 32])
-def test_tokens(target: int, bulk: bool, tokens: int) -> None:
-    check(Case(k=416, n=80, tokens=tokens, bulk=bulk, blocks=2, slices=2, warps=3, seed=tokens), target)
+def test_tokens(target: int, tokens: int) -> None:
+    check(Case(k=416, n=80, tokens=tokens, blocks=2, slices=2, warps=3, seed=tokens), target)
 
 
 @by_target
@@ -100,71 +97,69 @@ def test_many_tokens_in_a_range_of_k_rounded_once(target: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "scales", "target", "bulk", "group"),
+    ("activation", "scales", "target", "group"),
     [
-        ("bf16", "bf16", 80, False, 128),
-        ("bf16", "bf16", 90, True, 32),
-        ("bf16", "fp16", 90, False, 32),
-        ("bf16", "fp16", 90, True, 128),
-        ("fp16", "f32", 80, False, 32),
-        ("fp16", "f32", 90, True, 128),
-        ("fp16", "bf16", 90, False, 128),
-        ("fp16", "fp16", 80, False, 32),
+        ("bf16", "bf16", 80, 128),
+        ("bf16", "bf16", 90, 32),
+        ("bf16", "fp16", 90, 32),
+        ("bf16", "fp16", 90, 128),
+        ("fp16", "f32", 80, 32),
+        ("fp16", "f32", 90, 128),
+        ("fp16", "bf16", 90, 128),
+        ("fp16", "fp16", 80, 32),
     ],
 )
-def test_types(activation: str, scales: str, target: int, bulk: bool, group: int) -> None:
-    """Each pair of types on some way; `test_every_variant` has them all."""
-    check(Case(k=352, n=48, tokens=4, activation=activation, scales=scales, bulk=bulk, group=group), target)
+def test_types(activation: str, scales: str, target: int, group: int) -> None:
+    """Each pair of types on some target; `test_every_variant` has them all."""
+    check(Case(k=352, n=48, tokens=4, activation=activation, scales=scales, group=group), target)
 
 
-@by_way
+@by_target
 @pytest.mark.parametrize(
     ("activation", "scales", "group"), [("bf16-table", "f32", 128), ("fp16-table", "fp16", 64)]
 )
-def test_levels_of_a_table(target: int, bulk: bool, activation: str, scales: str, group: int) -> None:
+def test_levels_of_a_table(target: int, activation: str, scales: str, group: int) -> None:
     """The same bits as the emulation: of one of its variants, for each kernel."""
-    for tokens in (1, 12, 20) if bulk else (4, 40):
-        case = Case(
-            k=288, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2, bulk=bulk
-        )
+    for tokens in (1, 12, 20, 40):
+        case = Case(k=288, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
         exact = check(case, target)
         if emulation.compiler() is not None:
             np.testing.assert_array_equal(exact, run(make_problem(case)))
 
 
-@by_way
+@by_target
 @pytest.mark.parametrize(
     ("blocks", "slices", "warps", "n"),
     [(1, 1, 1, 16), (1, 1, 16, 32), (3, 1, 4, 112), (2, 5, 2, 64), (1, 4, 7, 48)],
 )
-def test_cuts(target: int, bulk: bool, blocks: int, slices: int, warps: int, n: int) -> None:
-    check(Case(k=608, n=n, tokens=5, blocks=blocks, slices=slices, warps=warps, bulk=bulk, seed=n), target)
+def test_cuts(target: int, blocks: int, slices: int, warps: int, n: int) -> None:
+    check(Case(k=608, n=n, tokens=5, blocks=blocks, slices=slices, warps=warps, seed=n), target)
 
 
-@pytest.mark.parametrize(("stages", "target", "bulk"), [(2, 80, False), (3, 90, True), (6, 90, False)])
-def test_other_ring_depths(stages: int, target: int, bulk: bool) -> None:
-    check(Case(k=992, n=64, tokens=4, stages=stages, bulk=bulk, warps=3), target)
+@pytest.mark.parametrize(("stages", "target"), [(2, 80), (3, 90), (6, 90)])
+def test_other_ring_depths(stages: int, target: int) -> None:
+    check(Case(k=992, n=64, tokens=4, stages=stages, warps=3), target)
 
 
-@by_way
-def test_outputs_bias_and_addend(target: int, bulk: bool) -> None:
-    case = Case(k=416, n=48, tokens=5, bulk=bulk, bias=True, addend=True)
+@by_target
+def test_outputs_bias_and_addend(target: int) -> None:
+    case = Case(k=416, n=48, tokens=5, bias=True, addend=True)
     for slices in (1, 3):
         exact = check(replace(case, slices=slices), target)
         rounded = interpret(make_problem(replace(case, slices=slices, out_float32=False)), target)
         np.testing.assert_array_equal(rounded, from_bf16(to_bf16(exact)))
 
 
-@by_way
+@by_target
 @pytest.mark.parametrize(("k_begin", "k_end"), [(0, 416), (416, 832), (96, 832), (32, 64)])
-def test_ranges_of_k(target: int, bulk: bool, k_begin: int, k_end: int) -> None:
-    case = Case(k=832, n=48, tokens=3, k_begin=k_begin, k_end=k_end, slices=2, warps=3, bulk=bulk)
+def test_ranges_of_k(target: int, k_begin: int, k_end: int) -> None:
+    case = Case(k=832, n=48, tokens=3, k_begin=k_begin, k_end=k_end, slices=2, warps=3)
     check(case, target)
 
 
-@by_way
-def test_any_order_and_any_batch_give_the_same_bits(target: int, bulk: bool) -> None:
-    case = Case(k=608, n=112, tokens=7, blocks=2, slices=3, warps=3, bulk=bulk)
+@by_target
+def test_any_order_and_any_batch_give_the_same_bits(target: int) -> None:
+    case = Case(k=608, n=112, tokens=7, blocks=2, slices=3, warps=3)
     first = check(case, target)
     for seed in (1, 2, 3):
         np.testing.assert_array_equal(interpret(make_problem(replace(case, seed=seed)), target), first)
@@ -183,44 +178,44 @@ def test_weights_are_exact(target: int, activation: str) -> None:
 
 
 @pytest.mark.skipif(emulation.compiler() is None, reason="NO C++ COMPILER: nothing to compare with")
-@by_way
+@by_target
 @pytest.mark.parametrize(("group", "tokens"), [(32, 7), (64, 3), (128, 16), (128, 32), (-1, 5)])
-def test_same_bits_as_the_host_emulation(target: int, bulk: bool, group: int, tokens: int) -> None:
+def test_same_bits_as_the_host_emulation(target: int, group: int, tokens: int) -> None:
     """Both add a fragment's products in float64 and round once, so only a defect of one of them can differ."""
-    case = Case(k=608, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3)
+    case = Case(k=608, n=80, tokens=tokens, group=group, blocks=2, slices=2, warps=3)
     problem = make_problem(case)
     np.testing.assert_array_equal(interpret(problem, target), run(problem))
 
 
 def test_huginn_width_at_full_length() -> None:
-    check(Case(k=5280, n=48, tokens=7, slices=3, warps=5, bulk=True), 90)
+    check(Case(k=5280, n=48, tokens=7, slices=3, warps=5), 90)
 
 
 @pytest.mark.slow
-@by_way
+@by_target
 @pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
 @pytest.mark.parametrize("activation", ["bf16", "fp16"])
-def test_every_variant(target: int, bulk: bool, activation: str, scales: str) -> None:
+def test_every_variant(target: int, activation: str, scales: str) -> None:
     for group in (32, 64, 128, 256, -1):
         for tokens in (1, 8, 16, 32):
-            case = Case(k=736, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3)
+            case = Case(k=736, n=80, tokens=tokens, group=group, blocks=2, slices=2, warps=3)
             check(replace(case, activation=activation, scales=scales, seed=group + tokens), target)
 
 
 @pytest.mark.slow
-@by_way
-def test_huginn_widths(target: int, bulk: bool) -> None:
+@by_target
+def test_huginn_widths(target: int) -> None:
     for k, slices in ((10560, 4), (17920, 7)):
         for tokens in (1, 7, 16):
-            check(Case(k=k, n=48, tokens=tokens, slices=slices, warps=5, bulk=bulk), target)
+            check(Case(k=k, n=48, tokens=tokens, slices=slices, warps=5), target)
 
 
 # ---- what the interpreter refuses in these kernels --------------------------------------------------------------
 
 
-@by_way
-def test_too_little_memory_is_seen(target: int, bulk: bool) -> None:
-    problem = make_problem(Case(k=992, n=32, tokens=4, warps=2, bulk=bulk))
+@by_target
+def test_too_little_memory_is_seen(target: int) -> None:
+    problem = make_problem(Case(k=992, n=32, tokens=4, warps=2))
     needed = problem.case.plan.shared_bytes(4, 1)
     interpret(problem, target, needed)
     with pytest.raises(PtxError, match=r"shared access at byte \d+ of"):
@@ -309,11 +304,11 @@ def test_dequantize(target: int, dtype: torch.dtype, scale_dtype: torch.dtype) -
 @pytest.mark.parametrize(
     ("variant", "target"),
     [
-        (Variant("bf16", 1, 3, 4, False), 80),
-        (Variant("fp16", 1, 0, 4, False), 80),
-        (Variant("bf16", 1, 0, 4, True), 90),
-        (Variant("fp16-table", 1, 3, 4, False), 80),
-        (Variant("bf16-table", 1, 0, 4, True), 90),
+        (Variant("bf16", 1, 3, 4), 80),
+        (Variant("fp16", 1, 0, 4), 80),
+        (Variant("bf16", 1, 0, 4), 90),
+        (Variant("fp16-table", 1, 3, 4), 80),
+        (Variant("bf16-table", 1, 0, 4), 90),
     ],
 )
 def test_the_proof_at_the_first_call_holds(variant: Variant, target: int) -> None:
@@ -323,37 +318,36 @@ def test_the_proof_at_the_first_call_holds(variant: Variant, target: int) -> Non
 # ---- whole steps ------------------------------------------------------------------------------------------------
 
 
-def rollout_check(target: int, sequences: int, tokens: int, n_steps: int, hoist: bool) -> None:
+def rollout_check(target: int, sequences: int, tokens: int, n_steps: int) -> None:
     model = huginn_like(quantized=True)
     parts = LoopParts.from_model(model)
     backend = PtxBackend(target)
-    runner = RolloutRunner(parts, backend, hoist=hoist)
+    runner = RolloutRunner(parts, backend)
     state, embedding = draw(sequences, tokens, WIDTH), draw(sequences, tokens, WIDTH, seed=1)
     exact = exact_rollout(model, state, embedding, n_steps)
     error = relative(runner.run(state, embedding, n_steps), exact)
     assert error < 1.25 * relative(reference_rollout(parts, state, embedding, n_steps), exact)
-    assert backend.launches["loopq_w4a16_gemm"] == n_steps * 9 + hoist
-    assert backend.launches.total() == n_steps * (9 + 1 + 2 * 4) + hoist
+    assert backend.launches["loopq_w4a16_gemm"] == n_steps * 9
+    assert backend.launches.total() == n_steps * (9 + 1 + 2 * 4)
 
 
 @by_target
 def test_a_step_of_the_rollout_runner(target: int) -> None:
-    rollout_check(target, sequences=1, tokens=3, n_steps=1, hoist=False)
+    rollout_check(target, sequences=1, tokens=3, n_steps=1)
 
 
 @pytest.mark.slow
 @by_target
-@pytest.mark.parametrize("hoist", [False, True])
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 7), (2, 3)])
-def test_rollouts(target: int, sequences: int, tokens: int, hoist: bool) -> None:
-    rollout_check(target, sequences, tokens, n_steps=3, hoist=hoist)
+def test_rollouts(target: int, sequences: int, tokens: int) -> None:
+    rollout_check(target, sequences, tokens, n_steps=3)
 
 
 @by_target
 def test_every_kernel_is_understood(target: int) -> None:
     """Also code that no test above runs: an unknown instruction, modifier or operand is an error."""
     defines = {
-        "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, target == 90, "bf16").defines,
+        "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, "bf16").defines,
         "w4a16_tiled.cu": TiledVariant("fp16", 2, 2, 4, "bf16").defines,
         "fused_ops.cu": ("-DLQ_IO=Bf16Io",),
         "w4_dequantize.cu": ("-DLQ_FLOAT16=1", "-DLQ_TABLE=1"),

@@ -40,9 +40,9 @@ REGISTER = r"%\w+"
 MMA = r"(mma\.sync[\w.]+ *)(\{[^}]*\}), *(\{[^}]*\}), *(\{[^}]*\}), *(\{[^}]*\});"
 
 
-def cases(bulk: bool, tokens: int, seeds: int = SEEDS) -> list[Case]:
+def cases(tokens: int, seeds: int = SEEDS) -> list[Case]:
     return [
-        replace(case, bulk=bulk, seed=seed)
+        replace(case, seed=seed)
         for seed in range(seeds)
         for case in CASES
         if (case.tokens > 8) == (tokens > 8)
@@ -50,14 +50,14 @@ def cases(bulk: bool, tokens: int, seeds: int = SEEDS) -> list[Case]:
 
 
 @cache
-def original(target: int, bulk: bool, tokens: int = 5) -> str:
-    return kernels.ptx_text(kernels.GEMM[0], cases(bulk, tokens)[0].variant.defines, target)
+def original(target: int, tokens: int = 5) -> str:
+    return kernels.ptx_text(kernels.GEMM[0], cases(tokens)[0].variant.defines, target)
 
 
-def complaint(text: str, target: int, bulk: bool, tokens: int = 5, seeds: int = SEEDS) -> str | None:
+def complaint(text: str, target: int, tokens: int = 5, seeds: int = SEEDS) -> str | None:
     """What some cut and order of warps shows: an error, "wrong result", or None."""
     code = kernels.programs(text, target)[kernels.GEMM[1]]
-    for case in cases(bulk, tokens, seeds):
+    for case in cases(tokens, seeds):
         problem = make_problem(case)
         gemm = partial(kernels.run_gemm, target=target, code=code, limit=LIMIT)
         try:
@@ -99,103 +99,71 @@ def instead(statement: str, register: str) -> Callable[[re.Match[str]], str]:
     return edit
 
 
-BOTH_WAYS = [(80, False), (90, True)]
+BOTH = [80, 90]
 # name: pattern of which the first match is changed, its replacement, where it applies, words of the complaint
-MUTANTS: dict[str, tuple[str, str | Callable[[re.Match[str]], str], list[tuple[int, bool]], str]] = {
-    "two registers of A": (MMA, in_mma(1, 1, 2), BOTH_WAYS, "wrong result"),
-    "halves of B": (MMA, in_mma(2, 0, 1), BOTH_WAYS, "wrong result"),
-    "two results": (MMA, in_mma(0, 1, 2), BOTH_WAYS, "wrong result"),
-    "the other 16-bit type": (r"\.bf16\.bf16\.f32", ".f16.f16.f32", BOTH_WAYS, "wrong result"),
+MUTANTS: dict[str, tuple[str, str | Callable[[re.Match[str]], str], list[int], str]] = {
+    "two registers of A": (MMA, in_mma(1, 1, 2), BOTH, "wrong result"),
+    "halves of B": (MMA, in_mma(2, 0, 1), BOTH, "wrong result"),
+    "two results": (MMA, in_mma(0, 1, 2), BOTH, "wrong result"),
+    "the other 16-bit type": (r"\.bf16\.bf16\.f32", ".f16.f16.f32", BOTH, "wrong result"),
     "two matrices of ldmatrix": (
         r"(ldmatrix[\w.]+\s*)(\{[^}]*\})",
         lambda m: m[1] + swap(m[2], 1, 2),
-        BOTH_WAYS,
+        BOTH,
         "wrong result",
     ),
     # ptxas makes one LOP3 of such an AND and what follows it.
     "a narrower mask": (
         rf"and\.b32(\s+{REGISTER}, {REGISTER}, )983055;",
         r"and.b32\g<1>458759;",
-        BOTH_WAYS,
+        BOTH,
         "wrong result",
     ),
     "the sign of an offset": (
         rf"(fma\.rn\.bf16x2\s+{REGISTER}, {REGISTER}, {REGISTER}, )({REGISTER});",
         instead("xor.b32 t, {}, 0x80008000;", "t"),
-        BOTH_WAYS,
+        BOTH,
         "wrong result",
     ),
     "one copy too many in flight": (
         r"(cp\.async\.wait_group )(\d+);",
         other_number,
-        [(80, False)],
+        BOTH,
         "in flight",
     ),
-    "no wait for copies": (r"cp\.async\.wait_group \d+;", "", [(80, False)], "in flight"),
-    "copies in no group": (r"cp\.async\.commit_group;", "", [(80, False)], "in flight"),
-    "more bytes announced": (
-        rf"(mbarrier\.arrive\.expect_tx{ANY}\], )({REGISTER});",
-        instead("add.u32 t, {}, 16;", "t"),
-        [(90, True)],
-        "deadlock",
-    ),
-    "fewer bytes announced": (
-        rf"(mbarrier\.arrive\.expect_tx{ANY}\], )({REGISTER});",
-        instead("sub.u32 t, {}, 128;", "t"),
-        [(90, True)],
-        "",
-    ),
-    "the other parity": (
-        rf"(mbarrier\.try_wait{ANY}\], )({REGISTER});",
-        instead("xor.b32 t, {}, 1;", "t"),
-        [(90, True)],
-        "",
-    ),
-    "a wait that ends too early": (r"@!(done\s+bra)", r"@\1", [(90, True)], ""),
-    "two arrivals expected": (
-        rf"(mbarrier\.init{ANY}\], )({REGISTER});",
-        instead("add.u32 t, {}, 1;", "t"),
-        [(90, True)],
-        "deadlock",
-    ),
-    "no fence of barriers": (r"fence\.mbarrier_init[\w.]*;", "", [(90, True)], "no fence.mbarrier_init"),
-    "a bulk copy of half the bytes": (
-        rf"(cp\.async\.bulk{ANY}\[g\], )({REGISTER})({ANY};)",
-        lambda m: f"{{ .reg .u32 t; shr.u32 t, {m[2]}, 1; {m[1]}t{m[3]} }}",
-        [(90, True)],
-        "",
-    ),
+    "no wait for copies": (r"cp\.async\.wait_group \d+;", "", BOTH, "in flight"),
+    "copies in no group": (r"cp\.async\.commit_group;", "", BOTH, "in flight"),
     "an earlier kernel not waited for": (
         r"griddepcontrol\.wait;",
         "",
-        [(90, True)],
+        [90],
         "before griddepcontrol.wait",
     ),
-    "partial sums through L1": (r"ld\.global\.cg", "ld.global", BOTH_WAYS, "L1 may hold"),
-    "no fence before the counter": (r"fence\.acq_rel\.gpu;", "", BOTH_WAYS, "no fence between"),
-    "a counter not counted": (r"(atom\.global\.add[^;]*, )[^;]*;", r"\g<1>0;", BOTH_WAYS, "wrong result"),
-    "a scale of another column": (r"(ld\.shared\.u32[^;]*)\]", r"\1+4]", BOTH_WAYS, ""),
+    "partial sums through L1": (r"ld\.global\.cg", "ld.global", BOTH, "L1 may hold"),
+    "no fence before the counter": (r"fence\.acq_rel\.gpu;", "", BOTH, "no fence between"),
+    "a counter not counted": (r"(atom\.global\.add[^;]*, )[^;]*;", r"\g<1>0;", BOTH, "wrong result"),
+    "a scale of another column": (r"(ld\.shared\.u32[^;]*)\]", r"\1+4]", BOTH, ""),
     "words in another order": (
         r"(ld\.shared\.v4\.u32\s*)(\{[^}]*\})",
         lambda m: m[1] + swap(m[2], 0, 1),
-        BOTH_WAYS,
+        BOTH,
         "wrong result",
     ),
 }
-RUNS = [(name, *way) for name, mutant in MUTANTS.items() for way in mutant[2]]
+RUNS = [(name, target) for name, mutant in MUTANTS.items() for target in mutant[2]]
 
 
-@pytest.mark.parametrize(("target", "bulk"), BOTH_WAYS)
-def test_the_kernel_itself_gives_no_cause(target: int, bulk: bool) -> None:
-    assert complaint(original(target, bulk), target, bulk) is None
+@pytest.mark.parametrize("target", BOTH)
+def test_the_kernel_itself_gives_no_cause(target: int) -> None:
+    assert complaint(original(target), target) is None
 
 
-@pytest.mark.parametrize(("name", "target", "bulk"), RUNS, ids=lambda v: str(v).replace(" ", "-"))
-def test_a_change_is_noticed(name: str, target: int, bulk: bool) -> None:
+@pytest.mark.parametrize(("name", "target"), RUNS, ids=lambda v: str(v).replace(" ", "-"))
+def test_a_change_is_noticed(name: str, target: int) -> None:
     pattern, replacement, _, message = MUTANTS[name]
-    text, count = re.subn(pattern, replacement, original(target, bulk), count=1)
+    text, count = re.subn(pattern, replacement, original(target), count=1)
     assert count == 1, f"the mutant {name!r} no longer applies"
-    found = complaint(text, target, bulk)
+    found = complaint(text, target)
     assert found is not None, f"{name} was not noticed"
     assert message in found, found
 
@@ -205,12 +173,12 @@ def test_every_barrier_is_needed(barrier: str) -> None:
     """Each taken out by itself. One of them keeps sums of many tokens off a ring that is still read."""
     found: list[list[str | None]] = []
     for tokens in (5, 25):
-        text = original(80, False, tokens)
+        text = original(80, tokens)
         starts = [match.start() for match in re.finditer(re.escape(barrier), text)]
         without = (text[:at] + text[at + len(barrier) :] for at in starts)
         # What another variant has shown to be needed is not tried again.
         known = found[-1] if found else [None] * len(starts)
-        found.append([k or complaint(t, 80, False, tokens, 8) for k, t in zip(known, without, strict=True)])
+        found.append([k or complaint(t, 80, tokens, 8) for k, t in zip(known, without, strict=True)])
     for index, complaints in enumerate(found[-1]):
         assert complaints, f"{barrier} number {index} may be missing unnoticed"
 
@@ -272,18 +240,6 @@ def test_a_change_of_the_product_of_many_tokens_is_noticed(name: str) -> None:
     found = complaint_of_many(text)
     assert found is not None, f"{name} was not noticed"
     assert message in found, found
-
-
-def test_bulk_copies_need_warp_barriers() -> None:
-    """All but the first and the last, which belong to the barriers' start and to the slices' end."""
-    barrier = "bar.warp.sync 0xffffffff;"
-    first, *between, last = original(90, True).split(barrier)
-    found = complaint(first + barrier + "".join(between) + barrier + last, 90, True)
-    assert found is not None
-    assert "that another thread reads, with no barrier between" in found
-    found = complaint(first + barrier.join(between) + barrier + last, 90, True)
-    assert found is not None
-    assert "between its initialisation and here" in found
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ int launch(int blocks_x, int blocks_y, int threads, size_t shared_bytes, u64 see
     return 0;
 }
 
-template <class Act, class Scale, int kMt, int kFold, int kStages, bool kBulk>
+template <class Act, class Scale, int kMt, int kFold, int kStages>
 void gemm_body(const loopq::Arguments* arguments) {
-    loopq::Gemm<Act, Scale, kMt, kFold, kStages, kBulk> gemm(*arguments);
+    loopq::Gemm<Act, Scale, kMt, kFold, kStages> gemm(*arguments);
     gemm.run();
 }
 
@@ -48,19 +48,19 @@ void tiled_body(const loopq::Arguments* arguments) {
 typedef void (*GemmBody)(const loopq::Arguments*);
 
 struct Row {
-    int variant[6];
+    int variant[5];
     GemmBody body;
 };
 
 #ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
 GemmBody pick(const int* variant) {
     if (variant[1] > 4) return tiled_body<loopq::Bf16, loopq::ScaleF32, 1, 2, 4>;
-    return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 3, 4, false>;
+    return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 3, 4>;
 }
 #elif LQ_HOST_TOKENS > 4  // the tiled product: token tiles per block
 
 #define LQ_ROW(half, Act, warps, fold, stages, scales, Scale) \
-    {{half, 8 * warps, fold, stages, 0, scales}, tiled_body<loopq::Act, loopq::Scale, warps, fold, stages>}
+    {{half, 8 * warps, fold, stages, scales}, tiled_body<loopq::Act, loopq::Scale, warps, fold, stages>}
 #define LQ_WARPS(half, Act, fold, stages, scales, Scale) \
     LQ_ROW(half, Act, 1, fold, stages, scales, Scale), LQ_ROW(half, Act, 2, fold, stages, scales, Scale)
 
@@ -75,36 +75,34 @@ const Row kRows[] = {
 
 #else
 
-#define LQ_ROW(half, Act, tokens, fold, stages, bulk, scales, Scale) \
-    {{half, tokens, fold, stages, bulk, scales}, gemm_body<loopq::Act, loopq::Scale, tokens, fold, stages, bulk != 0>}
-#define LQ_BOTH(half, Act, tokens, fold, scales, Scale) \
-    LQ_ROW(half, Act, tokens, fold, 4, 0, scales, Scale), LQ_ROW(half, Act, tokens, fold, 4, 1, scales, Scale)
+#define LQ_ROW(half, Act, tokens, fold, stages, scales, Scale) \
+    {{half, tokens, fold, stages, scales}, gemm_body<loopq::Act, loopq::Scale, tokens, fold, stages>}
 #define LQ_FOLDS(tokens) \
-    LQ_BOTH(0, Bf16, tokens, 0, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 1, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 2, 0, ScaleF32), \
-    LQ_BOTH(0, Bf16, tokens, 3, 0, ScaleF32)
+    LQ_ROW(0, Bf16, tokens, 0, 4, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 1, 4, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 2, 4, 0, ScaleF32), \
+    LQ_ROW(0, Bf16, tokens, 3, 4, 0, ScaleF32)
 #define LQ_RING(tokens, stages) \
-    LQ_ROW(0, Bf16, tokens, 0, stages, 0, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 1, stages, 0, 0, ScaleF32), \
-    LQ_ROW(0, Bf16, tokens, 2, stages, 0, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 3, stages, 0, 0, ScaleF32)
-#define LQ_TYPES(half, Act, scales, Scale) LQ_BOTH(half, Act, 1, 0, scales, Scale), LQ_BOTH(half, Act, 1, 3, scales, Scale)
+    LQ_ROW(0, Bf16, tokens, 0, stages, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 1, stages, 0, ScaleF32), \
+    LQ_ROW(0, Bf16, tokens, 2, stages, 0, ScaleF32), LQ_ROW(0, Bf16, tokens, 3, stages, 0, ScaleF32)
+#define LQ_TYPES(half, Act, scales, Scale) LQ_ROW(half, Act, 1, 0, 4, scales, Scale), LQ_ROW(half, Act, 1, 3, 4, scales, Scale)
 
 // Everything for bf16 with float32 scales; what other rings and types add, once each. One library holds the variants of
 // one number of token tiles: a third of the compiler's time, spent when it is first needed.
 const Row kRows[] = {
     LQ_FOLDS(LQ_HOST_TOKENS),
-    LQ_BOTH(2, TableBf16, LQ_HOST_TOKENS, 0, 1, ScaleBf16), LQ_BOTH(2, TableBf16, LQ_HOST_TOKENS, 3, 0, ScaleF32),
-    LQ_BOTH(3, TableFp16, LQ_HOST_TOKENS, 1, 2, ScaleFp16), LQ_BOTH(3, TableFp16, LQ_HOST_TOKENS, 2, 0, ScaleF32),
+    LQ_ROW(2, TableBf16, LQ_HOST_TOKENS, 0, 4, 1, ScaleBf16), LQ_ROW(2, TableBf16, LQ_HOST_TOKENS, 3, 4, 0, ScaleF32),
+    LQ_ROW(3, TableFp16, LQ_HOST_TOKENS, 1, 4, 2, ScaleFp16), LQ_ROW(3, TableFp16, LQ_HOST_TOKENS, 2, 4, 0, ScaleF32),
 #if LQ_HOST_TOKENS == 1
     LQ_RING(1, 2),
     LQ_TYPES(0, Bf16, 1, ScaleBf16), LQ_TYPES(0, Bf16, 2, ScaleFp16),
-    LQ_ROW(0, Bf16, 1, 1, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 1, 2, 4, 0, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 1, 1, 4, 1, ScaleBf16), LQ_ROW(0, Bf16, 1, 2, 4, 1, ScaleBf16),
     LQ_TYPES(1, Fp16, 0, ScaleF32), LQ_TYPES(1, Fp16, 1, ScaleBf16), LQ_TYPES(1, Fp16, 2, ScaleFp16),
 #else
 #if LQ_HOST_TOKENS == 2
     LQ_RING(2, 3),
 #endif
-    LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 0, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 1, 4, 0, 1, ScaleBf16),
-    LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 2, 4, 0, 1, ScaleBf16), LQ_BOTH(0, Bf16, LQ_HOST_TOKENS, 3, 1, ScaleBf16),
-    LQ_ROW(1, Fp16, LQ_HOST_TOKENS, 3, 4, 0, 0, ScaleF32),
+    LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 0, 4, 1, ScaleBf16), LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 1, 4, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 2, 4, 1, ScaleBf16), LQ_ROW(0, Bf16, LQ_HOST_TOKENS, 3, 4, 1, ScaleBf16),
+    LQ_ROW(1, Fp16, LQ_HOST_TOKENS, 3, 4, 0, ScaleF32),
 #endif
 };
 
@@ -113,7 +111,7 @@ const Row kRows[] = {
 #ifndef LQ_HOST_ONE_VARIANT
 GemmBody pick(const int* variant) {
     for (const Row& row : kRows) {
-        if (std::equal(row.variant, row.variant + 6, variant)) return row.body;
+        if (std::equal(row.variant, row.variant + 5, variant)) return row.body;
     }
     return nullptr;
 }
@@ -131,7 +129,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
     host::vm().regions.push_back({(uintptr_t)p, (uintptr_t)p + bytes, writable != 0, name});
 }
 
-// `variant`: activation (0 bf16, 1 fp16; with a table 2 and 3), token tiles (of a block, from 8 on of the tiled product), fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
+// `variant`: activation (0 bf16, 1 fp16; with a table 2 and 3), token tiles (of a block, from 8 on of the tiled product), fold, stages, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
     const GemmBody body = pick(variant);
     if (!body) {

@@ -21,7 +21,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -56,13 +55,6 @@ struct PendingCopy {
     u32 bytes;
 };
 
-struct Barrier {
-    u32 arrivals = 0, arrived = 0;
-    long long expected = 0;
-    u32 phase = 0;
-    std::vector<PendingCopy> pending;
-};
-
 enum class Op : int { None, WarpSync, LoadMatrix, MmaBf16, MmaF16, ShuffleXor, ShuffleFrom };
 
 // What a lane hands to a warp-wide instruction and gets back.
@@ -77,9 +69,7 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false, at_block_barrier = false, at_warp = false;
-    bool waits_for_copy = false;
     u32 warp_epoch = 0, block_epoch = 0;  // barriers passed
-    u32 barrier = 0, parity = 0;
     Slot slot;
     std::vector<std::vector<PendingCopy>> groups;
     std::vector<PendingCopy> open_group;
@@ -98,7 +88,6 @@ struct Machine {
     std::vector<char> shared;
     std::vector<char> written;  // per byte: holds a value
     std::vector<Touch> writers, readers;  // per word
-    std::map<u32, Barrier> barriers;
     std::function<void()> body;
     int current = -1, threads = 0;
     int block[2] = {0, 0}, grid[2] = {1, 1};
@@ -178,26 +167,26 @@ struct Machine {
         memcpy(to, &shared[at], bytes);
     }
 
-    void claim_for_writing(size_t at, u32 bytes, bool by_copy_engine) {
+    void claim_for_writing(size_t at, u32 bytes) {
         for (size_t word = at / 4; word < (at + bytes) / 4; ++word) {
             if (!ordered(readers[word], current) || !ordered(writers[word], current)) {
                 fail("write to shared byte " + std::to_string(word * 4) + " that another thread uses, with no barrier "
                      "between");
             }
-            writers[word] = by_copy_engine ? Touch{} : touch(current);
+            writers[word] = touch(current);
         }
     }
 
     void write_shared(u32 address, const void* from, u32 bytes) {
         const size_t at = shared_range(address, bytes, bytes);
-        claim_for_writing(at, bytes, false);
+        claim_for_writing(at, bytes);
         memcpy(&shared[at], from, bytes);
         memset(&written[at], 1, bytes);
     }
 
-    void start_copy(u32 to, u32 bytes, bool by_copy_engine) {
+    void start_copy(u32 to, u32 bytes) {
         const size_t at = shared_range(to, bytes, 16);
-        claim_for_writing(at, bytes, by_copy_engine);
+        claim_for_writing(at, bytes);
         memset(&shared[at], 0xff, bytes);
         memset(&written[at], 0, bytes);
     }
@@ -235,7 +224,7 @@ struct Machine {
 
     void start(int thread) {
         Fiber& f = fibers[(size_t)thread];
-        f.done = f.at_block_barrier = f.at_warp = f.waits_for_copy = false;
+        f.done = f.at_block_barrier = f.at_warp = false;
         f.warp_epoch = f.block_epoch = 0;
         f.groups.clear();
         f.open_group.clear();
@@ -255,28 +244,7 @@ struct Machine {
         setcontext(&m.scheduler);
     }
 
-    bool runnable(Fiber& f) {
-        if (f.done || f.at_block_barrier || f.at_warp) return false;
-        if (f.waits_for_copy) {
-            Barrier& b = barriers[f.barrier];
-            for (const PendingCopy& copy : b.pending) {
-                land(copy);
-                b.expected -= copy.bytes;
-            }
-            b.pending.clear();
-            complete(b);
-            if ((b.phase & 1) == f.parity) return false;
-            f.waits_for_copy = false;
-        }
-        return true;
-    }
-
-    static void complete(Barrier& b) {
-        if (b.arrived == b.arrivals && b.expected == 0) {
-            b.arrived = 0;
-            ++b.phase;
-        }
-    }
+    static bool runnable(const Fiber& f) { return !f.done && !f.at_block_barrier && !f.at_warp; }
 
     void run_block(int bx, int by, int thread_total, size_t shared_bytes, std::mt19937_64& order) {
         block[0] = bx, block[1] = by;
@@ -286,7 +254,6 @@ struct Machine {
         written.assign(shared_bytes, 0);
         writers.assign(shared_bytes / 4 + 1, Touch());
         readers.assign(shared_bytes / 4 + 1, Touch());
-        barriers.clear();
         for (int i = 0; i < thread_total; ++i) start(i);
         std::vector<int> queue((size_t)thread_total);
         while (true) {
@@ -304,7 +271,7 @@ struct Machine {
             for (int i : queue) {
                 Fiber& f = fibers[(size_t)i];
                 // A fiber may have run on (woken in a warp) or blocked since the queue was made.
-                if (f.done || f.at_block_barrier || f.at_warp || f.waits_for_copy) continue;
+                if (!runnable(f)) continue;
                 current = i;
                 swapcontext(&scheduler, &f.context);
                 if (!error.empty()) return;
@@ -325,7 +292,7 @@ struct Machine {
             error = "some threads wait at a block barrier after others have exited";
         } else {
             error = "deadlock: " + std::to_string(at_barrier) + " of " + std::to_string(live)
-                    + " live threads at the block barrier, the others in a warp or waiting for a copy";
+                    + " live threads at the block barrier, the others in a warp";
         }
         return false;
     }
@@ -506,7 +473,7 @@ LQ_DEVICE u64 l2_policy(bool) { return 0; }
 
 LQ_DEVICE void copy_async16(u32 to, const void* from, u64 = 0) {
     const char* source = host::vm().global(from, 16, false);
-    host::vm().start_copy(to, 16, false);
+    host::vm().start_copy(to, 16);
     host::vm().self().open_group.push_back({to, source, 16});
 }
 LQ_DEVICE void copy_async_commit() {
@@ -521,41 +488,6 @@ void copy_async_wait() {
         for (const host::PendingCopy& copy : f.groups.front()) host::vm().land(copy);
         f.groups.erase(f.groups.begin());
     }
-}
-
-LQ_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
-    host::Machine& m = host::vm();
-    m.shared_range(barrier, 8, 8);
-    host::Barrier b;
-    b.arrivals = arrivals;
-    m.barriers[barrier] = b;
-}
-LQ_DEVICE void barrier_init_fence() {}
-inline host::Barrier& host_barrier(u32 barrier) {
-    auto found = host::vm().barriers.find(barrier);
-    if (found == host::vm().barriers.end()) host::vm().fail("barrier was not initialised");
-    return found->second;
-}
-LQ_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-    host::Barrier& b = host_barrier(barrier);
-    b.expected += bytes;
-    if (++b.arrived > b.arrivals) host::vm().fail("more arrivals at a barrier than it was made for");
-}
-LQ_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
-    host::Machine& m = host::vm();
-    if (bytes == 0 || bytes % 16 != 0) m.fail("bulk copy of " + std::to_string(bytes) + " bytes");
-    const char* source = m.global(from, 16, false);
-    m.global((const char*)from + bytes - 16, 16, false);
-    m.start_copy(to, bytes, true);
-    host_barrier(barrier).pending.push_back({to, source, bytes});
-}
-LQ_DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    host_barrier(barrier);
-    host::Fiber& f = host::vm().self();
-    f.waits_for_copy = true;
-    f.barrier = barrier;
-    f.parity = parity;
-    host::vm().yield();
 }
 
 LQ_DEVICE void load_matrix4(u32 (&r)[4], u32 row_address) {

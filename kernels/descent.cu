@@ -80,7 +80,7 @@ struct Descent {
         const int d = p.columns, threads = thread_count(), t = thread_index();
         const u32 chosen = shared_base();
         int passed = 0, sweeps = 0, moves = 0, turn = 0;
-        double loss = wide(p.loss, row);
+        double loss = t == 0 ? wide(p.loss, row) : 0.0;
         bool going = active();
         while (going) {
             u32 found = (u32)d;

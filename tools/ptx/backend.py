@@ -96,10 +96,46 @@ def _dequantize(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list
     ]
 
 
+def _beam(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Extent]:
+    rows, per_matrix, top = n
+    paths, matrices = int(kernel.defines[0].split("=")[1]), rows // per_matrix
+    return [
+        Extent("ahead", rows * paths * 64 * 4, writable=True),
+        Extent("origin", rows * paths * 8, writable=True),
+        Extent("cost", rows * paths * 4, writable=True),
+        *(Extent(name, rows * 128 * 4) for name in ("original", "scale", "zero")),
+        Extent("upper", matrices * 128 * 64 * 4),
+        Extent("pivots", matrices * 64 * 4),
+        Extent("levels", (top + 1) * 4),
+        Extent("between", top * 4),
+    ]
+
+
+def _descent(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Extent]:
+    rows, (per_matrix, columns, width, top) = grid[0], n[:4]
+    numbers, levels = rows * columns, rows * -(-columns // width)
+    return [
+        Extent("steps", numbers * 4, writable=True),
+        Extent("values", numbers * 8, writable=True),
+        Extent("gradient", numbers * 8, writable=True),
+        Extent("loss", rows * 8, writable=True),
+        Extent("scale", levels * 4, writable=True),
+        Extent("zero", levels * 4),
+        Extent("active", rows * 4),
+        Extent("matrix", rows // per_matrix * columns**2 * 8),
+        Extent("energy", rows // per_matrix * columns * 8),
+        Extent("levels", (top + 1) * 4),
+        Extent("between", top * 8),
+        Extent("out", rows * (8 if kernel.defines[0].endswith("1") else width * 8), writable=True),
+    ]
+
+
 _CONTRACTS: dict[str, Callable[[Kernel, tuple[int, int], Sequence[int]], list[Extent]]] = {
     "loopq_w4a16_gemm": _gemm,
     "loopq_w4a16_tiled": _gemm,
     "loopq_add_norm": _add_norm,
+    "loopq_beam": _beam,
+    "loopq_descent": _descent,
     "loopq_rope_attention": _rope_attention,
     "loopq_swiglu": _swiglu,
     "loopq_w4_dequantize": _dequantize,

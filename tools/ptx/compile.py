@@ -59,7 +59,7 @@ class Program:
         self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._lines: dict[str, list[Instruction]] = {}
         self.names: dict[str, Any] = {
-            name: getattr(np, name) for name in ("where", "isnan", "sqrt", "stack", "minimum", "maximum")
+            name: getattr(np, name) for name in ("where", "isnan", "rint", "sqrt", "stack", "minimum", "maximum")
         }
         self.names |= {
             code: np.dtype(code) for code in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8")
@@ -210,7 +210,7 @@ class _BlockWriter:
 
     def immediate(self, operand: str, kind: str) -> int:
         """Bits of a constant."""
-        if operand[:2] in ("0f", "0F") and kind in ("f32", "b32"):
+        if (operand[:2].lower(), kind) in (("0f", "f32"), ("0f", "b32"), ("0d", "f64"), ("0d", "b64")):
             return int(operand[2:], 16)
         try:
             if kind == "f32":

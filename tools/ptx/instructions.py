@@ -18,6 +18,7 @@ _HANDLERS: dict[str, Handler] = {}
 _INTEGERS = {kind for kind in TYPE_BYTES if kind[0] in "us" and kind != "u8" and kind != "s8"}
 _BITS = {"b16", "b32", "b64"}
 _PAIRS = {"bf16x2", "f16x2"}
+_FLOATS = {"f32", "f64"}
 
 
 def write_instruction(w: _BlockWriter, instruction: Instruction) -> None:
@@ -76,8 +77,8 @@ def _arithmetic(base: str) -> None:
     sign = {"add": "+", "sub": "-"}[base]
 
     def handler(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-        kind = _kind(w, modifiers, _INTEGERS | {"f32"})
-        if kind == "f32":
+        kind = _kind(w, modifiers, _INTEGERS | _FLOATS)
+        if kind in _FLOATS:
             _drop(modifiers, "rn")  # the default
         w.write(o[0], f"{w.read(o[1], kind)} {sign} {w.read(o[2], kind)}", kind)
 
@@ -90,9 +91,9 @@ _arithmetic("sub")
 
 @_op("mul")
 def _mul(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, _INTEGERS | {"f32"})
+    kind = _kind(w, modifiers, _INTEGERS | _FLOATS)
     a, b = w.read(o[1], kind), w.read(o[2], kind)
-    if kind == "f32":
+    if kind in _FLOATS:
         _drop(modifiers, "rn")
         w.write(o[0], f"{a} * {b}", kind)
         return
@@ -128,9 +129,9 @@ def _mad(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
 
 @_op("div")
 def _div(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, _INTEGERS | {"f32"})
+    kind = _kind(w, modifiers, _INTEGERS | _FLOATS)
     a, b = w.read(o[1], kind), w.read(o[2], kind)
-    if kind == "f32":
+    if kind in _FLOATS:
         _take(w, modifiers, "rn")
         w.write(o[0], f"{a} / {b}", kind)
     else:
@@ -153,7 +154,7 @@ def _least(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
 
 @_op("neg")
 def _neg(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, {"s16", "s32", "s64", "f32"})
+    kind = _kind(w, modifiers, {"s16", "s32", "s64", *_FLOATS})
     w.write(o[0], f"-{w.read(o[1], kind)}", kind)
 
 
@@ -260,10 +261,10 @@ _COMPARE |= {"hs": ">="}
 
 @_op("setp")
 def _setp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, _INTEGERS | _BITS | {"f32"})
+    kind = _kind(w, modifiers, _INTEGERS | _BITS | _FLOATS)
     name = modifiers.pop(0) if modifiers else ""
     a, b = w.read(o[1], kind), w.read(o[2], kind)
-    if kind == "f32":
+    if kind in _FLOATS:
         ordered = name in ("eq", "lt", "le", "gt", "ge")
         if ordered or name == "neu":
             value = f"({a} {_COMPARE[name.removesuffix('u')]} {b})"
@@ -288,7 +289,7 @@ def _setp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
 
 @_op("selp")
 def _selp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, _INTEGERS | _BITS | {"f32"})
+    kind = _kind(w, modifiers, _INTEGERS | _BITS | _FLOATS)
     w.write(o[0], f"where({w.read(o[3], 'pred')}, {w.read(o[1], kind)}, {w.read(o[2], kind)})", kind)
 
 
@@ -297,7 +298,7 @@ def _selp(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
 
 @_op("mov")
 def _mov(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
-    kind = _kind(w, modifiers, _INTEGERS | _BITS | {"f32", "pred"})
+    kind = _kind(w, modifiers, _INTEGERS | _BITS | _FLOATS | {"pred"})
     to, source = w.vector(o[0]), w.vector(o[1])
     if len(to) == len(source) == 1:
         # An undefined value may be moved; only its use is an error.
@@ -328,8 +329,13 @@ def _cvt(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
         to, source = words
         size = TYPE_BYTES[to]
         w.write(o[0], f"{w.read(o[1], source)}.astype({'i' if to[0] == 's' else 'u'}{size})", to)
-    elif form in ("rn.f32.s32", "rn.f32.u32"):
-        w.write(o[0], f"{w.read(o[1], words[2])}.astype(f4)", "f32")
+    elif form in ("rn.f32.s32", "rn.f32.u32", "rn.f32.f64", "f64.f32", "rn.f64.s32", "rn.f64.u32"):
+        to = words[-2]
+        w.write(o[0], f"{w.read(o[1], words[-1])}.astype({'f4' if to == 'f32' else 'f8'})", to)
+    elif form in ("rni.f32.f32", "rni.f64.f64"):
+        w.write(o[0], f"rint({w.read(o[1], words[2])})", words[2])
+    elif form == "rzi.s32.f32":
+        w.write(o[0], f"{w.read(o[1], 'f32')}.astype('i4')", "s32")
     elif form == "f32.f16":
         w.write(o[0], f"numbers.f16_values({w.read(o[1], 'b16')}).astype(f4)", "f32")
     elif form == "f32.bf16" and w.program.target >= 90:

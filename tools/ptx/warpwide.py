@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tools.ptx.instructions import _BITS, _INTEGERS, _drop, _kind, _op, _take
+from tools.ptx.instructions import _BITS, _FLOATS, _INTEGERS, _drop, _kind, _op, _take
 from tools.ptx.parse import TYPE_BYTES
 from tools.ptx.warp import EVICT_FIRST, EVICT_NORMAL
 
 if TYPE_CHECKING:
     from tools.ptx.compile import _BlockWriter
 
-_LOADED = _INTEGERS | _BITS | {"f32"}
+_LOADED = _INTEGERS | _BITS | _FLOATS
 
 
 # ---- loads and stores -----------------------------------------------------------------------------------------
@@ -27,8 +27,10 @@ def _ld(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
         declared = dict(w.program.kernel.parameters)
         if name not in declared or offset or TYPE_BYTES[declared[name]] != TYPE_BYTES[kind] or len(to) > 1:
             raise w.fail("this load of a parameter is not understood")
-        bits = f"b{TYPE_BYTES[kind] * 8}"
-        w.write(o[0], f"W.parameters[{name!r}]", bits)
+        value, bits = f"W.parameters[{name!r}]", f"b{TYPE_BYTES[kind] * 8}"
+        if kind == "s32" and TYPE_BYTES[w.kind_of(o[0]) or kind] == 8:  # a wider register takes the sign along
+            value, bits = f"{value}.view('i4').astype('i8')", "s64"
+        w.write(o[0], value, bits)
         return
     size = _access(w, modifiers, to, kind)
     address = w.address(o[1], space)

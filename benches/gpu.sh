@@ -44,7 +44,7 @@ limit() {
     case $1 in
         check) most=120 ;;
         smol | smol_cpu) most=90 ;;
-        ouro | ouro_two) most=180 ;;
+        ouro | ouro_two) most=200 ;;
         rollout | threshold | sweep | models) most=150 ;;
     esac
     [ "$(left)" -lt "$most" ] && most=$(left)

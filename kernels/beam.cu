@@ -19,12 +19,14 @@ struct BeamArguments {
     int rows, rows_per_matrix, top;
 };
 
-// A warp per row. Each lane weighs one of two codes of one path; the cheapest kPaths candidates become the new paths.
+// A warp per row. Each path has two codes to go on with; the cheapest kPaths of these candidates become the new paths.
 template <int kPaths>
 struct Beam {
     static constexpr int kBlock = 64, kStride = kBlock + 1;  // the last word of a path is its origin
     static constexpr u32 kInfinity = 0x7f800000u;
-    static_assert(kPaths <= 16 && 32 % kPaths == 0, "two codes of each path in a warp");
+    static constexpr int kEach = kPaths > 16 ? kPaths / 16 : 1;   // candidates of a lane
+    static constexpr int kShare = kPaths < 32 ? 32 / kPaths : 1;  // lanes that copy a path
+    static_assert(kPaths % 32 == 0 || 32 % kPaths == 0, "a power of two");
 
     const BeamArguments& p;
     const int lane;
@@ -69,59 +71,73 @@ struct Beam {
         for (int i = lane; i < kPaths * kBlock; i += 32) {
             st_shared1(state(0, i / kBlock, i % kBlock), ld_global1((const float*)p.ahead + first * kBlock + i));
         }
-        if (lane < kPaths) {
-            st_shared1(state(0, lane, kBlock), (u32)lane);
-            st_shared1(of_path(3, lane), ld_global1((const float*)p.cost + first + lane));
+        for (int path = lane; path < kPaths; path += 32) {
+            st_shared1(state(0, path, kBlock), (u32)path);
+            st_shared1(of_path(3, path), ld_global1((const float*)p.cost + first + path));
         }
         warp_sync();
         for (int at = 0; at < kBlock; ++at) extend(row, matrix, at);
         for (int i = lane; i < kPaths * kBlock; i += 32) {
             st_global1((float*)p.ahead + first * kBlock + i, ld_shared1(state(0, i / kBlock, i % kBlock)));
         }
-        if (lane < kPaths) {
-            st_global2((u64*)p.origin + first + lane, ld_shared1(state(0, lane, kBlock)), 0);
-            st_global1((float*)p.cost + first + lane, ld_shared1(of_path(3, lane)));
+        for (int path = lane; path < kPaths; path += 32) {
+            st_global2((u64*)p.origin + first + path, ld_shared1(state(0, path, kBlock)), 0);
+            st_global1((float*)p.cost + first + path, ld_shared1(of_path(3, path)));
         }
     }
 
     LQ_DEVICE_METHOD void extend(long long row, long long matrix, int at) const {
-        const int now = at & 1, path = lane % kPaths, side = lane / kPaths;
+        const int now = at & 1;
         const long long column = row * 2 * kBlock + kBlock + at, of_line = (matrix * 2 * kBlock + kBlock + at) * kBlock;
         const float scale = load(p.scale, column), zero = load(p.zero, column), original = load(p.original, column);
+        const float pivot = load(p.pivots, matrix * kBlock + at);
         const u32 low = ld_global1((const float*)p.upper + of_line + lane);
         const u32 high = ld_global1((const float*)p.upper + of_line + 32 + lane);
-        const float wanted = bits_to_float(ld_shared1(state(now, path, at)));
-        float code, cost = bits_to_float(kInfinity);
-        const bool exists = choose(div_rn(wanted, scale), zero, side == 1, code);
-        const float value = step(code, zero);
-        if (exists && side < 2) {
-            const float gap = fma_rn(-value, scale, wanted);
-            cost = fma_rn(gap * gap, load(p.pivots, matrix * kBlock + at), bits_to_float(ld_shared1(of_path(3, path))));
+        float code[kEach], value[kEach], cost[kEach];
+        int rank[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int path = (lane + 32 * i) % kPaths, side = (lane + 32 * i) / kPaths;
+            const float wanted = bits_to_float(ld_shared1(state(now, path, at)));
+            const bool exists = choose(div_rn(wanted, scale), zero, side == 1, code[i]);
+            value[i] = step(code[i], zero);
+            cost[i] = bits_to_float(kInfinity);
+            rank[i] = 0;
+            if (exists && side < 2) {
+                const float gap = fma_rn(-value[i], scale, wanted);
+                cost[i] = fma_rn(gap * gap, pivot, bits_to_float(ld_shared1(of_path(3, path))));
+            }
         }
         // As in a stable sort: of equal costs the first.
-        int rank = 0;
-        float best = cost;
-        for (int i = 0; i < 32; ++i) {
-            const float theirs = bits_to_float(shuffle_from(float_to_bits(cost), i));
-            rank += theirs < cost || (theirs == cost && i < lane);
-            best = theirs < best ? theirs : best;
+        float best = cost[0];
+#pragma unroll
+        for (int other = 0; other < kEach; ++other) {
+            for (int from = 0; from < 32; ++from) {
+                const float theirs = bits_to_float(shuffle_from(float_to_bits(cost[other]), from));
+                best = theirs < best ? theirs : best;
+#pragma unroll
+                for (int i = 0; i < kEach; ++i) {
+                    rank[i] += theirs < cost[i] || (theirs == cost[i] && from + 32 * other < lane + 32 * i);
+                }
+            }
         }
         warp_sync();
-        if (rank < kPaths) {
-            st_shared1(of_path(0, rank), (u32)path);
-            st_shared1(of_path(1, rank), float_to_bits(code));
-            st_shared1(of_path(2, rank), float_to_bits(fma_rn(-value, scale, original)));
-            st_shared1(of_path(3, rank), float_to_bits(cost - best));
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            if (rank[i] >= kPaths) continue;
+            st_shared1(of_path(0, rank[i]), (u32)((lane + 32 * i) % kPaths));
+            st_shared1(of_path(1, rank[i]), float_to_bits(code[i]));
+            st_shared1(of_path(2, rank[i]), float_to_bits(fma_rn(-value[i], scale, original)));
+            st_shared1(of_path(3, rank[i]), float_to_bits(cost[i] - best));
         }
         st_shared1(line(lane), low);
         st_shared1(line(32 + lane), high);
         warp_sync();
-        const int lanes = 32 / kPaths;  // of each new path
-        if (side < lanes) {
-            const int from = (int)ld_shared1(of_path(0, path));
+        for (int part = lane; part < kPaths * kShare; part += 32) {
+            const int path = part % kPaths, from = (int)ld_shared1(of_path(0, path));
             const u32 taken = ld_shared1(of_path(1, path));
             const float error = bits_to_float(ld_shared1(of_path(2, path)));
-            for (int k = side; k < kStride; k += lanes) {
+            for (int k = part / kPaths; k < kStride; k += kShare) {
                 u32 v = ld_shared1(state(now, from, k));
                 if (k == at) v = taken;
                 if (k > at && k < kBlock) v = float_to_bits(fma_rn(error, bits_to_float(ld_shared1(line(k))), bits_to_float(v)));

@@ -41,6 +41,7 @@ def searched(d: int, n_paths: int, **grid: Any) -> torch.Tensor:
         (128, 16, {"bits": 4, "group_size": 32}),
         (150, 8, {"bits": 2, "group_size": 16, "symmetric": False}),
         (150, 16, {"bits": 4, "group_size": 50, "levels": "uneven"}),
+        (100, 64, {"bits": 3, "group_size": 20}),
     ],
 )
 def test_codes_are_those_of_torch(

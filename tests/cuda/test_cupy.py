@@ -91,6 +91,8 @@ def test_our_sources_compile_with_cupys_own_options(architecture: str) -> None:
     for kernel, defines in (
         ("w4a16_gemm.cu", Variant("bf16", 1, 2, 4).defines),
         ("fused_ops.cu", ("-DLQ_IO=Bf16Io",)),
+        ("beam.cu", ("-DLQ_PATHS=16",)),
+        ("descent.cu", ("-DLQ_CODES=1",)),
         ("w4_dequantize.cu", ("-DLQ_FLOAT16=0", "-DLQ_TABLE=0")),
     ):
         options = core.assemble_cupy_compiler_options(("-std=c++17", *defines))

@@ -59,7 +59,8 @@ class Program:
         self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._lines: dict[str, list[Instruction]] = {}
         self.names: dict[str, Any] = {
-            name: getattr(np, name) for name in ("where", "isnan", "rint", "sqrt", "stack", "minimum", "maximum")
+            name: getattr(np, name)
+            for name in ("where", "isnan", "rint", "sqrt", "stack", "minimum", "maximum")
         }
         self.names |= {
             code: np.dtype(code) for code in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8")

@@ -28,7 +28,9 @@ def _ld(w: _BlockWriter, o: tuple[str, ...], modifiers: list[str]) -> None:
         if name not in declared or offset or TYPE_BYTES[declared[name]] != TYPE_BYTES[kind] or len(to) > 1:
             raise w.fail("this load of a parameter is not understood")
         value, bits = f"W.parameters[{name!r}]", f"b{TYPE_BYTES[kind] * 8}"
-        if kind == "s32" and TYPE_BYTES[w.kind_of(o[0]) or kind] == 8:  # a wider register takes the sign along
+        if (
+            kind == "s32" and TYPE_BYTES[w.kind_of(o[0]) or kind] == 8
+        ):  # a wider register takes the sign along
             value, bits = f"{value}.view('i4').astype('i8')", "s64"
         w.write(o[0], value, bits)
         return

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from loopq.cuda.load import Backend, Kernel
 
-__all__ = ["MOST_PATHS", "advance"]
+__all__ = ["POWERS", "advance"]
 
-#: Two codes of each path have a lane of a warp.
-MOST_PATHS = 16
+#: Numbers of paths. Those of a row lie in the shared memory of a block.
+POWERS = (2, 4, 8, 16, 32, 64)
 #: Columns of a block, as in the twin.
 BLOCK = 64
-#: Rows of a block of threads, each with a warp.
-_WARPS = 4
 
 
 def advance(
@@ -54,18 +52,18 @@ def advance(
 
     Notes
     -----
-    All tensors are contiguous, on the backend's device. `paths` is a power of two up to `MOST_PATHS`. Each path has two
+    All tensors are contiguous, on the backend's device. `paths` is one of `POWERS`. Each path has two
     extensions in each column: the nearest code and its neighbour. Of equal costs the first is taken.
     """
     n, rows, paths, _ = ahead.shape
     origin = torch.empty((n, rows, paths), dtype=torch.int64, device=ahead.device)
     table = [0, 0] if levels is None else [x.data_ptr() for x in levels]
-    words = 2 * paths * (BLOCK + 1) + 4 * paths + BLOCK
+    words, warps = 2 * paths * (BLOCK + 1) + 4 * paths + BLOCK, min(4, 64 // paths)
     backend.launch(
         Kernel("beam.cu", "loopq_beam", (f"-DLQ_PATHS={paths}",)),
-        (-(-n * rows // _WARPS), 1),
-        32 * _WARPS,
-        4 * words * _WARPS,
+        (-(-n * rows // warps), 1),
+        32 * warps,
+        4 * words * warps,
         (
             *(x.data_ptr() for x in (ahead, origin, cost, *columns, *factor)),
             *table,

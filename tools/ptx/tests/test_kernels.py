@@ -6,9 +6,11 @@ The interpreter is written from the PTX ISA and knows nothing of `kernels/` or i
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,9 @@ from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
 from loopq.cuda.sources import kernel_sources
 from loopq.cuda.tiled import TiledVariant
 from loopq.cuda.w4a16 import dequantize_packed
+from loopq.quantizers.twin import beam, descent
+from tests.cuda.test_beam import searched
+from tests.cuda.test_descent import rounded
 from tests.support.cuda import emulation, nvrtc
 from tests.support.cuda.cases import TABLE, Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
 from tests.support.cuda.rollout import (
@@ -344,12 +349,44 @@ def test_rollouts(target: int, sequences: int, tokens: int) -> None:
 
 
 @by_target
+@pytest.mark.parametrize("n_paths", [4, 64])
+def test_paths_of_a_beam(target: int, n_paths: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, backend = searched(30, n_paths, bits=3, group_size=16), PtxBackend(target)
+    monkeypatch.setattr(beam, "kernels", lambda device: backend)
+    assert torch.equal(searched(30, n_paths, bits=3, group_size=16), wanted)
+    assert backend.launches == {"loopq_beam": 1}
+
+
+@by_target
+@pytest.mark.parametrize(
+    ("d", "grid"),
+    [
+        (48, {"bits": 3, "group_size": 16}),
+        (40, {"bits": 4, "group_size": 32, "levels": "uneven", "scale_dtype": "bfloat16"}),
+    ],
+)
+def test_descents(target: int, d: int, grid: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    s, codes, theirs = rounded(d, d == 48, **grid)
+    ours, backend = copy.deepcopy(theirs), PtxBackend(target)
+    wanted = descent.change_codes(theirs, s, codes, 30)
+    descent.change_scales(theirs, s, codes)
+    monkeypatch.setattr(descent, "kernels", lambda device: backend)
+    assert torch.equal(descent.change_codes(ours, s, codes, 30), wanted)
+    descent.change_scales(ours, s, codes)
+    assert torch.equal(ours.steps, theirs.steps)
+    assert torch.equal(ours.scale, theirs.scale)
+    torch.testing.assert_close(ours.gradient, theirs.gradient, rtol=1e-10, atol=1e-11)
+
+
+@by_target
 def test_every_kernel_is_understood(target: int) -> None:
     """Also code that no test above runs: an unknown instruction, modifier or operand is an error."""
     defines = {
         "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, "bf16").defines,
         "w4a16_tiled.cu": TiledVariant("fp16", 2, 2, 4, "bf16").defines,
         "fused_ops.cu": ("-DLQ_IO=Bf16Io",),
+        "beam.cu": ("-DLQ_PATHS=16",),
+        "descent.cu": ("-DLQ_CODES=1",),
         "w4_dequantize.cu": ("-DLQ_FLOAT16=1", "-DLQ_TABLE=1"),
     }
     understood = set()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loopq.cuda.beam import MOST_PATHS, advance
+from loopq.cuda.beam import POWERS, advance
 from loopq.quantizers.twin.descent import kernels, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
@@ -116,7 +116,7 @@ class _Paths:
         #: Cost above the best path, which is the first; infinite for an unused place.
         self._cost = torch.full(paths, math.inf, device=target.device)
         self._cost[..., 0] = 0.0
-        self._kernels = kernels(target.device) if n_paths in (2, 4, 8, MOST_PATHS) else None
+        self._kernels = kernels(target.device) if n_paths in POWERS else None
         self._levels = None if codes.table is None else (codes.table, codes.between.float())
 
     def begin(self, *block: Tensor) -> None:

@@ -190,7 +190,10 @@ int emulate_beam(int paths, const long long* shape, u64 seed, void* const* point
     const loopq::BeamArguments a = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5], pointers[6],
                                     pointers[7], pointers[8], pointers[9], scalars[0], scalars[1], scalars[2]};
     return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [paths, &a] {
-        paths == 16 ? loopq::Beam<16>::start(a) : paths == 8 ? loopq::Beam<8>::start(a) : loopq::Beam<2>::start(a);
+        paths == 64   ? loopq::Beam<64>::start(a)
+        : paths == 16 ? loopq::Beam<16>::start(a)
+        : paths == 8  ? loopq::Beam<8>::start(a)
+                      : loopq::Beam<2>::start(a);
     });
 }
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from loopq.cuda.load import Backend, Kernel
 
-__all__ = ["POWERS", "advance"]
-
 #: Numbers of paths. Those of a row lie in the shared memory of a block.
 POWERS = (2, 4, 8, 16, 32, 64)
 #: Columns of a block, as in the twin.

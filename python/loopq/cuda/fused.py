@@ -8,19 +8,6 @@ import torch
 from loopq.cuda.load import Backend, Kernel
 from loopq.errors import KernelError
 
-__all__ = [
-    "MAX_ATTENTION_TOKENS",
-    "MAX_HEAD",
-    "MAX_NORM_WIDTH",
-    "add_norm",
-    "add_norm_ref",
-    "rope_attention",
-    "rope_attention_ref",
-    "rotation_table",
-    "swiglu",
-    "swiglu_ref",
-]
-
 MAX_NORM_WIDTH = 16_384
 MAX_ATTENTION_TOKENS = 64
 MAX_HEAD = 128

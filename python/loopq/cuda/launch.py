@@ -26,19 +26,6 @@ from loopq.cuda.plan import (
 from loopq.cuda.tiled import WARP_TOKENS, TiledPlan, TiledVariant, make_tiled_plan
 from loopq.errors import KernelError
 
-__all__ = [
-    "ACTIVATIONS",
-    "SCALES",
-    "Product",
-    "Workspace",
-    "launch_dequantize",
-    "launch_gemm",
-    "prove",
-    "refuse",
-    "workspace_for",
-    "workspace_size",
-]
-
 ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_FLOAT32, _EVICT_FIRST = 1, 2

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "K_STEP",
-    "N_STEP",
-    "TILE_K",
-    "WORDS_PER_TILE",
-    "level_bytes",
-    "marlin_scales_to_rows",
-    "pack_w4",
-    "packed_shape",
-]
 
 K_STEP = 32
 """The input width must be a multiple of this."""

@@ -24,16 +24,6 @@ from loopq.cuda.sources import translation_unit
 from loopq.errors import KernelError, MissingExtraError
 from loopq.lazy import require
 
-__all__ = [
-    "Backend",
-    "Captured",
-    "CudaBackend",
-    "Kernel",
-    "cuda_backend",
-    "require_cupy",
-    "require_gpu",
-]
-
 _OLDEST = (8, 0)
 _OLDEST_CUPY = 14
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID

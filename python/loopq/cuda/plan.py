@@ -11,8 +11,6 @@ from functools import lru_cache
 
 from loopq.errors import ConfigError
 
-__all__ = ["A100", "H200", "DeviceLimits", "GemmShape", "Plan", "Variant", "chip_of", "fold_of", "make_plan"]
-
 TOKENS_PER_LAUNCH = 32
 TILE_ROWS = 64
 _STAGE_TILES = 2

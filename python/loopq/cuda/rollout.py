@@ -27,8 +27,6 @@ from loopq.cuda.load import Backend, Captured
 from loopq.cuda.w4a16 import w4a16_linear_ref
 from loopq.errors import ConfigError, KernelError
 
-__all__ = ["TOKEN_BUCKETS", "BlockParts", "LoopParts", "RolloutRunner", "reference_rollout"]
-
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 

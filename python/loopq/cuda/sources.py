@@ -9,8 +9,6 @@ from pathlib import Path
 
 from loopq.errors import ConfigError
 
-__all__ = ["embedded_sources", "kernel_sources", "translation_unit"]
-
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 

@@ -22,8 +22,6 @@ from loopq.cuda.plan import (
 )
 from loopq.errors import ConfigError
 
-__all__ = ["TiledPlan", "TiledVariant", "make_tiled_plan", "stage_clocks"]
-
 WARPS = 8
 WARP_TOKENS = 64
 UNIT_FLOATS = 32 * WARP_TOKENS  # sums of one warp

@@ -22,12 +22,6 @@ from loopq.cuda.launch import (
 from loopq.cuda.layout import N_STEP, TILE_K
 from loopq.cuda.load import Backend, cuda_backend
 
-__all__ = [
-    "dequantize_packed",
-    "w4a16_linear",
-    "w4a16_linear_ref",
-]
-
 # Above this many tokens an int4 weight is dequantised for cuBLAS, which is faster on an H200 from 192 tokens
 # (docs/kernels.md).
 INT4_KERNEL_TOKENS = 128

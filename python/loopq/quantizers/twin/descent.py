@@ -7,7 +7,7 @@ once. It takes the first gain after the last change. The changes and their order
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from loopq.cuda.descent import MOST_COLUMNS, Descent
 from loopq.cuda.load import Backend, cuda_backend
 from loopq.errors import KernelError, MissingExtraError
 from loopq.quantizers.twin.grid import Codes
-
-#: Changes between two checks for finished rows. A check waits for the device.
-BETWEEN = 8
 
 
 @dataclass
@@ -58,10 +55,16 @@ class Rows:
         backend = kernels(s.device)
         if backend is None:
             return None
-        state = (self.steps, self.values, self.gradient, self.loss, self.scale)
+        energy, live = s.diagonal(dim1=1, dim2=2).contiguous(), self.active.int()
         levels = None if codes.table is None else (codes.table, codes.between)
-        rest = (self.zero.contiguous(), self.active, s, levels, codes.width, codes.top)
-        return Descent(backend, *state, *rest)
+        return Descent(
+            backend,
+            (self.steps, self.values, self.gradient, self.loss, self.scale, self.zero.contiguous(), live),
+            (s, energy),
+            levels,
+            codes.width,
+            codes.top,
+        )
 
 
 def kernels(device: torch.device) -> Backend | None:
@@ -80,98 +83,39 @@ def spread(codes: Codes, levels: Tensor, columns: int) -> Tensor:
     return levels.repeat_interleave(codes.width, -1)[..., :columns]
 
 
-@dataclass
-class _Moving:
-    """Rows (n, d) with changing codes, of all inputs in sequence."""
-
-    #: Index among all rows, and index of its S's first row among the rows of all S.
-    row: Tensor
-    first: Tensor
-    steps: Tensor
-    values: Tensor
-    gradient: Tensor
-    energy: Tensor
-    scale: Tensor
-    low: Tensor
-    high: Tensor
-    zero: Tensor
-    loss: Tensor
-    #: Columns passed in this sweep, completed sweeps, changes.
-    passed: Tensor
-    sweeps: Tensor
-    moves: Tensor
-
-    def some(self, chosen: Tensor) -> _Moving:
-        """Return the chosen rows."""
-        return _Moving(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
-
-
 def change_codes(rows: Rows, s: Tensor, codes: Codes, sweeps: int) -> Tensor:
     """Change one code at a time, for at most `sweeps` sweeps. S is (L, d, d). Returns the moves, (L, rows)."""
     kernel = rows.on_kernels(s, codes)
     if kernel is not None:
         return kernel.codes(sweeps)
-    n, height, d = rows.steps.shape
-    flat = n * height
-    owner = torch.arange(n, device=s.device).repeat_interleave(height)
-    zero = rows.spread(codes, rows.zero).reshape(flat, d)
-    moving = _Moving(
-        row=torch.arange(flat, device=s.device),
-        first=owner * d,
-        steps=rows.steps.view(flat, d),
-        values=rows.values.view(flat, d),
-        gradient=rows.gradient.view(flat, d),
-        energy=s.diagonal(dim1=1, dim2=2)[owner],
-        scale=rows.spread(codes, rows.scale).reshape(flat, d),
-        low=-zero,
-        high=codes.top - zero,
-        zero=zero,
-        loss=rows.loss.view(flat),
-        passed=torch.zeros(flat, dtype=torch.int64, device=s.device),
-        sweeps=torch.zeros(flat, dtype=torch.int64, device=s.device),
-        moves=torch.zeros(flat, dtype=torch.int64, device=s.device),
-    )
-    moves = torch.zeros(flat, dtype=torch.int64, device=s.device)
-    chosen = rows.active.view(flat).nonzero()[:, 0] if sweeps else moves[:0]
-    columns, lines = torch.arange(d, device=s.device), s.view(n * d, d)
-    while len(chosen):
-        moving = moving.some(chosen)
-        for _ in range(BETWEEN):
-            moved = _change(moving, lines, codes, columns, sweeps)
-        for to, name in ((rows.steps, "steps"), (rows.values, "values"), (rows.gradient, "gradient")):
-            to.view(flat, d)[moving.row] = getattr(moving, name)
-        rows.loss.view(flat)[moving.row] = moving.loss
-        moves[moving.row] = moving.moves
-        chosen = moved.nonzero()[:, 0]
-    return moves.view(n, height)
-
-
-def _change(at: _Moving, lines: Tensor, codes: Codes, columns: Tensor, sweeps: int) -> Tensor:
-    """Make the next change of each row and return whether there was one."""
-    d = len(columns)
-    wanted = (at.values - at.gradient / at.energy) / at.scale
-    if codes.table is None:
-        step = wanted.round_().clamp_(at.low, at.high).float()
-    else:
-        step = codes.step(codes.code(wanted, at.zero).float(), at.zero)
-    change = (step * at.scale).double() - at.values
-    gain = change * (2.0 * at.gradient + change * at.energy)
-    # Columns after the last change, then the rest in a circle.
-    ahead = torch.remainder(columns - at.passed[:, None], d)
-    ahead = torch.where(gain < 0, ahead, d).amin(1)
-    column = at.passed + ahead
-    at.sweeps += column >= d
-    moved = (ahead < d) & (at.sweeps < sweeps)
-    column = (column % d)[:, None]
-    by = torch.where(moved, change.gather(1, column)[:, 0], 0.0)
-    at.loss += torch.where(moved, gain.gather(1, column)[:, 0], 0.0)
-    at.values.scatter_add_(1, column, by[:, None])
-    old = at.steps.gather(1, column)
-    at.steps.scatter_(1, column, torch.where(moved[:, None], step.gather(1, column), old))
-    at.gradient.addcmul_(by[:, None], lines[at.first + column[:, 0]])
-    at.passed = column[:, 0] + 1
-    at.moves += moved
-    return moved
+    d, energy = s.shape[1], s.diagonal(dim1=1, dim2=2)[:, None]
+    scale, zero = rows.spread(codes, rows.scale), rows.spread(codes, rows.zero)
+    columns, owner = torch.arange(d, device=s.device), torch.arange(len(s), device=s.device)[:, None]
+    moves = torch.zeros_like(rows.loss, dtype=torch.int64)
+    passed, begun, moved = torch.zeros_like(moves), torch.zeros_like(moves), rows.active
+    while bool(moved.any()):
+        wanted = (rows.values - rows.gradient / energy) / scale
+        if codes.table is None:
+            step = wanted.round_().clamp_(-zero, codes.top - zero).float()
+        else:
+            step = codes.step(codes.code(wanted, zero).float(), zero)
+        change = (step * scale).double() - rows.values
+        gain = change * (2.0 * rows.gradient + change * energy)
+        # Columns after the last change, then the rest in a circle.
+        ahead = torch.remainder(columns - passed[..., None], d)
+        ahead = torch.where(gain < 0, ahead, d).amin(-1)
+        begun += passed + ahead >= d
+        moved = moved & (ahead < d) & (begun < sweeps)
+        column = ((passed + ahead) % d)[..., None]
+        by = torch.where(moved, change.gather(-1, column)[..., 0], 0.0)
+        rows.loss += torch.where(moved, gain.gather(-1, column)[..., 0], 0.0)
+        rows.values.scatter_add_(-1, column, by[..., None])
+        old = rows.steps.gather(-1, column)
+        rows.steps.scatter_(-1, column, torch.where(moved[..., None], step.gather(-1, column), old))
+        rows.gradient.addcmul_(by[..., None], s[owner, column[..., 0]])
+        passed = column[..., 0] + 1
+        moves += moved
+    return moves
 
 
 def change_scales(rows: Rows, s: Tensor, codes: Codes) -> None:

@@ -20,13 +20,17 @@ from tests.support.vendors import dory, inkling
 _PLAIN = QuantConfig().with_metric("inputs")
 
 
-def _told(system: LoopedSystem, memory: int, config: QuantConfig = _PLAIN, batch_size: int = 8) -> Forecast:
+def _told(
+    system: LoopedSystem, memory: int | None, config: QuantConfig = _PLAIN, batch_size: int = 8
+) -> Forecast:
     prompts = TokenSet((np.zeros(64, np.int64),) * 16, "a text", "windows")
     return forecast(system, config, prompts, Execution(memory=memory, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("kind", [dory, inkling])
-def test_less_memory_takes_more_passes_then_streams_then_is_refused(kind: Any, tmp_path: Path) -> None:
+def test_less_memory_takes_more_passes_then_streams_then_is_refused(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = kind()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
@@ -37,6 +41,9 @@ def test_less_memory_takes_more_passes_then_streams_then_is_refused(kind: Any, t
     assert (plenty.weights, plenty.held, plenty.n_passes) == (weights, weights, 1)
     assert plenty.peak <= plenty.limit
     assert plenty.output < weights
+    # Without a limit a run plans with nine tenths of the free memory, as quantize does.
+    monkeypatch.setattr("loopq.run.forecast.available_bytes", lambda: 10 << 20)
+    assert _told(system, None).limit == 9 << 20
     less = _told(system, plenty.held + plenty.most - plenty.sums // 2)
     assert less.n_passes > 1
     assert not less.streamed

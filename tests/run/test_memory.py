@@ -101,6 +101,12 @@ def test_free_memory_is_the_limit_by_default_and_changes_no_byte(tiny, tokens, t
     assert len(passes(limited.job, plan.tasks, limited.sums(plan))) > 1
     loopq.quantize(tiny, tokens, out=tmp_path / "limited", metric="loop")
     assert digest(tmp_path / "limited") == digest(tmp_path / "free")
+    # On a GPU its own free memory counts too.
+    monkeypatch.setattr(source, "available_bytes", lambda: 100 * most)
+    monkeypatch.setattr(source, "device_bytes", lambda device: 10 * most // 9 + 2)
+    assert run_of(tiny, tokens).source.execution.memory == limited.execution.memory
+    monkeypatch.setattr(source, "device_bytes", lambda device: None)
+    monkeypatch.setattr(source, "available_bytes", lambda: 10 * most // 9 + 2)
     # Of mapped weights the pages are needed again, so they are not free.
     monkeypatch.setattr(source, "resident_bytes", lambda mapped: 2 * mapped)
     with pytest.raises(ConfigError, match="alone it takes"):

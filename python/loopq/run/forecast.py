@@ -15,7 +15,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.estimate import core_rate, duration
 from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
-from loopq.settings.execution import Execution, available_bytes
+from loopq.settings.execution import PLANNED, Execution, available_bytes
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.table import size
 
@@ -111,7 +111,8 @@ def forecast(
     tokens : TokenSet
         Calibration set. Only the number of tokens matters.
     execution : Execution
-        Threads, batch size, and the memory limit. Here the limit covers everything. The default is the free memory.
+        Threads, batch size, and the memory limit. Here the limit covers everything. Without it
+        the limit is nine tenths of the free memory.
     n_steps : int, optional
         Depth. The model's own depth is the default.
 
@@ -127,7 +128,9 @@ def forecast(
     largest = max(sums.values(), default=0)
     solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
     weights, layer = _weights(system)
-    limit = execution.memory if execution.memory is not None else available_bytes() or weights
+    free = available_bytes()
+    planned = weights if free is None else int(PLANNED * free)
+    limit = planned if execution.memory is None else execution.memory
     held, at_once = weights, 1
     if weights + solve + largest + _largest_metric(tasks, tokens, 1) > limit:
         held, at_once = layer, execution.batch_size if layer < weights else 1

@@ -25,7 +25,7 @@ from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import dumped_bytes, passes
 from loopq.run.plan import Plan, outside, steps_by_input
 from loopq.run.solver import Solver
-from loopq.settings.execution import Execution, available_bytes, resident_bytes
+from loopq.settings.execution import PLANNED, Execution, available_bytes, device_bytes, resident_bytes
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
@@ -158,9 +158,11 @@ class ModelSource(Source):
             float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
         seconds, free = time.monotonic() - began, available_bytes()
         if execution.memory is None and free is not None:
-            # Mapped weights count as free, but each step reads them. Estimates are not exact, so a tenth remains.
-            mapped = 0 if is_streamed(system.model) else resident_bytes(mapped=True)
-            execution = dataclasses.replace(execution, memory=max(1, int(0.9 * (free - mapped))))
+            # Mapped weights count as free, but each step reads them. On a GPU the sums of a pass lie there.
+            free -= 0 if is_streamed(system.model) else resident_bytes(mapped=True)
+            on_device = device_bytes(system.device)
+            free = free if on_device is None else min(free, on_device)
+            execution = dataclasses.replace(execution, memory=max(1, int(PLANNED * free)))
         return cls(Collection(system, tokens, selection, execution, files or {}), seconds)
 
     @property

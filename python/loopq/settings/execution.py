@@ -8,10 +8,13 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from loopq.settings.declare import Settings, setting
 from loopq.terminal.progress import Progress, Silent
 
+#: Share of the free memory that a run plans with. Estimates are not exact.
+PLANNED = 0.9
 #: Seconds between two checks of other processes' progress.
 POLL = 0.5
 
@@ -41,6 +44,15 @@ def available_bytes(root: Path = Path("/")) -> int | None:
             stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
             free.append(max(0, limit - used + int(stat["file"])))
     return min(free, default=None)
+
+
+def device_bytes(device: Any) -> int | None:
+    """Free memory of a CUDA device (torch.device); None for other devices."""
+    if device.type != "cuda":
+        return None
+    import torch  # lazy: loopq imports without torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def resident_bytes(mapped: bool = False) -> int:

@@ -21,6 +21,7 @@ from loopq.quantizers.twin.grid import Codes, refuse_scales
 from loopq.quantizers.twin.precision import true_float32
 from loopq.quantizers.twin.settle import Stages, fitted, joined, settle
 from loopq.quantizers.twin.sweep import sweep
+from loopq.settings.execution import device_bytes
 
 Found = dict[str, Any]
 #: Bytes of a batch on a device that does not report its memory.
@@ -276,7 +277,5 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
 
 
 def _room(device: torch.device) -> int:
-    if device.type != "cuda":
-        return BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) // 2
+    free = device_bytes(device)
+    return BYTES if free is None else free // 2

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.twin import beam
-from loopq.quantizers.twin.factor import Factors
-from loopq.quantizers.twin.grid import Codes
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.emulation import compiler
-from tests.support.problems import correlated
+from tests.support.twins import searched
 
 pytestmark = pytest.mark.skipif(
     compiler() is None, reason="NO C++ COMPILER: the beam's kernel is NOT tested here; install g++ or set CXX"
 )
-
-
-def searched(d: int, n_paths: int, **grid: Any) -> torch.Tensor:
-    """Codes of seven rows of each of two layers."""
-    rng = np.random.default_rng(d)
-    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
-    target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32))
-    own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
-    factors = Factors.of(s, torch.zeros(2, d, dtype=torch.float64), "conditional", ["", ""])
-    known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
-    return beam.search(factors.in_order(target), factors, codes, known, n_paths)
 
 
 # A part of a block, two blocks, and three of which the last is not whole: then codes are decided before the end.

@@ -1,4 +1,4 @@
-"""The kernels of coordinate descent, emulated, against torch's operations: the same bits."""
+"""The kernels of coordinate descent, emulated, against torch's operations: the same codes and scales."""
 
 from __future__ import annotations
 
@@ -6,41 +6,21 @@ import copy
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from loopq.cuda.load import Backend
 from loopq.errors import MissingExtraError
-from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.twin import descent
-from loopq.quantizers.twin.descent import Rows, change_codes, change_scales, spread
+from loopq.quantizers.twin.descent import change_codes, change_scales
 from loopq.quantizers.twin.grid import Codes
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.emulation import compiler
-from tests.support.problems import correlated
+from tests.support.twins import rounded
 
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="NO C++ COMPILER: descents are NOT emulated here; install g++ or set CXX"
 )
-
-
-def rounded(d: int, signed: bool, **grid: Any) -> tuple[torch.Tensor, Codes, Rows]:
-    """Four rows of each of two layers, rounded to the nearest codes. One row is done."""
-    rng = np.random.default_rng(d)
-    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
-    target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32))
-    own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", signed, None, torch.device("cpu"))
-    scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1))
-    wide, offset = spread(codes, scale, d), spread(codes, zero, d)
-    steps = codes.step(codes.code((target / wide).double(), offset.double()).float(), offset)
-    values = (steps * wide).double()
-    gradient = (values - target) @ s
-    loss = ((values - target) * gradient).sum(-1)
-    active = torch.ones_like(loss, dtype=torch.bool)
-    active[0, 1] = False
-    return s, codes, Rows(steps, values, gradient, scale.clone(), zero, loss, active)
 
 
 @needs_compiler
@@ -55,7 +35,7 @@ def rounded(d: int, signed: bool, **grid: Any) -> tuple[torch.Tensor, Codes, Row
         (64, True, {"bits": 2, "group_size": -1}),
     ],
 )
-def test_both_give_the_same_bits(
+def test_both_give_the_same_codes_and_scales(
     d: int, signed: bool, grid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, codes, rows = rounded(d, signed, **grid)

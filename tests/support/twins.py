@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.loop_metric import LoopMetric
+from loopq.quantizers.twin import beam
+from loopq.quantizers.twin.descent import Rows, spread
+from loopq.quantizers.twin.factor import Factors
+from loopq.quantizers.twin.grid import Codes
 from tests.support.problems import correlated
 
 
@@ -47,3 +54,33 @@ def compared(rows, columns, n=1, **settings):
         max(abs(loss(config, p, b) / loss(config, p, a) - 1.0) for p, a, b in pairs),
         [(a.report, b.report) for _, a, b in pairs],
     )
+
+
+def searched(d: int, n_paths: int, **grid: Any) -> torch.Tensor:
+    """Codes of seven rows of each of two layers."""
+    rng = np.random.default_rng(d)
+    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
+    target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32))
+    own = LayerConfig.of(method="gptq", **grid).grid
+    codes = Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
+    factors = Factors.of(s, torch.zeros(2, d, dtype=torch.float64), "conditional", ["", ""])
+    known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
+    return beam.search(factors.in_order(target), factors, codes, known, n_paths)
+
+
+def rounded(d: int, signed: bool, **grid: Any) -> tuple[torch.Tensor, Codes, Rows]:
+    """Four rows of each of two layers, rounded to the nearest codes. One row is done."""
+    rng = np.random.default_rng(d)
+    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
+    target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32))
+    own = LayerConfig.of(method="gptq", **grid).grid
+    codes = Codes.of(own.grid(), d, "mse", signed, None, torch.device("cpu"))
+    scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1))
+    wide, offset = spread(codes, scale, d), spread(codes, zero, d)
+    steps = codes.step(codes.code((target / wide).double(), offset.double()).float(), offset)
+    values = (steps * wide).double()
+    gradient = (values - target) @ s
+    loss = ((values - target) * gradient).sum(-1)
+    active = torch.ones_like(loss, dtype=torch.bool)
+    active[0, 1] = False
+    return s, codes, Rows(steps, values, gradient, scale.clone(), zero, loss, active)

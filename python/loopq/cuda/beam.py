@@ -13,7 +13,7 @@ from loopq.cuda.load import Backend, Kernel
 
 #: Numbers of paths. Those of a row lie in the shared memory of a block.
 POWERS = (2, 4, 8, 16, 32, 64)
-#: Columns of a block, as in the twin.
+#: Columns of a block; codes are decided one block later.
 BLOCK = 64
 
 

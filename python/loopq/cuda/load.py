@@ -79,7 +79,7 @@ def require_cupy() -> ModuleType:
     built = torch.version.cuda
     if built is None:
         raise MissingExtraError(
-            "the int4 CUDA kernel needs a PyTorch built for CUDA; this one is CPU only. "
+            "the CUDA kernels need a PyTorch built for CUDA; this one is CPU only. "
             "Install a CUDA build of PyTorch, then 'loopq[cuda12]' or 'loopq[cuda13]' to match it"
         )
     major = int(built.split(".")[0])
@@ -175,8 +175,8 @@ class CudaBackend:
         capability = (int(properties.major), int(properties.minor))
         if capability < _OLDEST:
             raise KernelError(
-                f"{properties.name} has compute capability {capability[0]}.{capability[1]}; the int4 kernel "
-                f"needs 8.0 (A100) or newer. Use the reference path: move the layer to the CPU"
+                f"{properties.name} has compute capability {capability[0]}.{capability[1]}; the CUDA kernels "
+                f"need 8.0 (A100) or newer. Packed layers run without them on the CPU"
             )
         shared = int(
             getattr(properties, "shared_memory_per_block_optin", 0)

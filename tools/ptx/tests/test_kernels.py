@@ -25,8 +25,6 @@ from loopq.cuda.sources import kernel_sources
 from loopq.cuda.tiled import TiledVariant
 from loopq.cuda.w4a16 import dequantize_packed
 from loopq.quantizers.twin import beam, descent
-from tests.cuda.test_beam import searched
-from tests.cuda.test_descent import rounded
 from tests.support.cuda import emulation, nvrtc
 from tests.support.cuda.cases import TABLE, Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
 from tests.support.cuda.rollout import (
@@ -38,6 +36,7 @@ from tests.support.cuda.rollout import (
     relative,
     spacing,
 )
+from tests.support.twins import rounded, searched
 from tools.ptx import kernels
 from tools.ptx.backend import PtxBackend
 from tools.ptx.parse import PtxError

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loopq.cuda.beam import POWERS, advance
+from loopq.cuda.beam import BLOCK, POWERS, advance
 from loopq.quantizers.twin.descent import kernels, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
 
-#: Columns of a block; codes are decided one block later.
-BLOCK = 64
 #: Columns of a strip. Inside a strip errors reach the next columns at once; later strips get them together at its end.
 STRIP = 16
 #: Paths that are open at once, over all rows. A path takes some KiB.

@@ -22,7 +22,7 @@ from benches.quality.peers import Bench, python_of
 from benches.quality.peers_table import processor
 from benches.quality.run import RECORD, ROOT
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig

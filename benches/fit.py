@@ -16,7 +16,7 @@ from typing import Any
 import benches.zoo.register  # noqa: F401  registers the classes of the zoo
 import loopq
 from benches.quality.peers_table import processor
-from loopq.evaluate.compare import Measurement
+from loopq.evaluation.compare import Measurement
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel, load_model
 

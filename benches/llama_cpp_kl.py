@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from benches.quality.peers_table import processor
 from loopq.api import weights_of
 from loopq.calibrate.prompts import Take, evaluation_chunks
-from loopq.evaluate.compare import compare, spread
+from loopq.evaluation.compare import compare, spread
 from loopq.formats.convert import read_any
 from loopq.models.load import load_model
 from loopq.models.replace import placed, replaced

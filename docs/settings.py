@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loopq.calibrate.prompts import CalibrationTake
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
-from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnosis.config import DiagnoseConfig
 from loopq.inference.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig

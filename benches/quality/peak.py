@@ -40,7 +40,7 @@ CHILD = """
 import json, sys, warnings
 import torch, transformers, safetensors.torch
 from transformers import LlamaForCausalLM
-import loopq.api, loopq.cli, loopq.run.route, loopq.systems, loopq.gradients.collect_metrics, loopq.evaluate.compare
+import loopq.api, loopq.cli, loopq.run.route, loopq.systems, loopq.gradients.collect_metrics, loopq.evaluation.compare
 from benches.quality.peak import Peak
 torch.set_num_threads(1)
 peak = Peak()

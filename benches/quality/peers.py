@@ -39,7 +39,7 @@ from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.auto import choose_metric

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from loopq.calibrate.collect import HessianSet
-from loopq.evaluate.compare import compare
-from loopq.evaluate.stats import gap_closed
+from loopq.evaluation.compare import compare
+from loopq.evaluation.stats import gap_closed
 from loopq.paper.models import PreparedModel
 from loopq.quantizers.config import Override
 from loopq.run.config import PRESETS, QuantConfig

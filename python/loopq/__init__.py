@@ -23,11 +23,6 @@ from loopq.run.config import QuantConfig
 from loopq.run.export import export
 from loopq.settings.execution import Execution
 
-# These functions hide the packages of the same name. `import loopq.diagnose.rank as rank` finds the hidden package by
-# the function's name.
-for _hides in (diagnose, evaluate):
-    _hides.__name__ = f"loopq.{_hides.__qualname__}"
-
 __all__ = [
     "Execution",
     "LayerConfig",

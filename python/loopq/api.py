@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
-from loopq.evaluate.compare import compare, content
+from loopq.evaluation.compare import compare, content
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
@@ -41,7 +41,7 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
-    from loopq.evaluate.compare import Measurement
+    from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
@@ -351,7 +351,7 @@ def diagnose(
     n_steps : int, optional
         Depth. The model's own depth is the default.
     only : sequence of str, optional
-        Sections to run (`loopq.diagnose.sections.SECTIONS`). By default all sections that the system supports run.
+        Sections to run (`loopq.diagnosis.sections.SECTIONS`). By default all sections that the system supports run.
     name : str
         Name of the model in the result.
     **options
@@ -362,8 +362,8 @@ def diagnose(
     dict
         Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
     """
-    from loopq.diagnose.context import Context  # lazy: keeps `import loopq` quick
-    from loopq.diagnose.survey import diagnose as survey  # lazy: keeps `import loopq` quick
+    from loopq.diagnosis.context import Context  # lazy: keeps `import loopq` quick
+    from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
     _, execution, take = _options(None, options, Take)
     loaded = open_model(model)

@@ -13,11 +13,11 @@ from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.context import Context
-from loopq.diagnose.survey import diagnose
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.survey import diagnose
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import Measurement, compare
+from loopq.evaluation.compare import Measurement, compare
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page

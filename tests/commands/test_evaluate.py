@@ -13,7 +13,7 @@ import torch
 import benches.zoo.chains  # noqa: F401  registers the letter task
 import loopq
 from benches.zoo.store import save_model
-from loopq.evaluate.stats import mcnemar_exact, wilson
+from loopq.evaluation.stats import mcnemar_exact, wilson
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from tests.support.evaluated import FEW

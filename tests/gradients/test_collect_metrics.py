@@ -11,7 +11,7 @@ import torch
 
 import loopq
 from loopq.errors import CalibrationError, ConfigError, SolveError, SystemContractError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.gradients import backward, sketch
 from loopq.gradients import collect_metrics as module
 from loopq.gradients.collect_metrics import collect_metrics, metric_cost

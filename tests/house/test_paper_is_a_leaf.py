@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 QUICK = (
     "tests/test_api.py",
     "tests/commands/test_options.py",
-    "tests/diagnose/test_blindness.py",
-    "tests/diagnose/test_survey.py",
-    "tests/diagnose/test_sections.py",
+    "tests/diagnosis/test_blindness.py",
+    "tests/diagnosis/test_survey.py",
+    "tests/diagnosis/test_sections.py",
 )
 #: Rooms whose tests run there where there is more time.
 ROOMS = ("tests/settings", "tests/storage", "tests/layers", "tests/gradients", "tests/terminal")

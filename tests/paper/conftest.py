@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loopq.diagnose import survey
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.context import Context
+from loopq.diagnosis import survey
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
 from loopq.paper import compared
 from loopq.paper.bench import Bench
 from loopq.settings.execution import Execution

@@ -17,7 +17,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import register_prompts
 from loopq.cli import main
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.models.load import load_model
 from loopq.paper import main_table, main_text
 from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, layer_class

@@ -13,10 +13,10 @@ import pytest
 from benches import paper
 from benches.pages import within
 from loopq.cli import parse
-from loopq.diagnose.sections import SECTIONS
+from loopq.diagnosis.sections import SECTIONS
 from loopq.errors import ConfigError
-from loopq.evaluate.items import find_task
-from loopq.evaluate.stats import Interval
+from loopq.evaluation.items import find_task
+from loopq.evaluation.stats import Interval
 from loopq.paper.shown import TABLES, Claim, find
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from loopq import demo
 from loopq.calibrate.plbert import PLBERT
 from loopq.calibrate.prompts import Take
 from loopq.cli import main
-from loopq.diagnose import rank
-from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnosis import rank
+from loopq.diagnosis.config import DiagnoseConfig
 from loopq.report.sections import FIGURES, all_figures
 from loopq.settings.execution import Execution
 from tests.support.browser import check, needs_browser, opened

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loopq.diagnose import survey
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.context import Context
+from loopq.diagnosis import survey
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
 from loopq.errors import ConfigError
 from loopq.report import page
 from loopq.report.sections import FIGURES, all_figures

@@ -11,7 +11,7 @@ import pytest
 import loopq
 import loopq.formats.native
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.models.load import load_model
 from loopq.quantizers.config import Override
 from loopq.quantizers.gptq_cd import GPTQCD

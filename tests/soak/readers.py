@@ -25,7 +25,7 @@ import torch
 import loopq
 from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import LoopqError
-from loopq.evaluate.items import TASKS, read_items
+from loopq.evaluation.items import TASKS, read_items
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as

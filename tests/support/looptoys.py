@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from loopq.calibrate.data import from_ids
-from loopq.diagnose.weights import as_stored
+from loopq.diagnosis.weights import as_stored
 from loopq.models.replace import replaced
 from loopq.systems.base import LoopedSystem, declare
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.paper.diagnose import stepmap
+from loopq.paper.diagnosis import stepmap
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import tokens
 

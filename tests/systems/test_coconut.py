@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from loopq.diagnose import overlap, survey
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.context import Context
-from loopq.diagnose.rollouts import trace
+from loopq.diagnosis import overlap, survey
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.rollouts import trace
 from loopq.settings.execution import Execution
 from tests.support.conformance import SteppingConformance
 from tests.support.looptoys import tokens

@@ -20,8 +20,8 @@ from loopq.commands.options import (
     load,
     take,
 )
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.sections import in_order
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.sections import in_order
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.report.page import write_data, write_page
@@ -84,7 +84,7 @@ def config_of(args: argparse.Namespace) -> DiagnoseConfig:
 
 
 def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
-    from loopq.diagnose.survey import diagnose_dump
+    from loopq.diagnosis.survey import diagnose_dump
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")

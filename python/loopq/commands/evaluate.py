@@ -29,8 +29,8 @@ from loopq.commands.options import (
 from loopq.commands.output import measurement_table, spread_table
 from loopq.commands.page import known
 from loopq.errors import ConfigError
-from loopq.evaluate.items import TASKS, find_task, read_items
-from loopq.evaluate.tasks import Metric, measure_tasks
+from loopq.evaluation.items import TASKS, find_task, read_items
+from loopq.evaluation.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
 from loopq.inference.generate import decode, speed

@@ -9,7 +9,7 @@ from typing import Any
 from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
 from loopq.commands.options import execution
-from loopq.evaluate.layers import N_PROMPTS, layer_errors
+from loopq.evaluation.layers import N_PROMPTS, layer_errors
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel
 from loopq.report.weights import tensors

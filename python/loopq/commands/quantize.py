@@ -35,7 +35,7 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_checkpoint
 from loopq.commands.page import known
-from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import LoopqError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, SystemContractError
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.gradients.backward import Backward
 from loopq.models.replace import stored_weight
 from loopq.quantizers.config import LayerConfig

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.api import open_any
-from loopq.evaluate.requests import (
+from loopq.evaluation.requests import (
     Request,
     encode_pair,
     generate_until,

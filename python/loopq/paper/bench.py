@@ -15,10 +15,10 @@ import numpy as np
 
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
-from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.context import Context
-from loopq.diagnose.survey import diagnose
-from loopq.evaluate.compare import Measurement, compare
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.survey import diagnose
+from loopq.evaluation.compare import Measurement, compare
 from loopq.layers.grid import Bits
 from loopq.paper.models import PreparedModel, Sizes, Source
 from loopq.quantizers.config import Override
@@ -133,7 +133,7 @@ class Bench:
         return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
     def context(self, tokens: TokenSet | None = None, work: Path | None = None, **changes: Any) -> Context:
-        """Context of `loopq.diagnose.sections`, on held-out prompts or on the given ones. `work` keeps sections."""
+        """Context of `loopq.diagnosis.sections`, on held-out prompts or on the given ones. `work` keeps sections."""
         config = DiagnoseConfig(
             bits=self.settings.bits,
             group_size=self.settings.group_size,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import (
+from loopq.evaluation.stats import (
     Interval,
     bootstrap,
     gap_closed,

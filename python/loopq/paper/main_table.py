@@ -18,9 +18,9 @@ from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.plbert import PLBERT
 from loopq.calibrate.select import Selection
-from loopq.diagnose.rank import FOCAL, layer_ranks
+from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import Measurement, compare
+from loopq.evaluation.compare import Measurement, compare
 from loopq.paper.bench import ADAPTER_DAMPING
 from loopq.paper.models import PreparedModel, Sizes
 from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states

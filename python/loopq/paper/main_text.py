@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import Interval, cluster_rate, gap_closed, mean_interval, student
+from loopq.evaluation.stats import Interval, cluster_rate, gap_closed, mean_interval, student
 from loopq.paper.compared import closer, ratio
 from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, on_grid
 from loopq.paper.shown import Claim, Table

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.diagnose.rollouts import trace
+from loopq.diagnosis.rollouts import trace
 from loopq.lazy import require
 from loopq.models.replace import Weights, replaced
 from loopq.systems.base import Batch, LoopedSystem

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import loopq
-from loopq.diagnose.survey import clean
+from loopq.diagnosis.survey import clean
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import Interval
+from loopq.evaluation.stats import Interval
 from loopq.report.style import Picture
 from loopq.settings.registry import Registry
 from loopq.terminal.table import render

@@ -35,7 +35,7 @@ def write_page(
     weights : mapping of str to sequence of mapping, optional
         Treatment of every tensor, by the checkpoint's name (`loopq.report.weights.tensors`).
     errors : mapping, optional
-        "on" describes the data. "weights" holds `loopq.evaluate.layers.layer_errors` by the checkpoint's name.
+        "on" describes the data. "weights" holds `loopq.evaluation.layers.layer_errors` by the checkpoint's name.
     measured : mapping, optional
         "on" has "n_prompts", "n_tokens", "source", "n_steps" and "n_seeds". "weights" has `Measurement.summary` of
         full precision, then of each checkpoint. Checkpoints add "kl_95" (or None) and "kl_by_prompt". "prompts" is

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.compare import compare
+from loopq.evaluation.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
 from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override

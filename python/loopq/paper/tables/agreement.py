@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.rollouts import run_variants
+from loopq.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table

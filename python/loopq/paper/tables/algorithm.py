@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.proxy import step_proxies
-from loopq.diagnose.weights import weight_of
+from loopq.diagnosis.proxy import step_proxies
+from loopq.diagnosis.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, most, three
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table

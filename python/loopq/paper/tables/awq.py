@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import bootstrap
+from loopq.evaluation.stats import bootstrap
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, N_RESAMPLES, ONE, RTN, below, show_variants, span, unresolved
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.items import Item, read_items
-from loopq.evaluate.requests import longest_input
-from loopq.evaluate.tasks import Metric, score
+from loopq.evaluation.items import Item, read_items
+from loopq.evaluation.requests import longest_input
+from loopq.evaluation.tasks import Metric, score
 from loopq.models.replace import replaced
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three, unresolved

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import mean_interval
+from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import (
     ALL,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import bootstrap
+from loopq.evaluation.stats import bootstrap
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, N_RESAMPLES, RTN, below, ratio, show_variants, span
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.context import Context
-from loopq.diagnose.rollouts import run_variants
-from loopq.diagnose.weights import quantizable, rounded
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.rollouts import run_variants
+from loopq.diagnosis.weights import quantizable, rounded
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import mean_interval
+from loopq.evaluation.stats import mean_interval
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, most, span
-from loopq.paper.diagnose.displacement import predicted
-from loopq.paper.diagnose.exposed import rounded_exposed
+from loopq.paper.diagnosis.displacement import predicted
+from loopq.paper.diagnosis.exposed import rounded_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Displacement of the rounded loop, and its prediction"

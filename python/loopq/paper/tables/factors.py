@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import mean_interval
+from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, span
-from loopq.paper.diagnose.stepmap import StepMap, factors, final_state, promoted
+from loopq.paper.diagnosis.stepmap import StepMap, factors, final_state, promoted
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Factors of a step's Jacobian"

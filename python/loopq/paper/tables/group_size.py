@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.sections.groups import groups
+from loopq.diagnosis.sections.groups import groups
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
-from loopq.diagnose.rollouts import run_variants
-from loopq.evaluate.stats import mean_interval
+from loopq.diagnosis.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
+from loopq.diagnosis.rollouts import run_variants
+from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table

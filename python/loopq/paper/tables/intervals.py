@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.evaluate.stats import Interval, wilson
+from loopq.evaluation.stats import Interval, wilson
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three, without_logits
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher, without_exposed
-from loopq.paper.diagnose.sections.perturbation import perturbations
+from loopq.paper.diagnosis.sections.perturbation import perturbations
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
 TITLE = "Perturbations other than rounding"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.rank import FOCAL, layer_ranks
+from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves, grown
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.stats import Interval
+from loopq.evaluation.stats import Interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.diagnose.rank import THRESHOLDS, curve, describe_spectrum, spectrum
+from loopq.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table

@@ -1,0 +1,185 @@
+"""Input Hessians of a diagnosis: their ranks and spectra, with the proxies and magnitudes of the layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loopq.calibrate.dump import Dump
+from loopq.calibrate.hessians import StepHessians
+from loopq.diagnosis import proxy, rank
+from loopq.diagnosis.blindness import solved_losses
+from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.diagnosis.weights import Matrix, Rounder, input_blocks, weight_of
+from loopq.layers.grid import PER_CHANNEL
+from loopq.settings.execution import Execution
+from loopq.systems.base import SharedParameter
+
+# Input groups with their Hessians in memory together, and a function that returns the Hessians of one group.
+Pass = tuple[list[str], Callable[[str], StepHessians]]
+
+# Width of the timed matrix, and number of inputs with spectra. These are the drawn inputs and some that had the lowest
+# rank or the largest gain until another one was found.
+_PROBE = 1024
+_DRAWN = 6
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of the rank counts.
+
+    Parameters
+    ----------
+    observed : sequence of SharedParameter
+        Layers.
+    input_groups : mapping of str to str
+        Maps each layer to a layer. That one represents its input.
+    passes : iterable of Pass
+        Hessians of the inputs.
+    weight : callable
+        Returns a layer's weight, (out_features, in_features).
+    """
+
+    observed: Sequence[SharedParameter]
+    input_groups: Mapping[str, str]
+    passes: Iterable[Pass]
+    weight: Callable[[SharedParameter], Matrix]
+
+
+def ranks(context: Context) -> dict[str, Any]:
+    """Measure ranks, spectra, proxies and magnitudes of all observed inputs (Li, Tables 1, 18, 19 and 22)."""
+    sums = context.sums()
+
+    def take(name: str) -> StepHessians:
+        return sums.accumulators.pop(name)
+
+    def passes() -> Iterator[Pass]:
+        for names in sums.passes():
+            sums.run_pass(names, label="hessians")
+            yield names, take
+
+    def weight(p: SharedParameter) -> Matrix:
+        return weight_of(context.system, p)
+
+    inputs = _Inputs(context.selection.observed, context.selection.input_groups, passes(), weight)
+    return _ranks(inputs, context.config, context.rounder, context.execution)
+
+
+def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
+    """The same measurements from a calibration dump."""
+    m = dump.manifest
+    weights = dump.weights()
+    groups = {p.name: m.input_groups[p.name] for p in m.parameters if p.name in m.input_groups}
+
+    def take(name: str) -> StepHessians:
+        steps = sorted(m.rows[name])
+        return dump.accumulator(name, steps, per_step=True)
+
+    def weight(p: SharedParameter) -> Matrix:
+        return weights.oriented(p)
+
+    observed = [p for p in m.parameters if p.name in groups]
+    inputs = _Inputs(observed, groups, [(list(m.rows), take)], weight)
+    return _ranks(inputs, config, rounder, execution)
+
+
+def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
+    observed, input_groups = inputs.observed, inputs.input_groups
+    threads, progress = execution.threads, execution.progress
+    by_name = {p.name: p for p in observed}
+    exposed = [input_groups[p.name] for p in observed if p.exposed]
+    layers: dict[str, Any] = {}
+    magnitudes: dict[str, Any] = {}
+    proxies: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
+    per_channel: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
+    for names, take in inputs.passes:
+        progress.start("ranks", len(names), "inputs")
+        for name in names:
+            h = take(name)
+            if not any(map(h.n_rows, h.steps)):  # no token was routed to this expert
+                progress.advance()
+                continue
+            count = rank.steps_to_count(len(list(h.steps)), h.dim)
+            layers[name] = rank.layer_ranks(h, input_blocks(by_name[name]), count, threads)
+            drawn = rank.drawn(layers, exposed)
+            if name in drawn:
+                layers[name]["spectra"] = rank.layer_spectra(h, damping=config.damping, threads=threads)
+            for other in layers.keys() - set(drawn):
+                layers[other].pop("spectra", None)
+            magnitudes[name] = proxy.magnitude_stability(h)
+            for p in observed:
+                if input_groups[p.name] == name:
+                    w = inputs.weight(p)
+                    outputs[p.name] = proxy.step_proxies(w, h, threads)
+                    for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
+                        into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
+                    # Li, Table 25: the adapter gets ten times the damping.
+                    damping = config.damping * (10 if p.role == "adapter" else 1)
+                    grouped = config.layer(config.group_size)
+                    losses[p.name] = solved_losses(w, h, grouped, damping, rounder, threads)
+            progress.advance()
+        progress.stop()
+    return {
+        "threshold": rank.FOCAL,
+        "input_groups": dict(input_groups),
+        "layers": layers,
+        "magnitudes": magnitudes,
+        "bottleneck": rank.bottleneck(layers),
+        "largest_gain": rank.largest_gain(layers),
+        "drawn": rank.drawn(layers, exposed),
+        "traces": {
+            name: layers[input_groups[name]]["all"]["trace"]
+            for name in by_name
+            if input_groups[name] in layers
+        },
+        "solved": losses,
+        "proxies": {name: values.tolist() for name, values in proxies.items()},
+        "outputs": {name: values.tolist() for name, values in outputs.items()},
+        "proxy_sum": {
+            "grouped": _proxy_sum(proxies),
+            "per channel": _proxy_sum(per_channel),
+        },
+    }
+
+
+def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Sum over the layers with the most common number of steps; `left_out` names the others."""
+    lengths = [len(v) for v in per_layer.values()]
+    usual = max(set(lengths), key=lengths.count)
+    used = {name: v for name, v in per_layer.items() if len(v) == usual}
+    return proxy.summarise_proxies(used) | {"left_out": sorted(set(per_layer) - set(used))}
+
+
+def _seconds(context: Context, step: float) -> float:
+    """Seconds of all counts and drawn spectra: one of each is timed and scaled by the cube of the width."""
+    groups = context.selection.distinct_inputs
+    probe = min(_PROBE, max((p.in_features for p in groups), default=1))
+    h = np.eye(probe)
+
+    def unit(run: Callable[..., object]) -> float:
+        began = time.monotonic()
+        run(h, threads=context.execution.threads)
+        return (time.monotonic() - began) / probe**3
+
+    per_count, per_spectrum = unit(rank.count), unit(rank.spectrum)
+    total = 0.0
+    for p in groups:
+        # The two blocks of a concatenated input are counted too, each at an eighth of the cost.
+        share = 1.25 if input_blocks(p) else 1.0
+        counted = len(rank.steps_to_count(p.invocations, p.in_features)) + 1
+        total += share * per_count * p.in_features**3 * counted
+        total += 3 * per_spectrum * p.in_features**3 * min(1.0, _DRAWN / len(groups))
+    return total
+
+
+SECTIONS.register("ranks")(
+    Section(ranks, 10, rollouts=lambda context: len(context.tokens.sequences), seconds=_seconds)
+)

@@ -1,0 +1,266 @@
+"""Score a model on the items of a task by the rules of lm-evaluation-harness, with intervals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loopq.evaluation.items import Item, find_task
+from loopq.evaluation.requests import (
+    encode_pair,
+    generate_until,
+    log_likelihoods,
+    longest_input,
+    n_generated,
+)
+from loopq.evaluation.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
+from loopq.inference.generate import Decoder, Generation
+from loopq.models.load import LoadedModel
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Progress
+
+#: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
+_N_ANSWER = 256
+_STOPS = ("Question:", "</s>", "<|im_end|>")
+_NONE = "[invalid]"
+#: Of a perplexity, whose resampling costs items times this.
+_N_RESAMPLES = 10_000
+
+
+def _perplexity(nll: ArrayLike, sizes: ArrayLike, axis: int = -1) -> NDArray[np.float64]:
+    return np.asarray(np.exp(np.sum(nll, axis) / np.sum(sizes, axis)))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number per item, and the task's metric computed from them.
+
+    Parameters
+    ----------
+    name : str
+        Name of the metric in the harness.
+    values : float64 ndarray of shape (n_items,)
+        1 where the item is right, else 0. For a perplexity, the negative log-likelihood in nats.
+    sizes : float64 ndarray of shape (n_items,), optional
+        For a perplexity, the words of each item, or 1.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    sizes: NDArray[np.float64] | None = None
+
+    @property
+    def value(self) -> float:
+        """Share of the items that are right, or exp(sum of the values / sum of the sizes)."""
+        return float(self.values.mean() if self.sizes is None else _perplexity(self.values, self.sizes))
+
+    def interval(self) -> Interval:
+        """95 % interval: Wilson's for a share, bootstrap over items for a perplexity."""
+        if self.sizes is None:
+            return wilson(int(self.values.sum()), self.values.size)
+        return bootstrap(
+            [self.values, self.sizes], _perplexity, n_resamples=_N_RESAMPLES, method="bootstrap over items"
+        )
+
+    def change(self, before: Metric) -> tuple[Interval, float | None]:
+        """Change from other weights on the same items, by a paired bootstrap over items.
+
+        Returns
+        -------
+        change : Interval
+            Difference of the shares, this one minus `before`. For perplexities, this one divided by `before`.
+        p_value : float or None
+            p value of the exact McNemar test. None for a perplexity.
+        """
+        if self.sizes is not None:
+            columns = [self.values - before.values, self.sizes]
+            method = "paired bootstrap over items of a ratio"
+            return bootstrap(columns, _perplexity, n_resamples=_N_RESAMPLES, method=method), None
+        gained, lost = (
+            int((a > b).sum()) for a, b in ((self.values, before.values), (before.values, self.values))
+        )
+        return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
+
+    def to_json(self, before: Metric | None) -> dict[str, Any]:
+        """Plain data: every item's value, the interval, and the change from `before` where given."""
+        change, p_value = (None, None) if before is None else self.change(before)
+        return {
+            "metric": self.name,
+            "interval": self.interval().to_json(),
+            "change": None if change is None else change.to_json(),
+            "p_value": p_value,
+            "values": self.values.tolist(),
+            "sizes": None if self.sizes is None else self.sizes.tolist(),
+        }
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a model on a task's items.
+
+    Parameters
+    ----------
+    metrics : tuple of Metric
+        The task's metrics in the harness's order.
+    n_cut : int
+        Number of items with a context cut at its left because it exceeded the model's positions.
+    """
+
+    metrics: tuple[Metric, ...]
+    n_cut: int
+
+    def __getitem__(self, name: str) -> Metric:
+        """Return the metric of that name."""
+        return next(m for m in self.metrics if m.name == name)
+
+
+def score(
+    loaded: LoadedModel,
+    task: str,
+    items: Sequence[Item],
+    execution: Execution | None = None,
+    *,
+    n_steps: int | None = None,
+) -> Scores:
+    """Score a model on items of a task.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        A model with logits. If its weights are replaced during the run, the replaced weights are scored.
+    task : str
+        Name of the task.
+    items : sequence of Item
+        From `loopq.evaluation.items.read_items`.
+    execution : Execution, optional
+        Seed of the initial states, batch size and progress.
+    n_steps : int, optional
+        Depth. The system's default when absent.
+
+    Returns
+    -------
+    Scores
+        Metrics by kind.
+
+        Choices give "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per
+        character). Last words give "perplexity" and "acc" (the last word is the greedy continuation). Texts give
+        "word_perplexity". Numbers give "exact_match" by the harness's two extraction rules.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not causal or gives no logits.
+    """
+    how, kind = execution or Execution(), find_task(task).kind
+    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    # Rejects a model that reads in both directions: its likelihoods would include the answer.
+    decoder = Decoder(loaded.system, depth, Generation(n_tokens=_N_ANSWER, seed=how.seed))
+    if kind == "number":
+        return _numbers(loaded, items, decoder, how.progress, task)
+    blank = "" if kind == "text" else " "
+    asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
+    requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
+    found = log_likelihoods(loaded, requests, n_steps=depth, label=task, execution=how)
+    by_item: list[list[float]] = [[] for _ in items]
+    for (i, _), (value, _) in zip(asked, found, strict=True):
+        by_item[i].append(value)
+    longest = longest_input(loaded)
+    cut = {i for (i, _), (a, b) in zip(asked, requests, strict=True) if len(a) + len(b) > longest + 1}
+    if kind == "choices":
+        return Scores(_accuracy(items, by_item), len(cut))
+    nll = -np.array(by_item)[:, 0]
+    sizes = np.array([float(item.n_words) for item in items])
+    if kind == "text":
+        return Scores((Metric("word_perplexity", nll, sizes),), 0)
+    greedy = np.array([float(is_greedy) for _, is_greedy in found])
+    return Scores((Metric("perplexity", nll, sizes), Metric("acc", greedy)), len(cut))
+
+
+def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tuple[Metric, ...]:
+    """Whether the right answer is the most likely one, by total and by per-character likelihood."""
+    right = np.zeros((2, len(items)))
+    for i, (item, values) in enumerate(zip(items, by_item, strict=True)):
+        total, sizes = np.array(values), np.array([len(choice) for choice in item.choices])
+        right[:, i] = total.argmax() == item.gold, (total / sizes).argmax() == item.gold
+    return Metric("acc", right[0]), Metric("acc_norm", right[1])
+
+
+def _numbers(
+    loaded: LoadedModel, items: Sequence[Item], decoder: Decoder, progress: Progress, label: str
+) -> Scores:
+    """Generate an answer to each item and compare its number with the right one."""
+    right, n_cut, longest = np.zeros((2, len(items))), 0, longest_input(loaded)
+    room = longest - n_generated(_N_ANSWER, longest)
+    progress.start(label, len(items), "answers")
+    for i, item in enumerate(items):
+        n_cut += len(loaded.encode(item.context)) > room
+        text = generate_until(loaded, item.context, decoder, decoder.settings, _STOPS)
+        right[:, i] = [_plain(number) == _plain(item.choices[0]) for number in _found_numbers(text)]
+        progress.advance(1)
+    progress.stop()
+    names = ("exact_match,strict-match", "exact_match,flexible-extract")
+    return Scores(tuple(Metric(name, values) for name, values in zip(names, right, strict=True)), n_cut)
+
+
+def _found_numbers(text: str) -> tuple[str, str]:
+    """The first number after GSM8K's mark, and the last number of the text."""
+    strict, all_numbers = re.search(r"#### (-?[0-9.,]+)", text), re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return strict[1] if strict else _NONE, all_numbers[-1] if all_numbers else _NONE
+
+
+def _plain(answer: str) -> str:
+    """A number without commas, currency and full stop. For a right answer, the text after its mark."""
+    text = answer.replace(",", "").replace("$", "").rpartition("#### ")[2]
+    return text.removesuffix(".").lower()
+
+
+def measure_tasks(
+    models: Iterable[tuple[str, LoadedModel]],
+    items: Mapping[str, Sequence[Item]],
+    execution: Execution | None = None,
+    *,
+    n_steps: int | None = None,
+) -> list[dict[str, Any]]:
+    """Score several sets of weights on the same items and compare the others with the first.
+
+    Parameters
+    ----------
+    models : iterable of (name, LoadedModel)
+        Each model is scored before the next is requested. One model can thus load one checkpoint after another.
+    items : mapping of str to sequence of Item
+        By the task's name.
+    execution : Execution, optional
+        Seed, batch size and progress.
+    n_steps : int, optional
+        Depth.
+
+    Returns
+    -------
+    list of dict
+        Plain data for each task, metric and set of weights: value, interval and each item's own value. Sets after the
+        first also have the change from it (`Metric.change`).
+    """
+    how, found = execution or Execution(), []
+    for name, model in models:
+        how.progress.note(name)
+        found.append(
+            (name, {t: score(model, t, chosen, how, n_steps=n_steps) for t, chosen in items.items()})
+        )
+    rows = []
+    for task in items:
+        for k, first in enumerate(found[0][1][task].metrics):
+            for name, scores in found:
+                metric = scores[task].metrics[k]
+                head = {
+                    "task": task,
+                    "harness": find_task(task).harness,
+                    "weights": name,
+                    "n_cut": scores[task].n_cut,
+                }
+                rows.append(head | metric.to_json(None if metric is first else first))
+    return rows

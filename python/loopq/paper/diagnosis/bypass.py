@@ -1,0 +1,249 @@
+"""The identity-bypass control: the same weight error with and without an identity path (Li, App. K)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnosis.weights import Weights, as_stored
+from loopq.errors import ConfigError
+from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
+from loopq.lazy import require
+from loopq.models.replace import replaced
+from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.data import TokenSet
+    from loopq.diagnosis.context import Context
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+
+RADII = (0.005, 0.01, 0.02)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Squared norms of the central differences of one prompt, seed and radius.
+
+    Parameters
+    ----------
+    mismatch, reference : float64 ndarrays of shape (2,)
+        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass. Q is the rounded map and B the
+        full-precision map.
+    n_directions : int
+        Number of directions k.
+    """
+
+    mismatch: Floats
+    reference: Floats
+    n_directions: int
+
+    def relative(self) -> Floats:
+        """D_i = sqrt(mismatch / reference), without and with the bypass."""
+        out: Floats = np.sqrt(self.mismatch / np.maximum(self.reference, 1e-300))
+        return out
+
+    def rms(self) -> Floats:
+        """Root mean square over directions of ||r_Q - r_B||, without and with the bypass."""
+        out: Floats = np.sqrt(self.mismatch / self.n_directions)
+        return out
+
+
+def unit_directions(shape: Sequence[int], n: int, seed: int) -> Any:
+    """Random unit directions in a state's space as a float64 Tensor (n, *shape), the same for every map."""
+    torch = require("torch")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    return drawn / drawn.flatten(1).norm(dim=1).reshape(n, *(1 for _ in shape))
+
+
+def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius: float) -> Tensor:
+    """[F(s + eps ||s|| v) - F(s - eps ||s|| v)] / (2 eps ||s||) for each direction v, float64."""
+    torch = require("torch")
+    size = radius * float(state.double().norm())
+    many = _together(step, len(directions))
+    with torch.no_grad():
+        if many is not None:
+            moves = size * directions.to(state).flatten(0, 1)
+            found = many(state + moves).double() - many(state - moves).double()
+            return (found / (2 * size)).reshape(directions.shape)
+        moves = [size * v.to(state) for v in directions]
+        apart = [step(state + move).double() - step(state - move).double() for move in moves]
+    return torch.stack(apart) / (2 * size)
+
+
+def _together(step: StepMap, n: int) -> StepMap | None:
+    """The step for n states of one prompt as a batch. None where the embedding is not a single tensor."""
+    e = step.embedding
+    if e is None:
+        return step
+    if not hasattr(e, "expand") or e.shape[0] != 1:
+        return None
+    return dataclasses.replace(step, embedding=e.expand(n, *e.shape[1:]))
+
+
+def prompt_responses(
+    system: LoopedSystem,
+    batch: Batch,
+    n_steps: int,
+    weights: Weights,
+    radii: Sequence[float],
+    n_directions: int,
+    at_bypassed: bool,
+) -> list[Responses]:
+    """Responses of one prompt at one operating state, one entry per radius."""
+    with Bypass(system, n_steps) as bypass:
+        embedding, state = final_state(system, batch, n_steps, bypass if at_bypassed else None)
+    directions = unit_directions(state.shape, n_directions, seed=0)
+    differences: dict[tuple[bool, bool, float], Any] = {}
+    for changed in (False, True):
+        for bypassed in (False, True):
+            with contextlib.ExitStack() as stack:
+                if changed:
+                    stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
+                path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
+                step = StepMap(system, embedding, n_steps - 1, n_steps, path)
+                for radius in radii:
+                    differences[changed, bypassed, radius] = central_differences(
+                        step, state, directions, radius
+                    )
+    out = []
+    for radius in radii:
+        base = [differences[False, path, radius] for path in (False, True)]
+        diff = [differences[True, path, radius] - b for path, b in zip((False, True), base, strict=True)]
+        squares = [np.array([float(x.square().sum()) for x in part]) for part in (diff, base)]
+        out.append(Responses(squares[0], squares[1], n_directions))
+    return out
+
+
+def bypass_study(
+    context: Context,
+    weights: Weights,
+    *,
+    radii: Sequence[float] = RADII,
+    n_directions: int = 32,
+    seeds: Sequence[int] = (0, 1, 2),
+    states: Sequence[str] = ("plain", "bypassed"),
+    n_resamples: int = 10_000,
+) -> dict[str, Any]:
+    """Measure how much an identity path around the exposed layer reduces the effect of its error (Li, App. K).
+
+    Parameters
+    ----------
+    context : Context
+        A model with a single-step function and one exposed adapter layer, and prompts. The rollout at this depth gives
+        the operating state.
+    weights : weights
+        Replaced weights of the changed map, outputs first.
+    radii : sequence of float
+        Perturbation sizes relative to the state's norm.
+    n_directions : int
+        Unit directions, shared by all maps.
+    seeds : sequence of int
+        Seeds of the initial states. Only the first is used where the state is not random.
+    states : sequence of {"plain", "bypassed"}
+        Operating states. They are final states of the full-precision rollout without and with the bypass.
+    n_resamples : int
+        Bootstrap resamples.
+
+    Returns
+    -------
+    dict
+        `rows` has an entry per operating state and radius, with the mean D0 and D1. The attenuation is 1 - geometric
+        mean of the prompts' D1/D0, with its bootstrap interval. The RMS mismatch before normalising has its
+        attenuation too. The sign-flip p is Holm-adjusted over the radii. `bypass_agreement` compares the
+        full-precision rollouts with and without the bypass. It is low for a model trained without one.
+    """
+    if not radii or min(radii) <= 0:
+        raise ConfigError(f"radii must be above 0; got {list(radii)}")
+    system, tokens, n_steps = context.system, context.tokens, context.n_steps
+    Bypass(system, n_steps)
+    used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
+    progress = context.execution.progress
+    progress.start("bypass", len(tokens.sequences) * len(used) * len(states), "prompts")
+    rows: list[dict[str, Any]] = []
+    with promoted(system.model):
+        for place in states:
+            table = np.zeros((len(used), len(tokens.sequences), len(radii), 2, 2))
+            for i, seed in enumerate(used):
+                for j, batch in enumerate(tokens.batches(1, seed)):
+                    found = prompt_responses(
+                        system, batch, n_steps, weights, radii, n_directions, place == "bypassed"
+                    )
+                    for k, response in enumerate(found):
+                        table[i, j, k] = response.relative(), response.rms()
+                    progress.advance()
+            rows += _rows(place, table, radii, n_resamples)
+        agreement = _bypass_agreement(system, tokens, n_steps, used[0])
+    progress.stop()
+    return {
+        "rows": rows,
+        "bypass_agreement": agreement,
+        "settings": {
+            "radii": list(radii),
+            "n_directions": n_directions,
+            "seeds": list(used),
+            "n_prompts": len(tokens.sequences),
+        },
+    }
+
+
+def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[dict[str, Any]]:
+    """Summarise the array (n_seeds, n_prompts, n_radii, 2, 2) of relative and rms values without and with bypass."""
+    prompts = table.mean(axis=0)
+    raw = [sign_flip(np.log(prompts[:, k, 0, 1] / prompts[:, k, 0, 0])) for k in range(len(radii))]
+    adjusted = holm(raw)
+    rows = []
+    for k, radius in enumerate(radii):
+        relative, rms = prompts[:, k, 0], prompts[:, k, 1]
+        ratio = geometric_mean_ratio(relative[:, 1], relative[:, 0], n_resamples=n_resamples)
+        plain = bootstrap(
+            [rms[:, 1], rms[:, 0]],
+            lambda a, b, axis: 1 - a.mean(axis) / b.mean(axis),
+            n_resamples=n_resamples,
+            method="prompt bootstrap of a ratio of means",
+        )
+        rows.append(
+            {
+                "state": place,
+                "radius": radius,
+                "D0": float(relative[:, 0].mean()),
+                "D1": float(relative[:, 1].mean()),
+                "attenuation": 1 - ratio.estimate,
+                "attenuation_low": 1 - ratio.high,
+                "attenuation_high": 1 - ratio.low,
+                "rms_without": float(rms[:, 0].mean()),
+                "rms_with": float(rms[:, 1].mean()),
+                "rms_attenuation": plain.to_json(),
+                "same_sign": int((relative[:, 1] < relative[:, 0]).sum()),
+                "n_prompts": int(relative.shape[0]),
+                "p": raw[k],
+                "p_holm": float(adjusted[k]),
+            }
+        )
+    return rows
+
+
+def _bypass_agreement(system: LoopedSystem, tokens: TokenSet, n_steps: int, seed: int) -> float | None:
+    if system.output != "logits":
+        return None
+    torch = require("torch")
+    shares = []
+    for batch in tokens.batches(1, seed):
+        with torch.no_grad():
+            embedding, plain = final_state(system, batch, n_steps)
+            top = system.predict(plain, embedding).argmax(-1)
+            with Bypass(system, n_steps) as bypass:
+                _, state = final_state(system, batch, n_steps, bypass)
+            same = system.predict(state, embedding).argmax(-1) == top
+        shares.append(float(same[:, tokens.scored_from :].double().mean()))
+    return float(np.mean(shares))

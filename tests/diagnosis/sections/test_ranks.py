@@ -1,0 +1,78 @@
+"""The section of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from loopq.diagnosis import rank, sensitivity, survey
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.sections import SECTIONS
+from loopq.models.from_python import wrap
+from loopq.settings.execution import Execution
+from tests.support.diagnosed import QUICK
+from tests.support.experts import routed_loop
+from tests.support.looptoys import LinearLoop, LinearSystem, tokens
+
+
+def test_ranks_equal_those_of_the_observed_rows(whole):
+    system, data = LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12)
+    rows = []
+    for batch in data.batches(8):
+        e = system.embed(batch)
+        s = system.initial_state(batch, e)
+        import torch
+
+        rows.append(torch.cat([s, e], -1).reshape(-1, 16).detach().numpy())
+    h = np.concatenate(rows).T @ np.concatenate(rows)
+    found = whole[0]["sections"]["ranks"]["layers"]["adapter.weight"]
+    assert found["per_step"][0]["n_rows"] == 36
+    assert found["first"]["rank"] == rank.thresholded_rank(rank.spectrum(h))
+    assert found["first"]["trace"] == pytest.approx(np.trace(h), rel=1e-5)
+    assert set(found["blocks"]) == {"state", "embedding"}
+    # Step 0's state half is white noise: nearly every one of its 8 directions is seen.
+    assert found["blocks"]["state"]["first"]["rank"] == 8
+
+
+def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
+    from loopq.calibrate.collect import Collection, collect_rows
+    from loopq.calibrate.select import select
+
+    model = LinearLoop(width=8).float()
+
+    class Single(LinearSystem):
+        def initial_state(self, batch, embedding):
+            return super().initial_state(batch, embedding).float()
+
+    system, data = Single(model), tokens(n_prompts=3, n_tokens=12)
+    live = survey.diagnose(Context(system, data, 5, QUICK, execution=Execution(threads=1)), only=["ranks"])
+    collect_rows(Collection(system, data, select(system, data, n_steps=5)), tmp_path / "dump")
+    found = survey.diagnose_dump(tmp_path / "dump", config=QUICK, execution=Execution(threads=1))
+    assert found["sections"]["ranks"] == live["sections"]["ranks"]
+    assert {u["section"] for u in found["unavailable"]} == set(SECTIONS.names()) - {"ranks"}
+    assert [layer["verdict"]["blind"] for layer in found["layers"]] == [
+        layer["verdict"]["blind"] for layer in live["layers"]
+    ]
+
+
+def test_experts_are_judged_by_the_rows_that_they_get():
+    system, prompts = wrap(routed_loop(closed=(2,))).system, tokens(n_prompts=2, n_tokens=4, vocab=60)
+    config = dataclasses.replace(QUICK, group_size=8)
+    found = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["ranks"], name="experts")
+    layers = {layer["name"]: layer for layer in found["layers"]}
+    closed = layers["block.experts.2.up_proj.weight"]
+    assert closed["verdict"]["text"] == "Its input was not measured (no token was sent to it)."
+    assert (closed["proxy"], closed["solved"], closed["verdict"]["blind"]) == (None, None, None)
+    ranks = found["sections"]["ranks"]["layers"]["block.experts.0.gate_proj.weight"]
+    rows = [step["n_rows"] for step in ranks["per_step"]]
+    said = (
+        f"An expert: {min(rows)} rows at least and {np.median(rows):g} typically at a step, fewer than it has"
+    )
+    assert layers["block.experts.0.up_proj.weight"]["verdict"]["text"].startswith(said)
+    assert "An expert" not in layers["block.mix.weight"]["verdict"]["text"]
+    weights = {name: system.model.get_parameter(name).detach().numpy() for name in layers}
+    assert set(layers) - set(sensitivity.gains(system, prompts, system.n_steps, weights=weights)) == {
+        f"block.experts.2.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")
+    }

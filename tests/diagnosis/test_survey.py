@@ -1,0 +1,45 @@
+"""The whole diagnosis: every section, what is left out and why, resuming, dumps, verdicts."""
+
+import json
+
+import numpy as np
+
+from loopq.diagnosis import survey
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.sections import in_order
+from loopq.settings.execution import Execution
+from tests.support.diagnosed import OURS, QUICK
+from tests.support.looptoys import BlindSystem, LinearLoop, tokens
+
+
+def test_every_section_runs_and_the_result_is_plain_json(whole):
+    found, _ = whole
+    assert list(found["sections"]) == OURS
+    assert [name for name in in_order() if name in OURS] == OURS
+    assert found["unavailable"] == []
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["model"]["n_steps"] == 5
+    assert set(found["seconds"]) == set(found["sections"])
+    assert found["versions"]["numpy"] == np.__version__
+
+
+def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
+    found = survey.diagnose(
+        Context(
+            BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)
+        ),
+        only=OURS,
+    )
+    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    assert set(reasons) == {"overlap", "feedback", "unpaired runs"}
+    assert "single-step function, which the feedback intervention needs" in reasons["feedback"]
+    assert set(found["sections"]) == {"ranks", "ablation", "injection", "groups"}
+    assert found["layers"][0]["verdict"]["exposed"] is False
+
+
+def test_not_finite_numbers_become_none():
+    assert survey.clean({"a": np.float64("nan"), "b": (1, np.inf), "c": np.int64(3)}) == {
+        "a": None,
+        "b": [1, None],
+        "c": 3,
+    }

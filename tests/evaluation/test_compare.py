@@ -1,0 +1,174 @@
+"""A model with its own weights and with others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.calibrate.data import from_ids
+from loopq.errors import ConfigError
+from loopq.evaluation import compare as module
+from loopq.evaluation.compare import Measurement, compare
+from loopq.settings.execution import Execution
+from loopq.systems.base import Batch
+from tests.support.accelerator import DEVICE, accelerator
+from tests.support.looptoys import LinearLoop, LinearSystem
+from tests.support.looptoys import tokens as made_up
+
+
+def test_comparison_of_a_model_with_itself(loaded, tokens):
+    own = {p.name: loaded.system.parameter(p).detach().numpy() for p in loaded.system.shared_parameters(3)}
+    reference, same = compare(
+        loaded.system, {"same": own}, tokens, seeds=(0, 1), execution=Execution(batch_size=4)
+    )
+    assert np.array_equal(same.kl, np.zeros((2, 10)))
+    assert np.array_equal(same.agreement, np.ones((2, 10)))
+    assert np.array_equal(same.nll, reference.nll)
+    assert not np.array_equal(reference.nll[0], reference.nll[1])
+    other = {n: w + 0.05 * np.sign(w) for n, w in own.items()}
+    worse = compare(loaded.system, {"other": other}, tokens)[1]
+    assert (worse.kl > 0).all()
+
+
+def test_numbers_are_those_of_both_rollouts(loaded, tokens):
+    system = loaded.system
+    name = system.shared_parameters(3)[0].name
+    weight = system.model.get_parameter(name).detach().numpy().copy()
+    other = weight + 0.1 * np.sign(weight)
+    few = tokens.take(0, 3)
+    full, found = compare(
+        system, {"other": {name: other}}, few, seeds=(0, 4), execution=Execution(batch_size=2)
+    )
+    ids = torch.from_numpy(np.stack(few.sequences))
+    for row, seed in enumerate((0, 4)):
+        logs = []
+        for values in (weight, other):
+            with torch.no_grad():
+                system.model.get_parameter(name).copy_(torch.from_numpy(values))
+                logs.append(system.rollout(Batch(ids, (0, 1, 2), seed), 3).double().log_softmax(-1))
+        p, q = logs
+        np.testing.assert_allclose(found.kl[row], (p.exp() * (p - q)).sum(-1).mean(-1), rtol=1e-9)
+        np.testing.assert_allclose(found.agreement[row], (p.argmax(-1) == q.argmax(-1)).double().mean(-1))
+        for measured, log in ((full, p), (found, q)):
+            nll = -log[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+            np.testing.assert_allclose(measured.nll[row], nll, rtol=1e-9)
+            assert measured.answered[row].tolist() == (log[:, -2].argmax(-1) == ids[:, -1]).double().tolist()
+    assert (found.agreement < 1).any()
+    with torch.no_grad():
+        system.model.get_parameter(name).copy_(torch.from_numpy(weight))
+    assert np.array_equal(compare(system, {}, few, seeds=(4,), n_steps=3)[0].nll[0], full.nll[1])
+    assert not np.allclose(compare(system, {}, few, seeds=(4,), n_steps=2)[0].nll[0], full.nll[1])
+
+
+def test_a_summary_is_made_of_means():
+    kl = np.array([[1.0, 2.0, 6.0], [3.0, 4.0, 2.0]])
+    found = Measurement("x", kl, kl / 10, np.log([[2.0, 4.0, 8.0]] * 2), np.zeros((2, 3)), 2.0, "logits", 7)
+    assert found.summary() == {
+        "name": "x", "output": "logits", "kl": 3.0, "agreement": pytest.approx(0.3), "n_seeds": 2, "n_prompts": 3,
+        "kl_by_seed": [3.0, 3.0], "agreement_by_seed": pytest.approx([0.3, 0.3]),
+        "perplexity": pytest.approx(4.0), "bits_per_byte": pytest.approx(1.0), "n_bytes": 7,
+    }  # fmt: skip
+    interval = found.kl_interval()
+    assert interval.estimate == pytest.approx(3.0)
+    assert (interval.n, interval.low >= 2.0, interval.high <= 4.0) == (3, True, True)
+    two = dataclasses.replace(found, kl=kl[:, :2])
+    assert two.kl_interval().estimate == 2.5
+    assert dataclasses.replace(found, kl=kl[:, :1]).kl_interval() is None
+    assert "n_bytes" not in dataclasses.replace(found, n_bytes=None, output="hidden").summary()
+
+
+def test_hidden_states_are_compared_as_vectors():
+    class Hidden(LinearSystem):
+        output = "hidden"
+
+    system, data = Hidden(LinearLoop()), made_up(n_prompts=3)
+    weight = system.model.adapter.weight.detach().float().numpy()
+    found = compare(
+        system, {"a": {"adapter.weight": 1.1 * weight}}, data, n_steps=4, execution=Execution(batch_size=2)
+    )[1]
+    (batch,) = data.batches(3)
+    a = system.rollout(batch, 4).flatten(1).numpy()
+    with torch.no_grad():
+        system.model.adapter.weight.copy_(torch.from_numpy(1.1 * weight))
+    b = system.rollout(batch, 4).flatten(1).numpy()
+    np.testing.assert_allclose(found.kl[0], ((a - b) ** 2).sum(1) / (a**2).sum(1), rtol=1e-5)
+    cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    np.testing.assert_allclose(found.agreement[0], cosine, rtol=1e-6)
+    assert np.isnan(found.nll).all()
+    assert found.summary().keys().isdisjoint({"perplexity", "bits_per_byte"})
+
+
+def test_a_prompt_needs_a_token_to_predict(loaded, tokens):
+    short = dataclasses.replace(tokens, scored_from=22)
+    assert compare(loaded.system, {}, short)[0].nll.shape == (1, 10)
+    with pytest.raises(ConfigError, match="at least two tokens after 23"):
+        compare(loaded.system, {}, dataclasses.replace(tokens, scored_from=23))
+    with pytest.raises(ConfigError, match=r"at least two tokens$"):
+        compare(loaded.system, {}, from_ids([[1, 2], [3]]))
+
+
+def test_bits_per_byte_divide_by_the_bytes_of_the_tokens_that_are_predicted(loaded, tokens):
+    """Tokens of even id stand for three bytes, the others for one."""
+    few = dataclasses.replace(tokens.take(0, 2), scored_from=2)
+    found = compare(loaded.system, {}, few, count_bytes=lambda ids: int(np.where(ids % 2, 1, 3).sum()))
+    predicted = np.concatenate([ids[3:] for ids in few.sequences])
+    width = np.where(predicted % 2, 1, 3).mean()
+    assert found[0].bytes_per_token == width
+    assert found[0].bits_per_byte == pytest.approx(found[0].nll.mean() / np.log(2.0) / width)
+    assert compare(loaded.system, {}, few)[0].bits_per_byte is None
+    assert compare(loaded.system, {}, few, count_bytes=loaded.count_bytes)[0].bytes_per_token == 1.0
+
+
+def test_answers_are_right_as_a_whole_and_scored_behind_the_question(loaded, tokens):
+    """Prompts are filled with what the model itself predicts, in one of them all but the first token of the answer."""
+    ids = np.stack(tokens.take(0, 3).sequences)
+    for at in range(20, 24):
+        batch = Batch(torch.from_numpy(ids), (0, 1, 2), 0)
+        logits = loaded.system.rollout(batch, loaded.system.n_steps).detach().numpy()
+        ids[:, at] = logits[:, at - 1].argmax(-1) + (at == 20) * np.array([0, 1, 0])
+    text = from_ids(ids)
+    task = dataclasses.replace(text, scored_from=19)
+    few = dataclasses.replace(text, scored_from=20)
+    assert [compare(loaded.system, {}, t)[0].answered[0].tolist() for t in (text, task, few)] == [
+        [1, 1, 1], [1, 0, 1], [1, 1, 1],
+    ]  # fmt: skip
+    logp = torch.from_numpy(logits).double().log_softmax(-1).numpy()
+    expected = [-np.mean([logp[p, at - 1, ids[p, at]] for at in range(20, 24)]) for p in range(3)]
+    assert compare(loaded.system, {}, task)[0].nll[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_are_scored_in_pieces_and_the_numbers_are_those_of_the_whole(loaded, tokens, monkeypatch):
+    name = loaded.system.shared_parameters(3)[0].name
+    weights = {name: np.zeros(tuple(loaded.model.get_parameter(name).shape), np.float32)}
+    whole = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
+    score, sizes = module._tokens, []
+
+    def tracked(reference, out, targets, **more):
+        sizes.append(out.numel())
+        return score(reference, out, targets, **more)
+
+    monkeypatch.setattr(module, "_tokens", tracked)
+    # Pieces of seven positions, which do not divide the prompt; and of one.
+    for limit in (7 * 3 * 256, 1):
+        monkeypatch.setattr(module, "_PIECE", limit)
+        sizes.clear()
+        found = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
+        assert max(sizes) <= max(limit, 3 * 256)
+        for a, b in zip(whole, found, strict=True):
+            for what in ("kl", "agreement", "nll", "answered"):
+                np.testing.assert_allclose(getattr(a, what), getattr(b, what), rtol=1e-12)
+
+
+def test_a_comparison_runs_where_the_model_is(tiny, tokens):
+    name = tiny.system.shared_parameters(3)[0].name
+    weight = tiny.model.get_parameter(name).detach().numpy()
+    variants = {"other": {name: weight + 0.1 * np.sign(weight)}}
+    expected = compare(tiny.system, variants, tokens)[1]
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found = compare(tiny.system, variants, tokens)[1]
+    for field in ("kl", "agreement", "nll", "answered"):
+        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=1e-4)

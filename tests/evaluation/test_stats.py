@@ -1,0 +1,333 @@
+"""The statistics against the tables of the paper, textbook values and their nominal coverage."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopq.errors import ConfigError
+from loopq.evaluation import stats
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (460, 1319, 32.4, 37.5),
+        (368, 1319, 25.5, 30.4),
+        (355, 1319, 24.6, 29.4),
+        (462, 1319, 32.5, 37.6),
+        (662, 1319, 47.5, 52.9),
+        (521, 1319, 36.9, 42.2),
+        (531, 1319, 37.6, 42.9),
+        (597, 1319, 42.6, 48.0),
+        (25, 100, 17.5, 34.3),
+        (28, 100, 20.1, 37.5),
+        (30, 100, 21.9, 39.6),
+        (32, 100, 23.7, 41.7),
+    ],
+)
+def test_wilson_gives_the_intervals_of_the_paper(successes, trials, low, high):
+    found = stats.wilson(successes, trials)
+    assert round(100 * found.low, 1) == low
+    assert round(100 * found.high, 1) == high
+    assert found.estimate == successes / trials
+
+
+def test_wilson_covers_as_it_says():
+    rng = np.random.default_rng(0)
+    for p in (0.08, 0.35, 0.5):
+        drawn = rng.binomial(1319, p, size=4000)
+        values, counts = np.unique(drawn, return_counts=True)
+        inside = [stats.wilson(int(k), 1319).low <= p <= stats.wilson(int(k), 1319).high for k in values]
+        assert 0.94 <= np.average(inside, weights=counts) <= 0.96
+
+
+def test_wilson_ends_stay_in_the_unit_interval():
+    assert stats.wilson(0, 10).low == 0.0
+    assert stats.wilson(0, 10).high == pytest.approx(0.2775, abs=1e-4)
+    assert stats.wilson(10, 10).high == 1.0
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "p", "digits"),
+    [
+        (225, 29, 9.346e-39, 4),
+        (251, 29, 2.718e-45, 4),
+        (154, 111, 0.009747, 4),
+        (68, 55, 0.28, 2),
+        (68, 54, 0.24, 2),
+    ],
+)
+def test_mcnemar_gives_the_p_values_of_the_paper(b, c, p, digits):
+    assert float(f"{stats.mcnemar_exact(b, c):.{digits - 1}e}") == p
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_mcnemar_is_symmetric_and_a_probability(b, c):
+    p = stats.mcnemar_exact(b, c)
+    assert p == stats.mcnemar_exact(c, b)
+    assert 0 < p <= 1
+    if b == c:
+        assert p == 1.0
+    # The definition, summed in integers.
+    exact = min(1.0, 2 * sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c))
+    assert p == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "low", "high"), [(225, 29, 12.66, 17.06), (251, 29, 14.56, 19.18), (154, 111, 0.83, 5.69)]
+)
+def test_paired_bootstrap_gives_the_intervals_of_the_paper(b, c, low, high):
+    found = stats.paired_proportion_difference(b, c, 1319)
+    # Differences lie on a lattice of 100/1319 points; an end may fall on the next lattice point.
+    lattice = 100 / 1319
+    assert 100 * found.low == pytest.approx(low, abs=1.05 * lattice)
+    assert 100 * found.high == pytest.approx(high, abs=1.05 * lattice)
+    assert found.estimate == (b - c) / 1319
+
+
+def test_bootstraps_repeat_with_their_seed_and_say_it():
+    values = np.random.default_rng(1).normal(size=40)
+    one, again = (
+        stats.mean_interval(values, n_resamples=2000, seed=5),
+        stats.mean_interval(values, n_resamples=2000, seed=5),
+    )
+    assert one == again
+    assert (one.seed, one.n_resamples, one.n) == (5, 2000, 40)
+    assert one != stats.mean_interval(values, n_resamples=2000, seed=6)
+
+
+def test_bootstrap_resamples_units_with_all_their_columns():
+    rng = np.random.default_rng(8)
+    a, b = rng.normal(5.0, 1.0, size=(2, 30))
+    found = stats.bootstrap([a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=500, seed=3)
+    picks = np.random.default_rng(3).integers(0, 30, size=(500, 30))
+    draws = a[picks].mean(axis=1) / b[picks].mean(axis=1)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, [0.025, 0.975])), rel=1e-12)
+    assert found.estimate == a.mean() / b.mean()
+
+
+def test_bootstrap_of_one_unit_is_the_estimate():
+    found = stats.mean_interval([3.0], n_resamples=10)
+    assert (found.estimate, found.low, found.high) == (3.0, 3.0, 3.0)
+
+
+def test_bootstrap_of_a_mean_has_the_width_of_theory():
+    values = np.random.default_rng(2).normal(3.0, 2.0, size=400)
+    found = stats.mean_interval(values, n_resamples=20_000)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.03)
+    assert found.estimate == pytest.approx(values.mean())
+
+
+def test_chunked_resampling_covers_every_draw(monkeypatch):
+    values = np.random.default_rng(2).normal(size=50)
+    whole = stats.mean_interval(values, n_resamples=999)
+    monkeypatch.setattr(stats, "_CHUNK", 50 * 7)
+    assert stats.mean_interval(values, n_resamples=999) == whole
+
+
+def test_cluster_bootstrap_is_wider_than_positions_would_say():
+    # Twenty prompts that agree wholly or not at all: the units are prompts, not positions.
+    hits = np.array([50.0, 0.0] * 10)
+    sizes = np.full(20, 50.0)
+    found = stats.cluster_rate(hits, sizes, n_resamples=20_000)
+    naive = stats.wilson(500, 1000)
+    assert found.estimate == 0.5
+    assert found.high - found.low > 5 * (naive.high - naive.low)
+
+
+def test_pooled_rate_of_the_closed_loop_control():
+    # 922 of 1,090 positions is the pooled 84.59 % of Li, App. J, 926 its 84.95 %.
+    assert round(100 * stats.cluster_rate([922], [1090], n_resamples=10).estimate, 2) == 84.59
+    assert round(100 * stats.cluster_rate([926], [1090], n_resamples=10).estimate, 2) == 84.95
+
+
+def test_geometric_mean_ratio_is_scale_free():
+    rng = np.random.default_rng(3)
+    base = rng.lognormal(size=60)
+    found = stats.geometric_mean_ratio(base * 1.989, base, n_resamples=500)
+    assert found.estimate == pytest.approx(1.989)
+    assert found.low == pytest.approx(1.989)
+    noisy = stats.geometric_mean_ratio(base * np.exp(rng.normal(0.5, 0.2, 60)), base, n_resamples=5000)
+    assert noisy.low < np.exp(0.5) < noisy.high
+
+
+def test_attenuations_of_the_paper():
+    assert (
+        round(100 * (1 - stats.geometric_mean_ratio([0.713216], [1.22249], n_resamples=1).estimate), 2)
+        == 41.66
+    )
+    assert (
+        round(100 * (1 - stats.geometric_mean_ratio([0.6366], [1.0169], n_resamples=1).estimate), 2) == 37.40
+    )
+
+
+def test_latency_ratio_of_the_paper():
+    found = stats.median_ratio([303.9] * 50, [250.9] * 50, n_resamples=100)
+    assert round(found.estimate, 3) == 1.211
+    assert stats.median_ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0], n_resamples=100).estimate == 2.0
+
+
+def test_ratio_of_medians_covers_the_truth():
+    """Paired trials share their noise: the interval of the ratio is narrow, and it holds the true 1.5."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(60):
+        noise = rng.lognormal(0.0, 0.2, 50)
+        first, second = 1.5 * noise * rng.lognormal(0, 0.02, 50), noise * rng.lognormal(0, 0.02, 50)
+        found = stats.median_ratio(first, second, n_resamples=500, seed=trial)
+        assert found.low <= found.estimate <= found.high
+        assert found.high - found.low < 0.2
+        held += found.low <= 1.5 <= found.high
+    assert held >= 51
+    assert stats.median_ratio(first, second, seed=3) == stats.median_ratio(first, second, seed=3)
+
+
+def test_difference_in_differences_of_the_paper():
+    # Shifts +0.080 and +0.101 at the plain state, -0.340 and -0.041 at the bypassed one.
+    for plain, other, did in [(0.080, 0.101, 0.021), (-0.340, -0.041, 0.299)]:
+        found = stats.difference_in_differences([0.0], [plain], [0.0], [other], n_resamples=10)
+        assert round(found.estimate, 3) == did
+
+
+def test_difference_in_differences_cancels_what_prompts_share():
+    rng = np.random.default_rng(4)
+    prompt = rng.normal(size=30)
+    found = stats.difference_in_differences(prompt, prompt + 1, prompt, prompt + 3, n_resamples=200)
+    assert found.estimate == pytest.approx(2.0)
+    assert found.high - found.low < 1e-12
+
+
+def test_sign_flip_of_fifty_equal_signs_is_what_monte_carlo_can_say():
+    effects = np.random.default_rng(5).uniform(0.4, 0.5, size=50)
+    p = stats.sign_flip(effects)
+    assert p == pytest.approx(1e-5)
+    # The 3.0e-5 of Li, App. K: three radii, Holm-adjusted.
+    assert stats.holm([p, p, p])[0] == pytest.approx(3.0e-5)
+
+
+def test_sign_flip_counts_all_patterns_of_few_effects():
+    assert stats.sign_flip([1.0] * 10) == 2 / 2**10
+    assert stats.sign_flip([1.0, -1.0]) == stats.sign_flip([0.3]) == 1.0
+    effects = np.random.default_rng(5).normal(0.3, 1.0, size=12)
+    signs = 1 - 2 * (np.arange(2**12)[:, None] >> np.arange(12) & 1)
+    exact = np.mean(np.abs(signs @ effects) >= abs(effects.sum()) - 1e-12)
+    assert stats.sign_flip(effects) == exact
+    assert stats.sign_flip(effects, n_resamples=4095) == pytest.approx(exact, abs=0.02)
+
+
+def test_sign_flip_keeps_its_level():
+    rng = np.random.default_rng(6)
+    p = [stats.sign_flip(rng.normal(size=8)) for _ in range(1000)]
+    assert 0.035 <= np.mean(np.array(p) <= 0.05) <= 0.065
+
+
+def test_holm_textbook_and_monotone():
+    np.testing.assert_allclose(stats.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(stats.holm([0.6, 0.3, 0.9]), [1.0, 0.9, 1.0])
+    raw = np.random.default_rng(7).uniform(size=20)
+    adjusted = stats.holm(raw)
+    assert (adjusted >= raw).all()
+    assert (np.diff(adjusted[np.argsort(raw)]) >= 0).all()
+
+
+def test_correlations_by_their_formulas():
+    x, y = [1, 2, 2, 3, 5, 8], [2, 1, 4, 4, 9, 7]
+    assert stats.pearson(x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
+    # Ties share their mean rank.
+    assert stats.spearman(x, y) == pytest.approx(
+        np.corrcoef([1, 2.5, 2.5, 4, 5, 6], [2, 1, 3.5, 3.5, 6, 5])[0, 1]
+    )
+    assert stats.spearman([1, 2, 3], [10, 100, 1000]) == pytest.approx(1.0)
+    assert stats.spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1.0)
+    assert math.isnan(stats.spearman([1, 1, 1], [1, 2, 3]))
+    assert math.isnan(stats.pearson([1, 2, 3], [4, 4, 4]))
+    assert math.isnan(stats.pearson([1.0], [2.0]))
+    assert stats.pearson([1.0, 2.0], [5.0, 3.0]) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "rtn", "base", "percent"),
+    [
+        (462, 368, 460, 102.17),
+        (597, 521, 662, 53.9),
+        (12.97, 14.38, 11.51, 49.1),
+        (11.62, 11.94, 10.10, 17.4),
+        (34.08, 35.10, 31.80, 30.9),
+        (39.21, 46.08, 38.46, 90.2),
+        (20.84, 51.30, 19.57, 96.0),
+        (12.24, 12.61, 11.75, 43.0),
+        (11.5932, 13.1284, 10.5033, 58.48),
+    ],
+)
+def test_gap_closed_of_the_paper(value, rtn, base, percent):
+    digits = len(str(percent).split(".")[1])
+    assert round(100 * stats.gap_closed(value, rtn, base), digits) == percent
+
+
+def test_gap_closed_of_its_own_ends():
+    assert stats.gap_closed(5.0, 9.0, 5.0) == 1.0
+    assert math.copysign(1.0, stats.gap_closed(9.0, 9.0, 5.0)) == 1.0
+    assert stats.gap_closed(9.0, 9.0, 5.0) == 0.0
+    with pytest.raises(ConfigError, match="no gap"):
+        stats.gap_closed(1.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: stats.wilson(3, 2),
+        lambda: stats.wilson(-1, 2),
+        lambda: stats.wilson(0, 0),
+        lambda: stats.wilson(1, 2, level=1.0),
+        lambda: stats.wilson(1, 2, level=0.0),
+        lambda: stats.mcnemar_exact(-1, 2),
+        lambda: stats.mcnemar_exact(2, -1),
+        lambda: stats.paired_proportion_difference(5, 6, 10),
+        lambda: stats.paired_proportion_difference(-1, 6, 10),
+        lambda: stats.paired_proportion_difference(0, 0, 0),
+        lambda: stats.geometric_mean_ratio([1.0], [0.0]),
+        lambda: stats.geometric_mean_ratio([0.0], [1.0]),
+        lambda: stats.median_ratio([1.0], [0.0]),
+        lambda: stats.median_ratio([0.0], [1.0]),
+        lambda: stats.geometric_mean_ratio([1.0, 2.0], [1.0]),
+        lambda: stats.mean_interval([]),
+        lambda: stats.mean_interval([1.0, math.nan]),
+        lambda: stats.holm([1.2]),
+        lambda: stats.holm([-0.1, 0.5]),
+    ],
+)
+def test_impossible_input_is_refused(call):
+    with pytest.raises(ConfigError):
+        call()
+
+
+def test_student_covers_as_it_says():
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 5, 20):
+        found = [stats.student(row) for row in rng.normal(3.0, 2.0, (2000, n))]
+        assert 0.935 <= np.mean([i.low <= 3.0 <= i.high for i in found]) <= 0.965
+
+
+def test_values_at_the_ends_are_allowed():
+    assert stats.paired_proportion_difference(5, 5, 10, n_resamples=100).estimate == 0.0
+    assert stats.paired_proportion_difference(0, 1, 1, n_resamples=100).low == -1.0
+    assert stats.holm([0.0, 1.0]).tolist() == [0.0, 1.0]
+    assert (stats.mcnemar_exact(0, 0), stats.mcnemar_exact(0, 3)) == (1.0, 0.25)
+    assert stats.wilson(1, 1).low == pytest.approx(1 / (1 + 1.959964**2))
+
+
+def test_student_by_its_formula():
+    found = stats.student([0.50, 0.52, 0.54])
+    # t of two degrees of freedom is 4.302653; s / sqrt(3) is 0.02 / sqrt(3).
+    half = 4.302653 * 0.02 / math.sqrt(3)
+    assert (found.low, found.high) == (pytest.approx(0.52 - half), pytest.approx(0.52 + half))
+    assert (found.n, found.level, stats.student([1.0, 3.0]).estimate) == (3, 0.95, 2.0)
+
+
+def test_student_needs_a_second_value():
+    with pytest.raises(ConfigError, match="at least 2 values; got 1"):
+        stats.student([1.0])

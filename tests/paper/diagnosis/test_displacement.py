@@ -1,0 +1,170 @@
+"""Displacements on a linear loop, against closed forms."""
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.diagnosis import rollouts
+from loopq.diagnosis.context import Context
+from loopq.errors import ConfigError
+from loopq.paper.diagnosis import displacement
+from loopq.quantizers.config import LayerConfig
+from loopq.settings.execution import Execution
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens, under
+
+INT4 = LayerConfig.of(bits=4, group_size=-1)
+
+
+@pytest.fixture
+def system():
+    return LinearSystem(LinearLoop())
+
+
+def test_displacement_converges_to_its_closed_form(system):
+    # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    data = tokens(n_prompts=2)
+    found = displacement.displacement(Context(system, data, 200), new, n_more=200)
+    j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
+    eye = np.eye(6)
+    for prompt, ids in enumerate(data.sequences):
+        b, bq = system.model.drive(ids), system.model.drive(ids, new["adapter.weight"])
+        star = np.linalg.solve(eye - j, b.T).T
+        expected = np.linalg.solve(eye - jq, (star @ (jq - j).T + bq - b).T)
+        assert found.distance[prompt, -1] == pytest.approx(np.linalg.norm(expected), rel=1e-9)
+
+
+def test_displacement_settles_at_the_spectral_radius(system):
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    found = displacement.displacement(Context(system, tokens(n_prompts=1), 200), new, n_more=120)
+    rho = np.abs(np.linalg.eigvals(system.model.jacobian(new["adapter.weight"]))).max()
+    gap = np.abs(found.distance[0] - found.distance[0, -1])
+    # Complex eigenvalues make the gap swing: the rate is the slope over many swings.
+    slope = np.polyfit(np.arange(5, 60), np.log(gap[5:60]), 1)[0]
+    assert np.exp(slope) == pytest.approx(rho, rel=0.03)
+
+
+def test_displacement_summary():
+    found = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
+    assert found.settled_after() == 2
+    assert found.growth()[0] == pytest.approx(2 ** (1 / 4))
+    level = displacement.Displacement(np.full((2, 3), 0.5), np.ones((2, 3)))
+    assert level.settled_after() == 1
+    assert level.to_json()["settled_after"] == 1
+    within = displacement.Displacement(np.array([[0.5, 0.96, 1.04, 1.0]]), np.ones((1, 4)))
+    assert (within.settled_after(0.05), within.settled_after(0.03)) == (2, None)
+    # The tolerance is a share of the final value, and itself within.
+    wide = displacement.Displacement(np.array([[2.0, 3.97, 3.97, 4.0]]), np.ones((1, 4)))
+    assert wide.settled_after() == 2
+    assert displacement.Displacement(np.array([[3.0, 4.0]]), np.ones((1, 2))).settled_after(0.25) == 1
+    rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
+    assert rising.settled_after() is None
+    for ratio in (0.5, 2.0):
+        small = displacement.Displacement(1e-3 * np.array([[1.0, ratio]]), np.ones((1, 2)))
+        assert small.growth() == pytest.approx([ratio])
+        assert small.to_json()["median_growth"] == pytest.approx(ratio)
+    assert displacement.Displacement(np.ones((2, 1)), np.ones((2, 1))).to_json()["median_growth"] is None
+    late = displacement.Displacement(np.array([[0.0, 1.0, 1.0, 1.0]]), np.ones((1, 4))).to_json()
+    assert late["settled_after"] == 2
+    assert late["median_growth"] > 1
+    still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()
+    assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
+
+
+def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_step(system):
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    seen = []
+    plain = system.step
+
+    def step(state, embedding, t, n_steps):
+        seen.append(t)
+        return plain(state, embedding, t, n_steps)
+
+    system.step = step
+    found = displacement.displacement(
+        Context(system, tokens(n_prompts=3), 4, execution=Execution(batch_size=2)), new
+    )
+    # Two batches: four steps to the start, four more of both loops.
+    assert seen == 2 * ([0, 1, 2, 3] + 8 * [3])
+    states = [rollouts.trace(system, b, 8).states for b in tokens(n_prompts=3).batches(1)]
+    norms = [[float(s[t].norm()) for t in range(5, 9)] for s in states]
+    np.testing.assert_allclose(found.relative, found.distance / np.array(norms), rtol=1e-12)
+    said = found.to_json()
+    np.testing.assert_allclose(said["relative"], found.relative.mean(axis=0))
+    np.testing.assert_allclose(said["distance"], found.distance.mean(axis=0))
+    assert (said["n_prompts"], said["n_more"], said["final"]) == (
+        3,
+        4,
+        pytest.approx(found.distance[:, -1].mean()),
+    )
+    assert said["median_growth"] == pytest.approx(np.median(found.growth()))
+    one = displacement.displacement(Context(system, tokens(n_prompts=1), 4), new, n_more=1).to_json()
+    assert (len(one["distance"]), one["median_growth"]) == (1, None)
+    with pytest.raises(ConfigError, match="n_more must be at least 1; got 0"):
+        displacement.displacement(Context(system, tokens(), 4), new, n_more=0)
+
+
+def test_displacement_from_one_step_on_and_of_small_states():
+    seen = []
+    small = LinearLoop()
+    with torch.no_grad():
+        small.table.weight *= 1e-6
+    system = LinearSystem(small)
+    plain = system.step
+    system.step = lambda state, embedding, t, n_steps: seen.append(t) or plain(state, embedding, t, n_steps)
+    new = {"adapter.weight": (small.adapter.weight.detach() * 1.1).float().numpy()}
+    found = displacement.displacement(Context(system, tokens(n_prompts=1), 1), new, n_more=2)
+    assert set(seen) == {0}
+    system.step = plain
+    far = displacement.displacement(Context(system, tokens(n_prompts=1), 100), new, n_more=2)
+    (batch,) = tokens(n_prompts=1).batches(1)
+    norm = float(rollouts.trace(system, batch, 101).states[-1].norm())
+    assert norm < 1e-3
+    assert far.relative[0, 0] == pytest.approx(far.distance[0, 0] / norm)
+    assert found.distance.shape == (1, 2)
+
+
+def test_contraction_bound_by_its_formula():
+    assert displacement.contraction_bound(0.5, 0.75) == 2.0
+    assert displacement.contraction_bound(0.5, 0.0) == 0.5
+    assert displacement.contraction_bound(0.0, 0.5) == 0.0
+    for bad in ((-0.1, 0.5), (1.0, -0.1)):
+        with pytest.raises(ConfigError):
+            displacement.contraction_bound(*bad)
+
+
+def test_contraction_bound_holds_on_a_linear_loop():
+    system = LinearSystem(LinearLoop(radius=0.3))
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
+    data = tokens(n_prompts=1)
+    found = displacement.displacement(Context(system, data, 100), new, n_more=50)
+    jq = system.model.jacobian(new["adapter.weight"])
+    modulus = np.linalg.norm(jq, 2)
+    assert modulus < 1
+    (batch,) = data.batches(1)
+    star = rollouts.trace(system, batch, 100, read=()).states[-1]
+    with under(system, new):
+        defect = float((system.step(star, system.embed(batch), 0, 1) - star).detach().norm())
+    bound = displacement.contraction_bound(defect, modulus)
+    assert found.distance.max() <= bound * (1 + 1e-9)
+    with pytest.raises(ConfigError, match="L < 1"):
+        displacement.contraction_bound(1.0, 1.0)
+
+
+def test_a_system_without_steps_cannot_be_continued():
+    with pytest.raises(ConfigError, match="blind-toy"):
+        displacement.displacement(Context(BlindSystem(LinearLoop()), tokens(), 8), {})
+
+
+def test_one_step_predicts_the_displacement_of_a_linear_loop():
+    system = LinearSystem(LinearLoop(radius=0.3))
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
+    data = tokens(n_prompts=2)
+    found = displacement.predicted(Context(system, data, 60), new)
+    jq = system.model.jacobian(new["adapter.weight"])
+    for row in found:
+        # The loop is linear, so the prediction is exact, and the bound is one.
+        assert row["linear"] == pytest.approx(row["measured"], rel=1e-4)
+        assert row["modulus"] == pytest.approx(np.linalg.norm(jq, 2), rel=1e-2)
+        assert row["measured"] <= row["bound"] * (1 + 1e-6)
+        assert row["bound"] == pytest.approx(row["defect"] / (1 - row["modulus"]))

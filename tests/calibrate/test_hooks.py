@@ -149,7 +149,8 @@ def test_input_groups_of_separate_projections(tokens):
         def forward(self, x):
             return self.o(self.q(x) + self.k(x))
 
-    from loopq.systems.base import LoopedSystem, declare
+    from loopq.systems.base import LoopedSystem
+    from loopq.systems.declare import declare
 
     class System(LoopedSystem):
         name = "made"

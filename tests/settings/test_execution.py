@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 import pytest
+import torch
 
 from loopq.errors import ConfigError
-from loopq.settings.execution import Execution, available_bytes, parse_bytes
+from loopq.settings.execution import Execution, available_bytes, parse_bytes, true_float32
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,14 @@ def test_free_memory_is_within_the_limits_of_containers(tmp_path):
     assert available_bytes(tmp_path) == 40960 - 30720 + 20480
     (job / "memory.max").write_text("1024\n")
     assert available_bytes(tmp_path) == 0
+
+
+def test_precision_setting_is_put_back():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with true_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

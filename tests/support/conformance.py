@@ -23,12 +23,12 @@ from loopq.gradients.backward import Backward
 from loopq.gradients.sketch import Kept, Reached
 from loopq.gradients.unroll import unroll
 from loopq.models.check import check_model
+from loopq.models.experts import unfuse
 from loopq.models.stream import Stream, layers_of
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import raw
 from loopq.systems.base import LoopedSystem
-from loopq.systems.experts import unfuse
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.systems import CASES, Case, as_loaded, build, open_system, prompts
 

@@ -7,7 +7,8 @@ from torch import nn
 from loopq.calibrate.data import from_ids
 from loopq.diagnosis.weights import as_stored
 from loopq.models.replace import replaced
-from loopq.systems.base import LoopedSystem, declare
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import declare
 
 
 class LinearLoop(nn.Module):

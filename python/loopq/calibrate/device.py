@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
-from loopq.quantizers.twin.precision import true_float32
+from loopq.settings.execution import true_float32
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CalibrationError, NonFiniteError
+from loopq.errors import CalibrationError, NonFiniteError, model_code
+from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import source_of, to_torch
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, model_code
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -127,7 +128,7 @@ class Observer:
         if not self._watched:
             yield
             return
-        from loopq.systems.products import Products, plain_attention  # lazy: loopq imports without torch
+        from loopq.models.products import Products, plain_attention  # lazy: loopq imports without torch
 
         weights = {name: self._system.parameter(p).detach() for name, p in self._watched.items()}
         with plain_attention(), Products(weights, lambda n, rows, _: self._observed(self._watched[n], rows)):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.layers.shared import SharedParameter
 from loopq.settings.patterns import check_patterns, matches
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 
 @dataclass(frozen=True)

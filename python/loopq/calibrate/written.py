@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError, LoopqError
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.errors import ConfigError, LoopqError, model_code
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,9 +24,10 @@ from loopq.diagnosis.verdict import judge, summary
 from loopq.diagnosis.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
 from loopq.layers.grid import PER_CHANNEL
+from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Progress
 
 FORMAT = "loopq-diagnosis"

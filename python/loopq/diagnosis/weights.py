@@ -15,7 +15,8 @@ from loopq.storage.weights import as_stored as stored
 from loopq.storage.weights import outputs_first
 
 if TYPE_CHECKING:
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 Matrix = NDArray[np.float32]
 Weights = Mapping[str, Matrix]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
@@ -21,7 +21,7 @@ from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
 from loopq.storage.names import names_of
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

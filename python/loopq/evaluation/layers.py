@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
+from loopq.layers.shared import SharedParameter
 from loopq.models.replace import Weights, placed, replaced
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import Batch, LoopedSystem
 from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:

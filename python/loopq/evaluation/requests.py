@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import NonFiniteError
+from loopq.errors import NonFiniteError, model_code
 from loopq.inference.generate import Decoder, Generation, decode, end_ids, generate
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
-from loopq.systems.base import Batch, model_code
+from loopq.systems.base import Batch
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048

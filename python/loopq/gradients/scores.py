@@ -15,12 +15,13 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, SystemContractError
 from loopq.evaluation.compare import compare
 from loopq.gradients.backward import Backward
+from loopq.layers.shared import SharedParameter
 from loopq.models.replace import stored_weight
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor

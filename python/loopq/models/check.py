@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, LoopqError
+from loopq.layers.shared import SharedParameter
+from loopq.models.trace import Trace, token_tables, trace
 from loopq.storage.names import names_of
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
-from loopq.systems.trace import Trace, token_tables, trace
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor

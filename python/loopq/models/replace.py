@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import is_streamed, source_of, to_torch
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor

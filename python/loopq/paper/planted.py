@@ -16,7 +16,8 @@ from loopq.paper.models import Source
 from loopq.settings.execution import Execution
 
 if TYPE_CHECKING:
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 #: Factor of the weight's column: the channel of its input has the inverse.
 FACTORS = {"outlier": 64.0, "spike": 1 / 256, "token": 1 / 256}

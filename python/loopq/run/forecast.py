@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
+from loopq.layers.shared import SharedParameter
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import core_rate, duration
 from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import PLANNED, Execution, available_bytes
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 from loopq.terminal.table import size
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,19 @@ def resident_bytes(mapped: bool = False) -> int:
 def at_most(more: int) -> str:
     """Say what the process will hold: what it has now, and `more` bytes."""
     return f"about {(resident_bytes() + more) / 2**20:.0f} MiB at most"
+
+
+@contextlib.contextmanager
+def true_float32() -> Iterator[None]:
+    """Prevent rounding of float32 products to tf32 or bfloat16. Restore the settings afterwards."""
+    import torch  # lazy: loopq imports without torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, find_prefix, logits_of, setting
+from loopq.systems.base import Batch, LoopedSystem, setting
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import logits_of
 
 _MARKER = "encoder.albert_layer_groups.0.albert_layers.0.attention.query"
 _LINEARS = (

@@ -9,18 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError, SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    ModelClass,
-    SharedParameter,
-    cache_of,
-    declare,
-    is_embedding,
-    past,
-)
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import ModelClass
+from loopq.systems.declare import declare, is_embedding
+from loopq.systems.outputs import cache_of, past
 
 _MARKER = "base_causallm.transformer.h.0.attn.c_attn"
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (

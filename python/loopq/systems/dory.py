@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cached, declare, logits_of, past, setting
+from loopq.systems.base import Batch, setting
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:

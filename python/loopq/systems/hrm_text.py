@@ -7,19 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    SharedParameter,
-    cache_name,
-    cached,
-    declare,
-    logits_of,
-    past,
-    setting,
-)
+from loopq.systems.base import Batch, LoopedSystem, setting
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cache_name, cached, logits_of, past
 from loopq.systems.program import Program
 
 _LINEARS = (

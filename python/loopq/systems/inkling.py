@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    SharedParameter,
-    cached,
-    declare,
-    find_prefix,
-    logits_of,
-    past,
-    routing_module,
-    setting,
-    stacked_experts,
-)
+from loopq.systems.base import Batch, LoopedSystem, setting
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import cached, logits_of, past
+from loopq.systems.routing import routing_module, stacked_experts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.declare import declare
 from loopq.systems.llama_loops import llama_linears
 
 Cache = dict[tuple[int, int], tuple["Tensor", "Tensor"]]

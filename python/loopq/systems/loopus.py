@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, ModelClass, SharedParameter, cache_name, declare
+from loopq.systems.base import Batch
+from loopq.systems.capabilities import ExitRule, ModelClass
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cache_name
 from loopq.systems.stepwise import StepwiseSystem
 
 _PARTS = ("encoder", "reasoning", "decoder")

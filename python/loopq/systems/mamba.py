@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cached, logits_of, past
 
 
 @SYSTEMS.register("mamba")

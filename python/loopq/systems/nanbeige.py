@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cached, is_embedding, logits_of, past, setting
+from loopq.systems.base import Batch, setting
+from loopq.systems.declare import is_embedding
 from loopq.systems.llama_loops import LlamaLoops
+from loopq.systems.outputs import cached, logits_of, past
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, logits_of, past, setting
+from loopq.systems.base import Batch, setting
+from loopq.systems.capabilities import ExitRule
 from loopq.systems.llama_loops import LlamaLoops
+from loopq.systems.outputs import cached, logits_of, past
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of, setting
+from loopq.systems.base import Batch, setting
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import StepwiseSystem
 
 _MARKER = "transformer.core_block.0.attn.c_q"

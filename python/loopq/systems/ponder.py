@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cache_of, declare, is_embedding, past
+from loopq.systems.base import Batch
+from loopq.systems.declare import declare, is_embedding
+from loopq.systems.outputs import cache_of, past
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.declare import declare
 
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("self_attn.qkv_proj", {"role": "attention", "fused": "q+k+v"}),

@@ -16,7 +16,8 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import Batch, LoopedSystem
 
 
 @contextlib.contextmanager

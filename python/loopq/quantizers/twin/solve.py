@@ -18,10 +18,9 @@ from loopq.quantizers.damping import Damping
 from loopq.quantizers.twin.coupled import Left, coupled
 from loopq.quantizers.twin.factor import Factors, Order
 from loopq.quantizers.twin.grid import Codes, refuse_scales
-from loopq.quantizers.twin.precision import true_float32
 from loopq.quantizers.twin.settle import Stages, fitted, joined, settle
 from loopq.quantizers.twin.sweep import sweep
-from loopq.settings.execution import device_bytes
+from loopq.settings.execution import device_bytes, true_float32
 
 Found = dict[str, Any]
 #: Bytes of a batch on a device that does not report its memory.

@@ -13,13 +13,15 @@ from torch import nn
 
 import loopq
 from loopq.formats.convert import read_any
+from loopq.models.discovery import discover
+from loopq.models.experts import Experts, unfuse
+from loopq.models.files import find_names
 from loopq.models.from_python import wrap
 from loopq.models.load import load_model
+from loopq.models.systems.generic import Generic
 from loopq.storage.model_files import stored_state
-from loopq.systems.base import Batch, stacked_experts
-from loopq.systems.experts import Experts, unfuse
-from loopq.systems.files import find_names
-from loopq.systems.generic import Generic, discover
+from loopq.systems.base import Batch
+from loopq.systems.routing import stacked_experts
 from tests.support.experts import N_STEPS, RoutingBlock, routed_loop
 from tests.support.marks import slow_unless
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from loopq.storage.annotations import choices_of, fits, words
+from loopq.annotations import choices_of, fits, words
 
 
 @pytest.mark.parametrize(

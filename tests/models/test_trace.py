@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loopq.errors import CalibrationError
-from loopq.systems.trace import trace
+from loopq.models.trace import trace
 from tests.support.odd_loop import Odd, _ids
 
 pytestmark = pytest.mark.filterwarnings(

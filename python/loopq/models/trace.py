@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import SystemContractError
-from loopq.systems.base import model_code, routing_module
+from loopq.errors import SystemContractError, model_code
+from loopq.systems.routing import routing_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.base import Orientation
+    from loopq.layers.shared import Orientation
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
@@ -106,7 +106,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
-    from loopq.systems.products import Products, plain_attention  # lazy: loopq imports without torch
+    from loopq.models.products import Products, plain_attention  # lazy: loopq imports without torch
 
     tables = {
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
@@ -117,7 +117,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
             f"module {script or type(model).__name__}: TorchScript, whose layers no hook sees: give the module that it "
             "was made from"
         )
-    # Stacked experts are `loopq.systems.base.stacked_experts`.
+    # Stacked experts are `loopq.systems.routing.stacked_experts`.
     conv = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Conv1d)}
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 or id(p) in conv}
     names = {id(p): name for name, p in weights.items() if p.ndim == 2}

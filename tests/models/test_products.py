@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopq.systems.products import Products, plain_attention
+from loopq.models.products import Products, plain_attention
 
 _X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 _W = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))

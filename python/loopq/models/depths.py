@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.layers.shared import SharedParameter
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

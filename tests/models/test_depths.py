@@ -10,7 +10,7 @@ import loopq
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
 from loopq.errors import ConfigError
-from loopq.systems.depths import Depths
+from loopq.models.depths import Depths
 from tests.support.systems import CASES, build, prompts
 
 

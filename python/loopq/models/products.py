@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.systems.base import Orientation
+    from loopq.layers.shared import Orientation
 
 #: What a product does: name of the weight, rows of its input (n_rows, in_features), and how the weight is stored.
 OnProduct = Callable[[str, "Tensor", "Orientation"], None]

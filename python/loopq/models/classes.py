@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.settings.execution import available_bytes
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Encode, ModelClass, Tensors, model_code
+from loopq.systems.capabilities import Encode, ModelClass, Tensors
 
 if TYPE_CHECKING:
     from torch import nn

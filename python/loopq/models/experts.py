@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from loopq.systems.files import conversions
+from loopq.models.files import conversions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,7 @@ def unfuse(model: nn.Module) -> list[str]:
     ----------
     model : nn.Module
         Changed in place. Experts that are modules already stay unchanged. So do experts in an unknown layout
-        (`loopq.systems.base.stacked_experts` lists them).
+        (`loopq.systems.routing.stacked_experts` lists them).
 
     Returns
     -------

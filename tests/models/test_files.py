@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import loopq
+from loopq.models.files import find_names
 from loopq.models.load import load_model
 from loopq.storage.files import map_tensors
 from loopq.storage.model_files import model_tensors, stored_state
 from loopq.storage.names import Names, names_of
 from loopq.systems.base import Batch
-from loopq.systems.files import find_names
 from tests.support.systems import _hrm_text
 from tests.support.vendors import dory, inkling, tokens
 

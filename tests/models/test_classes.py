@@ -16,14 +16,14 @@ from loopq.cli import main
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native
 from loopq.models.build import build_shape
+from loopq.models.classes import register_model
 from loopq.models.load import load_model
-from loopq.systems.classes import register_model
 from tests.support.systems import small
 
 # A user's file: a class that loops twice over one matrix, stored under other names than it has.
 USER_FILE = """
 from torch import nn
-from loopq.systems.classes import register_model
+from loopq.models.classes import register_model
 from loopq.models.load import encode_bytes
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from loopq.quantizers.twin.descent import change_codes, change_scales
 from tests.support.twins import CPU, rounded, searched
 
-_EVEN = {"bits": 3, "group_size": 16}
-_TABLE = {"bits": 4, "group_size": 32, "levels": "uneven"}
+_EVEN: dict[str, Any] = {"bits": 3, "group_size": 16}
+_TABLE: dict[str, Any] = {"bits": 4, "group_size": 32, "levels": "uneven"}
 
 
 def verify_solver(device: torch.device, paths: Sequence[int]) -> dict[str, float]:
@@ -33,12 +34,12 @@ def verify_solver(device: torch.device, paths: Sequence[int]) -> dict[str, float
     return {**found, "descent": min(_descent(device, grid) for grid in grids)}
 
 
-def _beam(device: torch.device, n_paths: int, grid: dict[str, object]) -> float:
+def _beam(device: torch.device, n_paths: int, grid: dict[str, Any]) -> float:
     wanted, found = (searched(150, n_paths, at, **grid).cpu() for at in (CPU, device))
     return float((found == wanted).float().mean())
 
 
-def _descent(device: torch.device, grid: dict[str, object]) -> float:
+def _descent(device: torch.device, grid: dict[str, Any]) -> float:
     steps = []
     for at in (CPU, device):
         s, codes, rows = rounded(150, True, at, **grid)

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare
 from loopq.gradients.scores import loop_fisher
+from loopq.systems.declare import parameter_of
 
 
 def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
@@ -16,7 +17,7 @@ def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
     rng = np.random.default_rng(0)
     candidates = {}
     for p in tiny.system.shared_parameters(3):
-        weight = tiny.system.parameter(p).detach().numpy()
+        weight = parameter_of(tiny.system.model, p).detach().numpy()
         noise = rng.normal(size=weight.shape) * 0.02 * np.abs(weight).mean() * rng.lognormal(sigma=1.5)
         candidates[p.name, "noise"] = (weight + noise).astype(np.float32)
     variants = {name: {name: weight} for (name, _), weight in candidates.items()}

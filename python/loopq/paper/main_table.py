@@ -29,6 +29,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.solving import solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
+from loopq.systems.stepwise import steps_of
 from loopq.terminal.progress import Progress, Silent
 
 GRIDS = ((4, 128), (3, 32))
@@ -123,7 +124,7 @@ def measure_model(
     )
     by_name = {m.name: m for m in measured}
     states = None
-    if system.output == "hidden" and system.has_steps:
+    if system.output == "hidden" and steps_of(system):
         first = {f"INT{b} g{g}, {a}": weights[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in VARIANTS}
         probe = fit_probe(system, model.tuning_held_out, progress)
         states = measure_states(system, first, model.evaluation, probe, progress)

@@ -36,6 +36,7 @@ from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
+from loopq.systems.capabilities import Describes, Discovers
 from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
@@ -146,10 +147,13 @@ def _prepared(
 ) -> tuple[Plan, ModelSource]:
     """Plan a quantization of a model and report its cost."""
     tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
-    loaded.system.look(tokens.first(execution.seed))
-    for line in (*loaded.report.notes, *loaded.system.describe_loop()):
+    system, missed = loaded.system, {}
+    if isinstance(system, Discovers):
+        system.look(tokens.first(execution.seed))
+        missed = system.missed()
+    about = system.describe_loop() if isinstance(system, Describes) else ()
+    for line in (*loaded.report.notes, *about):
         execution.progress.note(line)
-    missed = loaded.system.missed()
     if missed and isinstance(execution.progress, Silent):
         warnings.warn(f"not quantized: {'; '.join(f'{n}: {why}' for n, why in missed.items())}", stacklevel=3)
     if config.reads_text:

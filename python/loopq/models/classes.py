@@ -16,7 +16,7 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.settings.execution import available_bytes
 from loopq.systems import SYSTEMS
-from loopq.systems.capabilities import Encode, ModelClass, Tensors
+from loopq.systems.capabilities import Builds, Encode, ModelClass, Tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,8 +67,8 @@ def register_model(
 def find_class(config: Mapping[str, Any], system: str | None, where: object) -> ModelClass | None:
     """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
 
-    An adapter provides one for its `model_types`, and for any folder if the caller names the adapter. More layers or
-    experts than `MOST` are a ConfigError.
+    An adapter provides one for the `model_types` that it names, and for any folder if the caller names the adapter.
+    More layers or experts than `MOST` are a ConfigError.
     """
     for part in (config, config.get("text_config")):
         for name, count in part.items() if isinstance(part, Mapping) else ():
@@ -77,8 +77,11 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
     kind = str(config.get("model_type", ""))
     if kind in _CLASSES:
         return _CLASSES[kind]
-    named = None if system is None else SYSTEMS.get(system).model_class()
-    return named or next((cls.model_class() for _, cls in SYSTEMS if kind in cls.model_types), None)
+    named = None if system is None else SYSTEMS.get(system)
+    if named is not None and issubclass(named, Builds):
+        return named.model_class()
+    made = (cls.model_class() for _, cls in SYSTEMS if issubclass(cls, Builds))
+    return next((model_class for model_class in made if kind in model_class.model_types), None)
 
 
 def load_registered(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Describes, Discovers, FixedLength
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,8 +34,14 @@ class Depths(LoopedSystem):
         if len(set(depths)) != len(depths) or len(depths) < 2:
             raise ConfigError(f"n_steps: several depths must be different ones; got {list(depths)}")
         self.system, self.depths = system, tuple(system.check_depth(n) for n in depths)
-        self.name, self.output, self.idle = system.name, system.output, system.idle  # type: ignore[misc]
-        self.fixed_depth = system.fixed_depth
+        self.name, self.output, self.published = system.name, system.output, system.published  # type: ignore[misc]
+        # Of the other's capabilities, those that do not run it at one depth.
+        if isinstance(system, Discovers):
+            self.look, self.missed = system.look, system.missed
+        if isinstance(system, Describes):
+            self.describe_loop = system.describe_loop
+        if isinstance(system, FixedLength):
+            self.prompt_length = system.prompt_length
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -72,29 +78,15 @@ class Depths(LoopedSystem):
         self.check_depth(n_steps)
         return torch.cat([self.system.rollout(batch, depth) for depth in self.depths], dim=1)
 
-    @contextlib.contextmanager
-    def differentiable(self) -> Iterator[None]:
-        """Delegates to the other adapter, like all that follows."""
-        with self.system.differentiable():
-            yield
-
     def left_out(self) -> dict[str, str]:
-        """See above."""
+        """As in the other adapter."""
         return self.system.left_out()
 
-    def missed(self) -> dict[str, str]:
-        """See above."""
-        return self.system.missed()
-
-    def look(self, batch: Batch) -> None:
-        """See above."""
-        self.system.look(batch)
-
-    def describe_loop(self) -> tuple[str, ...]:
-        """See above."""
-        return self.system.describe_loop()
-
     @property
-    def prompt_length(self) -> int | None:
-        """See above."""
-        return self.system.prompt_length
+    def keeps_graph(self) -> bool:
+        """As in the other adapter, which runs."""
+        return self.system.keeps_graph
+
+    @keeps_graph.setter
+    def keeps_graph(self, value: bool) -> None:
+        self.system.keeps_graph = value

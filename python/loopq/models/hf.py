@@ -291,7 +291,7 @@ def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> 
     CheckpointError
         If parameters are missing. The message names them, because they hold random numbers.
     """
-    needed = [name for name in missing if not name.startswith(system.idle)]
+    needed = [name for name in missing if not name.startswith(system.published.idle)]
     if needed:
         more = f" and {len(needed) - 5} more" if len(needed) > 5 else ""
         raise CheckpointError(

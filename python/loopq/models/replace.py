@@ -14,6 +14,7 @@ from loopq.errors import CheckpointError
 from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import is_streamed, source_of, to_torch
 from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ def stored_weight(system: LoopedSystem, parameter: SharedParameter) -> Tensor:
     """The values of a weight on the model's device, also while its layer is not in memory."""
     stream = source_of(system.model)
     if stream is None:
-        return system.parameter(parameter).detach()
+        return parameter_of(system.model, parameter).detach()
     return system.to_device(to_torch(stream[parameter.name]))
 
 
@@ -40,7 +41,9 @@ def placed(system: LoopedSystem, weights: Weights) -> Weights:
     if system.device.type == "cpu" or is_streamed(system.model):
         return weights
     return {
-        name: torch.as_tensor(given).to(system.weight(name).device, system.weight(name).dtype)
+        name: torch.as_tensor(given).to(
+            parameter_of(system.model, name).device, parameter_of(system.model, name).dtype
+        )
         for name, given in weights.items()
     }
 
@@ -61,7 +64,7 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     """
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-    parameters, stream = {name: system.weight(name) for name in weights}, source_of(system.model)
+    parameters, stream = {name: parameter_of(system.model, name) for name in weights}, source_of(system.model)
     visited: dict[str, Any] = {}
     if isinstance(stream, Stream):
         ids = stream.visited()

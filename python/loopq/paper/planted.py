@@ -14,6 +14,7 @@ from loopq.calibrate.hooks import Observer
 from loopq.errors import ConfigError
 from loopq.paper.models import Source
 from loopq.settings.execution import Execution
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
     from loopq.layers.shared import SharedParameter
@@ -62,7 +63,7 @@ def plant(source: Source, kind: str, tokens: TokenSet, execution: Execution | No
 
 
 def _matrix(system: LoopedSystem, p: SharedParameter) -> Any:
-    return p.matrix(system.parameter(p).detach())
+    return p.matrix(parameter_of(system.model, p).detach())
 
 
 def _loud(

@@ -18,6 +18,7 @@ from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import PLANNED, Execution, available_bytes
 from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import parameter_of
 from loopq.terminal.table import size
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def forecast(
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
     if held < weights:
         again = sum(
-            (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
+            (p.invocations - 1) * _numbers(p) * parameter_of(system.model, p).element_size()
+            for p in parameters
         )
         visits = -(-len(tokens.sequences) // execution.batch_size)
         visits += 2 * -(-metric.n_gradients // execution.batch_size)

@@ -1,4 +1,4 @@
-"""Interface of a looped system: its rollout, its shared parameters and, if it has one, its step.
+"""Interface of a looped system: its rollout and its shared parameters.
 
 A *rollout* is everything the model does for a batch of prompts from the initial state to the output. An *invocation*
 is one call of a shared parameter's module within it. Step t of a parameter is its t-th invocation. Parameters are
@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import ConfigError
 from loopq.layers.loop_spec import MAX_STEPS
-from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from loopq.layers.shared import SharedParameter
-    from loopq.systems.capabilities import ExitRule, ModelClass
-    from loopq.systems.program import Program
 
 Output = Literal["logits", "hidden"]
 
@@ -99,11 +96,40 @@ class Batch:
         return torch.stack(rows)
 
 
+@dataclass(frozen=True)
+class Published:
+    """Facts about the published models of one kind.
+
+    Parameters
+    ----------
+    checkpoints : mapping of str to int
+        Their names, and the number of weights quantized by default.
+    code : {"checkpoint", "transformers", "own"}
+        Source of their class: the checkpoint itself, transformers, or neither.
+    transformers : str
+        Versions that their class needs, if these are not the usual ones.
+    also : str
+        Their other requirements, in words.
+    exposed : tuple of str
+        Layers without an identity path around them, in words.
+    idle : tuple of str
+        Name prefixes of parameters that no rollout uses. A checkpoint may lack them.
+    """
+
+    checkpoints: Mapping[str, int] = field(default_factory=dict)
+    code: Literal["checkpoint", "transformers", "own"] = "transformers"
+    transformers: str = ""
+    also: str = ""
+    exposed: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+
+
 class LoopedSystem(ABC):
     """Adapter of one kind of looped model.
 
     A subclass registers itself under its name in `loopq.systems.SYSTEMS`. It takes the model in any precision and on
-    any device, and does not change it.
+    any device, and does not change it. `loopq.systems.capabilities` lists what it may offer besides, and
+    `loopq.systems.stepwise` has single steps.
 
     Parameters
     ----------
@@ -116,49 +142,22 @@ class LoopedSystem(ABC):
         Name in the registry.
     summary : str
         One-line description of the loop for `loopq systems`.
-    checkpoints : tuple of (str, int)
-        Published models of this kind and the number of weights quantized by default.
-    code : {"checkpoint", "transformers", "own"}
-        Source of the published models' class: the checkpoint itself, transformers, or neither.
-    transformers : str
-        Versions that their class needs, if these are not the usual ones.
-    also : str
-        Their other requirements, in words.
-    exposed : tuple of str
-        Layers without an identity path around them, in words.
-    idle : tuple of str
-        Name prefixes of parameters that no rollout uses. A checkpoint may lack them.
-    model_types : tuple of str
-        ``model_type`` in every ``config.json`` that `model_class` supports.
-    has_steps : bool
-        Whether `embed`, `initial_state`, `step` and `predict` exist. Diagnoses that intervene in the loop need them.
-    grows : bool
-        Whether a step appends to the state. It then repeats earlier passes and has no square Jacobian.
+    published : Published
+        Published models of this kind.
     output : {"logits", "hidden"}
         What a rollout returns.
     state_is_random : bool
         Whether the initial state is drawn, so that pairing of runs matters.
     keeps_graph : bool
-        Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
-    fixed_depth : bool
-        Whether the calls of a rollout depend on its depth alone, and not on its tokens.
+        Whether `rollout` keeps the graph for gradients. Every `rollout` reads it.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
-    checkpoints: ClassVar[tuple[tuple[str, int], ...]] = ()
-    code: ClassVar[Literal["checkpoint", "transformers", "own"]] = "transformers"
-    transformers: ClassVar[str] = ""
-    also: ClassVar[str] = ""
-    exposed: ClassVar[tuple[str, ...]] = ()
-    idle: ClassVar[tuple[str, ...]] = ()
-    model_types: ClassVar[tuple[str, ...]] = ()
-    has_steps: bool = False
-    grows: bool = False
+    published: ClassVar[Published] = Published()
     output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
-    fixed_depth: bool = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -167,11 +166,6 @@ class LoopedSystem(ABC):
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
         """Whether this adapter fits the model, judged by its configuration and structure."""
-
-    @classmethod
-    def model_class(cls) -> ModelClass | None:
-        """Build rule for a checkpoint if its ``config.json`` does not name the class. None if it does."""
-        return None
 
     @property
     @abstractmethod
@@ -199,55 +193,6 @@ class LoopedSystem(ABC):
             Logits, or hidden states as given by `output`.
         """
 
-    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt with the marks that the model needs before it answers."""
-        return list(ids)
-
-    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
-        """Continue a rollout with the model's key/value cache, one for each step of the loop.
-
-        Parameters
-        ----------
-        batch : Batch
-            All tokens so far.
-        n_steps : int
-            Depth.
-        n_seen : int
-            Number of tokens in the cache.
-        cache : object or None
-            Second result of the last call. None at first.
-
-        Returns
-        -------
-        logits : Tensor of shape (n_prompts, n_tokens - n_seen, vocabulary)
-            Logits of the tokens that are not in the cache.
-        cache : object
-            Cache of all tokens. The method returns None instead of the pair if the model has no cache.
-        """
-        return None
-
-    @property
-    def served_by_cache(self) -> bool:
-        """Whether engines return the logits of the model's cache even if a rollout without it differs."""
-        return False
-
-    def program(self, n_steps: int) -> Program | None:
-        """Describe the model as a program for text generation on the processor. None if this is not possible."""
-        return None
-
-    def exit_rule(self) -> ExitRule | None:
-        """Return the model's early-exit rule, new for each token. None if it has no rule."""
-        return None
-
-    @contextlib.contextmanager
-    def differentiable(self) -> Iterator[None]:
-        """Keep the graph of rollouts for gradients inside the block."""
-        before, self.keeps_graph = self.keeps_graph, True
-        try:
-            yield
-        finally:
-            self.keeps_graph = before
-
     def left_out(self) -> dict[str, str]:
         """Parameters that the loop uses but `shared_parameters` does not list: name and reason.
 
@@ -256,48 +201,6 @@ class LoopedSystem(ABC):
         """
         return {}
 
-    def missed(self) -> dict[str, str]:
-        """Entries of `left_out` that a user may expect to be quantized. Their input cannot be observed."""
-        return {}
-
-    def look(self, batch: Batch) -> None:  # noqa: B027  # Most adapters declare their loop.
-        """Receive the prompts of a later run. Adapters that discover the loop by a run use them."""
-
-    def describe_loop(self) -> tuple[str, ...]:
-        """Lines on the discovered loop. Empty where the adapter declares it."""
-        return ()
-
-    def n_updates(self, n_steps: int) -> int:
-        """Number of `step` calls before `predict` in a rollout of depth `n_steps`.
-
-        It is `n_steps`, unless the readout is itself the last pass through the loop's weights.
-        """
-        return n_steps
-
-    def embed(self, batch: Batch) -> Any:
-        """Second input of every step besides the state (the prelude's output), or None."""
-        raise self._no_steps()
-
-    def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
-        """State before step 0."""
-        raise self._no_steps()
-
-    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        """State after step t of n_steps."""
-        raise self._no_steps()
-
-    def predict(self, state: Tensor, embedding: Any) -> Tensor:
-        """Output read from a state."""
-        raise self._no_steps()
-
-    def _no_steps(self) -> SystemContractError:
-        return SystemContractError(f"system {self.name!r} has no single-step function")
-
-    @property
-    def prompt_length(self) -> int | None:
-        """Required number of tokens of every prompt, or None for any number."""
-        return None
-
     def check_depth(self, n_steps: int) -> int:
         """Return `n_steps` if a rollout can have this depth, else raise `ConfigError`."""
         if n_steps < 1:
@@ -305,18 +208,6 @@ class LoopedSystem(ABC):
         if n_steps > MAX_STEPS:
             raise ConfigError(f"n_steps must be at most {MAX_STEPS}; got {n_steps}")
         return n_steps
-
-    def parameter(self, shared: SharedParameter) -> nn.Parameter:
-        """Return the parameter object that `shared` names."""
-        if not shared.owners:
-            return self.weight(shared.name)
-        found: nn.Parameter = self.model.get_submodule(shared.owners[0]).weight
-        return found
-
-    def weight(self, name: str) -> nn.Parameter:
-        """Return the parameter that `SharedParameter.name` names."""
-        found: nn.Parameter = self.model.get_parameter(names_of(self.model).in_model(name))
-        return found
 
     @property
     def device(self) -> torch.device:
@@ -327,6 +218,16 @@ class LoopedSystem(ABC):
         """Move a tensor to the model's device and, if requested, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
+
+
+@contextlib.contextmanager
+def differentiable(system: LoopedSystem) -> Iterator[None]:
+    """Keep the graph of a system's rollouts for gradients inside the block."""
+    before, system.keeps_graph = system.keeps_graph, True
+    try:
+        yield
+    finally:
+        system.keeps_graph = before
 
 
 @contextlib.contextmanager

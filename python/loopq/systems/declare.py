@@ -1,4 +1,4 @@
-"""Find and declare the weights of named modules."""
+"""Declare the weights of named modules, and find them again."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
     return owners
+
+
+def parameter_of(model: nn.Module, shared: SharedParameter | str) -> nn.Parameter:
+    """Return the parameter object of a shared weight, or of the name of one."""
+    if isinstance(shared, SharedParameter) and shared.owners:
+        owned: nn.Parameter = model.get_submodule(shared.owners[0]).weight
+        return owned
+    name = shared if isinstance(shared, str) else shared.name
+    found: nn.Parameter = model.get_parameter(names_of(model).in_model(name))
+    return found
 
 
 def declare(

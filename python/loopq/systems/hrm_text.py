@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, setting
+from loopq.systems.base import Batch, Published, setting
 from loopq.systems.blocks import angles_of, llama_block
 from loopq.systems.declare import declare
 from loopq.systems.outputs import cache_name, cached, logits_of, past
 from loopq.systems.program import Program
+from loopq.systems.stepwise import SingleSteps
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -28,7 +29,7 @@ _LINEARS = (
 
 
 @SYSTEMS.register("hrm_text")
-class HrmText(LoopedSystem):
+class HrmText(SingleSteps):
     """transformers' HRM-Text.
 
     A step is one high cycle: `L_cycles` runs of the low stack on z_L + z_H, then one of the high stack. The low
@@ -38,9 +39,7 @@ class HrmText(LoopedSystem):
 
     name = "hrm_text"
     summary = "L_cycles x z_L = L(z_L + z_H), then z_H = H(z_H + z_L); counts differ by stack"
-    checkpoints = (("HRM-Text-1B", 256),)
-    transformers = ">=5.9,<6"
-    has_steps = True
+    published = Published({"HRM-Text-1B": 256}, transformers=">=5.9,<6")
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch
+from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare, find_prefix
 from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import StepwiseSystem
@@ -44,8 +44,7 @@ class LoopFormer(StepwiseSystem):
 
     name = "loopformer"
     summary = "s += gated blocks modulated by (t, dt); fewer steps are coarser ones"
-    checkpoints = (("LoopFormer-278M", 15),)
-    code = "own"
+    published = Published({"LoopFormer-278M": 15}, code="own")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

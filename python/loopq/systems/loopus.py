@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch
+from loopq.systems.base import Batch, Published
 from loopq.systems.capabilities import ExitRule, ModelClass
 from loopq.systems.declare import declare
 from loopq.systems.outputs import cache_name
@@ -36,10 +36,7 @@ class LoopUS(StepwiseSystem):
 
     name = "loopus"
     summary = "layers of a dense model; s = gate(middle layers(s), s), then the last layers"
-    checkpoints = (("LoopUS-Qwen3-1.7B", 196),)
-    code = "own"
-    model_types: ClassVar = ("lds",)
-    idle = ("q_head.",)
+    published = Published({"LoopUS-Qwen3-1.7B": 196}, code="own", idle=("q_head.",))
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -49,7 +46,7 @@ class LoopUS(StepwiseSystem):
     @classmethod
     def model_class(cls) -> ModelClass:
         """The published ``config.json`` contains the dense model's, and divides its layers."""
-        return ModelClass(build_loopus, rename=_current_names)
+        return ModelClass(build_loopus, rename=_current_names, model_types=("lds",))
 
     @property
     def n_steps(self) -> int:

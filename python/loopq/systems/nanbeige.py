@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import SystemContractError
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, setting
+from loopq.systems.base import Batch, Published, setting
 from loopq.systems.declare import is_embedding
 from loopq.systems.llama_loops import LlamaLoops
 from loopq.systems.outputs import cached, logits_of, past
@@ -34,8 +34,7 @@ class Nanbeige(LlamaLoops):
 
     name = "nanbeige"
     summary = "s = norm(layers(s)) from the token embeddings, two loops"
-    checkpoints = (("Nanbeige4.2-3B", 155),)
-    code = "checkpoint"
+    published = Published({"Nanbeige4.2-3B": 155}, code="checkpoint")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

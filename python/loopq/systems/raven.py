@@ -57,7 +57,6 @@ class Raven(StepwiseSystem):
     its forward does not use, and R-Llama's fail.
     """
 
-    exposed = ("adapter",)
     state_is_random = True
 
     @property

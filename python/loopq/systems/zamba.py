@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.base import Batch, LoopedSystem, Published
 from loopq.systems.declare import declare, owners_of_parameters
 from loopq.systems.outputs import cached, logits_of, past
 
@@ -29,7 +29,7 @@ class Zamba(LoopedSystem):
 
     name = "zamba"
     summary = "one attention block tied into several layers of a Mamba stack"
-    checkpoints = (("Zamba-7B", 7), ("Zamba2-1.2B", 6))
+    published = Published({"Zamba-7B": 7, "Zamba2-1.2B": 6})
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -45,7 +45,6 @@ class Generic(LoopedSystem):
 
     name = "generic"
     summary = "any model: what one run calls more than once; named by --system generic"
-    fixed_depth = False
 
     def __init__(self, model: nn.Module, select: Sequence[str] = ("*",), depth: str | None = None) -> None:
         super().__init__(model)

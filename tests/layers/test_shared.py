@@ -1,0 +1,29 @@
+"""The description of a shared weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from loopq.errors import SystemContractError
+from loopq.layers.shared import SharedParameter
+
+SHARED = SharedParameter("core.weight", ("core",), 3, 2, "out_in", 4, "mlp")
+
+
+@pytest.mark.parametrize(
+    ("orientation", "shape"), [("out_in", (2, 3)), ("table", (2, 3)), ("in_out", (3, 2)), ("conv", (2, 3, 1))]
+)
+def test_every_orientation_is_viewed_outputs_first(orientation: str, shape: tuple[int, ...]) -> None:
+    stored = torch.arange(6.0).reshape(shape)
+    found = dataclasses.replace(SHARED, orientation=orientation).matrix(stored)
+    assert found.shape == (SHARED.out_features, SHARED.in_features)
+    assert found.data_ptr() == stored.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["", "../core.weight", "a/b.weight"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(SystemContractError, match="parameter"):
+        dataclasses.replace(SHARED, name=name)

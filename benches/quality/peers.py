@@ -33,7 +33,7 @@ from benches.quality.peers_table import PLAIN, TRELLIS, page, processor, report
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import loopq
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
 from loopq.run import solver, source
 from loopq.run.config import QuantConfig

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 
-from loopq.calibrate.collect import Collection
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan

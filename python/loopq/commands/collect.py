@@ -8,8 +8,10 @@ import functools
 from pathlib import Path
 
 from loopq.api import at_depths
-from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.survey import diagnose

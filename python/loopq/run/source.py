@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import Dump
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.hessians import Hessians
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select, treat
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import collect_metrics

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from loopq.calibrate.collect import Collection, Gradients, HessianDump, collected, release
+from loopq.calibrate.collect import collected, release
 from loopq.calibrate.dump import Manifest
+from loopq.calibrate.hessian_dump import Gradients, HessianDump
+from loopq.calibrate.rollouts import Collection
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
@@ -132,7 +134,7 @@ def collect_hessians(
     per_step: bool = False,
     gradients: Gradients | None = None,
 ) -> Manifest:
-    """Write a Hessian dump as one of several ranks. See `loopq.calibrate.collect.collect_hessians` for the parameters.
+    """Write a Hessian dump as one of several ranks. The parameters are those of the function for one process.
 
     Raises
     ------

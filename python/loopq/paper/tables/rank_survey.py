@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.select import Selection
 from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench

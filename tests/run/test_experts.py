@@ -18,8 +18,8 @@ from loopq.models.from_python import wrap
 from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
+from loopq.run.dump_source import DumpSource
 from loopq.run.dumped import MetricOfDump
-from loopq.run.source import DumpSource
 from loopq.systems.base import Batch
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer

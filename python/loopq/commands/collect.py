@@ -27,10 +27,10 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
-from loopq.run import together
+from loopq.run import ranks as in_ranks
 from loopq.run.config import PRESETS
 from loopq.run.dumped import MetricOfDump
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
 from loopq.settings.steps import parse_steps
 
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             collect = collect_hessians
             if ranks is not None:
                 waiting = dataclasses.replace(ranks, timeout=float(args.rank_timeout))
-                collect = functools.partial(together.collect_hessians, waiting)
+                collect = functools.partial(in_ranks.collect_hessians, waiting)
             manifest = collect(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)

@@ -22,8 +22,9 @@ from loopq.layers.grid import Bits
 from loopq.paper.models import PreparedModel, Sizes, Source
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.solving import solve_from
-from loopq.run.source import Layers, ModelSource
+from loopq.run.source import Layers
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint

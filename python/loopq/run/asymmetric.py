@@ -17,10 +17,11 @@ from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan, alike, steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
 from loopq.run.solving import solve, solve_parts
-from loopq.run.source import Layers, ModelSource
+from loopq.run.source import Layers
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings.declare import setting
 from loopq.storage.model_files import is_streamed

@@ -15,7 +15,7 @@ from loopq.paper.compared import curves
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.report.style import short_name
 from loopq.run.config import QuantConfig
-from loopq.run.source import ModelSource
+from loopq.run.model_source import ModelSource
 
 TITLE = "Eigenvalues by threshold, prompts and steps"
 # The paper compares 50 prompts with 1,000. This table compares a quarter of the prompts with all.

@@ -135,7 +135,7 @@ class GPTQCD(Method):
 
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
         return native.GptqCdSettings(
-            problem.core(scale_search="mse", signed=self.signed_scales and problem.grid.symmetric),
+            problem.core(scale_search="mse", signed=self.signed_scales and problem.settings.symmetric),
             beam=self.beam,
             sweeps=self.descent,
             rounds=self.rounds,

@@ -113,6 +113,6 @@ class TrellisMethod(Method):
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
             trellis = Trellis(self.state_bits, BLOCK)
-            grid = problem.grid.grid(trellis=trellis).core(scale_search="mse")
+            grid = problem.settings.make(trellis=trellis).core(scale_search="mse")
             found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
         return problem.layer(found | told, self.name, trellis=trellis)

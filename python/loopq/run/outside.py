@@ -70,7 +70,7 @@ def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
         # Tables and floats have at most 4 bits.
         levels = grid.chosen if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
-        if grid.grid().bits != asked:  # a type of GGUF has bits of its own
+        if grid.make().bits != asked:  # a type of GGUF has bits of its own
             grid = dataclasses.replace(grid, levels="even")
     layer = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
     return tuple(Task(p, layer, (), None) for p in outside(job.system, job.selection.parameters))

@@ -91,7 +91,7 @@ def _task(
     if p.treatment == "dense" or settings.method.name == "dense":
         return None
     try:
-        settings.grid.grid().check_columns(p.in_features)
+        settings.grid.make().check_columns(p.in_features)
     except ConfigError as cause:
         raise ConfigError(f"layer {p.name}: {cause}") from None
     if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):

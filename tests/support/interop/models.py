@@ -41,7 +41,7 @@ def rounded(
     """A layer rounded to nearest."""
     settings = GridSettings(bits, group_size, symmetric, levels, scale_dtype)
     weight = np.ascontiguousarray(weight, dtype=np.float32)
-    grid = settings.grid().fitted(weight, None, 1)
+    grid = settings.make().fitted(weight, None, 1)
     core = grid.core(scale_bits=scale_bits)
     found = native.rtn(weight, core)
     return QuantizedLayer(name, grid, found["codes"], found["scales"], found["zeros"], orientation)

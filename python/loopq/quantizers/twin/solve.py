@@ -74,7 +74,7 @@ class Batch:
     def codes(self, search: ScaleSearch, signed: bool) -> Codes:
         """Return the layers' grid as codes."""
         p = self.inputs[0][0]
-        return Codes.of(p.codes_on, p.target.shape[1], search, signed, p.grid.scale_bits, self.device)
+        return Codes.of(p.grid, p.target.shape[1], search, signed, p.settings.scale_bits, self.device)
 
     def factors(
         self, hessians: Sequence[NDArray[np.float64]], damping: Damping, order: Order, precision: str
@@ -262,7 +262,7 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
     inputs: dict[tuple[int, Any], list[Problem]] = {}
     for p in problems:
         own = id(p.hessian) if joined else id(p)
-        inputs.setdefault((own, (p.codes_on, p.grid.scale_bits, p.device)), []).append(p)
+        inputs.setdefault((own, (p.grid, p.settings.scale_bits, p.device)), []).append(p)
     alike: dict[Any, list[list[Problem]]] = {}
     for (_, grid), layers in inputs.items():
         shape = sum(len(p.target) for p in layers), layers[0].target.shape[1]

@@ -27,12 +27,7 @@ def assemble(plan: Plan, source: Source, layers: Layers) -> Checkpoint:
     weights = source.weights
     # The order of a file makes a format write the same bytes from memory and from a folder.
     dense = {name: weights.tensors[name] for name in file_order(weights.tensors) if name not in layers}
-    settings = {
-        **plan.facts,
-        "quantization": plan.config.to_json(),
-        **source.facts(),
-        "weight_dtypes": {name: weights.raw(name).dtype for name in layers},
-    }
+    settings = {**plan.facts, "quantization": plan.config.to_json(), **source.facts()}
     return Checkpoint(layers, dense, dict(weights.ties), settings, dict(source.side_files))
 
 

@@ -58,8 +58,7 @@ def checkpoint_of(model, config, *, leave=("lm_head",), side=None, **grid):
         layers[name] = rounded(name, tensors[name].float32(), **grid)
     dense = {n: t for n, t in tensors.items() if n not in layers}
     files = {"config.json": (json.dumps(config, indent=2) + "\n").encode(), **(side or {})}
-    kinds = {n: tensors[n].dtype for n in layers}
-    return Checkpoint(layers, dense, ties, {"system": None, "weight_dtypes": kinds}, files)
+    return Checkpoint(layers, dense, ties, {"system": None}, files)
 
 
 def tiny_llama(dtype="float32", **changes):

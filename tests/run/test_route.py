@@ -7,7 +7,7 @@ import socket
 import pytest
 
 import loopq
-from loopq.run.asymmetric import Asymmetric
+from loopq.run.asymmetric import AsymmetricInputs
 from loopq.run.config import QuantConfig
 from loopq.run.ranks import Ranks
 from loopq.run.route import carry_out
@@ -17,7 +17,7 @@ from tests.support.runs import digest, run_of
 
 def test_the_public_function_runs_layer_by_layer(tiny, tokens):
     found = loopq.quantize(tiny, tokens, asked(), inputs="asymmetric", batch_size=5, threads=1)
-    expected = prepared(tiny, tokens).solve(Asymmetric())
+    expected = prepared(tiny, tokens).solve(AsymmetricInputs())
     assert all(found.layers[n].same_as(expected[n]) for n in expected)
 
 

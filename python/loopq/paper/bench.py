@@ -19,7 +19,7 @@ from loopq.diagnosis.context import Context
 from loopq.diagnosis.survey import diagnose
 from loopq.evaluation.compare import Measurement, compare
 from loopq.layers.grid import Bits
-from loopq.paper.models import PreparedModel, Sizes, Source
+from loopq.paper.models import OpenedModel, PreparedModel, Sizes
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
 from loopq.run.model_source import ModelSource
@@ -75,7 +75,7 @@ class Bench:
 
     Parameters
     ----------
-    source : Source
+    source : OpenedModel
         Model, and the source of its prompts.
     settings : BenchSettings
         Sizes.
@@ -89,7 +89,7 @@ class Bench:
         Model and prompts. Cut from the source in the settings' sizes when absent.
     """
 
-    source: Source
+    source: OpenedModel
     settings: BenchSettings
     execution: Execution
     n_steps: int | None = None

@@ -13,7 +13,7 @@ from loopq.layers.grids.trellis import Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
-from loopq.quantizers.gptq_cd import GPTQCD, Metric, sides
+from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings, sides
 from loopq.quantizers.grid import AUTO, GridSettings
 from loopq.quantizers.loop_metric import BLOCK
 from loopq.settings.declare import block, setting
@@ -33,7 +33,7 @@ class TrellisMethod(Method):
 
     Parameters
     ----------
-    metric : Metric
+    metric : MetricSettings
         Cost of an error.
     damping : Damping
         Damping added to the diagonal of H.
@@ -54,7 +54,7 @@ class TrellisMethod(Method):
 
     name: ClassVar[str] = "trellis"
     rounds_as_published: ClassVar[bool] = False
-    metric: Metric = block(Metric, "metric")
+    metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     state_bits: int = setting(10, at_least=4, at_most=16)
 

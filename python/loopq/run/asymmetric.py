@@ -29,7 +29,7 @@ from loopq.storage.model_files import is_streamed
 
 @INPUTS.register("asymmetric")
 @dataclass(frozen=True)
-class Asymmetric(Inputs):
+class AsymmetricInputs(Inputs):
     """Layer by layer, a rollout in which the layers before are quantized, against full-precision outputs.
 
     Parameters
@@ -66,7 +66,7 @@ class Asymmetric(Inputs):
 
 
 @solve.register
-def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
+def _(inputs: AsymmetricInputs, plan: Plan, source: ModelSource) -> Layers:
     """Solve all layers; return them by parameter name, in the order of the tasks."""
     _collect_metrics(plan, source)
     journal, progress = source.journal(plan, "layers"), source.execution.progress
@@ -80,7 +80,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
             saved = {t.name: saved_layer(journal, t.name, part) for t in group}
             solved = {name: layer for name, layer in saved.items() if layer is not None}
             if len(solved) < len(group):
-                solved = _Group(source, inputs, sweep).solve(group, done)
+                solved = _GroupSolver(source, inputs, sweep).solve(group, done)
                 solved = {name: save_layer(journal, layer, part) for name, layer in solved.items()}
             done.update(solved)
             progress.advance(len(group))
@@ -104,11 +104,11 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
 
 
 @dataclass
-class _Group:
+class _GroupSolver:
     """The layers that read one input, in one sweep."""
 
     source: ModelSource
-    settings: Asymmetric
+    settings: AsymmetricInputs
     sweep: int
     shared: dict[Any, Any] = field(default_factory=dict)
 

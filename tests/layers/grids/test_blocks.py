@@ -17,7 +17,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.gptq import GPTQ
-from loopq.quantizers.gptq_cd import GPTQCD, Metric
+from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
 from loopq.storage.files import RawTensor
@@ -49,7 +49,7 @@ def loss(asked, layer):
 @over_kinds
 def test_every_solver_gives_blocks_that_stand_for_its_weights(kind):
     asked, losses = problem(kind), []
-    for method in (RTN(), GPTQ(), GPTQCD(metric=Metric("inputs"), beam=4)):
+    for method in (RTN(), GPTQ(), GPTQCD(metric=MetricSettings("inputs"), beam=4)):
         layer = method.quantize(asked)
         layer.grid.check(layer.codes, layer.scales, layer.zeros)
         data = layer.grid.gguf_data(layer.codes, layer.scales, layer.zeros)

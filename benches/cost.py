@@ -26,8 +26,8 @@ from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.solving import solve
-from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 PEER = "llm-compressor, mse"
@@ -122,7 +122,7 @@ class Costs(Bench):
         source = self.prepared(0.0)
         asked = QuantConfig.of(bits=bits, group_size=group, exclude=self.exclude, **settings)
         with self.costs() as cost:
-            plan = choose_metric(source.plan(asked), source)
+            plan = choose_metric(source.plan(asked), source.job)
             layers = solve(plan.config.inputs, plan, source)
         line = vars(cost) | {"metric": plan.config.layer.flat().get("metric")}
         return self.measured([line], {0: {n: x.in_model_orientation() for n, x in layers.items()}})[0]

@@ -181,7 +181,7 @@ def alone(model: Path, prompts: Any, preset: str, n_steps: int | None, remote: b
     from loopq.calibrate.data import from_ids
     from loopq.models.load import load_model
     from loopq.run.config import QuantConfig
-    from loopq.run.source import ModelSource
+    from loopq.run.model_source import ModelSource
 
     system = load_model(model, trust_remote_code=remote).system
     tokens = from_ids(prompts)

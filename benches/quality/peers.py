@@ -33,7 +33,7 @@ from benches.quality.peers_table import PLAIN, TRELLIS, page, processor, report
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
@@ -43,9 +43,9 @@ from loopq.paper.models import Sizes
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
 from loopq.run.solving import solve_from
-from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
@@ -153,7 +153,7 @@ class Bench:
             config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **settings)
             if config.layer.method.needs_hessian:
                 source, sums, collecting = self.sums(share)
-                plan = choose_metric(source.plan(config), source)
+                plan = choose_metric(source.plan(config), source.job)
                 parts = [collecting, *self.metric_costs(plan, source, sums, share)]
             else:
                 source, plan = self.source, self.source.plan(config)

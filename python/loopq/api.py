@@ -23,17 +23,18 @@ from loopq.inference.restore import load_checkpoint
 from loopq.models.depths import Depths
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model, to_device
-from loopq.run import together
+from loopq.run.allocate import allocate
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
+from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import quantized_format, refuse_early
 from loopq.run.kept import Kept
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
+from loopq.run.ranks import Ranks
 from loopq.run.result import Write, apart, output
-from loopq.run.route import carry_out, prepare
-from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
-from loopq.run.together import Ranks
+from loopq.run.route import carry_out
+from loopq.run.together import Team
 from loopq.settings.execution import Execution
-from loopq.storage.lock import check_out
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Describes, Discovers
@@ -80,7 +81,7 @@ def quantize(
     write : str or callable, optional
         Name of a format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format
         that cannot hold the result is refused before the run. The default is loopq's own format.
-    ranks : loopq.run.together.Ranks, optional
+    ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
     keep : sequence of str
         Patterns of tensors in the model's files that stay bit for bit unchanged. Codes of a quantized file may too.
@@ -117,13 +118,8 @@ def quantize(
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
     config = config.for_format(own_format)
-    if ranks is not None:
-        place = together.refuse(config, out, own_format=own_format)
-        check_out(place)
-        loaded, depth = at_depths(open_source(model, requantize), n_steps)
-        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
-        return together.quantize(ranks, plan, source, place)
-    with output(out, execution, write) as (execution, finish):
+    team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
+    with output(out, execution, write, shared=team is not None) as (execution, finish):
         loaded, depth = at_depths(open_source(model, requantize), n_steps)
         kept = Kept.of(loaded.folder, keep)
         if keep:
@@ -131,10 +127,11 @@ def quantize(
             config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
         refuse_early(loaded, config, target.name, depth)
         plan, source = _prepared(loaded, calibration, take, config, depth, execution)
-        checkpoint = kept.put(carry_out(plan, source))
-        finish(checkpoint)
+        checkpoint = carry_out(plan, source, lambda solved: finish(kept.put(solved)), team)
+    assert checkpoint is not None
     del plan, source
-    return apart(checkpoint)
+    # A team's checkpoint is read from its folder.
+    return apart(kept.put(checkpoint)) if team is None else checkpoint
 
 
 def _prepared(
@@ -145,7 +142,7 @@ def _prepared(
     n_steps: int | None,
     execution: Execution,
 ) -> tuple[Plan, ModelSource]:
-    """Plan a quantization of a model and report its cost."""
+    """Plan a quantization of a model, report its cost, and choose grids if there is a budget."""
     tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
     system, missed = loaded.system, {}
     if isinstance(system, Discovers):
@@ -162,7 +159,7 @@ def _prepared(
     source = ModelSource.of(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
-    return prepare(source, config), source
+    return allocate(source.prepare(source.plan(config)), source), source
 
 
 def solve(
@@ -210,15 +207,14 @@ def solve(
     """
     config, execution, _ = _options(config, options, None)
     refuse_rollouts(config, "a dump", "use `quantize`")
+    team = None
     if several or shard is not None:
         if out is None:
             raise ConfigError("several processes meet in one folder: give out")
-        return together.solve(Path(dump), config, execution, Path(out), shard)
-    with output(out, execution) as (execution, finish):
+        team = Team(Path(out), shard)
+    with output(out, execution, shared=team is not None) as (execution, finish):
         source = DumpSource.open(Path(dump), execution)
-        checkpoint = carry_out(prepare(source, config), source)
-        finish(checkpoint)
-    return checkpoint
+        return carry_out(source.prepare(source.plan(config)), source, finish, team)
 
 
 def load(

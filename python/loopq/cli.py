@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
 from loopq.settings.registry import did_you_mean
 from loopq.terminal.interrupts import INTERRUPTED, Interrupts
 

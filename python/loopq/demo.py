@@ -23,8 +23,8 @@ from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.solving import solve_from
-from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 #: Defaults of llm-compressor when its Hessian is summed over all calls. A group's scale comes from its largest
@@ -118,7 +118,7 @@ def run(
     for bits, group in grids:
         for label, settings in rows:
             asked = source.plan(QuantConfig.of(**settings, bits=bits, group_size=group))
-            config = choose_metric(asked, source).config
+            config = choose_metric(asked, source.job).config
             # Only the loop metric has random draws. Every other variant is solved once, from the unchanged text.
             ours = config.layer.method.gradients
             for number, one in enumerate(drawn if ours else [others]):

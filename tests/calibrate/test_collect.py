@@ -4,69 +4,17 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.collect import HessianSet, collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.dump import Dump
-from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
+from loopq.calibrate.hessian_dump import collect_hessians
+from loopq.errors import ConfigError, DumpError, LoopqError
 from loopq.formats import native as store
 from loopq.storage.lock import locked
 from tests.support.kills import Kill, Killer
-from tests.support.runs import SETTINGS, digest, in_ranks, job_of
-
-
-def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
-    job = job_of(loaded, tokens)
-    steps = {p.name: [0, 1, 2] for p in job.selection.distinct_inputs}
-    apart = HessianSet(job, steps, per_step=True)
-    together = HessianSet(job, steps)
-    for sums in (apart, together):
-        sums.run_pass(list(steps))
-    for input_group in steps:
-        total = together.accumulators[input_group].matrix()
-        np.testing.assert_array_equal(total, apart.accumulators[input_group].matrix([0, 1, 2]))
-        each = [apart.accumulators[input_group].matrix([t]) for t in range(3)]
-        np.testing.assert_allclose(sum(each), total, rtol=1e-15)
-        assert np.linalg.eigvalsh(total)[0] > -1e-6 * np.trace(total)
-        with pytest.raises(ConfigError, match=r"summed over steps \[0, 1, 2\], not \[1\]"):
-            together.accumulator(input_group, [1])
-
-
-def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
-    """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
-    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
-    job = job_of(loaded, tokens, batch_size=3)
-    input_group = job.selection.distinct_inputs[0].name
-
-    def collect():
-        sums = HessianSet(job, {input_group: [0, 1, 2]})
-        sums.run_pass([input_group], work=tmp_path / "work")
-        return sums.accumulators[input_group].matrix()
-
-    whole = collect()
-    np.testing.assert_array_equal(collect(), whole)
-    part = next((tmp_path / "work").glob("*/sums-part-*-0.safetensors"))
-    data = bytearray(part.read_bytes())
-    data[-1] ^= 1
-    part.write_bytes(data)
-    with pytest.raises(CalibrationError, match="was removed or altered; remove the folder and start anew"):
-        collect()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, command, world):
-    asked = f"collect {saved_model} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1 --out"
-    assert command(*asked.split(), tmp_path / "one")[0] == 0
-    found = in_ranks(f"{asked} {tmp_path / 'several'}", world)
-    assert [code for code, _ in found] == [0] * world, found
-    # One speaks for all.
-    assert [f"written to {tmp_path / 'several'}" in text for _, text in found] == [True] + [False] * (
-        world - 1
-    )
-    assert digest(tmp_path / "several") == digest(tmp_path / "one")
+from tests.support.runs import SETTINGS, digest, job_of
 
 
 def test_what_several_processes_cannot_divide_is_refused(command, monkeypatch, tmp_path):

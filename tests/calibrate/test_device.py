@@ -8,8 +8,9 @@ import torch
 
 import loopq._native as native
 from loopq.calibrate import device
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.device import DeviceSums, Sums
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.errors import SolveError
 from tests.support.accelerator import DEVICE, accelerator

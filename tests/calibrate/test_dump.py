@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.dump import Dump, merge
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import ConfigError, DumpError
 from loopq.systems.declare import parameter_of
 from tests.support.checkpoints import reseal

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.hooks import Observer, find_input_groups
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.errors import CalibrationError, NonFiniteError
 

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
-from loopq.calibrate import collect
-from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate import collect, rollouts
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.dump import Dump, Manifest, merge
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import DumpError
 from loopq.models.load import load_model
 from loopq.storage.files import replacing
@@ -124,13 +125,13 @@ def job(tiny_folder, tokens):
 def test_a_collection_killed_while_it_clears_up_is_taken_for_finished(job, tmp_path, monkeypatch, run):
     out = tmp_path / "dump"
     with monkeypatch.context() as broken:
-        broken.setattr(collect, "_finish", lambda out: 1 / 0)
+        broken.setattr(collect, "finish_dump", lambda out: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(job, out)
     (out / "work").mkdir(exist_ok=True)
     assert (out / "manifest.json").exists()
     with monkeypatch.context() as idle:
-        idle.setattr(collect, "run_rollouts", lambda *a, **k: pytest.fail("ran again"))
+        idle.setattr(rollouts, "Observer", lambda *a, **k: pytest.fail("ran again"))
         assert run(job, out) == Dump(out).manifest
     assert {p.name for p in out.iterdir()} <= {"manifest.json", "model", "shards", "hessians"}
     with pytest.raises(DumpError, match="holds a finished dump"):

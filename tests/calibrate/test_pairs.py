@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.pairs import collect_pairs
 from loopq.models.replace import replaced
 from tests.support.accelerator import DEVICE, accelerator

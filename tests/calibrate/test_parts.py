@@ -8,8 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import from_ids
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.parts import Range, Saved
+from loopq.calibrate.rollouts import Collection
 from loopq.errors import CalibrationError
 from tests.support.kills import Kill, Killer
 from tests.support.marks import slow_unless
@@ -35,7 +37,7 @@ def sums_of(job, work=None, steps=(0, 1, 2)):
 @pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 2, range(3)))
 def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp_path, monkeypatch, seed):
     """Ranks of several world sizes are killed after some prompts each; one process adds up what is there in the end."""
-    monkeypatch.setattr("loopq.calibrate.collect.POLL", 0.0)
+    monkeypatch.setattr("loopq.calibrate.hessian_set.POLL", 0.0)
     rng = np.random.default_rng(seed)
     monkeypatch.setattr("loopq.storage.journal.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
     monkeypatch.setattr("loopq.storage.journal.SNAPSHOT_TIMES", 0.0)
@@ -82,6 +84,27 @@ def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path, monke
     assert sums_of(job, tmp_path) == whole
 
 
+def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
+    """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
+    job = job_of(loaded, tokens, batch_size=3)
+    input_group = job.selection.distinct_inputs[0].name
+
+    def collect():
+        sums = HessianSet(job, {input_group: [0, 1, 2]})
+        sums.run_pass([input_group], work=tmp_path / "work")
+        return sums.accumulators[input_group].matrix()
+
+    whole = collect()
+    np.testing.assert_array_equal(collect(), whole)
+    part = next((tmp_path / "work").glob("*/sums-part-*-0.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(CalibrationError, match="was removed or altered; remove the folder and start anew"):
+        collect()
+
+
 def test_processes_divide_only_what_has_one_row_for_each_token(loaded, ragged, tmp_path, monkeypatch):
     job = job_of(loaded, ragged, batch_size=3)
     right = job.batch_tokens
@@ -91,3 +114,11 @@ def test_processes_divide_only_what_has_one_row_for_each_token(loaded, ragged, t
         CalibrationError, match=r"step 0, batch 42: 7 rows of 8 tokens; several processes can only"
     ):
         sums.share_pass(list(sums.steps), tmp_path / "work", (1, 2), lambda: False)
+
+
+def test_of_two_parts_with_one_batch_the_larger_counts():
+    small, large, other = ([Range(a, b, {}, {})] for a, b in ((1, 3), (2, 6), (0, 1)))
+    saved = Saved.of({"part-a": small, "part-b": large, "part-c": other})
+    assert saved.parts == {"part-b": large, "part-c": other}
+    assert saved.batches == {0, 2, 3, 4, 5}
+    assert Saved.of({}).batches == set()

@@ -207,7 +207,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
 )
 def test_an_index_entry_that_is_wrong_is_refused(change, match):
     with pytest.raises(CheckpointError, match=f"^file: (layer a.b.weight: )?{match}"):
-        stored_settings(layer(8, 64), **change).grid("file")
+        stored_settings(layer(8, 64), **change).make_grid("file")
 
 
 def test_scales_in_other_types_are_read(tmp_path):

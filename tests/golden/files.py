@@ -19,8 +19,10 @@ import torch
 
 import benches.zoo.models
 import loopq
-from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_dump import collect_hessians
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.errors import LoopqError
 from loopq.formats import FORMATS as REGISTRY

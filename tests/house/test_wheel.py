@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loopq.calibrate.collect import Collection, collect_rows
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 
 ROOT = Path(__file__).parents[2]

@@ -140,7 +140,6 @@ def test_a_table_on_a_trellis_is_dequantized(tmp_path):
         name, model.get_parameter(name).detach().numpy(), bits=2, group_size=32, orientation="table"
     )
     checkpoint.layers[name] = dataclasses.replace(table, grid=ON_TRELLIS)
-    checkpoint.settings["weight_dtypes"][name] = "F32"
     del checkpoint.dense[name]
     checkpoint.settings["system"] = "generic"
     write_as(tmp_path / "q", checkpoint, "native")
@@ -158,7 +157,6 @@ def test_embedding_tables_keep_their_codes_and_are_saved_as_they_were(tied, tmp_
     name = "model.embed_tokens.weight"
     table = model.get_parameter(name).detach().numpy()
     checkpoint.layers[name] = models.rounded(name, table, bits=8, group_size=32, orientation="table")
-    checkpoint.settings["weight_dtypes"][name] = "F32"
     del checkpoint.dense[name]
     checkpoint.settings["system"] = "generic"
     write_as(tmp_path / "q", checkpoint, "native")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import loopq
-from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.errors import ConfigError
 from loopq.models.depths import Depths

@@ -13,7 +13,7 @@ from loopq.errors import ConfigError
 from loopq.paper import run
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import RTN
-from loopq.paper.models import Sizes, Source, open_source
+from loopq.paper.models import OpenedModel, Sizes, open_source
 from loopq.paper.planted import FACTORS, plant
 from loopq.settings.execution import Execution
 from loopq.systems.declare import parameter_of
@@ -21,7 +21,7 @@ from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL, bench, save
 
 
-def inputs(source: Source, name: str, batch: Any) -> torch.Tensor:
+def inputs(source: OpenedModel, name: str, batch: Any) -> torch.Tensor:
     """Squared inputs of a layer by step, position and channel."""
     system, seen = source.loaded.system, []
     p = next(p for p in system.shared_parameters(system.n_steps) if p.name == name)

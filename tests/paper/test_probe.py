@@ -12,7 +12,7 @@ from loopq.calibrate.data import from_ids
 from loopq.paper import main_text
 from loopq.paper.bench import Bench
 from loopq.paper.main_text import GRIDS
-from loopq.paper.models import PreparedModel, Source
+from loopq.paper.models import OpenedModel, PreparedModel
 from loopq.paper.probe import MASK_ID, fit_probe, masked, measure_states
 from loopq.paper.tables.main import measure
 from loopq.settings.execution import Execution
@@ -39,7 +39,7 @@ def encoder() -> PreparedModel:
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
     model = encoder()
-    found = measure(Bench(Source("tiny", model.loaded), SMALL, Execution(threads=1), prompts=model))
+    found = measure(Bench(OpenedModel("tiny", model.loaded), SMALL, Execution(threads=1), prompts=model))
     assert found["output"] == "hidden"
     assert found["full_precision"] is None
     assert all(variant["nll"] is None for variant in found["variants"])

@@ -11,7 +11,7 @@ from tests.report.conftest import left, weight
 
 
 def test_every_tensor_of_a_checkpoint_is_there_with_its_grid_or_its_reason(loaded, tokens, monkeypatch):
-    monkeypatch.setattr("loopq.run.plan.LEAST", 16)
+    monkeypatch.setattr("loopq.run.outside.LEAST", 16)
     found = loopq.quantize(
         loaded, tokens, n_steps=3, group_size=16, method="gptq", outside=8, exclude=("*attn.proj*",)
     )

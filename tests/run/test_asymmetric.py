@@ -9,7 +9,7 @@ import loopq
 from loopq.calibrate.pairs import collect_pairs
 from loopq.errors import ConfigError
 from loopq.run import asymmetric
-from loopq.run.asymmetric import Asymmetric
+from loopq.run.asymmetric import AsymmetricInputs
 from loopq.systems.declare import parameter_of
 from tests.support.asymmetric import asked, prepared
 from tests.support.kills import Kill, Killer, counting
@@ -23,7 +23,7 @@ def open_loop(run):
 def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tiny, tokens):
     run = prepared(tiny, tokens)
     tasks, plain = run.tasks, open_loop(run)
-    solved = {alpha: run.solve(Asymmetric(alpha=alpha)) for alpha in (0.0, 1.0)}
+    solved = {alpha: run.solve(AsymmetricInputs(alpha=alpha)) for alpha in (0.0, 1.0)}
     first = tasks[0].name
     for layers in solved.values():
         assert list(layers) == [t.name for t in tasks]
@@ -52,8 +52,8 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
 
 @pytest.mark.slow
 def test_same_bytes_again_and_at_two_threads(tiny, tokens):
-    one = prepared(tiny, tokens).solve(Asymmetric(sweeps=2))
-    two = prepared(tiny, tokens, threads=2).solve(Asymmetric(sweeps=2))
+    one = prepared(tiny, tokens).solve(AsymmetricInputs(sweeps=2))
+    two = prepared(tiny, tokens, threads=2).solve(AsymmetricInputs(sweeps=2))
     assert all(one[n].same_as(two[n]) for n in one)
     assert all(layer.report["sweep"] == 1 for layer in one.values())
 
@@ -69,7 +69,7 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
     for spec in ("alpha=1/4", "balanced"):
         run = prepared(tiny, tokens, step_weights=spec)
-        plain, found = open_loop(run), run.solve(Asymmetric())
+        plain, found = open_loop(run), run.solve(AsymmetricInputs())
         for task in run.tasks:
             report = found[task.name].report
             assert report["step_weighting"] == spec
@@ -77,8 +77,8 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
             if task.input_group == run.tasks[0].input_group:
                 np.testing.assert_array_equal(found[task.name].codes, plain[task.name].codes)
                 assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
-    by_sum = prepared(tiny, tokens).solve(Asymmetric())
-    by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(Asymmetric())
+    by_sum = prepared(tiny, tokens).solve(AsymmetricInputs())
+    by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(AsymmetricInputs())
     assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
 
 

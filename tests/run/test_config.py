@@ -69,14 +69,14 @@ def test_levels_of_the_best_preset_are_a_table_in_our_own_format_alone():
         ({}, "table"), ({"bits": 3}, "table"), ({"bits": 8}, "integer"), ({"symmetric": False}, "asymmetric"),
     ):  # fmt: skip
         changed = best.changed(**changes)
-        assert changed.layer.grid.grid().name == name
+        assert changed.layer.grid.make().name == name
         assert changed.for_format(own=True) == changed
         assert changed.for_format(own=False).layer.grid.levels == "even"
     one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
     assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
     trellis = best.changed(method="trellis")
-    assert trellis.layer.grid.grid(trellis=Trellis(8, 16)).name == "trellis"
+    assert trellis.layer.grid.make(trellis=Trellis(8, 16)).name == "trellis"
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

@@ -9,14 +9,14 @@ import pytest
 from loopq.run import estimate as module
 from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import duration, estimate
+from loopq.run.estimate import duration
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import run_of
 
 
 def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
     def of(**changes):
-        return estimate(*run_of(loaded, tokens, QuantConfig.of(**changes)))
+        return run_of(loaded, tokens, QuantConfig.of(**changes)).estimate()
 
     plain, best = of(), of(preset="best")
     assert (plain.metric.n_gradients, plain.metric_seconds) == (0, 0.0)
@@ -35,14 +35,14 @@ def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
 
 
 def test_a_memory_limit_means_more_passes(loaded, tokens):
-    free = estimate(*run_of(loaded, tokens))
-    limited = estimate(*run_of(loaded, tokens, memory=free.memory - 1))
+    free = run_of(loaded, tokens).estimate()
+    limited = run_of(loaded, tokens, memory=free.memory - 1).estimate()
     assert (free.n_passes, limited.n_passes) == (1, 2)
     assert limited.memory < free.memory
     # Each pass takes the gradients again, for the sums of fewer layers.
     loop = QuantConfig.of(metric="loop")
-    free = estimate(*run_of(loaded, tokens, loop))
-    limited = estimate(*run_of(loaded, tokens, loop, memory=free.memory - 1))
+    free = run_of(loaded, tokens, loop).estimate()
+    limited = run_of(loaded, tokens, loop, memory=free.memory - 1).estimate()
     assert limited.metric.n_gradients == 2 * free.metric.n_gradients
     assert limited.metric.memory < free.metric.memory
 
@@ -50,7 +50,7 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
 def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
     def extra(**changes):
         run = run_of(tiny, tokens, QuantConfig.of(**changes))
-        return estimate(run.plan, dataclasses.replace(run.source, probe_seconds=0.5)).extra
+        return dataclasses.replace(run.source, probe_seconds=0.5).estimate(run.plan).extra
 
     layers = len(run_of(tiny, tokens).tasks)
     assert extra() == ""
@@ -69,4 +69,4 @@ def test_rates_are_those_of_the_models_device(tiny, tokens, monkeypatch):
     monkeypatch.setattr(module, "core_rate", lambda *_: 1 / 0)
     with accelerator():
         tiny.model.to(DEVICE)
-        assert estimate(*run_of(tiny, tokens)).seconds > 0
+        assert run_of(tiny, tokens).estimate().seconds > 0

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import loopq
-from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.data import from_ids
 from loopq.calibrate.dump import Dump, merge
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.hooks import Observer, find_input_groups
 from loopq.commands.output import layer_table
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
@@ -17,8 +18,8 @@ from loopq.models.from_python import wrap
 from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
+from loopq.run.dump_source import DumpSource
 from loopq.run.dumped import MetricOfDump
-from loopq.run.source import DumpSource
 from loopq.systems.base import Batch
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer

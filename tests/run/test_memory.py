@@ -10,11 +10,11 @@ import sys
 import pytest
 
 import loopq
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
-from loopq.run import solver, source
+from loopq.run import model_source, solver
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import PAIRED, estimate, run_bytes
+from loopq.run.estimate import PAIRED, run_bytes
 from loopq.run.memory import pass_bytes, passes
 from tests.support.runs import digest, run_of
 
@@ -83,11 +83,16 @@ def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
     found = passes(limited.job, limited.tasks, sums := limited.sums())
     assert len(found) > 1
     assert sorted(x for p in found for x in p) == sorted(sums.steps)
-    assert max(pass_bytes(limited.job, limited.tasks, sums, p) for p in found) == run_bytes(*limited) <= most
+    assert (
+        max(pass_bytes(limited.job, limited.tasks, sums, p) for p in found)
+        == run_bytes(limited.plan, limited.job)
+        <= most
+    )
     with pytest.raises(ConfigError, match="alone it takes"):
-        run_bytes(*run_of(tiny, tokens, memory=most - 1))
+        run_of(tiny, tokens, memory=most - 1).estimate()
     best = QuantConfig.of(preset="best")
-    assert run_bytes(*run_of(tiny, tokens, best)) > run_bytes(*free)
+    more = run_of(tiny, tokens, best)
+    assert run_bytes(more.plan, more.job) > run_bytes(free.plan, free.job)
 
 
 def test_free_memory_is_the_limit_by_default_and_changes_no_byte(tiny, tokens, tmp_path, monkeypatch):
@@ -95,20 +100,20 @@ def test_free_memory_is_the_limit_by_default_and_changes_no_byte(tiny, tokens, t
     loopq.quantize(tiny, tokens, out=tmp_path / "free", metric="loop")
     sums = free.sums(plan)
     most = max(pass_bytes(free.job, plan.tasks, sums, [x]) for x in sums.steps)
-    monkeypatch.setattr(source, "available_bytes", lambda: 10 * most // 9 + 2)
-    monkeypatch.setattr(source, "resident_bytes", lambda mapped: 0)
+    monkeypatch.setattr(model_source, "available_bytes", lambda: 10 * most // 9 + 2)
+    monkeypatch.setattr(model_source, "resident_bytes", lambda mapped: 0)
     limited = run_of(tiny, tokens).source
     assert len(passes(limited.job, plan.tasks, limited.sums(plan))) > 1
     loopq.quantize(tiny, tokens, out=tmp_path / "limited", metric="loop")
     assert digest(tmp_path / "limited") == digest(tmp_path / "free")
     # On a GPU its own free memory counts too.
-    monkeypatch.setattr(source, "available_bytes", lambda: 100 * most)
-    monkeypatch.setattr(source, "device_bytes", lambda device: 10 * most // 9 + 2)
+    monkeypatch.setattr(model_source, "available_bytes", lambda: 100 * most)
+    monkeypatch.setattr(model_source, "device_bytes", lambda device: 10 * most // 9 + 2)
     assert run_of(tiny, tokens).source.execution.memory == limited.execution.memory
-    monkeypatch.setattr(source, "device_bytes", lambda device: None)
-    monkeypatch.setattr(source, "available_bytes", lambda: 10 * most // 9 + 2)
+    monkeypatch.setattr(model_source, "device_bytes", lambda device: None)
+    monkeypatch.setattr(model_source, "available_bytes", lambda: 10 * most // 9 + 2)
     # Of mapped weights the pages are needed again, so they are not free.
-    monkeypatch.setattr(source, "resident_bytes", lambda mapped: 2 * mapped)
+    monkeypatch.setattr(model_source, "resident_bytes", lambda mapped: 2 * mapped)
     with pytest.raises(ConfigError, match="alone it takes"):
         loopq.quantize(tiny, tokens, metric="loop")
 
@@ -127,18 +132,20 @@ def test_small_inputs_go_along_with_large_ones(tiny, tokens):
 def test_what_cannot_be_divided_is_refused(tiny, tokens, inputs):
     config = QuantConfig.of(inputs=inputs)
     free = run_of(tiny, tokens, config)
-    need = run_bytes(*free)
+    need = run_bytes(free.plan, free.job)
     if inputs == "asymmetric":
         # Without a limit all inputs are summed at once for other needs. The sums of pairs are of one input at a time.
         sums = free.sums()
         need = max(pass_bytes(free.job, free.tasks, sums, [x], PAIRED) for x in sums.steps)
     with pytest.raises(ConfigError, match=f"inputs {inputs}: takes"):
-        estimate(*run_of(tiny, tokens, config, memory=need - 1))
+        run_of(tiny, tokens, config, memory=need - 1).estimate()
 
 
 def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
     together, apart = (
-        run_bytes(*run_of(tiny, tokens, QuantConfig.of(inputs="asymmetric", method="gptq", steps=steps)))
+        run_of(tiny, tokens, QuantConfig.of(inputs="asymmetric", method="gptq", steps=steps))
+        .estimate()
+        .memory
         for steps in ("all", "1:")
     )
     assert apart > together

@@ -12,8 +12,8 @@ from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan, rounding_like
-from loopq.run.source import ModelSource
 from tests.support.runs import SETTINGS, run_of
 from tests.support.systems import CASES, open_system, prompts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import loopq
-from loopq.calibrate.collect import collect_hessians
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.settings.steps import parse_steps
 from tests.support.runs import SETTINGS, job_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import loopq
-from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import ConfigError, DumpError
 from tests.support.runs import SETTINGS, digest, job_of
 

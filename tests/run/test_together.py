@@ -1,99 +1,67 @@
-"""Work that several processes divide; whole runs of several processes are in tests/soak and test_result.py."""
+"""Teams: who may be one, and a rank that comes late. Whole runs are in test_result.py and tests/soak."""
 
 from __future__ import annotations
-
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
 import loopq
-from loopq.errors import ConfigError, LoopqError
-from loopq.run import together
+from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.run.config import QuantConfig
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
+from loopq.run.together import Team
+from tests.support.runs import run_of
+
+CONFIG = QuantConfig.of(method="rtn", group_size=8)
 
 
-def test_a_rank_that_is_late_takes_what_the_others_wrote(tiny, tmp_path, monkeypatch):
-    written = loopq.quantize(tiny, [[1, 2, 3, 4]] * 2, out=tmp_path / "Q", method="rtn", group_size=8)
+class Late:
+    """A source whose work folder was removed by the others."""
 
-    def late(job, dump):
-        raise LoopqError(f"{dump}: cannot be written (No such file or directory)")
+    def __init__(self, source, out, meanwhile):
+        self._source, self._out, self._meanwhile = source, out, meanwhile
 
-    monkeypatch.setattr(together, "collect_hessians", lambda ranks, job, dump, **asked: late(job, dump))
-    monkeypatch.setattr(
-        together.Needs, "of", lambda plan, job: SimpleNamespace(steps=(), per_step=False, gradients=None)
-    )
-    source = SimpleNamespace(key=lambda plan: "0" * 64, job=None)
-    ranks = together.Ranks(1, 2)
-    found = together.quantize(ranks, None, source, tmp_path / "Q")
-    assert sorted(found.layers) == sorted(written.layers)
+    def facts(self):
+        return self._source.facts()
+
+    def divisible(self, plan, folder, ranks):
+        self._meanwhile(self._out)
+        raise LoopqError(f"{folder}: cannot be written (No such file or directory)")
+
+
+def test_a_rank_that_is_late_takes_what_the_others_wrote(tiny, tokens, tmp_path):
+    plan, source = run_of(tiny, tokens, CONFIG)
+
+    def write(out):
+        loopq.quantize(tiny, tokens, CONFIG, out=out, threads=1)
+
+    out = tmp_path / "Q"
+    (tmp_path / ".Q.lock").touch()
+    found = Team(out, ranks=Ranks(1, 2)).divide(plan, Late(source, out, write), pytest.fail)
+    assert sorted(found.layers) == [t.name for t in sorted(plan.tasks, key=lambda t: t.name)]
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["Q"]
+    other = tmp_path / "other"
     with pytest.raises(LoopqError, match="cannot be written"):
-        together.quantize(ranks, None, source, tmp_path / "other")
+        Team(other, ranks=Ranks(1, 2)).divide(plan, Late(source, other, lambda out: None), pytest.fail)
+    three = run_of(tiny, tokens, QuantConfig.of(method="rtn", group_size=8, bits=3)).plan
+    with pytest.raises(CheckpointError, match="other settings or another dump"):
+        Team(out, ranks=Ranks(1, 2)).divide(three, Late(source, out, lambda out: None), pytest.fail)
 
 
 def test_ranks_refuse_what_needs_the_model_between_layers(tmp_path):
+    ranks, out = Ranks(0, 2), tmp_path / "Q"
     with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers, which several"):
-        together.refuse(QuantConfig.of(preset="best"), tmp_path / "Q", own_format=True)
-    with pytest.raises(ConfigError, match="`export` it afterwards"):
-        together.refuse(QuantConfig(), tmp_path / "Q", own_format=False)
-    with pytest.raises(ConfigError, match="`export` it afterwards"):
-        together.refuse(QuantConfig(), None, own_format=True)
-    assert together.refuse(QuantConfig(), str(tmp_path / "Q"), own_format=True) == tmp_path / "Q"
+        Team.of_ranks(ranks, QuantConfig.of(preset="best"), out, own_format=True)
+    for place, own in ((out, False), (None, True)):
+        with pytest.raises(ConfigError, match="`export` it afterwards"):
+            Team.of_ranks(ranks, QuantConfig(), place, own_format=own)
+    assert Team.of_ranks(ranks, QuantConfig(), str(out), own_format=True) == Team(out, ranks=ranks)
+    out.mkdir()
+    (out / "there").touch()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        Team.of_ranks(ranks, QuantConfig(), out, own_format=True)
 
 
-@pytest.fixture
-def meeting(monkeypatch):
-    """Where processes meet: a port that is free."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-
-
-def met(world, work):
-    """What each of some processes is told that meet with some work; None where all is well."""
-
-    def meet(rank):
-        try:
-            Ranks(rank, world, timeout=2).meet(work[rank])
-        except LoopqError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(meet, work))
-
-
-def test_processes_meet_and_agree(meeting):
-    assert met(3, {0: "a", 1: "a", 2: "a"}) == [None] * 3
-
-
-def test_a_rank_that_does_not_come_is_named_to_all(meeting):
-    found = met(4, {0: "a", 2: "a"})
-    assert all(
-        text.startswith("rank 1, 3 of 4 did not come within 2 s; what is saved stays") for text in found
-    )
-
-
-def test_where_rank_0_does_not_come_there_is_nobody_to_ask(meeting):
-    (text,) = met(2, {1: "a"})
-    assert text.startswith("rank 1 of 2: rank 0 at localhost:")
-    assert "did not come within 2 s" in text
-
-
-def test_a_rank_with_other_work_is_named(meeting):
-    assert met(3, {0: "a", 1: "a", 2: "b"})[0].startswith("rank 2 of 3 has other work than rank 0: the model")
-
-
-def test_one_process_has_no_rank(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Ranks.of_environment() is None
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "2")
-    assert Ranks.of_environment() == Ranks(2, 3)
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(ConfigError, match="start the processes with torchrun"):
-        Ranks.of_environment()
+@pytest.mark.parametrize("shard", [(0, 2), (3, 2)])
+def test_a_shard_is_one_of_so_many(tmp_path, shard):
+    with pytest.raises(ConfigError, match=f"shard must be K of N, K from 1 to N; got {shard[0]} of 2"):
+        Team(tmp_path, shard)

@@ -85,7 +85,7 @@ class Bench:
             line = COMMANDS[command].format(**self.inputs, out=base / name).split()
             self._run(line + ["--seed", "1"] * (name == "more"))
         began = time.monotonic()
-        subprocess.run([sys.executable, "-c", "import loopq.run.source, transformers"], check=True)
+        subprocess.run([sys.executable, "-c", "import loopq.run.model_source, transformers"], check=True)
         self.start_up = time.monotonic() - began
         self.wanted, self.seconds, self.n_events = {}, {}, {}
         for name in self.names:

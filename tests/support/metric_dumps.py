@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.calibrate.collect import collect_hessians
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.run.dumped import MetricOfDump
 from tests.support.runs import job_of
 

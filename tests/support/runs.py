@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 
-from loopq.calibrate.collect import Collection
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.run.config import QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
 from loopq.run.solving import solve, solve_from
-from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 #: Few and short prompts, for the command line.
@@ -69,6 +69,9 @@ class Prepared:
     def with_config(self, config):
         """The same model under another plan."""
         return Prepared(self.source.plan(config), self.source)
+
+    def estimate(self):
+        return self.source.estimate(self.plan)
 
     def sums(self, **how):
         return self.source.sums(self.plan, **how)

@@ -64,7 +64,7 @@ def searched(d: int, n_paths: int, device: torch.device = CPU, **grid: Any) -> t
     s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
     target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32)).to(device)
     own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", True, None, device)
+    codes = Codes.of(own.make(), d, "mse", True, None, device)
     factors = Factors.of(s, torch.zeros_like(s[0, :2]), "conditional", ["", ""])
     known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
     return beam.search(factors.in_order(target), factors, codes, known, n_paths)
@@ -78,7 +78,7 @@ def rounded(
     s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
     target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32)).to(device)
     own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", signed, None, device)
+    codes = Codes.of(own.make(), d, "mse", signed, None, device)
     scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1, device=device))
     wide, offset = spread(codes, scale, d), spread(codes, zero, d)
     steps = codes.step(codes.code((target / wide).double(), offset.double()).float(), offset)

@@ -358,7 +358,7 @@ class _FileTensors(Mapping[str, RawTensor]):
 
 
 @dataclass(frozen=True)
-class _State:
+class _HessianState:
     """Metadata of a Hessian file: the state of docs/formats/hessian.md without its arrays."""
 
     spec_version: Literal[1]
@@ -391,7 +391,7 @@ def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) ->
     DumpError
         The state is invalid.
     """
-    found = checked(_State, state, f"{where}: Hessian state", DumpError)
+    found = checked(_HessianState, state, f"{where}: Hessian state", DumpError)
     reader = TensorReader(where, arrays)
     entries = found.dim * (found.dim + 1) // 2
     names = [f"{i:03d}" for i in range(min(len(found.steps), len(arrays)) if found.per_step else 1)]

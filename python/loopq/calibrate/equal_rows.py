@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import loopq._native as native
-from loopq.calibrate.collect import Collection, run_rollouts
 from loopq.calibrate.device import Sums
+from loopq.calibrate.rollouts import Collection, run_rollouts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.calibrate.collect import Collection, run_rollouts
 from loopq.calibrate.device import Sums
+from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.errors import CalibrationError
 from loopq.layers.shared import SharedParameter
 from loopq.models.replace import Weights, placed, replaced

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import loopq._native as native
 from loopq.calibrate.device import Sums
@@ -21,6 +21,9 @@ from loopq.storage.schema import checked
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    #: Rows of blocks that cross the end of a range, by input and step, then by the index of their first row.
+    Edges: TypeAlias = dict[tuple[str, int], dict[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,85 @@ class Range:
     rows: Rows
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Saved parts that count. No batch is in two of them.
+
+    Parameters
+    ----------
+    parts : mapping of str to sequence of Range
+        Ranges of each part, by its name.
+    """
+
+    parts: Mapping[str, Sequence[Range]]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Sequence[Range]]) -> Saved:
+        """Choose among all saved parts, the largest first."""
+        chosen: dict[str, Sequence[Range]] = {}
+        seen: set[int] = set()
+        for name in sorted(found, key=lambda n: (-len(_batches(found[n])), n)):
+            batches = _batches(found[name])
+            if not seen & batches:
+                seen |= batches
+                chosen[name] = found[name]
+        return cls(chosen)
+
+    @property
+    def ranges(self) -> list[Range]:
+        """Ranges of all parts."""
+        return [r for ranges in self.parts.values() for r in ranges]
+
+    @property
+    def batches(self) -> set[int]:
+        """Batches of all parts."""
+        return _batches(self.ranges)
+
+
+class _Growing:
+    """The part in memory: sums of whole blocks, and rows of blocks that cross the end of a range."""
+
+    def __init__(self, of: Pass) -> None:
+        self.ranges: list[Range] = []
+        self.sums = {input_group: of.empty(input_group) for input_group in of.steps}
+        self.edges: Edges = {}
+        self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
+
+    def extend(self, number: int, before: Callable[[], Rows], rows: Callable[[], Rows]) -> None:
+        """Begin a batch, in the last range if it follows that, otherwise in a new one."""
+        if self.ranges and self.ranges[-1].end == number:
+            self.ranges[-1].end += 1
+        else:
+            self.close()
+            self.ranges.append(Range(number, number + 1, before(), rows()))
+
+    def add(self, input_group: str, step: int, rows: Tensor) -> None:
+        """Add rows of the last batch."""
+        import torch  # lazy: loopq imports without torch
+
+        last = self.ranges[-1]
+        first = last.before[input_group][step] + last.rows[input_group][step]
+        last.rows[input_group][step] += rows.shape[0]
+        if (input_group, step) in self._open:
+            first, waiting = self._open.pop((input_group, step))
+            rows = torch.cat([waiting, rows])
+        head = -first % native.BLOCK_ROWS
+        if 0 < head <= rows.shape[0]:
+            self.edges.setdefault((input_group, step), {})[first] = rows[:head].clone()
+            first, rows, head = first + head, rows[head:], 0
+        whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
+        if whole:
+            self.sums[input_group].add(step, rows[:whole])
+        if whole < rows.shape[0]:
+            self._open[input_group, step] = (first + whole, rows[whole:].clone())
+
+    def close(self) -> None:
+        """End a range: rows of incomplete blocks become its edges."""
+        for key, (first, rows) in self._open.items():
+            self.edges.setdefault(key, {})[first] = rows
+        self._open.clear()
+
+
 class Parts:
     """The accumulators of one pass, saved part by part so that a kill loses little.
 
@@ -86,58 +168,41 @@ class Parts:
         self._journal = Journal(work, of.fingerprint() if work else "")
         #: Tokens before each batch, and their total.
         self._tokens = [0, *itertools.accumulate(of.batch_tokens)]
+        #: Ranges of the parts that were read. A part never changes, so each is read once.
         self._known: dict[str, list[Range]] = {}
-        self._counted: list[str] = []
-        self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self._ranges: list[Range] = []
-        self._sums = {input_group: self._pass.empty(input_group) for input_group in self._input_groups}
-        #: Rows of blocks that cross the end of a range, by the index of their first row within the step.
-        self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
+        self._growing = _Growing(of)
 
     @property
     def shared(self) -> bool:
         """Whether other processes take part."""
         return self._claims is not None
 
-    def covered(self) -> set[int]:
-        """Return the saved batches, of this or another process."""
+    def saved(self) -> Saved:
+        """Read the parts in the folder, of this and other processes."""
         for name in set(self._journal.names("part-")) - set(self._known):
             if (piece := self._journal.find(name)) is not None:
                 self._known[name] = [checked(Range, r, name, CalibrationError) for r in piece.facts["ranges"]]
-        found: set[int] = set()
-        self._counted = []
-        for name in sorted(self._known, key=lambda n: (-len(_batches(self._known[n])), n)):
-            batches = _batches(self._known[name])
-            if not found & batches:
-                found |= batches
-                self._counted.append(name)
-        return found
+        return Saved.of(self._known)
 
     def begin(self, number: int) -> bool:
         """Whether this process must run a batch. If so, its rows come next."""
-        if number in self.covered() or self._ended():
+        saved = self.saved()
+        if number in saved.batches or self._ended():
             return False
         if self._claims is not None:
             if not self._claims.take(str(number)):
                 return False
             # Another process may have saved it between the two checks.
-            if number in self.covered():
+            saved = self.saved()
+            if number in saved.batches:
                 self._claims.release(str(number))
                 return False
-        if self._ranges and self._ranges[-1].end == number:
-            self._ranges[-1].end += 1
-        else:
-            self._close()
-            self._ranges.append(Range(number, number + 1, self._before(number), self._nothing()))
+        self._growing.extend(number, lambda: self._before(number, saved), self._nothing)
         return True
 
-    def _before(self, number: int) -> Rows:
+    def _before(self, number: int, saved: Saved) -> Rows:
         """Rows before a batch: counted if all those batches are known, otherwise one per token."""
-        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
-        known = [r for r in ranges if r.first < number]
+        known = [r for r in (*self._growing.ranges, *saved.ranges) if r.first < number]
         counted = _batches(known) == set(range(number))
         return {
             k: {t: sum(r.rows[k][t] for r in known) if counted else self._tokens[number] for t in steps}
@@ -146,59 +211,39 @@ class Parts:
 
     def add(self, input_group: str, step: int, rows: Tensor) -> None:
         """Add the rows of one invocation."""
-        import torch  # lazy: loopq imports without torch
-
-        if step not in self._ranges[-1].rows[input_group]:
+        last = self._growing.ranges[-1]
+        if step not in last.rows[input_group]:
             return
-        last = self._ranges[-1]
         tokens = self._tokens[last.end] - self._tokens[last.end - 1]
         if self._claims is not None and rows.shape[0] != tokens:
             raise CalibrationError(
                 f"layer {input_group}, step {step}, batch {last.end - 1}: {rows.shape[0]} rows of {tokens} tokens; "
                 "several processes can only divide what has one row for each token: collect with one"
             )
-        first = last.before[input_group][step] + last.rows[input_group][step]
-        last.rows[input_group][step] += rows.shape[0]
-        if (input_group, step) in self._open:
-            first, waiting = self._open.pop((input_group, step))
-            rows = torch.cat([waiting, rows])
-        head = -first % native.BLOCK_ROWS
-        if 0 < head <= rows.shape[0]:
-            self._edges.setdefault((input_group, step), {})[first] = rows[:head].clone()
-            first, rows, head = first + head, rows[head:], 0
-        whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
-        if whole:
-            self._sums[input_group].add(step, rows[:whole])
-        if whole < rows.shape[0]:
-            self._open[input_group, step] = (first + whole, rows[whole:].clone())
-
-    def _close(self) -> None:
-        """End a range: rows of incomplete blocks become its edges."""
-        for key, (first, rows) in self._open.items():
-            self._edges.setdefault(key, {})[first] = rows
-        self._open.clear()
+        self._growing.add(input_group, step, rows)
 
     def save(self) -> None:
         """Save the batches since the last part: sums and edges of each input, then the entry that makes them count."""
-        if self._journal.folder is None or not self._ranges:
+        part = self._growing
+        if self._journal.folder is None or not part.ranges:
             return
-        self._close()
-        name = f"part-{secrets.token_hex(8)}"
-        claimed = [str(number) for number in _batches(self._ranges)]
+        part.close()
+        claimed = [str(number) for number in _batches(part.ranges)]
         # Other processes run the batches that they took over meanwhile.
         ours = self._claims is None or all(map(self._claims.holds, claimed))
         if ours:
+            name = f"part-{secrets.token_hex(8)}"
             for i, input_group in enumerate(self._input_groups):
-                arrays, state = accumulator_parts(self._sums[input_group].finish())
+                arrays, state = accumulator_parts(part.sums[input_group].finish())
                 edges = {
                     f"edge/{step}/{first}": raw(rows)
-                    for (k, step), found in self._edges.items()
+                    for (k, step), found in part.edges.items()
                     if k == input_group
                     for first, rows in found.items()
                 }
                 self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
-            self._journal.save(name, ranges=[vars(r) for r in self._ranges])
-        self._clear()
+            self._journal.save(name, ranges=[vars(r) for r in part.ranges])
+        self._growing = _Growing(self._pass)
         if self._claims is not None:
             for number in claimed:
                 self._claims.release(number, done=ours)
@@ -213,17 +258,17 @@ class Parts:
         """
         import torch  # lazy: loopq imports without torch
 
-        self._close()
-        self.covered()
-        rows = self._count_rows()
-        found: dict[str, native.HessianAccumulator] = {}
+        part, saved = self._growing, self.saved()
+        part.close()
+        rows = self._count_rows([*part.ranges, *saved.ranges])
+        totals: dict[str, native.HessianAccumulator] = {}
         for i, input_group in enumerate(self._input_groups):
-            total = self._saved_sums(i, input_group)
+            total, edges = self._saved_sums(i, input_group, saved)
             for step in rows[input_group]:
-                edges = self._edges.pop((input_group, step), {})
-                if edges:
-                    self._sums[input_group].add(step, torch.cat([edges[first] for first in sorted(edges)]))
-            acc = found[input_group] = self._sums[input_group].finish()
+                joined = edges.get(step, {}) | part.edges.get((input_group, step), {})
+                if joined:
+                    part.sums[input_group].add(step, torch.cat([joined[first] for first in sorted(joined)]))
+            acc = totals[input_group] = part.sums[input_group].finish()
             if total is not None:
                 acc.merge(total)
             for step, n_rows in rows[input_group].items():
@@ -231,12 +276,15 @@ class Parts:
                     self._refuse(
                         input_group, step, f"{acc.n_rows(step)} rows were summed, the rollouts gave {n_rows}"
                     )
-        return found
+        return totals
 
-    def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
-        """Add the sums of one input over all parts. Their edges join those in memory."""
+    def _saved_sums(
+        self, number: int, input_group: str, saved: Saved
+    ) -> tuple[native.HessianAccumulator | None, dict[int, dict[int, Tensor]]]:
+        """Add the sums of one input over all parts. Return them and the edges by step and first row."""
         total = None
-        for name in self._counted:
+        edges: dict[int, dict[int, Tensor]] = {}
+        for name in saved.parts:
             part = self._journal.find(f"sums-{name}-{number}")
             if part is None:
                 raise CalibrationError(
@@ -245,19 +293,17 @@ class Parts:
             arrays = dict(part.tensors)
             for key in [k for k in arrays if k.startswith("edge/")]:
                 _, step, first = key.split("/")
-                rows = to_torch(arrays.pop(key)).to(self._pass.device)
-                self._edges.setdefault((input_group, int(step)), {})[int(first)] = rows
+                edges.setdefault(int(step), {})[int(first)] = to_torch(arrays.pop(key)).to(self._pass.device)
             found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
             if total is None:
                 total = found
             else:
                 total.merge(found)
-        return total
+        return total, edges
 
-    def _count_rows(self) -> Rows:
+    def _count_rows(self, ranges: Sequence[Range]) -> Rows:
         """Count the rows of all batches by input and step. Each range must begin where the previous ones end."""
         rows = self._nothing()
-        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
         for r in sorted(ranges, key=lambda r: r.first):
             for input_group, steps in rows.items():
                 for step, n_rows in steps.items():

@@ -8,8 +8,10 @@ import functools
 from pathlib import Path
 
 from loopq.api import at_depths
-from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
@@ -25,10 +27,10 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
-from loopq.run import together
+from loopq.run import ranks as in_ranks
 from loopq.run.config import PRESETS
 from loopq.run.dumped import MetricOfDump
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
 from loopq.settings.steps import parse_steps
 
 
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             collect = collect_hessians
             if ranks is not None:
                 waiting = dataclasses.replace(ranks, timeout=float(args.rank_timeout))
-                collect = functools.partial(together.collect_hessians, waiting)
+                collect = functools.partial(in_ranks.collect_hessians, waiting)
             manifest = collect(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)

@@ -22,7 +22,7 @@ from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model, to_device
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution
 from loopq.storage.files import nearest

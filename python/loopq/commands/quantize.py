@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from loopq.commands.output import print_checkpoint
 from loopq.commands.page import known
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import LoopqError
+from loopq.formats.base import Format
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
@@ -44,10 +46,12 @@ from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
+from loopq.run.config import QuantConfig
 from loopq.run.export import Exported, exported, quantized_format, refuse_early
+from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out, kept, work_folder
-from loopq.terminal.progress import Line
+from loopq.terminal.progress import Line, Progress
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:
@@ -101,97 +105,157 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
-    # Invalid input is rejected before the model is loaded, because loading a large one takes minutes.
-    out = Path(args.out)
-    target = quantized_format(args.format)
-    options = target.taken(format_options(args))
-    check_out(out)
-    config = quant_config(args, adopt_like(args)).for_format(target.own)
-    if args.html:
-        require("matplotlib")
-        check_place(args.html)
-    loaded = load_source(args)
-    n_steps = args.n_steps
-    *others, args = each_depth(args)
-    refuse_early(loaded, config, args.format, args.n_steps, **options)
-    reports: list[Exported] = []
-
-    def write(checkpoint: Checkpoint) -> None:
-        reports.append(_export(args, out, checkpoint, options))
-
-    tokens = calibration_tokens(loaded, args.calibration, calibration_take(args), matters=config.reads_text)
-    if args.evaluate:
-        text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
+    job = _Job.of(args)
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
-    with kept(out) if args.evaluate and ranks is None else contextlib.nullcontext():
+    with kept(job.out) if job.text is not None and ranks is None else contextlib.nullcontext():
         with shown as progress:
-            result = loopq.quantize(
-                loaded,
-                tokens,
-                config,
-                out=out,
-                n_steps=n_steps,
-                write=None if target.own else write,
-                progress=progress,
-                ranks=ranks,
-                keep=args.keep,
-                **given(args, Execution),
-            )
+            result, lines = job.quantize(progress, ranks)
         if ranks is not None and ranks.rank > 0:
             return 0
-        print_checkpoint(result, str(out) if target.own else None)
-        print("".join(f"{line}\n" for found in reports for line in found.lines()), end="")
-        measured = None
-        if args.evaluate:
-            written = read_any(out) if target.reads else result
-            for one in others:
-                print_measured(*measure(one, loaded, {str(out): written}, text))
-            summaries, said = measure(args, loaded, {str(out): written}, text)
-            measured = for_page(args, loaded, text, summaries, said)
-            print_measured(summaries, said)
-            if not target.one_file:
-                print(f"model card: {card_of(args, loaded, str(out), summaries, said)}")
+        print_checkpoint(result, str(job.out) if job.target.own else None)
+        print("".join(f"{line}\n" for line in lines), end="")
+        measured = None if job.text is None else job.measure(result, job.text)
     if args.html:
-        found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
-        write_page(
-            args.html, diagnosis=_diagnosis(args, config.layer, loaded, tokens), measured=measured, **found
-        )
-        print(f"page: {args.html}")
-    plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
-    if config.layer == plain and config.fit is None:
+        job.write_page(result, measured)
+    if job.is_plain:
         print(_HINT, file=sys.stderr)
     return 0
 
 
-def _export(
-    args: argparse.Namespace, out: Path, checkpoint: Checkpoint, options: Mapping[str, Any]
-) -> Exported:
-    try:
-        return exported(checkpoint, out, args.format, trust_remote_code=args.trust_remote_code, **options)
-    except LoopqError:
-        print(
-            f"{work_folder(out)}: what was solved is kept here: the same command with another --format goes on from it",
-            file=sys.stderr,
+@dataclass(frozen=True)
+class _Job:
+    """A checked command with its model and prompts.
+
+    Parameters
+    ----------
+    depths : list of Namespace
+        The options, once for each depth. The last depth is that of the card and the page.
+    n_steps : int, tuple of int or None
+        All depths.
+    target : Format
+        Format of the output.
+    options : mapping
+        Options of the format.
+    config : QuantConfig
+        Settings of the run.
+    loaded : LoadedModel
+        The model.
+    tokens : TokenSet
+        Calibration prompts.
+    text : TokenSet or None
+        Held-out prompts of `--evaluate`.
+    """
+
+    depths: list[argparse.Namespace]
+    n_steps: Any
+    target: Format
+    options: Mapping[str, Any]
+    config: QuantConfig
+    loaded: LoadedModel
+    tokens: TokenSet
+    text: TokenSet | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Job:
+        """Check the options and load. Invalid input is rejected first, because loading a large model takes minutes."""
+        target = quantized_format(args.format)
+        options = target.taken(format_options(args))
+        check_out(Path(args.out))
+        config = quant_config(args, adopt_like(args)).for_format(target.own)
+        if args.html:
+            require("matplotlib")
+            check_place(args.html)
+        loaded = load_source(args)
+        n_steps, depths = args.n_steps, each_depth(args)
+        refuse_early(loaded, config, args.format, depths[-1].n_steps, **options)
+        tokens = calibration_tokens(
+            loaded, args.calibration, calibration_take(args), matters=config.reads_text
         )
-        raise
+        text = None
+        if args.evaluate:
+            text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
+        return cls(depths, n_steps, target, options, config, loaded, tokens, text)
 
+    @property
+    def args(self) -> argparse.Namespace:
+        """Options at the last depth."""
+        return self.depths[-1]
 
-def _diagnosis(
-    args: argparse.Namespace, layer: LayerConfig, loaded: LoadedModel, tokens: TokenSet
-) -> dict[str, Any]:
-    """Diagnose the model before quantization on the calibration prompts."""
-    with Line() as progress:
-        return loopq.diagnose(
-            loaded,
-            tokens,
-            DiagnoseConfig(bits=layer.grid.bits, group_size=layer.grid.group_size),
-            n_steps=args.n_steps,
-            only=QUICK,
-            name=args.model or args.python,
+    @property
+    def out(self) -> Path:
+        """Place of the output."""
+        return Path(self.args.out)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the settings are the default ones of their bits and groups."""
+        grid = self.config.layer.grid
+        plain = LayerConfig.of(bits=grid.bits, group_size=grid.group_size)
+        return self.config.layer == plain and self.config.fit is None
+
+    def quantize(self, progress: Progress, ranks: Ranks | None) -> tuple[Checkpoint, list[str]]:
+        """Quantize and write the output. Return the checkpoint and what its format reports."""
+        lines: list[str] = []
+
+        def write(checkpoint: Checkpoint) -> None:
+            lines.extend(self._export(checkpoint).lines())
+
+        result = loopq.quantize(
+            self.loaded,
+            self.tokens,
+            self.config,
+            out=self.out,
+            n_steps=self.n_steps,
+            write=None if self.target.own else write,
             progress=progress,
-            **given(args, Execution),
+            ranks=ranks,
+            keep=self.args.keep,
+            **given(self.args, Execution),
         )
+        return result, lines
+
+    def _export(self, checkpoint: Checkpoint) -> Exported:
+        args, trusted = self.args, self.args.trust_remote_code
+        try:
+            return exported(checkpoint, self.out, args.format, trust_remote_code=trusted, **self.options)
+        except LoopqError:
+            print(
+                f"{work_folder(self.out)}: what was solved is kept here: the same command with another --format goes "
+                "on from it",
+                file=sys.stderr,
+            )
+            raise
+
+    def measure(self, result: Checkpoint, text: TokenSet) -> dict[str, Any]:
+        """Print measurements at every depth, write the model card, and return those of the last depth for a page."""
+        checkpoints = {str(self.out): read_any(self.out) if self.target.reads else result}
+        for args in self.depths[:-1]:
+            print_measured(*measure(args, self.loaded, checkpoints, text))
+        summaries, said = measure(self.args, self.loaded, checkpoints, text)
+        print_measured(summaries, said)
+        if not self.target.one_file:
+            print(f"model card: {card_of(self.args, self.loaded, str(self.out), summaries, said)}")
+        return for_page(self.args, self.loaded, text, summaries, said)
+
+    def write_page(self, result: Checkpoint, measured: dict[str, Any] | None) -> None:
+        """Write the page, with a diagnosis of the model before quantization on the calibration prompts."""
+        args, grid = self.args, self.config.layer.grid
+        shown = self.tokens if self.text is None else self.text
+        found = known(args, self.loaded, {str(self.out): result}, shown)
+        with Line() as progress:
+            diagnosis = loopq.diagnose(
+                self.loaded,
+                self.tokens,
+                DiagnoseConfig(bits=grid.bits, group_size=grid.group_size),
+                n_steps=args.n_steps,
+                only=QUICK,
+                name=args.model or args.python,
+                progress=progress,
+                **given(args, Execution),
+            )
+        write_page(args.html, diagnosis=diagnosis, measured=measured, **found)
+        print(f"page: {args.html}")
 
 
 COMMANDS.register("quantize")(

@@ -9,7 +9,7 @@ import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
-from loopq.run.together import Ranks
+from loopq.run.ranks import Ranks
 from loopq.storage.lock import work_folder
 from loopq.terminal.progress import Line
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import Selection, select
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.weights import Rounder, core_rounder

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.rollouts import Trace, relative_error, trace
+from loopq.diagnosis.rollouts import RolloutTrace, relative_error, trace
 from loopq.diagnosis.weights import (
     Rounder,
     Weights,
@@ -40,7 +40,9 @@ Floats = NDArray[np.float64]
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float) -> Tensor:
+def intervened(
+    system: LoopedSystem, batch: Batch, n_steps: int, reference: RolloutTrace, strength: float
+) -> Tensor:
     """Final state of a rollout that feeds back only part of the error.
 
     Every step receives s_t + strength * (s'_t - s_t). s_t is the reference's state. s'_t is the state of this rollout,
@@ -54,7 +56,7 @@ def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trac
         The reference's batch.
     n_steps : int
         Depth.
-    reference : Trace
+    reference : RolloutTrace
         Rollout of the same batch with the reference weights.
     strength : float
         lambda. 1 gives the ordinary rollout, bit for bit. 0 cuts the feedback.

@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Trace:
+class RolloutTrace:
     """States and outputs of one rollout.
 
     Parameters
@@ -42,7 +42,9 @@ class Trace:
     outputs: dict[int, Tensor]
 
 
-def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] | None = None) -> Trace:
+def trace(
+    system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] | None = None
+) -> RolloutTrace:
     """Run one rollout and record its states.
 
     Parameters
@@ -60,14 +62,14 @@ def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] 
     with torch.no_grad():
         steps = steps_of(system)
         if steps is None:
-            return Trace([], {n_steps: system.rollout(batch, n_steps).float()})
+            return RolloutTrace([], {n_steps: system.rollout(batch, n_steps).float()})
         embedding = steps.embed(batch)
         states = [steps.initial_state(batch, embedding)]
         for t in range(steps.n_updates(n_steps)):
             states.append(steps.step(states[-1], embedding, t, n_steps))
         wanted = range(1, n_steps + 1) if read is None else sorted(set(read))
         outputs = {n: steps.predict(states[steps.n_updates(n)], embedding).float() for n in wanted}
-    return Trace(states, outputs)
+    return RolloutTrace(states, outputs)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> Floats:
@@ -152,7 +154,9 @@ class Comparison:
         return out
 
 
-def compare_traces(run: Trace, reference: Trace, logits: bool, scored_from: int = 0) -> Comparison:
+def compare_traces(
+    run: RolloutTrace, reference: RolloutTrace, logits: bool, scored_from: int = 0
+) -> Comparison:
     """Compare two rollouts of one batch by prompt. Logits are compared from one position on.
 
     Raises
@@ -201,7 +205,7 @@ def gather(parts: Sequence[Comparison]) -> Comparison:
 
 def run_under(
     system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None
-) -> Trace:
+) -> RolloutTrace:
     """Run one rollout under other weights."""
     with replaced(system, as_stored(system, weights, n_steps)):
         return trace(system, batch, n_steps, read)

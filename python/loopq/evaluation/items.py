@@ -200,7 +200,7 @@ def _detokenized(page: str) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
+class HarnessTask:
     """One task.
 
     Parameters
@@ -224,19 +224,19 @@ class Task:
 
 
 _GSM8K = ("gsm8k/test.jsonl", "gsm8k/train.jsonl")
-TASKS: Mapping[str, Task] = {
-    "lambada": Task("lambada_openai 1.0", "last word", ("lambada/lambada_test.jsonl",), _lambada),
-    "arc_easy": Task("arc_easy 1.0", "choices", ("arc/arc_easy_test.jsonl",), _arc),
-    "arc_challenge": Task("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
-    "hellaswag": Task("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
-    "gsm8k": Task("gsm8k 3.0", "number", _GSM8K, _gsm8k),
+TASKS: Mapping[str, HarnessTask] = {
+    "lambada": HarnessTask("lambada_openai 1.0", "last word", ("lambada/lambada_test.jsonl",), _lambada),
+    "arc_easy": HarnessTask("arc_easy 1.0", "choices", ("arc/arc_easy_test.jsonl",), _arc),
+    "arc_challenge": HarnessTask("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
+    "hellaswag": HarnessTask("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
+    "gsm8k": HarnessTask("gsm8k 3.0", "number", _GSM8K, _gsm8k),
     # As in Li, App. Q; the solved problems contain the chain of thought.
-    "gsm8k_8": Task("gsm8k 3.0, num_fewshot 8", "number", _GSM8K, partial(_gsm8k, n_shots=8)),
-    "wikitext": Task("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
+    "gsm8k_8": HarnessTask("gsm8k 3.0, num_fewshot 8", "number", _GSM8K, partial(_gsm8k, n_shots=8)),
+    "wikitext": HarnessTask("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
 }
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> HarnessTask:
     """Return the task of that name. The error lists the known names."""
     if name not in TASKS:
         raise ConfigError(f"no task {name!r}; known: {', '.join(TASKS)}")

@@ -81,7 +81,7 @@ def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> Quant
     CheckpointError
         If the tensors cannot represent a layer of these settings.
     """
-    (rows, columns), grid = settings.shape, settings.grid(where)
+    (rows, columns), grid = settings.shape, settings.make_grid(where)
     width = layer.grid.width(layer.shape[1])
     first = np.arange(grid.n_groups(columns)) * grid.width(columns) // width
     smaller = layer.shape[0] < rows or layer.shape[1] < columns or layer.scales.shape[1] <= first[-1]

@@ -44,7 +44,7 @@ class LayerSettings:
         """Name of the module that holds the weight."""
         return self.name.removesuffix(".weight")
 
-    def grid(self, where: object) -> Grid:
+    def make_grid(self, where: object) -> Grid:
         """Return the layer's grid.
 
         Raises
@@ -174,7 +174,7 @@ class QuantizedLayer:
             The message names the file and the tensor.
         """
         (rows, columns), module = settings.shape, settings.module
-        grid = settings.grid(reader.where)
+        grid = settings.make_grid(reader.where)
         shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
         if shape != [rows, columns]:
             stated = f"'{module}.weight_shape' says {shape}"

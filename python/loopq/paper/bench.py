@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.survey import diagnose
 from loopq.evaluation.compare import Measurement, compare
 from loopq.layers.grid import Bits
-from loopq.paper.models import PreparedModel, Sizes, Source
+from loopq.paper.models import OpenedModel, PreparedModel, Sizes
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
+from loopq.run.model_source import ModelSource
 from loopq.run.solving import solve_from
-from loopq.run.source import Layers, ModelSource
+from loopq.run.source import Layers
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
@@ -74,7 +75,7 @@ class Bench:
 
     Parameters
     ----------
-    source : Source
+    source : OpenedModel
         Model, and the source of its prompts.
     settings : BenchSettings
         Sizes.
@@ -88,7 +89,7 @@ class Bench:
         Model and prompts. Cut from the source in the settings' sizes when absent.
     """
 
-    source: Source
+    source: OpenedModel
     settings: BenchSettings
     execution: Execution
     n_steps: int | None = None

@@ -18,7 +18,7 @@ from loopq.evaluation.stats import (
     paired_proportion_difference,
     wilson,
 )
-from loopq.paper.shown import Claim, Found, Shown, Table
+from loopq.paper.shown import Claim, Found, Shown, ShownTable
 from loopq.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.terminal.table import short
 
@@ -167,10 +167,10 @@ def row(found: Found, name: str) -> tuple[str | None, ...]:
     )
 
 
-def table(founds: Sequence[Found], title: str, text: str = TEXT) -> Table:
+def table(founds: Sequence[Found], title: str, text: str = TEXT) -> ShownTable:
     """Return the table of all variants of all models."""
     rows = tuple(row(found, name) for found in founds for name in found["variants"])
-    return Table(title, text, HEADER, rows)
+    return ShownTable(title, text, HEADER, rows)
 
 
 def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Picture:

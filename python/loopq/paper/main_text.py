@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.evaluation.stats import Interval, cluster_rate, gap_closed, mean_interval, student
 from loopq.paper.compared import closer, ratio
-from loopq.paper.shown import Claim, Table
+from loopq.paper.shown import Claim, ShownTable
 
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
@@ -188,7 +188,7 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return out
 
 
-def tables(record: Mapping[str, Any]) -> list[Table]:
+def tables(record: Mapping[str, Any]) -> list[ShownTable]:
     """Build every table of a record, in order."""
     models = record["models"]
     found = [_grid_table(models, number) for number in range(len(GRIDS))]
@@ -221,7 +221,7 @@ def _kl(value: Mapping[str, float]) -> str:
     return f"{value['estimate']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
 
 
-def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
+def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> ShownTable:
     rows: list[tuple[str | None, ...]] = []
     for m in models:
         grid = m["grids"][number]
@@ -243,7 +243,7 @@ def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
     # Notes on single models appear only if the table contains one of them.
     hidden = [m["model"] for m in models if "bits_per_byte" not in m]
     tasks = {m["model"]: m["task"] for m in models if m["task"] != "text"}
-    return Table(
+    return ShownTable(
         f"INT{bits}, group size {group}",
         "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and their increase over full "
         "precision, on held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last "
@@ -269,7 +269,7 @@ def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
     )
 
 
-def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
+def _ordering_table(models: Sequence[Mapping[str, Any]]) -> ShownTable:
     rows = [
         (
             m["model"], f"INT{g['bits']} g{g['group_size']}",
@@ -279,7 +279,7 @@ def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
         for m in models
         for g in m["grids"]
     ]  # fmt: skip
-    return Table(
+    return ShownTable(
         "Does the paper's ordering hold?",
         "Li, Table 2: N-step calibration is better than rounding and than one step. Ratios of mean KL on the same "
         "prompts, 95 % paired bootstrap over prompts; below 1 the first is better.",
@@ -288,7 +288,7 @@ def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
+def _seeds_table(found: Sequence[Mapping[str, Any]]) -> ShownTable:
     rows = [
         (
             r["kind"], f"INT{r['bits']} g{r['group_size']}", r["variant"], str(len(r["by_seed"])),
@@ -297,7 +297,7 @@ def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
         )
         for r in found
     ]  # fmt: skip
-    return Table(
+    return ShownTable(
         "Over training seeds",
         "Gap closed by models trained from several seeds: mean, 95 % Student. The model of a kind without a number was "
         "trained longer than the others (docs/zoo.md).",
@@ -306,7 +306,7 @@ def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _ranks_table(models: Sequence[Mapping[str, Any]]) -> Table:
+def _ranks_table(models: Sequence[Mapping[str, Any]]) -> ShownTable:
     rows: list[tuple[str | None, ...]] = []
     tau = models[0]["ranks"]["threshold"] if models else 0.0
     for m in models:
@@ -326,7 +326,7 @@ def _ranks_table(models: Sequence[Mapping[str, Any]]) -> Table:
                     *ranks, gain,
                 )
             )  # fmt: skip
-    return Table(
+    return ShownTable(
         "Rank survey",
         f"Number of eigenvalues of the input Hessian above {tau:g} of the largest, by class of layer, mean over its "
         "layers; first calibration seed. Trajectory: the sum over steps. Gain: trajectory over step 0. * contains the "
@@ -336,7 +336,7 @@ def _ranks_table(models: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _states_table(model: Mapping[str, Any]) -> Table:
+def _states_table(model: Mapping[str, Any]) -> ShownTable:
     states = model["states"]
     probe = states["probe"]
     depth = model["n_steps"]
@@ -352,7 +352,7 @@ def _states_table(model: Mapping[str, Any]) -> Table:
         for name, w in states["weights"].items()
     ]
     n_masked = next(iter(states["weights"].values()))["n_masked"]
-    return Table(
+    return ShownTable(
         f"{model['model']}: hidden states by step, and a probe",
         "Relative error (%) and cosine of the states after a step, mean over prompts. Probe: "
         f"{100 * probe['mask_share']:.0f} % of the phonemes are replaced by the padding token (id {probe['mask_id']}); "

@@ -56,7 +56,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedModel:
     """A loaded model and the source of its prompts.
 
     Parameters
@@ -121,7 +121,7 @@ def open_source(
     calibration: Path | None = None,
     text: Path | None = None,
     **loading: Any,
-) -> Source:
+) -> OpenedModel:
     """Load a model.
 
     Parameters
@@ -141,12 +141,12 @@ def open_source(
         If "plbert" has no data folder.
     """
     if name == PLBERT:
-        return Source(name, load_plbert(data, **loading), data)
-    return Source(Path(name).name, load_model(name, **loading), data, calibration, text)
+        return OpenedModel(name, load_plbert(data, **loading), data)
+    return OpenedModel(Path(name).name, load_model(name, **loading), data, calibration, text)
 
 
 def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
-    """Load a model and cut its prompts: `open_source`, then `Source.prompts`."""
+    """Load a model and cut its prompts: `open_source`, then `OpenedModel.prompts`."""
     return open_source(name, data).prompts(sizes, draw)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
 from loopq.errors import ConfigError
-from loopq.paper.models import Source
+from loopq.paper.models import OpenedModel
 from loopq.settings.execution import Execution
 from loopq.systems.declare import parameter_of
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 FACTORS = {"outlier": 64.0, "spike": 1 / 256, "token": 1 / 256}
 
 
-def plant(source: Source, kind: str, tokens: TokenSet, execution: Execution | None = None) -> Source:
+def plant(
+    source: OpenedModel, kind: str, tokens: TokenSet, execution: Execution | None = None
+) -> OpenedModel:
     """Plant an outlier of large models into a loaded model.
 
     Parameters
     ----------
-    source : Source
+    source : OpenedModel
         The model is changed in place and computes the same function.
     kind : {"outlier", "spike", "token"}
         "outlier" makes the largest column of each feedback-exposed weight 64 times larger and its input smaller.

@@ -19,7 +19,7 @@ Found = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class ShownTable:
     """A table with its heading and explanation.
 
     Parameters
@@ -119,7 +119,7 @@ class Shown:
 
     Parameters
     ----------
-    tables : sequence of Table
+    tables : sequence of ShownTable
         The numbers.
     claims : sequence of Claim
         The paper's claims about these tables.
@@ -129,7 +129,7 @@ class Shown:
         Sentences over all models.
     """
 
-    tables: Sequence[Table]
+    tables: Sequence[ShownTable]
     claims: Sequence[Claim] = ()
     pictures: Callable[[], Sequence[Picture]] = field(default=lambda: ())
     lines: Sequence[str] = ()

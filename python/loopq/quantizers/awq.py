@@ -49,7 +49,7 @@ class AWQ(Method):
         for power in POWERS:
             scale = ChannelScale(channel_scale(magnitude, power))
             result = round_to_grid(problem, scale.fold(problem.target), self.scale_search)
-            rounded = problem.codes_on.dequantize(result["codes"], result["scales"], result["zeros"])
+            rounded = problem.grid.dequantize(result["codes"], result["scales"], result["zeros"])
             loss = native.proxy(problem.target, scale.unfold(rounded), hessian, threads=problem.threads)
             if best is None or loss < best[0]:
                 best = (loss, power, scale, result)

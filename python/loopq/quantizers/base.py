@@ -36,8 +36,8 @@ class Problem:
         shifted target of asymmetric calibration.
     hessian : ndarray, float64, shape (in_features, in_features), or None
         H = X^T X over the rows of the chosen steps. It is None when the layer is not observed.
-    grid : GridSettings
-        Grid of the codes.
+    settings : GridSettings
+        Settings of the grid of the codes.
     orientation : {"out_in", "in_out"}
         Order in which the model stores the weight. The codes do not depend on it.
     threads : int
@@ -53,7 +53,7 @@ class Problem:
     name: str
     target: NDArray[np.float32]
     hessian: NDArray[np.float64] | None
-    grid: GridSettings
+    settings: GridSettings
     orientation: str = "out_in"
     threads: int = 0
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -61,20 +61,20 @@ class Problem:
     device: str = "cpu"
 
     @cached_property
-    def codes_on(self) -> Grid:
+    def grid(self) -> Grid:
         """The grid of the codes, fitted to the target if the grid is of a fitted kind."""
         energies = None if self.hessian is None else np.diag(self.hessian).copy()
-        return self.grid.grid().fitted(self.target, energies, self.threads)
+        return self.settings.make().fitted(self.target, energies, self.threads)
 
     @property
     def is_common(self) -> bool:
         """Whether each code has its own value, and scales have a type that torch rounds to."""
-        found = self.codes_on
+        found = self.grid
         return found.plain and found.own_scales and found.scale_dtype in SCALE_DTYPES
 
     def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
         """Return the grid for the core, with its scale search; `signed` allows negative scales."""
-        return self.codes_on.core(scale_search=scale_search, signed=signed, scale_bits=self.grid.scale_bits)
+        return self.grid.core(scale_search=scale_search, signed=signed, scale_bits=self.settings.scale_bits)
 
     def require_observed(self) -> NDArray[np.float64]:
         """Return the Hessian, or refuse a layer without one.
@@ -142,14 +142,14 @@ class Problem:
     def layer(self, result: Mapping[str, Any], method: str, **more: Any) -> QuantizedLayer:
         """Build the layer from the core's codes, scales and zeros; the rest goes to the report.
 
-        `more` holds the arguments of a special grid that are not settings (`GridSettings.grid`).
+        `more` holds the arguments of a special grid that are not settings (`GridSettings.make`).
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-        if not more and self.grid.chosen != "even":
-            report["levels"] = self.grid.chosen
+        if not more and self.settings.chosen != "even":
+            report["levels"] = self.settings.chosen
         return QuantizedLayer(
             name=self.name,
-            grid=self.grid.grid(**more) if more else self.codes_on,
+            grid=self.settings.make(**more) if more else self.grid,
             codes=result["codes"],
             scales=result["scales"],
             zeros=result["zeros"],

@@ -17,7 +17,7 @@ from loopq.settings.declare import Settings, block, setting
 
 
 @dataclass(frozen=True)
-class Metric(Settings):
+class MetricSettings(Settings):
     """Cost of an error of a layer.
 
     Parameters
@@ -44,7 +44,7 @@ class GPTQCD(Method):
 
     Parameters
     ----------
-    metric : Metric
+    metric : MetricSettings
         Cost of an error.
     damping : Damping
         Damping added to the diagonal of H.
@@ -83,7 +83,7 @@ class GPTQCD(Method):
     name: ClassVar[str] = "gptq-cd"
     rounds_as_published: ClassVar[bool] = False
     has_twin: ClassVar[bool] = True
-    metric: Metric = block(Metric, "metric")
+    metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
     signed_scales: bool = setting(True, off="unsigned-scales")
@@ -135,7 +135,7 @@ class GPTQCD(Method):
 
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
         return native.GptqCdSettings(
-            problem.core(scale_search="mse", signed=self.signed_scales and problem.grid.symmetric),
+            problem.core(scale_search="mse", signed=self.signed_scales and problem.settings.symmetric),
             beam=self.beam,
             sweeps=self.descent,
             rounds=self.rounds,

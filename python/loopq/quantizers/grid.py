@@ -55,7 +55,7 @@ class GridSettings(Settings):
         if self.levels not in ("even", AUTO):
             if not self.symmetric:
                 raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
-            self._check_levels(self.grid())
+            self._check_levels(self.make())
         most = SIGNIFICANT_BITS[self.scale_dtype]
         if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
             raise ConfigError(
@@ -80,7 +80,7 @@ class GridSettings(Settings):
             return self.levels
         return "uneven" if self.symmetric and self.bits in UNEVEN else "even"
 
-    def grid(self, **more: Any) -> Grid:
+    def make(self, **more: Any) -> Grid:
         """Return the grid of the codes; `more` holds arguments of a special grid that are not settings."""
         levels = "even" if more else self.chosen
         if levels != "even":

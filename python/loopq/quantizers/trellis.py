@@ -13,7 +13,7 @@ from loopq.layers.grids.trellis import Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
-from loopq.quantizers.gptq_cd import GPTQCD, Metric, sides
+from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings, sides
 from loopq.quantizers.grid import AUTO, GridSettings
 from loopq.quantizers.loop_metric import BLOCK
 from loopq.settings.declare import block, setting
@@ -33,7 +33,7 @@ class TrellisMethod(Method):
 
     Parameters
     ----------
-    metric : Metric
+    metric : MetricSettings
         Cost of an error.
     damping : Damping
         Damping added to the diagonal of H.
@@ -54,7 +54,7 @@ class TrellisMethod(Method):
 
     name: ClassVar[str] = "trellis"
     rounds_as_published: ClassVar[bool] = False
-    metric: Metric = block(Metric, "metric")
+    metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     state_bits: int = setting(10, at_least=4, at_most=16)
 
@@ -113,6 +113,6 @@ class TrellisMethod(Method):
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
             trellis = Trellis(self.state_bits, BLOCK)
-            grid = problem.grid.grid(trellis=trellis).core(scale_search="mse")
+            grid = problem.settings.make(trellis=trellis).core(scale_search="mse")
             found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
         return problem.layer(found | told, self.name, trellis=trellis)

@@ -16,12 +16,11 @@ from loopq.gradients.scores import loop_fisher
 from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override
 from loopq.run.budget import Candidate, Fit, choose
-from loopq.run.config import QuantConfig
 from loopq.run.memory import fit_parts
-from loopq.run.outside import round_outside
+from loopq.run.model_source import ModelSource
+from loopq.run.outside import tell_left
 from loopq.run.plan import Plan, alike
-from loopq.run.solving import solve_from
-from loopq.run.source import ModelSource
+from loopq.run.solving import solve_from, solve_outside
 from loopq.settings.steps import Calibration
 from loopq.storage.weights import ModelWeights
 
@@ -33,29 +32,28 @@ _OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
 _Found = dict[str, tuple[dict[str, Any], str, int]]
 
 
-def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, dict[str, Any]]:
-    """Choose the grid of every layer of a run, equal for layers that read the same input, and "outside".
+def allocate(plan: Plan, source: ModelSource) -> Plan:
+    """Choose the grid of every layer within the plan's `fit`, equal for layers of one input, and "outside".
 
     Parameters
     ----------
     plan : Plan
-        Plan with the layers. All candidates are quantized open loop, by its settings.
+        Plan with the layers. All candidates are quantized open loop, by its settings. Without `fit` it is returned.
     source : ModelSource
         The model. It also provides the calibration set.
-    asked : Fit
-        Budget, score and candidates.
 
     Returns
     -------
-    QuantConfig
-        The run's settings with an override for every layer.
-    dict
-        Request, resulting size and cost, for the report.
+    Plan
+        Plan of the run's settings with an override for every layer. Its facts have request, size and cost.
 
     Notes
     -----
     Inference engines fuse q, k and v, or gate and up, into one matrix of one scheme. These are the layers of one input.
     """
+    asked = plan.config.fit
+    if asked is None:
+        return plan
     config = dataclasses.replace(plan.config, fit=None)
     outside = _outside(dataclasses.replace(plan, config=config), source, asked)
     candidates = [*_inside(plan, source, asked), *outside]
@@ -68,7 +66,7 @@ def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, 
     own = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
     for c in (c for c in chosen if c in outside):
         config = dataclasses.replace(config, outside=c.choice[c.layers[0]]["outside"])
-    return dataclasses.replace(config, overrides=(*config.overrides, *own)), {
+    facts = {
         "asked": asked.to_json(),
         "budget_bytes": asked.n_bytes(n_weights),
         "n_bytes": n_bytes,
@@ -80,6 +78,9 @@ def allocate(plan: Plan, source: ModelSource, asked: Fit) -> tuple[QuantConfig, 
         ],
         "layers": grids,
     }
+    found = source.plan(dataclasses.replace(config, overrides=(*config.overrides, *own)))
+    tell_left(found, source.job, source.weights)
+    return dataclasses.replace(found, facts={"allocation": facts})
 
 
 def _rest(weights: ModelWeights, named: set[str]) -> int:
@@ -149,9 +150,7 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     """Candidates of all matrices outside the loop together: unchanged, 8 bits, 4 bits; or only the requested one."""
     job, own = source.job, plan.config.outside
     rounded = {
-        outside: round_outside(
-            dataclasses.replace(plan, config=dataclasses.replace(plan.config, outside=outside)), source
-        )
+        outside: solve_outside(source.plan(dataclasses.replace(plan.config, outside=outside)), source)
         for outside in (_OUTSIDE if own is None else (own,))
     }
     names = tuple(next(iter(rounded.values())))

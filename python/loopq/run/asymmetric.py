@@ -17,10 +17,11 @@ from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan, alike, steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
 from loopq.run.solving import solve, solve_parts
-from loopq.run.source import Layers, ModelSource
+from loopq.run.source import Layers
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings.declare import setting
 from loopq.storage.model_files import is_streamed
@@ -28,7 +29,7 @@ from loopq.storage.model_files import is_streamed
 
 @INPUTS.register("asymmetric")
 @dataclass(frozen=True)
-class Asymmetric(Inputs):
+class AsymmetricInputs(Inputs):
     """Layer by layer, a rollout in which the layers before are quantized, against full-precision outputs.
 
     Parameters
@@ -65,7 +66,7 @@ class Asymmetric(Inputs):
 
 
 @solve.register
-def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
+def _(inputs: AsymmetricInputs, plan: Plan, source: ModelSource) -> Layers:
     """Solve all layers; return them by parameter name, in the order of the tasks."""
     _collect_metrics(plan, source)
     journal, progress = source.journal(plan, "layers"), source.execution.progress
@@ -79,7 +80,7 @@ def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
             saved = {t.name: saved_layer(journal, t.name, part) for t in group}
             solved = {name: layer for name, layer in saved.items() if layer is not None}
             if len(solved) < len(group):
-                solved = _Group(source, inputs, sweep).solve(group, done)
+                solved = _GroupSolver(source, inputs, sweep).solve(group, done)
                 solved = {name: save_layer(journal, layer, part) for name, layer in solved.items()}
             done.update(solved)
             progress.advance(len(group))
@@ -103,11 +104,11 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
 
 
 @dataclass
-class _Group:
+class _GroupSolver:
     """The layers that read one input, in one sweep."""
 
     source: ModelSource
-    settings: Asymmetric
+    settings: AsymmetricInputs
     sweep: int
     shared: dict[Any, Any] = field(default_factory=dict)
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.dump import GradientSums
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.run.config import QuantConfig
@@ -18,7 +19,7 @@ from loopq.storage.journal import Journal
 
 @dataclass(frozen=True)
 class MetricOfDump:
-    """Collector of loop metrics for `loopq.calibrate.collect.collect_hessians`.
+    """Collector of loop metrics for `loopq.calibrate.hessian_dump.collect_hessians`.
 
     Parameters
     ----------

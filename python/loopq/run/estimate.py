@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import loopq._native as native
+from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
 from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes
 from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
-from loopq.run.source import ModelSource
 from loopq.settings.execution import resident_bytes
+from loopq.storage.weights import ModelWeights
 
 if TYPE_CHECKING:
     import torch
@@ -78,32 +79,40 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def estimate(plan: Plan, source: ModelSource) -> Estimate:
-    """Estimate memory and time from the source's timed rollout and a short measurement of the core, or of a device."""
-    sums, tasks, tokens = source.sums(plan), plan.tasks, source.job.tokens
-    memory = run_bytes(plan, source)
+def estimate(plan: Plan, job: Collection, weights: ModelWeights, probe_seconds: float) -> Estimate:
+    """Estimate memory and time from a timed rollout and a short measurement of the core, or of a device.
+
+    Parameters
+    ----------
+    plan, job, weights
+        Layers, model with prompts, and the model's weights.
+    probe_seconds : float
+        Seconds of a rollout of the first prompt.
+    """
+    sums, tasks, tokens = plan.sums(job), plan.tasks, job.tokens
+    memory = run_bytes(plan, job)
     coded = {t.name for t in tasks}
-    dense = sum(t.data.size for name, t in source.weights.tensors.items() if name not in coded)
-    once = source.probe_seconds * tokens.n_tokens / tokens.sequences[0].size
+    dense = sum(t.data.size for name, t in weights.tensors.items() if name not in coded)
+    once = probe_seconds * tokens.n_tokens / tokens.sequences[0].size
     inputs = {t.input_group for t in tasks if t.input_group and not t.parameter.routed_in}
-    parts = passes(source.job, tasks, sums)
+    parts = passes(job, tasks, sums)
     # Each pass takes the gradients of all prompts, for the sums of its own layers.
     costs = [metric_cost([t for t in tasks if t.input_group in part], tokens) for part in parts]
     gradients, most = sum(c.n_gradients for c in costs), max((c.memory for c in costs), default=0)
     metric = dataclasses.replace(metric_cost(tasks, tokens), n_gradients=gradients, memory=most)
     runs = plan.config.inputs.n_runs(len(parts), len(inputs))
     runs += bool(metric.n_gradients) and plan.config.inputs.pairs
-    device = source.job.system.device
-    metric_seconds = seconds_of(metric, source.probe_seconds, device) if metric.n_gradients else 0.0
-    work = hessian_work(tasks, tokens.n_tokens, source.job.selection.shares) + solve_work(tasks)
+    device = job.system.device
+    metric_seconds = seconds_of(metric, probe_seconds, device) if metric.n_gradients else 0.0
+    work = hessian_work(tasks, tokens.n_tokens, job.selection.shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
-    rate = core_rate(widest, source.execution.threads) if device.type == "cpu" else _product_rate(device)
+    rate = core_rate(widest, job.execution.threads) if device.type == "cpu" else _product_rate(device)
     peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + work / rate
-    return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, source))
+    return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, job, probe_seconds))
 
 
-def run_bytes(plan: Plan, source: ModelSource) -> int:
+def run_bytes(plan: Plan, job: Collection) -> int:
     """Bytes that a quantization holds at once.
 
     Raises
@@ -111,9 +120,9 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
     ConfigError
         They exceed the limit, and the work cannot be divided into passes.
     """
-    job, tasks, sums = source.job, plan.tasks, source.sums(plan)
+    tasks, sums = plan.tasks, plan.sums(job)
     need = {"passes": max((pass_bytes(job, tasks, sums, p) for p in passes(job, tasks, sums)), default=0)}
-    apart = source.sums(plan, per_step=True)
+    apart = plan.sums(job, per_step=True)
     everything = pass_bytes(job, tasks, apart, list(apart.steps))
     inputs = plan.config.inputs
     if inputs.pairs:
@@ -127,7 +136,7 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
     if asked is not None:
         parts = fit_parts(job, tasks, apart, asked)
         need["fit"] = max(fit_bytes(job, part, apart, asked) for part in parts)
-    limit = source.execution.memory
+    limit = job.execution.memory
     what = max(need, key=lambda name: need[name])
     if limit is not None and need[what] > limit:
         raise ConfigError(
@@ -144,16 +153,16 @@ def seconds_of(metric: MetricCost, rollout: float, device: torch.device) -> floa
     return rollout * passes + metric.multiply_adds / _product_rate(device)
 
 
-def _extra(plan: Plan, source: ModelSource) -> str:
+def _extra(plan: Plan, job: Collection, probe_seconds: float) -> str:
     """Additional cost of the choice of bits, from the timed rollout."""
     asked = plan.config.fit
     if asked is None:
         return ""
     candidates = len(asked.grids()) * len(plan.tasks)
     # A measured score needs one rollout per candidate. A predicted score needs one forward and one backward pass.
-    n_prompts = min(asked.n_prompts, len(source.job.tokens.sequences))
+    n_prompts = min(asked.n_prompts, len(job.tokens.sequences))
     rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)
-    return f"; besides, about: bits by {asked.score} {duration(source.probe_seconds * rollouts)}"
+    return f"; besides, about: bits by {asked.score} {duration(probe_seconds * rollouts)}"
 
 
 def core_rate(widest: int, threads: int) -> float:

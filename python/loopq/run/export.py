@@ -238,7 +238,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
 
 def _stand_in(task: Task) -> QuantizedLayer:
     """Return one row of the layer of a task: zero codes, scales of 1."""
-    p, grid = task.parameter, task.config.grid.grid()
+    p, grid = task.parameter, task.config.grid.make()
     groups = grid.n_groups(p.in_features)
     codes = np.zeros((1, p.in_features), grid.dtype)
     zeros = None if grid.symmetric else np.zeros((1, groups), grid.zeros_dtype)

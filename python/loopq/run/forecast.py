@@ -174,7 +174,7 @@ def _numbers(p: SharedParameter) -> int:
 
 def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
     """Bytes of codes, and of the checkpoint with 16 bits for other tensors."""
-    p = [(t.parameter, t.config.grid.grid()) for t in tasks]
+    p = [(t.parameter, t.config.grid.make()) for t in tasks]
     scales = sum(grid.n_groups(q.in_features) * q.out_features for q, grid in p)
     packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
     codes = sum(_numbers(q) for q, _ in p)

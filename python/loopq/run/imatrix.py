@@ -11,8 +11,8 @@ import numpy as np
 from loopq.calibrate.dump import Dump
 from loopq.errors import DumpError
 from loopq.formats.imatrix import Entry
+from loopq.run.dump_source import loop_metric
 from loopq.run.plan import steps_of
-from loopq.run.source import loop_metric
 
 
 class ObservedDump:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task

@@ -9,9 +9,10 @@ from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
 from loopq.models.replace import replaced
 from loopq.run import INPUTS, Inputs
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
 from loopq.run.solving import solve, solve_parts
-from loopq.run.source import Layers, ModelSource, Source
+from loopq.run.source import Layers, Source
 
 
 @INPUTS.register("open")

@@ -1,49 +1,88 @@
-"""Weights outside the loop, rounded to nearest: embedding tables, heads, layers before and after the loop."""
+"""Matrices outside the loop, to be rounded: embedding tables, heads, layers before and after the loop."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+from loopq.calibrate.rollouts import Collection
+from loopq.layers.shared import SharedParameter
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
-from loopq.run.plan import LEAST, Plan, outside
-from loopq.run.source import Layers, ModelSource
+from loopq.run.config import QuantConfig
+from loopq.run.plan import Plan
+from loopq.storage.weights import ModelWeights
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import declare
+
+#: Smaller matrices outside the loop stay unchanged. They are gates and similar weights with negligible bytes.
+LEAST = 64
 
 
-def round_outside(plan: Plan, source: ModelSource) -> Layers:
-    """Round the matrices outside the loop to the bits of the plan's `outside`. Without `outside`, do nothing.
+def plan_model(config: QuantConfig, job: Collection) -> Plan:
+    """Plan the layers of a model, and the matrices outside its loop.
+
+    Raises
+    ------
+    ConfigError
+        As in `Plan.of`.
+    """
+    plan = Plan.of(job.selection.parameters, job.selection.input_groups, config)
+    return dataclasses.replace(plan, outside=tasks_outside(config, job))
+
+
+def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[SharedParameter, ...]:
+    """Declare the weights of linear layers and tables that an adapter neither lists nor excludes."""
+    from torch import nn  # lazy: loopq imports without torch
+
+    known = {owner for p in listed for owner in p.owners}
+    known |= {name.rpartition(".")[0] for name in system.left_out()}
+    # A tied weight uses its first name.
+    first = {name for name, _ in system.model.named_parameters()}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for module, holder in system.model.named_modules():
+        weight = holder._parameters.get("weight")
+        if module in known or f"{module}.weight" not in first:
+            continue
+        if weight.ndim != 2 or min(weight.shape) < LEAST:
+            continue
+        if isinstance(holder, nn.Linear | nn.Embedding) or type(holder).__name__ == "Conv1D":
+            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
+    return declare(system.model, found, 1)
+
+
+def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
+    """Return the matrices outside the loop as tasks of rounding to nearest, if the settings have `outside`.
 
     These are the weights of linear layers and embedding tables that the adapter does not list. They run once per token,
     outside the loop, so their error does not accumulate. At 8 bits it is far below the cost of the loop's own bits.
     Scales are searched, and groups are those of the run's grid.
     """
-    if plan.config.outside is None:
-        return {}
-    tasks = tasks_outside(plan, source)
-    rounded, weights = {t.name for t in tasks}, source.weights.tensors
-    for name, reason in source.job.system.left_out().items():
-        shape = weights[name].shape if name in weights and name not in rounded else ()
-        if len(shape) == 2 and min(shape) >= LEAST:
-            source.execution.progress.note(f"not rounded outside the loop: {name}: {reason}")
-    empty = source.sums(dataclasses.replace(plan, tasks=()))
-    return source.solver(plan, empty, {}, source.journal(plan, "outside")).run(tasks) if tasks else {}
-
-
-def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
-    """The layers that `round_outside` rounds."""
-    asked = plan.config.outside
+    asked = config.outside
     if asked is None:
-        return []
-    grid = plan.config.layer.grid
+        return ()
+    grid = config.layer.grid
     if isinstance(asked, str):
         grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
     else:
         # Tables and floats have at most 4 bits.
         levels = grid.chosen if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
-        if grid.grid().bits != asked:  # a type of GGUF has bits of its own
+        if grid.make().bits != asked:  # a type of GGUF has bits of its own
             grid = dataclasses.replace(grid, levels="even")
-    config = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
-    job = source.job
-    return [Task(p, config, (), None) for p in outside(job.system, job.selection.parameters)]
+    layer = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
+    return tuple(Task(p, layer, (), None) for p in outside(job.system, job.selection.parameters))
+
+
+def tell_left(plan: Plan, job: Collection, weights: ModelWeights) -> None:
+    """Report matrices outside the loop that a run with `outside` leaves unchanged, with the adapter's reason."""
+    if plan.config.outside is None:
+        return
+    rounded = {t.name for t in plan.outside}
+    for name, reason in job.system.left_out().items():
+        known = name in weights.tensors and name not in rounded
+        shape = weights.tensors[name].shape if known else ()
+        if len(shape) == 2 and min(shape) >= LEAST:
+            job.execution.progress.note(f"not rounded outside the loop: {name}: {reason}")

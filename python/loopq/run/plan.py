@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers import Method
@@ -15,11 +17,6 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.settings.patterns import check_patterns
 from loopq.settings.steps import parse_steps
-from loopq.systems.base import LoopedSystem
-from loopq.systems.declare import declare
-
-#: Smaller matrices outside the loop stay unchanged. They are gates and similar weights with negligible bytes.
-LEAST = 64
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,16 @@ class Plan:
         Settings of the run.
     tasks : tuple of Task
         Layers to quantize, each with its own settings. Dense layers are omitted.
+    outside : tuple of Task
+        Matrices outside the loop to round to nearest.
+    facts : mapping
+        Facts about the choice of settings, for the checkpoint.
     """
 
     config: QuantConfig
     tasks: tuple[Task, ...]
+    outside: tuple[Task, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,25 +79,10 @@ class Plan:
             for t in self.tasks
         )
 
-
-def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[SharedParameter, ...]:
-    """Declare the weights of linear layers and tables that an adapter neither lists nor excludes."""
-    from torch import nn  # lazy: loopq imports without torch
-
-    known = {owner for p in listed for owner in p.owners}
-    known |= {name.rpartition(".")[0] for name in system.left_out()}
-    # A tied weight uses its first name.
-    first = {name for name, _ in system.model.named_parameters()}
-    found: list[tuple[str, dict[str, Any]]] = []
-    for module, holder in system.model.named_modules():
-        weight = holder._parameters.get("weight")
-        if module in known or f"{module}.weight" not in first:
-            continue
-        if weight.ndim != 2 or min(weight.shape) < LEAST:
-            continue
-        if isinstance(holder, nn.Linear | nn.Embedding) or type(holder).__name__ == "Conv1D":
-            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
-    return declare(system.model, found, 1)
+    def sums(self, job: Collection, *, per_step: bool | None = None) -> HessianSet:
+        """Return empty accumulators for the tasks: one sum per input, or separate steps if a task needs them."""
+        apart = self.per_step if per_step is None else per_step
+        return HessianSet(job, steps_by_input(self.tasks), per_step=apart)
 
 
 def _task(
@@ -103,7 +91,7 @@ def _task(
     if p.treatment == "dense" or settings.method.name == "dense":
         return None
     try:
-        settings.grid.grid().check_columns(p.in_features)
+        settings.grid.make().check_columns(p.in_features)
     except ConfigError as cause:
         raise ConfigError(f"layer {p.name}: {cause}") from None
     if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
@@ -22,17 +22,12 @@ from loopq.storage.lock import held, work_folder
 Write: TypeAlias = Callable[[Checkpoint], object]
 
 
-def assemble(plan: Plan, source: Source, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
+def assemble(plan: Plan, source: Source, layers: Layers) -> Checkpoint:
     """Combine solved layers and the rest of the model."""
     weights = source.weights
     # The order of a file makes a format write the same bytes from memory and from a folder.
     dense = {name: weights.tensors[name] for name in file_order(weights.tensors) if name not in layers}
-    settings = {
-        **facts,
-        "quantization": plan.config.to_json(),
-        **source.facts(),
-        "weight_dtypes": {name: weights.raw(name).dtype for name in layers},
-    }
+    settings = {**plan.facts, "quantization": plan.config.to_json(), **source.facts()}
     return Checkpoint(layers, dense, dict(weights.ties), settings, dict(source.side_files))
 
 
@@ -44,17 +39,30 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
 
 @contextlib.contextmanager
 def output(
-    path: str | Path | None, execution: Execution, write: str | Write | None = None
+    path: str | Path | None,
+    execution: Execution,
+    write: str | Write | None = None,
+    *,
+    shared: bool = False,
 ) -> Iterator[tuple[Execution, Write]]:
     """Hold an output and its work folder for one run, and provide the function that writes the output.
 
     A successful run removes the work folder. A run that was killed between the two has nothing left to write. Its
-    result is compared with the existing output.
+    result is compared with the existing output. If processes share the output, only the one that writes it holds it,
+    and only while it writes.
     """
     if path is None:
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
+    if shared:
+
+        def finish_alone(checkpoint: Checkpoint) -> None:
+            with output(out, execution, write) as (_, finish):
+                finish(checkpoint)
+
+        yield dataclasses.replace(execution, work=work_folder(out)), finish_alone
+        return
     with held(out) as late:
 
         def finish(checkpoint: Checkpoint) -> None:

@@ -130,7 +130,7 @@ class Solver:
             name=task.name,
             target=weight,
             hessian=summed.matrix if summed else None,
-            grid=task.config.grid,
+            settings=task.config.grid,
             orientation=task.parameter.orientation,
             threads=self.execution.threads,
             shared=shared.cache,

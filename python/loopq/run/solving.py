@@ -8,8 +8,9 @@ from functools import singledispatch
 from loopq.calibrate.hessians import Hessians
 from loopq.quantizers.task import Task
 from loopq.run.inputs import Inputs
+from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
-from loopq.run.source import Layers, ModelSource, Source
+from loopq.run.source import Layers, Source
 
 
 @singledispatch
@@ -40,6 +41,11 @@ def solve_parts(plan: Plan, source: Source, tasks: Sequence[Task]) -> Layers:
     for chosen, hessians, metrics in source.parts(plan, tasks):
         done.update(source.solver(plan, hessians, metrics, journal).run(chosen))
     return {t.name: done[t.name] for t in tasks}
+
+
+def solve_outside(plan: Plan, source: Source) -> Layers:
+    """Round the matrices outside the loop. Most plans have none."""
+    return solve_parts(plan, source, plan.outside) if plan.outside else {}
 
 
 def solve_from(plan: Plan, source: ModelSource, hessians: Hessians) -> Layers:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Stored(Protocol):
+class OrientedWeight(Protocol):
     """Description of a weight's storage; `loopq.layers.shared.SharedParameter` is one."""
 
     @property
@@ -70,7 +70,7 @@ class ModelWeights:
         """Return a stored tensor by any of its names."""
         return self.tensors[self.ties.get(name, name)]
 
-    def oriented(self, parameter: Stored) -> NDArray[np.float32]:
+    def oriented(self, parameter: OrientedWeight) -> NDArray[np.float32]:
         """Return a weight in float32, outputs first, C-contiguous, shape (out_features, in_features).
 
         Raises

@@ -37,7 +37,8 @@ def test_ranks_equal_those_of_the_observed_rows(whole):
 
 
 def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
-    from loopq.calibrate.collect import Collection, collect_rows
+    from loopq.calibrate.collect import collect_rows
+    from loopq.calibrate.rollouts import Collection
     from loopq.calibrate.select import select
 
     model = LinearLoop(width=8).float()

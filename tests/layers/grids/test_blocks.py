@@ -17,7 +17,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.gptq import GPTQ
-from loopq.quantizers.gptq_cd import GPTQCD, Metric
+from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
 from loopq.storage.files import RawTensor
@@ -49,7 +49,7 @@ def loss(asked, layer):
 @over_kinds
 def test_every_solver_gives_blocks_that_stand_for_its_weights(kind):
     asked, losses = problem(kind), []
-    for method in (RTN(), GPTQ(), GPTQCD(metric=Metric("inputs"), beam=4)):
+    for method in (RTN(), GPTQ(), GPTQCD(metric=MetricSettings("inputs"), beam=4)):
         layer = method.quantize(asked)
         layer.grid.check(layer.codes, layer.scales, layer.zeros)
         data = layer.grid.gguf_data(layer.codes, layer.scales, layer.zeros)
@@ -61,7 +61,7 @@ def test_every_solver_gives_blocks_that_stand_for_its_weights(kind):
 
 @over_kinds
 def test_any_blocks_are_read_as_the_package_reads_them_and_written_again(kind):
-    grid, rng = GridSettings(levels=kind).grid(), np.random.default_rng(1)
+    grid, rng = GridSettings(levels=kind).make(), np.random.default_rng(1)
     facts = grid.facts
     data = rng.integers(0, 256, (5, 4, facts.n_bytes), dtype=np.uint8)
     at = 0
@@ -96,7 +96,7 @@ def test_rounding_loses_less_than_the_package_does(kind):
 
 @over_kinds
 def test_weights_that_need_no_scale_and_those_too_large_for_one(kind):
-    grid = GridSettings(levels=kind).grid()
+    grid = GridSettings(levels=kind).make()
     weight = np.zeros((3, 256), np.float32)
     weight[1] = 0.25
     weight[2, ::7] = -1e-9
@@ -112,7 +112,7 @@ def test_weights_that_need_no_scale_and_those_too_large_for_one(kind):
 
 
 def test_what_is_not_of_a_type_is_refused():
-    grid = GridSettings(levels="q4_k").grid()
+    grid = GridSettings(levels="q4_k").make()
     layer = RTN().quantize(problem("q4_k"))
     with pytest.raises(ConfigError, match=r"Q4_K has blocks of 256 weights, and 576 columns.*--layer"):
         grid.check_columns(576)

@@ -17,7 +17,7 @@ from loopq.storage.files import RawTensor
 
 def rounded(levels, group_size, weight):
     """A layer rounded to nearest, scales from the largest magnitude."""
-    grid = GridSettings(4, group_size, levels=levels).grid().fitted(weight, None, 1)
+    grid = GridSettings(4, group_size, levels=levels).make().fitted(weight, None, 1)
     found = native.rtn(weight, grid.core())
     return QuantizedLayer("a.weight", grid, found["codes"], found["scales"], None)
 

@@ -19,7 +19,7 @@ def case(d, rows=12):
     rng = np.random.default_rng(d)
     s, w = correlated(rng, d), rng.normal(size=(rows, d)).astype(np.float32)
     own = LayerConfig.of(method="gptq", bits=2, group_size=16).grid
-    codes = Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
+    codes = Codes.of(own.make(), d, "mse", True, None, torch.device("cpu"))
     factors = Factors.of(
         torch.from_numpy(s)[None], torch.zeros(1, d, dtype=torch.float64), "conditional", [""]
     )

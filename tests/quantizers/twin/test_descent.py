@@ -40,7 +40,7 @@ def rows_of(w, s, codes, scales, zeros, owner):
 
 def solver(d):
     own = LayerConfig.of(method="gptq", **GRID).grid
-    return Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
+    return Codes.of(own.make(), d, "mse", True, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sweeps", [0, 1, 30])

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def codes_of(columns=32, signed=True, search="mse", **settings):
     own = LayerConfig.of(method="gptq", **settings).grid
-    return Codes.of(own.grid(), columns, search, signed, own.scale_bits, CPU)
+    return Codes.of(own.make(), columns, search, signed, own.scale_bits, CPU)
 
 
 @pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3, "levels": "uneven"}])

@@ -41,7 +41,7 @@ def rounded(
     """A layer rounded to nearest."""
     settings = GridSettings(bits, group_size, symmetric, levels, scale_dtype)
     weight = np.ascontiguousarray(weight, dtype=np.float32)
-    grid = settings.grid().fitted(weight, None, 1)
+    grid = settings.make().fitted(weight, None, 1)
     core = grid.core(scale_bits=scale_bits)
     found = native.rtn(weight, core)
     return QuantizedLayer(name, grid, found["codes"], found["scales"], found["zeros"], orientation)
@@ -58,8 +58,7 @@ def checkpoint_of(model, config, *, leave=("lm_head",), side=None, **grid):
         layers[name] = rounded(name, tensors[name].float32(), **grid)
     dense = {n: t for n, t in tensors.items() if n not in layers}
     files = {"config.json": (json.dumps(config, indent=2) + "\n").encode(), **(side or {})}
-    kinds = {n: tensors[n].dtype for n in layers}
-    return Checkpoint(layers, dense, ties, {"system": None, "weight_dtypes": kinds}, files)
+    return Checkpoint(layers, dense, ties, {"system": None}, files)
 
 
 def tiny_llama(dtype="float32", **changes):

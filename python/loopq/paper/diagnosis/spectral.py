@@ -57,7 +57,7 @@ class ArnoldiSettings:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RadiusEstimate:
     """Result from one start vector: radius, relative Ritz residual, products and reason of failure ("" if none)."""
 
     radius: float
@@ -98,7 +98,7 @@ class _Cap(Exception):
     """The limit of products is reached."""
 
 
-def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> Estimate:
+def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> RadiusEstimate:
     """Largest eigenvalue magnitude by implicitly restarted Arnoldi.
 
     Parameters
@@ -132,7 +132,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
         else:
             values, vectors = _arnoldi(counted, dim, start, settings)
     except _Cap:
-        return Estimate(
+        return RadiusEstimate(
             float("nan"), float("inf"), count, f"no convergence in {settings.max_products} products"
         )
     best = int(np.argmax(np.abs(values)))
@@ -143,7 +143,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
     residual = float(np.linalg.norm(image - theta * vector) / (scale * np.linalg.norm(vector)))
     if not residual < settings.residual_limit:
         failure = f"relative Ritz residual {residual:.2e} is not below {settings.residual_limit:g}"
-    return Estimate(float(abs(theta)), residual, count + 2, failure)
+    return RadiusEstimate(float(abs(theta)), residual, count + 2, failure)
 
 
 def _one_thread() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from loopq.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.systems.stepwise import steps_of
 
 TITLE = "Agreement by step"
@@ -46,7 +46,7 @@ def show(founds: Sequence[Found]) -> Shown:
     header = ("model", "variant", "by step [%]", "last, pooled")
     axes = ("recurrence steps done [number]", "same top-1 prediction [%]")
     return Shown(
-        [Table(TITLE, text, header, tuple(rows))],
+        [ShownTable(TITLE, text, header, tuple(rows))],
         made,
         lambda: [curves(panels, "agreement", TITLE, text, axes)],
     )

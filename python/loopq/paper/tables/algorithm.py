@@ -11,7 +11,7 @@ from loopq.diagnosis.proxy import step_proxies
 from loopq.diagnosis.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, most, three
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
 
 TITLE = "Trajectory calibration, layer by layer"
@@ -54,7 +54,7 @@ def show(founds: Sequence[Found]) -> Shown:
             made.append(most(found["model"], text, wins))
     text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
     header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
-    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
 
 
 TABLES.register("algorithm")(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Licences of checkpoints, data and tools"
 APACHE, UNSTATED = "Apache-2.0", "checkpoint terms not stated; code {}"
@@ -48,7 +48,7 @@ def show(founds: Sequence[Found]) -> Shown:
     rows += [("data", name, None, licence) for name, licence in DATA]
     rows += [("tool", name, None, licence) for name, licence in TOOLS]
     text = "As the paper states them; none of these ships with loopq (NOTICE has what does)."
-    return Shown([Table(TITLE, text, ("kind", "name", "revision", "licence"), tuple(rows))])
+    return Shown([ShownTable(TITLE, text, ("kind", "name", "revision", "licence"), tuple(rows))])
 
 
 TABLES.register("assets")(

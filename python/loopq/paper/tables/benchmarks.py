@@ -14,7 +14,7 @@ from loopq.evaluation.tasks import Metric, score
 from loopq.models.replace import replaced
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three, unresolved
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
 
@@ -131,7 +131,7 @@ def show(founds: Sequence[Found]) -> Shown:
     )
     title = PROBLEMS if tasks == [GSM8K] else TITLE
     header = ("model", "variant", *tasks)
-    return Shown([Table(title, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])
+    return Shown([ShownTable(title, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])
 
 
 TABLES.register("benchmarks")(

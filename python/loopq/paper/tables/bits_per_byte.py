@@ -21,7 +21,7 @@ from loopq.paper.compared import (
     unresolved,
     without_logits,
 )
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Bits per byte of text"
 
@@ -64,7 +64,7 @@ def show(founds: Sequence[Found]) -> Shown:
     made = [_claim(f, ALL, other) for f in loops for other in (RTN, ONE)]
     made += [_claim(f, ALL, ALL, c) for f in loops for c in controls if _alike(f, c)]
     text = "Mean over held-out prompts; lower is better. kB: of the quantized layers."
-    table = Table(TITLE, text, ("model", *names, "kB"), rows)
+    table = ShownTable(TITLE, text, ("model", *names, "kB"), rows)
     caption = "Distance to full precision in KL; the table has the same in bits per byte."
     return Shown([table], made, lambda: [bars(founds, "bits-per-byte", TITLE, caption)])
 

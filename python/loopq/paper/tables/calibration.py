@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Calibration data and solver"
 WIKITEXT = "WikiText-2 train, 128 x {} tokens"
@@ -48,7 +48,7 @@ def show(founds: Sequence[Found]) -> Shown:
         rows.append((f["model"], f["data"], f"1 or {f['n_steps']}", ways))
     text = "Symmetric grids of group 128, no reordering of columns; rows of the models are those of `main-table`."
     header = ("model", "calibration data", "steps", "solver")
-    return Shown([Table(TITLE, text, header, tuple((a, b, c, d) for a, b, c, d in rows))])
+    return Shown([ShownTable(TITLE, text, header, tuple((a, b, c, d) for a, b, c, d in rows))])
 
 
 TABLES.register("calibration")(

@@ -13,7 +13,7 @@ from loopq.diagnosis.rollouts import run_variants
 from loopq.diagnosis.weights import quantizable, rounded
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.quantizers.config import LayerConfig
 from loopq.terminal.table import short
 
@@ -75,7 +75,7 @@ def show(founds: Sequence[Found]) -> Shown:
             both.append(curves(panels, f"depth-{key}", f"{key} by depth", text, (at, unit)))
         return both
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
 
 
 TABLES.register("depth-curve")(

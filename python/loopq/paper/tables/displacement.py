@@ -13,7 +13,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, most, span
 from loopq.paper.diagnosis.displacement import predicted
 from loopq.paper.diagnosis.exposed import rounded_exposed
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.systems.stepwise import steps_of
 
 TITLE = "Displacement of the rounded loop, and its prediction"
@@ -64,7 +64,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "of J, with the number of prompts where that is below 1."
     )
     header = ("model", "rounding", "measured", "predicted", "error of one step", "norm of J", "bound")
-    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
 
 
 TABLES.register("displacement")(

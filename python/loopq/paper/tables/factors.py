@@ -11,7 +11,7 @@ from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, span
 from loopq.paper.diagnosis.stepmap import StepMap, factors, final_state, promoted
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.systems.stepwise import single_steps
 
 TITLE = "Factors of a step's Jacobian"
@@ -50,7 +50,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "At the final state of each prompt. Gain: Frobenius norm over that of the identity I; cosine with I: 1 for an "
         "identity path alone, 0 for a map without one. Jacobian and product are compared on eight Gaussian directions."
     )
-    return Shown([Table(TITLE, text, ("model", "factor", "gain", "cosine with I"), tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, ("model", "factor", "gain", "cosine with I"), tuple(rows))], made)
 
 
 TABLES.register("factors")(

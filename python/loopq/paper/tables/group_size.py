@@ -8,7 +8,7 @@ from typing import Any
 from loopq.diagnosis.sections.groups import groups
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, without_logits
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Group size of rounding"
 
@@ -47,7 +47,7 @@ def show(founds: Sequence[Found]) -> Shown:
         at = ("recurrence steps done [number]", "same top-1 prediction [%]")
         return [curves(panels, "group-size", TITLE, text, at)]
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
 
 
 TABLES.register("group-size")(

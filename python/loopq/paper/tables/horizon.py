@@ -10,7 +10,7 @@ import numpy as np
 from loopq.diagnosis.rank import layer_ranks, spectrum, thresholded_rank
 from loopq.paper.bench import Bench
 from loopq.paper.compared import RTN, answers, below, curves, grown, table
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.terminal.table import short
 
 TITLE = "Calibration horizon"
@@ -70,7 +70,7 @@ def show(founds: Sequence[Found]) -> Shown:
         for n, r in zip(f["horizons"], f["ranks"], strict=True)
     )
     text = "Rank of the input that gains most, at 1e-3 of the largest eigenvalue, and KL by the steps summed."
-    ranks = Table(TITLE + ": rank", text, ("model", "layer", "steps", "rank", "of width", "KL"), rows)
+    ranks = ShownTable(TITLE + ": rank", text, ("model", "layer", "steps", "rank", "of width", "KL"), rows)
     made = [c for f in founds for c in claims(f) if c is not None]
 
     def pictures() -> list[Any]:

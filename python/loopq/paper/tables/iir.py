@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loopq.paper.compared import curves
 from loopq.paper.controls.iir import BITS, DESIGNS, table
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import Picture
 
 TITLE = "Stability of recursive filters"
@@ -48,7 +48,7 @@ def show(founds: Sequence[Found]) -> Shown:
         axes = ("bits [number]", "largest pole [magnitude]")
         return [curves([("companion form", series)], "iir", TITLE, text, axes)]
 
-    return Shown([Table(TITLE, text, header, cells)], (), pictures, lines)
+    return Shown([ShownTable(TITLE, text, header, cells)], (), pictures, lines)
 
 
 TABLES.register("iir")(

@@ -10,7 +10,7 @@ from loopq.diagnosis.rollouts import run_variants
 from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
 GROUPED = f"groups of {CURE_GROUP}"
@@ -77,7 +77,7 @@ def show(founds: Sequence[Found]) -> Shown:
     def pictures() -> list[Any]:
         return [curves(panels, "injection", "Agreement along the rollout", text, axes)]
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
 
 
 def _claim(model: str, runs: Any, better: str, worse: str) -> Claim:

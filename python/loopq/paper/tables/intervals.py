@@ -8,7 +8,7 @@ from typing import Any
 from loopq.evaluation.stats import Interval, wilson
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three, without_logits
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Wilson intervals of the scores"
 # Correct answers of 1,319 (Li, Tables 2 and 24), with the interval that the paper prints.
@@ -48,7 +48,7 @@ def show(founds: Sequence[Found]) -> Shown:
             rows.append((found["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
         made += [c for c in (answers(found, ALL, RTN), answers(found, ALL, ONE)) if c is not None]
     text = "Correct answers of GSM8K (paper), prompts whose last token is predicted (models); 95 % Wilson intervals."
-    table = Table(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
+    table = ShownTable(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
     line = f"Of the paper's intervals {same} of {len(PAPER)} come out of its counts."
     return Shown([table], made, lines=[line])
 

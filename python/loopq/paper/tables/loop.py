@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.loopfigure import draw
 from loopq.report.style import short_names
 
@@ -40,7 +40,7 @@ def show(founds: Sequence[Found]) -> Shown:
         drawn = [(f["model"], draw(f["drawing"])) for f in founds]
         return [dataclasses.replace(p, name=f"loop-{i}", title=n) for i, (n, p) in enumerate(drawn)]
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], (), pictures, lines)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], (), pictures, lines)
 
 
 TABLES.register("loop")(

@@ -12,7 +12,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher
 from loopq.paper.controls import ssm
 from loopq.paper.controls.rounding import round_signed
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Errors in a selective scan"
 # Li, App. N uses 5 prompts, and token positions 8 and 32 for the growth.
@@ -83,7 +83,7 @@ def show(founds: Sequence[Found]) -> Shown:
     text = (
         f"Relative error of the states, median over {N_PROMPTS} prompts; growth: token {late} over {early}."
     )
-    one = Table(
+    one = ShownTable(
         TITLE + ": components", text,
         ("model", "component", "perturbation", "at token 0", "at token 32", "growth"), tuple(parts),
     )  # fmt: skip
@@ -91,7 +91,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "Gaussian noise on A_log; alpha h is added to the recurrence. With alpha slow channels grow without bound, and "
         "the absolute error with them: the relative error falls for a trivial reason as well."
     )
-    two = Table(
+    two = ShownTable(
         TITLE + ": identity term", text,
         ("model", "alpha", "relative", "against 0", "absolute", "state", "largest multiplier"), tuple(sweep),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher, without_exposed
 from loopq.paper.diagnosis.sections.perturbation import perturbations
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Perturbations other than rounding"
 
@@ -46,7 +46,7 @@ def show(founds: Sequence[Found]) -> Shown:
             made.append(higher(found["model"], text, same["core"], same["exposed"]))
     text = "Top-1 agreement with full precision after all steps; rank-4 updates have one norm at both places."
     header = ("model", "perturbation", "adapter", "core", "core - adapter [points]")
-    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
 
 
 TABLES.register("perturbation")(

@@ -8,7 +8,7 @@ from typing import Any
 from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves, grown
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
 
 TITLE = "Rank of each layer's input, step by step"
@@ -60,7 +60,7 @@ def show(founds: Sequence[Found]) -> Shown:
     def pictures() -> list[Any]:
         return [curves(panels, "rank", title, text, ("recurrence step [index]", "rank [directions]"))]
 
-    return Shown([Table(TITLE, text, HEADER, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, HEADER, tuple(rows))], made, pictures)
 
 
 TABLES.register("rank")(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.select import Selection
 from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, below, closed, grown, three
 from loopq.paper.scatter import gain_scatter
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 
 TITLE = "Rank survey and recovery"
 HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one step against RTN", "gap closed")
@@ -113,7 +113,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "Bottleneck: the layers' input with the lowest rank at step 0 over its width; gain: rank of the sum of all "
         "steps over that of step 0; gap closed: share of the KL of rounding that trajectory calibration removes."
     )
-    return Shown([Table(TITLE, text, HEADER, rows)], made, lambda: [gain_scatter(points)])
+    return Shown([ShownTable(TITLE, text, HEADER, rows)], made, lambda: [gain_scatter(points)])
 
 
 TABLES.register("rank-survey")(

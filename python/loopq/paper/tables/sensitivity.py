@@ -10,7 +10,7 @@ import numpy as np
 from loopq.evaluation.stats import Interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
 
 TITLE = "Layers by three measures of sensitivity"
@@ -68,7 +68,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "by Hessian trace",
         "by damage per channel",
     )
-    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
 
 
 TABLES.register("sensitivity")(

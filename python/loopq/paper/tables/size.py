@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.paper.bench import Bench
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.run.config import QuantConfig
 
 TITLE = "Size of the weights, and time of collection"
@@ -61,7 +61,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "step 0 and of all steps. The paper's 3.80x is that of padded tiles, which it does not say."
     )
     header = ("model", "bfloat16", "INT4", "ratio", "step 0 [s]", "all steps [s]", "all / step 0")
-    return Shown([Table(TITLE, text, header, tuple(rows))])
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))])
 
 
 TABLES.register("size")(

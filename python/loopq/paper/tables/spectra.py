@@ -12,10 +12,10 @@ from loopq.calibrate.data import TokenSet
 from loopq.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_name
 from loopq.run.config import QuantConfig
-from loopq.run.source import ModelSource
+from loopq.run.model_source import ModelSource
 
 TITLE = "Eigenvalues by threshold, prompts and steps"
 # The paper compares 50 prompts with 1,000. This table compares a quarter of the prompts with all.
@@ -92,7 +92,7 @@ def show(founds: Sequence[Found]) -> Shown:
     def pictures() -> list[Any]:
         return [curves(panels, "spectra", "Eigenvalue spectra", text, axes, log=True)]
 
-    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
 
 
 TABLES.register("spectra")(

@@ -30,7 +30,7 @@ ROW_BYTES = 160
 
 
 @dataclass(frozen=True)
-class Batch:
+class LayerBatch:
     """Layers that run together: the same number of rows for each input, on one grid.
 
     Parameters
@@ -74,7 +74,7 @@ class Batch:
     def codes(self, search: ScaleSearch, signed: bool) -> Codes:
         """Return the layers' grid as codes."""
         p = self.inputs[0][0]
-        return Codes.of(p.codes_on, p.target.shape[1], search, signed, p.grid.scale_bits, self.device)
+        return Codes.of(p.grid, p.target.shape[1], search, signed, p.settings.scale_bits, self.device)
 
     def factors(
         self, hessians: Sequence[NDArray[np.float64]], damping: Damping, order: Order, precision: str
@@ -151,7 +151,7 @@ class Twin:
         """Whether layers with one input share S."""
         return True
 
-    def run(self, batch: Batch) -> list[Found]:
+    def run(self, batch: LayerBatch) -> list[Found]:
         """Solve the layers of a batch."""
         raise NotImplementedError(type(self).__name__)
 
@@ -163,7 +163,7 @@ class Gptq(Twin):
     scales: Literal["group", "static"] = "group"
     precision: str = "float64"
 
-    def run(self, batch: Batch) -> list[Found]:
+    def run(self, batch: LayerBatch) -> list[Found]:
         """Solve the layers of a batch."""
         hessians = [own[0].require_observed() for own in batch.inputs]
         factors = batch.factors(hessians, self.damping, self.order, self.precision)
@@ -205,7 +205,7 @@ class GptqCd(Twin):
         """Whether layers with one input share S. With the loop metric each layer has its own S."""
         return self.passes is None
 
-    def run(self, batch: Batch) -> list[Found]:
+    def run(self, batch: LayerBatch) -> list[Found]:
         """Solve the layers of a batch."""
         codes = batch.codes(self.search, self.signed)
         stages = Stages(codes, self.n_paths, self.sweeps, self.rounds, self.refit, batch.names)
@@ -230,7 +230,7 @@ class GptqCd(Twin):
             )
         ]
 
-    def _coupled(self, batch: Batch, stages: Stages, passes: int) -> list[Found]:
+    def _coupled(self, batch: LayerBatch, stages: Stages, passes: int) -> list[Found]:
         device, sides = batch.device, [(p, *_sides(p)) for p in batch.problems]
         factors = batch.factors([s for _, s, _ in sides], self.damping, self.order, "float64")
         blocks = [torch.from_numpy(np.stack(b)).to(device) for b in zip(*(a for *_, a in sides), strict=True)]
@@ -257,12 +257,12 @@ def _sides(problem: Problem) -> tuple[NDArray[np.float64], list[NDArray[np.float
     return combined, metric.floored(problem.target, combined)
 
 
-def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
+def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[LayerBatch]:
     """Divide layers into batches. With `joined`, layers with the same Hessian form one input."""
     inputs: dict[tuple[int, Any], list[Problem]] = {}
     for p in problems:
         own = id(p.hessian) if joined else id(p)
-        inputs.setdefault((own, (p.codes_on, p.grid.scale_bits, p.device)), []).append(p)
+        inputs.setdefault((own, (p.grid, p.settings.scale_bits, p.device)), []).append(p)
     alike: dict[Any, list[list[Problem]]] = {}
     for (_, grid), layers in inputs.items():
         shape = sum(len(p.target) for p in layers), layers[0].target.shape[1]
@@ -272,7 +272,7 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[Batch]:
         # S, its factor and temporaries; targets, errors and gradients.
         most = max(1, _room(torch.device(device)) // (8 * 6 * columns**2 + 72 * rows * columns))
         for first in range(0, len(found), most):
-            yield Batch(found[first : first + most])
+            yield LayerBatch(found[first : first + most])
 
 
 def _room(device: torch.device) -> int:

@@ -1,0 +1,223 @@
+"""A running model as a source of weights, Hessians and loop metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loopq.calibrate.collect import collected
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.hessians import Hessians
+from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.select import select
+from loopq.gradients.collect_metrics import collect_metrics
+from loopq.models.depths import Depths
+from loopq.quantizers.task import Metrics, Task
+from loopq.run.auto import choose_metric
+from loopq.run.config import QuantConfig
+from loopq.run.dump_source import DumpSource
+from loopq.run.dumped import Needs
+from loopq.run.estimate import Estimate, estimate
+from loopq.run.memory import passes
+from loopq.run.outside import outside, plan_model, tell_left
+from loopq.run.plan import Plan
+from loopq.run.ranks import Ranks, collect_hessians
+from loopq.run.source import Source
+from loopq.settings.execution import PLANNED, Execution, available_bytes, device_bytes, resident_bytes
+from loopq.storage.model_files import is_streamed
+from loopq.storage.names import names_of
+from loopq.storage.weights import ModelWeights
+from loopq.systems.base import LoopedSystem
+
+
+@dataclass(frozen=True)
+class ModelSource(Source):
+    """A model that runs rollouts.
+
+    Parameters
+    ----------
+    job : Collection
+        Model, calibration prompts, selected layers, and settings of execution.
+    probe_seconds : float
+        Seconds of a rollout of the first prompt.
+    metrics : dict
+        Collected loop metrics, by `Task.metric_key`.
+    """
+
+    job: Collection
+    probe_seconds: float = 0.0
+    metrics: Metrics = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        system: LoopedSystem,
+        tokens: TokenSet,
+        config: QuantConfig | None = None,
+        *,
+        n_steps: int | None = None,
+        execution: Execution | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> ModelSource:
+        """Choose the layers that `config` includes, and time a rollout of the first prompt."""
+        config, execution = config or QuantConfig(), execution or Execution()
+        began = time.monotonic()
+        selection = select(
+            system,
+            tokens,
+            n_steps=n_steps,
+            include=config.include,
+            exclude=config.exclude,
+            # Only the inputs of tasks are summed. An override may calibrate layers that the run's method rounds.
+            rounded=True,
+            seed=execution.seed,
+        )
+        if config.outside is not None:
+            # From here on, a table with another layout in files has the model's own name.
+            outside(system, selection.parameters)
+        if system.device.type != "cpu":
+            # A device loads its kernels in the first rollout, so a second one is timed up to its result.
+            began = time.monotonic()
+            float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
+        seconds, free = time.monotonic() - began, available_bytes()
+        if execution.memory is None and free is not None:
+            # Mapped weights count as free, but each step reads them. On a GPU the sums of a pass lie there.
+            free -= 0 if is_streamed(system.model) else resident_bytes(mapped=True)
+            on_device = device_bytes(system.device)
+            free = free if on_device is None else min(free, on_device)
+            execution = dataclasses.replace(execution, memory=max(1, int(PLANNED * free)))
+        return cls(Collection(system, tokens, selection, execution, files or {}), seconds)
+
+    @property
+    def execution(self) -> Execution:
+        """As in `Source`."""
+        return self.job.execution
+
+    @property
+    def device(self) -> str:
+        """The model's device."""
+        return str(self.job.system.device)
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        """As in `Source`."""
+        return ModelWeights.of_model(self.job.system.model)
+
+    @property
+    def side_files(self) -> Mapping[str, bytes]:
+        """As in `Source`."""
+        return self.job.side_files
+
+    def facts(self) -> dict[str, Any]:
+        """As in `Source`."""
+        system = self.job.system
+        named = names_of(system.model)
+        odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight") and p.owners]
+        modules = {p.name: named.module(system.model, p.owners[0]) for p in odd}
+        return {
+            "system": system.name,
+            "n_steps": self.job.selection.n_steps,
+            **({"depths": list(system.depths)} if isinstance(system, Depths) else {}),
+            "seed": self.execution.seed,
+            "calibration": self.job.tokens.describe(),
+            **({"modules": modules} if modules else {}),
+        }
+
+    def key(self, plan: Plan) -> str:
+        """As in `Source`."""
+        return self.job.fingerprint(plan.config.to_json())
+
+    def plan(self, config: QuantConfig) -> Plan:
+        """As in `Source`."""
+        return plan_model(config, self.job)
+
+    def prepare(self, plan: Plan) -> Plan:
+        """As in `Source`. Metric "auto" becomes "loop" if there are gradients."""
+        plan = choose_metric(plan, self.job)
+        told = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
+        self.execution.progress.note(f"{told}: {self.estimate(plan)}")
+        tell_left(plan, self.job, self.weights)
+        return plan
+
+    def divisible(self, plan: Plan, folder: Path, ranks: Ranks | None) -> Source:
+        """As in `Source`. The ranks collect a dump."""
+        assert ranks is not None
+        dump = folder / f"dump-{self.key(plan)[:16]}"
+        if not collected(dump):
+            needs = Needs.of(plan, self.job)
+            steps, apart, gradients = needs.steps, needs.per_step, needs.gradients
+            collect_hessians(ranks, self.job, dump, steps=steps, per_step=apart, gradients=gradients)
+        return DumpSource.open(dump, self.execution)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Estimate memory and time of a plan."""
+        return estimate(plan, self.job, self.weights, self.probe_seconds)
+
+    def sums(
+        self, plan: Plan, tasks: Sequence[Task] | None = None, *, per_step: bool | None = None
+    ) -> HessianSet:
+        """Return empty accumulators for all tasks or the given ones: one sum per input, or separate steps.
+
+        By default the plan determines `per_step`.
+        """
+        chosen = plan if tasks is None else dataclasses.replace(plan, tasks=tuple(tasks))
+        return chosen.sums(self.job, per_step=per_step)
+
+    def all_steps(
+        self, plan: Plan, name: str | None = None, input_groups: Sequence[str] | None = None
+    ) -> HessianSet:
+        """Collect Hessians with separate steps, for use by several solves.
+
+        Parameters
+        ----------
+        plan : Plan
+            Layers with inputs to collect.
+        name : str, optional
+            Folder for saved sums within the work folder. Nothing is saved when absent.
+        input_groups : sequence of str, optional
+            Inputs to collect; all when absent.
+        """
+        sums = self.sums(plan, per_step=True)
+        chosen = list(sums.steps) if input_groups is None else input_groups
+        sums.run_pass(chosen, work=self.execution.folder(name) if name else None)
+        return sums
+
+    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
+        """Collect in the full-precision rollout, in as many passes as memory requires."""
+        sums = self.sums(plan, tasks)
+        unobserved = [t for t in tasks if t.input_group is None]
+        for number, input_groups in enumerate(passes(self.job, plan.tasks, sums) or [[]]):
+            if input_groups:
+                sums.run_pass(input_groups, work=self.execution.folder(f"pass-{number}"))
+            chosen = [t for t in tasks if t.input_group in input_groups]
+            chosen += unobserved if number == 0 else []
+            self.collect_metrics(plan, sums, chosen, f"metric-{number}")
+            yield chosen, sums, self.metrics
+            for input_group in input_groups:
+                sums.drop(input_group)
+            # These layers are not solved again.
+            for t in chosen if not plan.config.inputs.runs_between else ():
+                self.metrics.pop(t.metric_key, None)
+
+    def collect_metrics(
+        self, plan: Plan, hessians: Hessians, tasks: Sequence[Task], name: str = "metric"
+    ) -> None:
+        """Collect the missing loop metrics of some layers."""
+        missing = [t for t in tasks if t.gradients and t.metric_key not in self.metrics]
+        found = collect_metrics(
+            hessians,
+            self.job.system,
+            self.job.tokens,
+            missing,
+            self.job.selection.n_steps,
+            self.execution,
+            # Another limit of memory divides the layers differently.
+            self.journal(plan, name, [t.name for t in missing]),
+        )
+        self.metrics.update({t.metric_key: found.get(t.name) for t in missing})

@@ -6,9 +6,9 @@ PY := $(BIN)/python
 GPTQ := .cache/venv-gptq
 PEERS := $(GPTQ)/stamp $(foreach tool,llmcompressor autoround hqq,.cache/venv-$(tool)/stamp)
 comma := ,
-# Sources of the emulated kernels. Their tests run again if one of these is newer than the last pass.
-EMULATION := .cache/emulation.stamp
-EMULATED := $(shell find kernels python/loopq/cuda python/loopq/quantizers/twin benches/kernels benches/gpu* \
+# Sources of the CUDA kernels. Their tests run again if one of these is newer than the last pass.
+KERNELS := .cache/kernels.stamp
+KERNEL_SOURCES := $(shell find kernels python/loopq/cuda python/loopq/quantizers/twin benches/kernels benches/gpu* \
 	tests/cuda tests/support/cuda tests/support/twins.py -type f ! -name '*.pyc')
 # Tests of one file share what they set up.
 WORKERS ?= -n 2 --dist loadfile
@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-emulation test-slow interop interop-vllm peers zoo-medium soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo-medium soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -76,7 +76,7 @@ demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in
 quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
 	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
 
-test: test-rust test-py test-emulation ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
+test: test-rust test-py test-kernels ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)
@@ -86,12 +86,12 @@ else
 endif
 
 test-py: setup ## Quick tests of the Python package
-	$(PY) -m pytest -m "not slow and not gpu and not emulation" $(WORKERS)
+	$(PY) -m pytest -m "not slow and not gpu and not kernels" $(WORKERS)
 
-test-emulation: $(EMULATION) ## CUDA kernels on the CPU: runs if a kernel, its Python side or the emulation changed
+test-kernels: $(KERNELS) ## CUDA kernels without a GPU: runs if a kernel, its Python side or the emulation changed
 
-$(EMULATION): $(EMULATED) | setup
-	$(PY) -m pytest -m "emulation and not slow" tests/cuda $(WORKERS)
+$(KERNELS): $(KERNEL_SOURCES) | setup
+	$(PY) -m pytest -m "kernels and not slow" tests/cuda $(WORKERS)
 	@mkdir -p $(@D) && touch $@
 
 test-slow: setup $(GPTQ)/stamp .cache/people/stamp ## The tests that `make test` leaves out for their time

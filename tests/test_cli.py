@@ -126,7 +126,7 @@ def test_threads_wait_without_spinning_unless_the_user_says_otherwise(set_to, se
         "import os, sys\n"
         "from loopq.cli import main\n"
         "assert 'torch' not in sys.modules\n"
-        "main(['systems'])\n"
+        "main(['inspect', 'nothing'])\n"
         "print(os.environ['OMP_WAIT_POLICY'])\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
@@ -161,8 +161,8 @@ def test_want_of_memory_is_one_line(monkeypatch, command, error):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-def test_output_for_which_there_is_no_room_is_one_line():
-    text = f"{sys.executable} -m loopq systems > /dev/full"
+def test_output_for_which_there_is_no_room_is_one_line(quantized):
+    text = f"{sys.executable} -m loopq inspect {quantized} > /dev/full"
     done = subprocess.run(text, shell=True, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "loopq: error: No space left on device\n")
 

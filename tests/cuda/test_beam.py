@@ -11,7 +11,7 @@ from loopq.quantizers.twin import beam
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.twins import searched
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 
 # A part of a block, two blocks, and three of which the last is not whole: then codes are decided before the end.

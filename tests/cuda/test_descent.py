@@ -18,7 +18,7 @@ from tests.support.cuda.backend import EmulatedBackend
 from tests.support.twins import rounded
 
 
-@pytest.mark.emulation
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("d", "signed", "grid"),
     [
@@ -52,7 +52,7 @@ def test_both_give_the_same_codes_and_scales(
     assert backend.launches == {"loopq_descent": 3 + 3 * -(-d // codes.width)}
 
 
-@pytest.mark.emulation
+@pytest.mark.kernels
 def test_scales_of_fewer_digits_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     s, codes, rows = rounded(48, True, bits=3, group_size=16)
     codes, backend = Codes(codes.grid, 16, "mse", True, 6, None), EmulatedBackend()

@@ -11,7 +11,7 @@ from tests.support.cuda.cases import Case, from_bf16, make_problem, relative_l2,
 from tests.support.cuda.emulation import EmulationError
 from tests.support.marks import slow_unless
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 TOLERANCE = 1e-6  # the bound; a float32 sum of these lengths stays near 1e-7
 

@@ -14,7 +14,7 @@ from tests.support.cuda.rollout import (
     spacing,
 )
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 
 TYPES = [torch.bfloat16, torch.float16]

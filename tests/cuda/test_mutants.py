@@ -14,7 +14,7 @@ from tests.support.cuda.cases import Case, make_problem, relative_l2, run
 from tests.support.cuda.emulation import FLAGS, HOST, ROOT, EmulationError, compiler
 from tests.support.marks import slow_unless
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 MUTANTS = {
     "no wait for copies": ("copy_async_wait<kStages - 2>();", ";", "unwritten or in-flight"),
@@ -108,7 +108,7 @@ def build(folder: Path, file: str, name: str, old: str, new: str) -> Path:
         (host / path.name).write_text(path.read_text())
     target = here / "mutant.so"
     options = [flag for flag in FLAGS if flag not in ("-Wall", "-Wextra", "-Werror", "-O1")]
-    command = [str(compiler()), *options, "-w", "-O0", "-DLQ_HOST_ONE_VARIANT", "-o", str(target)]
+    command = [compiler(), *options, "-w", "-O0", "-DLQ_HOST_ONE_VARIANT", "-o", str(target)]
     subprocess.run([*command, str(host / "harness.cpp")], check=True)
     return target
 

@@ -14,10 +14,13 @@ from loopq.cuda.tiled import TiledVariant
 from tests.support.cuda import nvrtc, sass
 from tests.support.marks import slow_unless
 
-pytestmark = pytest.mark.skipif(
-    nvrtc.library() is None,
-    reason="NO NVRTC: the CUDA kernels are NOT compiled here; install the extra cuda12 or cuda13",
-)
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        nvrtc.library() is None,
+        reason="NO NVRTC: the CUDA kernels are NOT compiled here; install the extra cuda12 or cuda13",
+    ),
+]
 
 # Registers a block of `threads` may use per thread, of the 65,536 of a multiprocessor.
 LIMIT = {512: 128, 256: 255}

@@ -20,7 +20,7 @@ from tests.support.cuda.rollout import (
 )
 from tests.support.linear import linear_of
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize("quantized", [False, True])

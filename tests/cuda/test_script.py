@@ -13,8 +13,9 @@ import pytest
 import benches.gpu.__main__ as bench
 from benches.gpu import phases
 from benches.kernels import sections
+from tests.support.cuda.emulation import compiler
 
-pytestmark = pytest.mark.emulation
+pytestmark = pytest.mark.kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = ROOT / "benches" / "gpu.sh"
@@ -93,6 +94,7 @@ def test_another_machine_does_not_join_a_record(record: Path) -> None:
 @pytest.mark.slow
 def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
     """Two sections and a name that is none, the short way; the sanitizer is not asked for."""
+    compiler()
     env = {**os.environ, "PYTHON": sys.executable, "TOTAL_SECONDS": "200"}
     shell = str(SHELL)
     done = subprocess.run(

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from loopq.cuda.plan import ACTIVATION_TYPES, Plan, Variant
 from loopq.cuda.tiled import TiledPlan, TiledVariant
@@ -27,8 +28,12 @@ class EmulationError(Exception):
     """The emulated kernel did something no GPU kernel may do; the message says which thread did what."""
 
 
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
+def compiler() -> str:
+    """Path of the C++ compiler. Without one the test is skipped."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        pytest.skip("NO C++ COMPILER: CUDA kernels are NOT tested here; install g++ or set CXX")
+    return found
 
 
 @cache
@@ -41,9 +46,7 @@ def library(token_tiles: int = 1) -> ctypes.CDLL:
         1, 2 or 4: whose variants of the int4 product it holds; 8: those of the tiled one. The small kernels are in
         all of them.
     """
-    cxx = compiler()
-    assert cxx is not None, "ask compiler() before library()"
-    command = [cxx, *FLAGS, f"-DLQ_HOST_TOKENS={token_tiles}"]
+    command = [compiler(), *FLAGS, f"-DLQ_HOST_TOKENS={token_tiles}"]
     digest = hashlib.sha256(" ".join(command).encode())
     for path in sorted([*HOST.glob("*"), *(ROOT / "kernels").glob("*.cu*")]):
         digest.update(path.read_bytes())

@@ -230,7 +230,7 @@ class Results:
     @staticmethod
     def key(name: str, *texts: Path) -> str:
         """Name of a result for these versions of files."""
-        digest = hashlib.sha256(b"\0".join((ROOT / path).read_bytes() for path in texts))
+        digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in texts))
         return f"{name} {digest.hexdigest()[:12]}"
 
     def add(self, key: str, result: str | float) -> None:
@@ -245,10 +245,14 @@ def judged(mutant: Mutant, copy: Copy, results: Results) -> str:
     place = mirrored_test(mutant.module)
     if place is None:
         return NO_TEST
-    module, test = path_of(mutant.module), place.relative_to(ROOT)
-    key = results.key(mutant.name, module, test)
+    test = place.relative_to(ROOT)
+    # Those of the copy: someone may work on the tests meanwhile.
+    texts = (copy.folder / path_of(mutant.module), copy.folder / test)
+    if not texts[1].is_file():
+        return NO_TEST
+    key = results.key(mutant.name, *texts)
     if key not in results.known:
-        own = results.key(f"seconds of {test}", module, test)
+        own = results.key(f"seconds of {test}", *texts)
         if own not in results.known:
             begin = time.monotonic()
             found = copy.run(test, 1200)

@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo-medium soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo-medium soak mutation-core mutants fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -149,6 +149,9 @@ mutation-core: setup ## Change the solver in Rust in N places, by lot, and list 
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 
+mutants: setup ## Change the package in N places, by lot, and list what the mirrored tests do not see: ten seconds each
+	OMP_NUM_THREADS=1 nice $(PY) -m benches.mutants $(if $(N),--sample $(N))
+
 fuzz: setup ## Every reader on changed files, then the parsers of the core by coverage (nightly Rust, cargo-fuzz)
 	$(PY) -m tests.soak hostile-files --sealed $(CASES) --readers $(CASES) $(SOAK)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 || \
@@ -242,8 +245,8 @@ docs: setup ## Pages and Python reference into target/html, the Rust core into t
 
 check: fmt-check lint types docs test ## What to run before a change is sent
 
-counts: ## Lines of each folder, floors and arguments of the trunk: what the house rules bound
-	@$(PYTHON) tests/house/counts.py
+counts: ## Every measure of the code beside its goal: frame, units, files, functions, floors, seams, circles
+	@$(PYTHON) -m tests.house.counts
 
 clean: ## Remove what was built
 	rm -rf target dist $(VENV)

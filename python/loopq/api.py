@@ -298,7 +298,7 @@ def evaluate(
     Examples
     --------
     >>> import loopq
-    >>> result = loopq.quantize("huginn_small", group_size=32, n_prompts=2, seq_len=32, n_steps=2)
+    >>> result = loopq.quantize("huginn_small", method="rtn", group_size=32)
     >>> measured = loopq.evaluate("huginn_small", {"INT4": result}, n_prompts=2, seq_len=32, n_steps=2)
     >>> [m.name for m in measured]
     ['full precision', 'INT4']

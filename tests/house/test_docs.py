@@ -34,6 +34,7 @@ ELSEWHERE = {
 }
 #: Examples that take longer than a quick test should, by what stands in them.
 LONG = (
+    'loopq.quantize("huginn_small", out="Q", bits=4, group_size=32, n_prompts=8)',
     'for method in ("gptq-cd", "trellis"):',
     "found = loopq.diagnose",
     "for measured in loopq.evaluate",

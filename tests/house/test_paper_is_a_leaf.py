@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT, copy_house, pytest_there, run_there
+
 #: Quick tests of what finds its parts by looking into rooms: commands, options, sections of a diagnosis, the page.
 QUICK = (
     "tests/test_api.py",
@@ -26,36 +23,9 @@ ROOMS = ("tests/settings", "tests/storage", "tests/layers", "tests/gradients", "
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Path:
-    """The repository without the paper's room: package and tests are copied, all else is linked."""
-    folder = tmp_path_factory.mktemp("house")
-    for name, paper in (("python", "python/loopq"), ("tests", "tests")):
-        left = {str(ROOT / paper): ["paper"]}
-        shutil.copytree(
-            ROOT / name, folder / name, ignore=lambda at, names, left=left: [*left.get(at, []), "__pycache__"]
-        )
-    for path in ROOT.iterdir():
-        if path.name not in ("python", "tests", ".git"):
-            (folder / path.name).symlink_to(path)
-    return folder
-
-
-def run(house: Path, *args: str) -> str:
-    """Run Python there; give what it printed."""
-    # Threads that wait for each other take longer than the small models' work.
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(house / "python"), str(house)]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *args], cwd=house, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def pytest_there(house: Path, *args: str) -> str:
-    """Run tests there that are not slow."""
-    return run(house, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *args)
+    """The repository without the paper's room and its tests."""
+    left = [ROOT / "python" / "loopq" / "paper", ROOT / "tests" / "paper"]
+    return copy_house(tmp_path_factory.mktemp("house"), left_out=left)
 
 
 def test_commands_are_there_without_it(house):
@@ -67,7 +37,7 @@ def test_commands_are_there_without_it(house):
         "assert loopq.cli.parser().format_help()\n"
         "loopq.cli.parser().parse_args(['demo', '--help'])\n"
     )
-    place, commands, *help_of_demo = run(house, "-c", code).splitlines()
+    place, commands, *help_of_demo = run_there(house, "-c", code).splitlines()
     assert place == f"{house / 'python' / 'loopq' / '__init__.py'} None"
     assert {"demo", "diagnose", "quantize"} <= set(commands.split())
     assert "reproduce" not in commands

@@ -1,0 +1,49 @@
+"""The kind of grid whose values depend on several codes; `test_grids` compares its values with the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.layers.grids.trellis import OnTrellis, Trellis
+
+GRID = OnTrellis(2, 4, "float16", Trellis(8, 3))
+
+
+def test_a_value_depends_on_the_codes_above_it_in_its_stream():
+    codes = np.zeros((6, 2), np.int8)
+    scales = np.ones((6, 1), np.float32)
+    before = GRID.dequantize(codes, scales)
+    codes[1, 0] = 1
+    changed = GRID.dequantize(codes, scales) != before
+    # States of 8 bits reach four codes back, so a change is seen in the whole stream of three, and nowhere else.
+    assert changed[:3, 0].all()
+    assert not changed[3:].any()
+    assert not changed[:, 1].any()
+
+
+def test_what_a_file_says_gives_the_trellis_back():
+    told = GRID.more()
+    assert told == {"trellis": {"state_bits": 8, "stream_rows": 3, "function": "1mad"}}
+    assert OnTrellis(2, 4, "float16", **OnTrellis.given(told)) == GRID
+    assert OnTrellis.given({"trellis": GRID.trellis}) == {"trellis": GRID.trellis}
+    assert OnTrellis.holds(True, told)
+    assert not OnTrellis.holds(False, told)
+    assert not OnTrellis.holds(True, {})
+    assert GRID.label == "INT2 on a trellis"
+    assert not GRID.plain
+    assert not GRID.portable
+
+
+@pytest.mark.parametrize("state_bits", [3, 17])
+def test_a_state_has_four_to_sixteen_bits(state_bits):
+    with pytest.raises(ConfigError, match="4 to 16"):
+        OnTrellis.given({"trellis": {"state_bits": state_bits, "stream_rows": 3}})
+
+
+def test_a_state_has_two_bits_more_than_a_code_and_a_code_at_most_four():
+    assert OnTrellis(4, 4, "float16", Trellis(6, 3)).bits == 4
+    for bits, state_bits in ((4, 5), (3, 4), (8, 16)):
+        with pytest.raises(ConfigError, match=f"for {bits} bits"):
+            OnTrellis(bits, 4, "float16", Trellis(state_bits, 3))

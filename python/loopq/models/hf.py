@@ -92,8 +92,8 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
         )
     if not known and not config.get("auto_map"):
         raise ConfigError(
-            f"{source}: model_type {config.get('model_type')!r} is not known to transformers; a class of "
-            "your own is registered with loopq.models.classes.register_model (`loopq --register FILE` runs a file first)"
+            f"{source}: model_type {config.get('model_type')!r} is not known to transformers; register a class of "
+            "your own with loopq.models.classes.register_model (`loopq --register FILE` runs a file first)"
         )
 
 

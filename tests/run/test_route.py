@@ -33,8 +33,10 @@ def test_ranks_write_the_bytes_of_one_process(tiny, tokens, tmp_path, monkeypatc
     assert not (tmp_path / ".ranks.work").exists()
 
 
-def test_a_result_is_written_once_and_has_the_facts_of_its_plan(tiny, tokens):
+def test_a_result_is_written_once_and_has_the_facts_of_its_plan(tiny, tokens, monkeypatch):
+    monkeypatch.setattr("loopq.run.outside.LEAST", 16)
     run = run_of(tiny, tokens, QuantConfig.of(method="rtn", group_size=8, outside=8))
+    assert run.plan.outside
     written = []
     found = carry_out(run.source.prepare(run.plan), run.source, written.append)
     assert written == [found]

@@ -1,54 +1,25 @@
-"""A run from a dump: the bytes of a run from the model, and what a dump cannot do."""
+"""Journals of a source: one for each work, and none without a folder."""
 
 from __future__ import annotations
 
-import pytest
+from loopq.run.config import QuantConfig
+from tests.support.runs import run_of
 
-import loopq
-from loopq.calibrate.collect import collect_rows
-from loopq.calibrate.hessian_dump import collect_hessians
-from loopq.errors import ConfigError, DumpError
-from tests.support.runs import SETTINGS, digest, job_of
+CONFIG = QuantConfig.of(method="rtn", group_size=8)
 
 
-@pytest.mark.slow
-def test_solve_from_a_dump_gives_the_same_bytes(loaded, tokens, tmp_path, checkpoint_folder):
-    for shards in (1, 2, 7):
-        dump = tmp_path / f"dump-{shards}"
-        collect_rows(job_of(loaded, tokens, batch_size=3), dump, shard_batches=shards)
-        for threads in (1, 2):
-            out = tmp_path / f"solved-{shards}-{threads}"
-            loopq.solve(dump, out=out, threads=threads, **SETTINGS)
-            assert digest(out) == digest(checkpoint_folder)
+def test_a_journal_knows_its_work_and_what_else_decides(tiny, tokens, tmp_path):
+    plan, source = run_of(tiny, tokens, CONFIG, work=tmp_path)
+    keys = [source.journal(plan, *asked).key for asked in (("layers",), ("layers", 1), ("layers", 2))]
+    assert keys[0] == source.key(plan) == source.journal(plan, "other").key
+    assert len(set(keys)) == 3
+    assert source.journal(plan, "layers").folder == tmp_path / "layers"
+    other = source.plan(CONFIG.changed(bits=3))
+    assert source.journal(other, "layers").key != keys[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["balanced", "alpha=1/4"])
-def test_a_dump_of_rows_knows_each_step_apart(loaded, tokens, tmp_path, weights):
-    settings = SETTINGS | {"step_weights": weights}
-    loopq.quantize(loaded, tokens, out=tmp_path / "plain", batch_size=3, **settings)
-    collect_rows(job_of(loaded, tokens, batch_size=3), tmp_path / "dump")
-    loopq.solve(tmp_path / "dump", out=tmp_path / "solved", threads=1, **settings)
-    assert digest(tmp_path / "solved") == digest(tmp_path / "plain")
-    collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "summed")
-    with pytest.raises(ConfigError, match="only their sum was collected"):
-        loopq.solve(tmp_path / "summed", **settings)
-
-
-def test_solve_from_hessians_gives_the_same_bytes(loaded, tokens, tmp_path, checkpoint_folder):
-    for per_step in (False, True):
-        dump = tmp_path / f"hessians-{per_step}"
-        collect_hessians(job_of(loaded, tokens, batch_size=3), dump, per_step=per_step)
-        loopq.solve(dump, out=tmp_path / f"out-{per_step}", **SETTINGS)
-        assert digest(tmp_path / f"out-{per_step}") == digest(checkpoint_folder)
-
-
-def test_a_dump_says_what_it_cannot_do(dump):
-    with pytest.raises(
-        DumpError, match=r"no loop metric of layer transformer\.adapter\.weight: collect again"
-    ):
-        loopq.solve(dump, metric="loop")
-    with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers"):
-        loopq.solve(dump, inputs="asymmetric")
-    with pytest.raises(ConfigError, match="fit runs the model"):
-        loopq.solve(dump, fit=3.5)
+def test_without_a_work_folder_nothing_is_saved_or_hashed(tiny, tokens, monkeypatch):
+    plan, source = run_of(tiny, tokens, CONFIG)
+    monkeypatch.setattr(type(source), "key", lambda self, plan: 1 / 0)
+    journal = source.journal(plan, "layers", 1)
+    assert (journal.folder, journal.key) == (None, "")

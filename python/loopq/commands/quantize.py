@@ -127,24 +127,8 @@ def run(args: argparse.Namespace) -> int:
 class _Job:
     """A checked command with its model and prompts.
 
-    Parameters
-    ----------
-    depths : list of Namespace
-        The options, once for each depth. The last depth is that of the card and the page.
-    n_steps : int, tuple of int or None
-        All depths.
-    target : Format
-        Format of the output.
-    options : mapping
-        Options of the format.
-    config : QuantConfig
-        Settings of the run.
-    loaded : LoadedModel
-        The model.
-    tokens : TokenSet
-        Calibration prompts.
-    text : TokenSet or None
-        Held-out prompts of `--evaluate`.
+    `depths` has the options once for each depth; the last depth is that of the card and the page. `text` has the
+    held-out prompts of `--evaluate`.
     """
 
     depths: list[argparse.Namespace]

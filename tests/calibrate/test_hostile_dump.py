@@ -9,8 +9,9 @@ import pytest
 
 from loopq.calibrate import collect, rollouts
 from loopq.calibrate.collect import collect_rows
-from loopq.calibrate.dump import Dump, Manifest, merge
+from loopq.calibrate.dump import Dump, Manifest
 from loopq.calibrate.hessian_dump import collect_hessians
+from loopq.calibrate.merge import merge
 from loopq.errors import DumpError
 from loopq.models.load import load_model
 from loopq.storage.files import replacing

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.dump import Dump, gradient_sums_from, merge
+from loopq.calibrate.dump import Dump
+from loopq.calibrate.merge import merge
+from loopq.calibrate.sums_file import gradient_sums_from
 from loopq.errors import ConfigError, DumpError
 from loopq.formats.native import read
 from loopq.storage.files import RawTensor, read_tensors

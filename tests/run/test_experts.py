@@ -9,9 +9,10 @@ import torch
 import loopq
 from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.data import from_ids
-from loopq.calibrate.dump import Dump, merge
+from loopq.calibrate.dump import Dump
 from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.hooks import Observer, find_input_groups
+from loopq.calibrate.merge import merge
 from loopq.commands.output import layer_table
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
 from loopq.models.from_python import wrap

@@ -23,7 +23,8 @@ import numpy as np
 
 import loopq
 import loopq._native as native
-from loopq.calibrate.dump import Dump, DumpFile, Manifest, write_accumulator
+from loopq.calibrate.dump import Dump, DumpFile, Manifest
+from loopq.calibrate.sums_file import write_accumulator
 from loopq.errors import LoopqError
 from loopq.formats.convert import inspect_any, read_any, write_as
 from loopq.formats.quantized_folder import RECORD

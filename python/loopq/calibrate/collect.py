@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import loopq._native as native
-from loopq.calibrate.dump import (
-    MANIFEST,
-    DumpFile,
-    Manifest,
-    MetricFile,
-    Rows,
-    rows_to_raw,
-)
+from loopq.calibrate.dump import MANIFEST, DumpFile, Manifest, MetricFile, Rows, rows_to_raw
 from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.errors import ConfigError, DumpError
 from loopq.models.depths import Depths

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import loopq._native as native
-from loopq.errors import ConfigError, DumpError, LoopqError
-from loopq.layers.reader import TensorReader
+from loopq.calibrate.sums_file import GradientSums, gradient_sums_from, read_accumulator
+from loopq.errors import DumpError
 from loopq.layers.shared import SharedParameter
 from loopq.storage.files import (
     MAX_SIZE,
@@ -24,17 +18,13 @@ from loopq.storage.files import (
     Stored,
     check_folder,
     inside,
-    new_folder,
     read_bytes,
     read_header,
     read_json,
     read_tensor,
     read_tensors,
-    sha256,
     write_json,
-    write_tensors,
 )
-from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, raw
 from loopq.storage.schema import (
     Allowed,
@@ -45,13 +35,11 @@ from loopq.storage.schema import (
     Positive,
     Seed,
     checked,
-    parse_json,
     sealed,
     shown,
     unsealed,
 )
 from loopq.storage.weights import ModelWeights, stored_shape
-from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,22 +79,6 @@ class MetricFile(FileEntry):
     steps: tuple[int, ...]
     n_prompts: Positive
     n_draws: Positive
-
-
-@dataclass(frozen=True)
-class GradientSums:
-    """The arrays of a loop metric (`loopq.quantizers.loop_metric.LoopMetric`).
-
-    Parameters
-    ----------
-    left : tuple of ndarray, float64
-        Blocks of A. Each has consecutive outputs and shape (b, b).
-    right : ndarray, float64, shape (in_features, in_features)
-        The gradient part of S.
-    """
-
-    left: tuple[NDArray[np.float64], ...]
-    right: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -355,207 +327,3 @@ class _FileTensors(Mapping[str, RawTensor]):
 
     def __len__(self) -> int:
         return len(self.header)
-
-
-@dataclass(frozen=True)
-class _HessianState:
-    """Metadata of a Hessian file: the state of docs/formats/hessian.md without its arrays."""
-
-    spec_version: Literal[1]
-    dim: Positive
-    steps: tuple[Count, ...]
-    per_step: bool
-    n_rows: tuple[Count, ...]
-
-
-def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTensor], dict[str, Any]]:
-    """Return the exact state of a finished accumulator as arrays and plain data.
-
-    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md). Each separate step
-    has its own pair.
-    """
-    state: dict[str, Any] = dict(acc.state())
-    arrays = {
-        f"{limb}.{i:03d}": RawTensor.of(values)
-        for limb in ("hi", "lo")
-        for i, values in enumerate(state.pop(limb))
-    }
-    return arrays, state
-
-
-def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) -> native.HessianAccumulator:
-    """Rebuild an accumulator from `accumulator_parts`.
-
-    Raises
-    ------
-    DumpError
-        The state is invalid.
-    """
-    found = checked(_HessianState, state, f"{where}: Hessian state", DumpError)
-    reader = TensorReader(where, arrays)
-    entries = found.dim * (found.dim + 1) // 2
-    names = [f"{i:03d}" for i in range(min(len(found.steps), len(arrays)) if found.per_step else 1)]
-    whole: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(found).items()}
-    try:
-        for limb in ("hi", "lo"):
-            whole[limb] = [reader.get(f"{limb}.{n}", ["I64"], (entries,)).array() for n in names]
-        if reader.used != set(arrays):
-            raise DumpError("tensors that are no part of it")
-        return native.HessianAccumulator.from_state(cast(Any, whole))
-    except (LoopqError, TypeError, ValueError, OverflowError) as cause:
-        raise DumpError(f"{where}: damaged Hessian state: {cause}") from cause
-
-
-def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
-    """Write the exact state of a finished accumulator and return the SHA-256 of the file.
-
-    Everything except the arrays is JSON under the metadata key "loopq_hessian".
-    """
-    arrays, state = accumulator_parts(acc)
-    return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
-
-
-def read_accumulator(path: Path) -> native.HessianAccumulator:
-    """Read the exact state of an accumulator.
-
-    Raises
-    ------
-    DumpError
-        The file is of another kind, truncated, or has an invalid state.
-    """
-    _, metadata = read_header(path, DumpError)
-    state = parse_json(metadata.get("loopq_hessian", "null"), path, DumpError)
-    return accumulator_from(read_tensors(path, DumpError), state, str(path))
-
-
-def write_gradient_sums(path: Path, sums: GradientSums) -> str:
-    """Write the sums of a loop metric, tensors `left.<i>` and `right`. Return the SHA-256 of the file."""
-    arrays = {f"left.{i:05d}": a for i, a in enumerate(sums.left)} | {"right": sums.right}
-    return write_tensors(path, {name: RawTensor.of(a) for name, a in arrays.items()})
-
-
-def gradient_sums_from(
-    arrays: Mapping[str, RawTensor], parameter: SharedParameter, where: str
-) -> GradientSums:
-    """Read the result of `write_gradient_sums`.
-
-    Raises
-    ------
-    DumpError
-        A tensor has another type or shape, or an entry that is impossible for a sum of squares.
-    """
-    reader = TensorReader(where, arrays)
-    width = parameter.in_features
-    try:
-        left = []
-        for i in range(len(arrays) - 1):
-            side = (arrays.get(f"left.{i:05d}", RawTensor("F64", (), np.zeros(0, np.uint8))).shape or (0,))[0]
-            left.append(reader.get(f"left.{i:05d}", ["F64"], (side, side)).array())
-        right = reader.get("right", ["F64"], (width, width)).array()
-    except LoopqError as cause:
-        raise DumpError(str(cause)) from cause
-    if sum(len(a) for a in left) != parameter.out_features:
-        raise DumpError(
-            f"{where}: blocks of {shown([len(a) for a in left])} outputs; the layer has "
-            f"{parameter.out_features}"
-        )
-    for a in (*left, right):
-        if not np.isfinite(a).all() or (np.diag(a) < 0).any():
-            raise DumpError(f"{where}: damaged loop metric: an entry that no sum of squares can have")
-    return GradientSums(tuple(left), right)
-
-
-def merge(parts: Sequence[Path], out: Path, progress: Progress | None = None) -> Manifest:
-    """Add Hessian dumps that were collected separately.
-
-    Parameters
-    ----------
-    parts : sequence of Path
-        Hessian dumps of the same model, system, depth and steps.
-    out : Path
-        New dump. The sum is over integers, so the order of the parts changes no bit.
-    progress : Progress, optional
-        Receives a note if a killed run had already written this dump.
-
-    Raises
-    ------
-    DumpError
-        The parts do not match, or two have the same calibration tokens and seed.
-    """
-    if len(parts) < 2:
-        raise ConfigError("merge needs at least two parts; name another dump")
-    with new_or_same(out, DumpError) as place:
-        merged = _merged(parts, place)
-    if place != out and progress is not None:
-        progress.note(f"{out} was written before the interruption; compared, byte for byte")
-    return merged
-
-
-def _merged(parts: Sequence[Path], out: Path) -> Manifest:
-    """Write the sum of dumps to a new folder."""
-    ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / MANIFEST))
-    _check_parts(ordered)
-    first = ordered[0].manifest
-    rows: Rows = {
-        k: {t: sum(d.manifest.rows[k][t] for d in ordered) for t in v} for k, v in first.rows.items()
-    }
-    calibration = {
-        "source": "merged",
-        "parts": [part for d in ordered for part in _parts_of(d.manifest)],
-        "n_prompts": sum(d.manifest.calibration["n_prompts"] for d in ordered),
-        "n_tokens": sum(d.manifest.calibration["n_tokens"] for d in ordered),
-    }
-    model = ordered[0].folder / "model"
-    n_bytes = sum(e.n_bytes for e in (*first.files, *first.model))
-    with new_folder(out, n_bytes, DumpError) as folder:
-        files = [_sum_of(entry, ordered, folder) for entry in first.files]
-        (folder / "model").mkdir()
-        for entry in first.model:
-            shutil.copyfile(model / entry.file, folder / "model" / entry.file)
-        merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
-        merged.write(folder)
-    return merged
-
-
-def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
-    """Write the sum of one input group's Hessians and return its manifest entry."""
-    steps = sorted(parts[0].manifest.rows[entry.input_group])
-    total, *others = (part.accumulator(entry.input_group, steps) for part in parts)
-    for other in others:
-        total.merge(other)
-    path = out / entry.file
-    digest = write_accumulator(path, total)
-    return dataclasses.replace(entry, sha256=digest, n_bytes=path.stat().st_size)
-
-
-def _parts_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the descriptions and seeds of the calibration sets in a dump."""
-    own = [manifest.calibration | {"seed": manifest.seed}]
-    return list(manifest.calibration.get("parts", own))
-
-
-def _check_parts(dumps: Sequence[Dump]) -> None:
-    first = dumps[0].manifest
-    seen: dict[tuple[str, int], Path] = {}
-    for dump in dumps:
-        m = dump.manifest
-        if m.kind != "hessian":
-            raise DumpError(f"{dump.folder}: a dump of rows; only Hessian dumps are merged")
-        if m.metrics:
-            raise DumpError(
-                f"{dump.folder}: holds a loop metric, which cannot be added to another: its gradients are weighed by "
-                "the Hessian of all prompts. Collect on all prompts at once, or the parts without --metric"
-            )
-        for what in ("system", "n_steps", "depths", "parameters", "input_groups", "model", "ties"):
-            if getattr(m, what) != getattr(first, what):
-                raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")
-        if {k: sorted(v) for k, v in m.rows.items()} != {k: sorted(v) for k, v in first.rows.items()}:
-            raise DumpError(f"{dump.folder}: its steps differ from those of {dumps[0].folder}")
-        for part in _parts_of(m):
-            key = (str(part.get("sha256")), part["seed"])
-            if key in seen:
-                raise DumpError(
-                    f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count "
-                    "twice; leave one of the two out"
-                )
-            seen[key] = dump.folder

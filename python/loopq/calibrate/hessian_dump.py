@@ -8,18 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from loopq.calibrate.collect import CLAIM, alone, begin_dump, finish_dump, write_manifest
-from loopq.calibrate.dump import (
-    MANIFEST,
-    DumpFile,
-    GradientSums,
-    Manifest,
-    MetricFile,
-    Rows,
-    write_accumulator,
-    write_gradient_sums,
-)
+from loopq.calibrate.dump import MANIFEST, DumpFile, Manifest, MetricFile, Rows
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.sums_file import GradientSums, write_accumulator, write_gradient_sums
 from loopq.settings.execution import at_most
 from loopq.storage.files import write_json
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import loopq._native as native
 from loopq.calibrate.device import Sums
-from loopq.calibrate.dump import Rows, accumulator_from, accumulator_parts
+from loopq.calibrate.dump import Rows
+from loopq.calibrate.sums_file import accumulator_from, accumulator_parts
 from loopq.errors import CalibrationError
 from loopq.storage.journal import Journal
 from loopq.storage.lock import Claims

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from loopq.calibrate.dump import merge
+from loopq.calibrate.merge import merge
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_dump
 from loopq.terminal.progress import Line

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loopq.calibrate.dump import GradientSums
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.sums_file import GradientSums
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.run.config import QuantConfig

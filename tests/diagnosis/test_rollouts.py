@@ -69,9 +69,9 @@ def test_errors_are_relative_whatever_the_size_of_the_reference():
 
 
 def test_outputs_that_overflow_are_refused_with_the_step(system):
-    reference = rollouts.Trace([], {1: torch.zeros(1, 2, 3), 2: torch.zeros(1, 2, 3)})
+    reference = rollouts.RolloutTrace([], {1: torch.zeros(1, 2, 3), 2: torch.zeros(1, 2, 3)})
     for bad in (float("nan"), float("inf")):
-        run = rollouts.Trace([], {1: torch.zeros(1, 2, 3), 2: torch.full((1, 2, 3), bad)})
+        run = rollouts.RolloutTrace([], {1: torch.zeros(1, 2, 3), 2: torch.full((1, 2, 3), bad)})
         with pytest.raises(NonFiniteError, match="after 2 steps"):
             rollouts.compare_traces(run, reference, logits=True)
 
@@ -81,7 +81,10 @@ def test_hidden_states_are_compared_from_the_first_position_on():
     one, other = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
     other[0, 0] = 5.0
     found = rollouts.compare_traces(
-        rollouts.Trace([], {1: other}), rollouts.Trace([], {1: one}), logits=False, scored_from=2
+        rollouts.RolloutTrace([], {1: other}),
+        rollouts.RolloutTrace([], {1: one}),
+        logits=False,
+        scored_from=2,
     )
     assert found.positions.tolist() == [3]
     np.testing.assert_allclose(found.output_error, [[np.sqrt(32 / 6)]], rtol=1e-6)
@@ -93,7 +96,7 @@ def test_states_are_compared_after_every_update_if_there_is_one(system):
     found = rollouts.run_variants(Context(system, tokens(), 1), {"a": new})["a"]
     assert found.state_error.shape == (3, 1)
     assert (found.state_error > 0).all()
-    alone = rollouts.Trace([torch.ones(1, 3, 2)], {0: torch.ones(1, 3, 2)})
+    alone = rollouts.RolloutTrace([torch.ones(1, 3, 2)], {0: torch.ones(1, 3, 2)})
     assert rollouts.compare_traces(alone, alone, logits=False).state_error is None
 
 

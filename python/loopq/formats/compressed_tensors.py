@@ -18,7 +18,7 @@ from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
-from loopq.layers.grids import GRIDS
+from loopq.layers.grids import GRIDS, even
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
@@ -143,14 +143,13 @@ class CompressedTensors(QuantizedFolder):
             )
         scale = reader.get(f"{module}.weight_scale", ("F16", "BF16", "F32"), (None, None))
         shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
-        settings = {
-            "name": f"{module}.weight",
-            "bits": found.num_bits,
-            "group_size": found.group_size or -1,
-            "symmetric": found.symmetric,
-            "scale_dtype": DTYPES[scale.dtype],
-            "shape": shape,
-        }
+        grid = even(
+            bits=found.num_bits,
+            group_size=found.group_size or -1,
+            symmetric=found.symmetric,
+            scale_dtype=DTYPES[scale.dtype],
+        )
+        settings = {"name": f"{module}.weight", "shape": shape, **grid.described()}
         where = f"{reader.where}: tensor '{module}.weight_shape'"
         return QuantizedLayer.from_tensors(
             checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}

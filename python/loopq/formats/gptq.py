@@ -21,7 +21,7 @@ from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, split
 from loopq.formats.hf_folder import QUANTIZE_CONFIG
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.layer import Bits, GroupSize, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor, float_to_raw, json_bytes
@@ -147,7 +147,7 @@ class GPTQ(QuantizedFolder):
         if rows < 1 or columns < 1:
             raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
         kind = DTYPES[reader.get(f"{module}.scales", ("F16", "BF16", "F32"), (None, rows)).dtype]
-        grid = grid_of(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
+        grid = even(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
         n_groups = grid.n_groups(columns)
         codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
         scales = reader.scales(f"{module}.scales", (n_groups, rows))

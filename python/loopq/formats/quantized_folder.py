@@ -33,6 +33,7 @@ from loopq.formats.base import (
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
 from loopq.formats.float_codes import plain
+from loopq.layers.grids import without_kind
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor, inside, json_bytes, read_json
@@ -273,7 +274,7 @@ class QuantizedFolder(Format):
             "target": self.name,
             "ragged": ragged,
             "settings": checkpoint.settings,
-            "layers": [layer.settings() for layer in checkpoint.layers.values()],
+            "layers": [without_kind(layer.settings()) for layer in checkpoint.layers.values()],
             "ties": checkpoint.ties,
             "config": None if original is None else original.decode(),
         }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import dataclasses
+from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -40,6 +40,9 @@ def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 @dataclass(frozen=True)
 class Grid(ABC):
     """Allowed codes of a layer and their values. Each kind is a file of `loopq.layers.grids`.
+
+    A kind is a frozen dataclass. A file stores its name and its fields, and reading checks them against their
+    annotations.
 
     Parameters
     ----------
@@ -93,26 +96,6 @@ class Grid(ABC):
                 f"scale_dtype must be one of {', '.join(self.scale_dtypes)}; got {self.scale_dtype!r}"
             )
 
-    @classmethod
-    @abstractmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Whether codes of this symmetry, with these facts besides bits, groups and scales, are of this kind."""
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further arguments from the entries of `more`, which may come from a file.
-
-        Raises
-        ------
-        ConfigError
-            The entries are invalid.
-        """
-        return dict(more)
-
-    def more(self) -> dict[str, Any]:
-        """Return plain data of the description besides bits, groups, symmetry and scales."""
-        return {}
-
     def fitted(self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int) -> Grid:
         """Return the grid for one weight (out, in). `energies` (in,) are the error weights of the columns."""
         return self
@@ -122,14 +105,11 @@ class Grid(ABC):
         """Values of the codes in ascending order, in scales. None if the value is the code minus the zero point."""
         return None
 
-    def fields(self) -> dict[str, Any]:
-        """Return plain data for `loopq.layers.grids.grid_of`, without `more`."""
-        return {
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": self.symmetric,
-            "scale_dtype": self.scale_dtype,
-        }
+    def described(self) -> dict[str, Any]:
+        """Return plain data for `loopq.layers.grids.grid_of`: the kind, its symmetry and the fields of its class."""
+        fields = dataclasses.asdict(self)
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        return {"kind": self.name, "symmetric": self.symmetric, **plain}
 
     @property
     def label(self) -> str:

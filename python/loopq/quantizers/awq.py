@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,6 @@ class AWQ(Method):
     layer. Power 0 is plain rounding. Clipping is not searched.
     """
 
-    name: ClassVar[str] = "awq"
     scale_search: ScaleSearch = setting("mse")
 
     def quantize(self, problem: Problem) -> QuantizedLayer:

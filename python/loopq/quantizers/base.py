@@ -139,17 +139,17 @@ class Problem:
         found: T = self.shared[key]
         return found
 
-    def layer(self, result: Mapping[str, Any], method: str, **more: Any) -> QuantizedLayer:
+    def layer(self, result: Mapping[str, Any], method: str, grid: Grid | None = None) -> QuantizedLayer:
         """Build the layer from the core's codes, scales and zeros; the rest goes to the report.
 
-        `more` holds the arguments of a special grid that are not settings (`GridSettings.make`).
+        `grid` is a grid of the method's own, instead of the one that the settings give.
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-        if not more and self.settings.chosen != "even":
+        if grid is None and self.settings.chosen != "even":
             report["levels"] = self.settings.chosen
         return QuantizedLayer(
             name=self.name,
-            grid=self.settings.make(**more) if more else self.grid,
+            grid=grid or self.grid,
             codes=result["codes"],
             scales=result["scales"],
             zeros=result["zeros"],

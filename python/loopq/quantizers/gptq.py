@@ -41,7 +41,6 @@ class GPTQ(Method):
         Columns swept before the trailing update. It changes the speed, but never a code.
     """
 
-    name: ClassVar[str] = "gptq"
     has_twin: ClassVar[bool] = True
     damping: Damping = block(Damping, "damping")
     scales: Literal["group", "static"] = setting("group")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleType
-from loopq.layers.grids import LEVELS, grid_of
+from loopq.layers.grids import LEVELS, even
 from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, setting
 
@@ -80,15 +79,13 @@ class GridSettings(Settings):
             return self.levels
         return "uneven" if self.symmetric and self.bits in UNEVEN else "even"
 
-    def make(self, **more: Any) -> Grid:
-        """Return the grid of the codes; `more` holds arguments of a special grid that are not settings."""
-        levels = "even" if more else self.chosen
-        if levels != "even":
-            return LEVELS.get(levels)(self.bits, self.group_size, self.scale_dtype)
-        return grid_of(
+    def make(self) -> Grid:
+        """Return the grid of the codes."""
+        if self.chosen != "even":
+            return LEVELS.get(self.chosen)(self.bits, self.group_size, self.scale_dtype)
+        return even(
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
             scale_dtype=self.scale_dtype,
-            **more,
         )

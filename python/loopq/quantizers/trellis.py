@@ -9,7 +9,7 @@ import numpy as np
 
 import loopq._native as native
 from loopq.errors import ConfigError, naming
-from loopq.layers.grids.trellis import Trellis
+from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
@@ -52,7 +52,6 @@ class TrellisMethod(Method):
     arXiv:2406.11235.
     """
 
-    name: ClassVar[str] = "trellis"
     rounds_as_published: ClassVar[bool] = False
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
@@ -112,7 +111,8 @@ class TrellisMethod(Method):
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
-            trellis = Trellis(self.state_bits, BLOCK)
-            grid = problem.settings.make(trellis=trellis).core(scale_search="mse")
-            found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
-        return problem.layer(found | told, self.name, trellis=trellis)
+            asked = problem.settings
+            grid = OnTrellis(asked.bits, asked.group_size, asked.scale_dtype, Trellis(self.state_bits, BLOCK))
+            core = grid.core(scale_search="mse")
+            found = native.trellis(problem.target, factor, left, core, threads=problem.threads)
+        return problem.layer(found | told, self.name, grid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -19,7 +19,7 @@ from loopq.layers.grids.planes import Bytes, Half, Plane, Sixes
 from loopq.layers.grids.table import PARTS, UNEVEN, Table
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
-from loopq.storage.schema import Allowed, checked
+from loopq.storage.schema import Allowed
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,12 @@ class Blocks(Grid):
 
     Parameters
     ----------
-    kind : str
+    block : str
         Name of the type in lower case.
     """
 
-    kind: str
+    block: _Name
 
-    name: ClassVar[str] = "gguf"
     portable: ClassVar[bool] = False
     own_scales: ClassVar[bool] = False
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
@@ -127,26 +126,10 @@ class Blocks(Grid):
                 f"{self.bits} bits, groups of {self.group_size} and {self.scale_dtype}"
             )
 
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Whether the codes are of a GGUF type."""
-        return set(more) == {"gguf"} and (
-            more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0)
-        )
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The type."""
-        return {"kind": checked(_Name, more["gguf"], "gguf", ConfigError)}
-
-    def more(self) -> dict[str, Any]:
-        """The type."""
-        return {"gguf": self.kind}
-
     @property
     def facts(self) -> Kind:
         """Properties of the type."""
-        return KINDS[self.kind]
+        return KINDS[self.block]
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # of a type, not of the class
@@ -156,7 +139,7 @@ class Blocks(Grid):
     @property
     def label(self) -> str:
         """Name in reports."""
-        return self.kind.upper()
+        return self.block.upper()
 
     @property
     def gguf(self) -> str:

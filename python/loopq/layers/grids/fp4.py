@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +21,7 @@ from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.table import Leveled
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
-from loopq.storage.schema import between, checked
+from loopq.storage.schema import between
 
 #: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in sixteenths.
 E2M1 = (-96, -64, -48, -32, -24, -16, -8, 0, 8, 16, 24, 32, 48, 64, 96)
@@ -55,11 +54,6 @@ class _FP4(Leveled):
             )
         super().__post_init__()
 
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes with this kind's entry."""
-        return symmetric and set(more) == {cls.name}
-
     def sixteenths(self) -> tuple[int, ...]:
         """The levels."""
         return E2M1
@@ -89,6 +83,7 @@ class _FP4(Leveled):
         rows, half = reader.get(f"{module}.weight_packed", ("U8",), (None, None)).shape
         return {
             "name": f"{module}.weight",
+            "kind": cls.name,
             "bits": 4,
             "group_size": cls.size,
             "symmetric": True,
@@ -139,22 +134,12 @@ class NVFP4(_FP4):
         The power.
     """
 
-    exponent: int
+    exponent: Annotated[int, between(-100, 100)]
 
-    name: ClassVar[str] = "nvfp4"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e4m3fn",)
     size: ClassVar[int] = 16
     strategy: ClassVar[str] = "tensor_group"
     scale_kept: ClassVar[str] = "torch.float8_e4m3fn"
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The power."""
-        return {"exponent": checked(_Power, more["nvfp4"], "nvfp4", ConfigError).exponent}
-
-    def more(self) -> dict[str, Any]:
-        """The power."""
-        return {"nvfp4": {"exponent": self.exponent}}
 
     def fitted(
         self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int
@@ -176,7 +161,7 @@ class NVFP4(_FP4):
                 f"{reader.where}: tensor '{module}.weight_global_scale': {divisor[0]} is no power of two, and loopq "
                 "reads no other"
             )
-        return {**super().from_compressed(reader, module), "nvfp4": {"exponent": 1 - int(exponent)}}
+        return {**super().from_compressed(reader, module), "exponent": 1 - int(exponent)}
 
     def n_bytes(self, rows: int, columns: int) -> int:
         """Bytes of `tensors` without the shape."""
@@ -217,24 +202,8 @@ class NVFP4(_FP4):
 class MXFP4(_FP4):
     """E2M1 in groups of 32. Scales are powers of two."""
 
-    name: ClassVar[str] = "mxfp4"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e8m0fnu",)
     size: ClassVar[int] = 32
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no arguments."""
-        checked(_Nothing, more["mxfp4"], "mxfp4", ConfigError)
-        return {}
-
-    def more(self) -> dict[str, Any]:
-        """The kind's name."""
-        return {"mxfp4": {}}
-
-    @classmethod
-    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
-        """Return the settings of a module."""
-        return {**super().from_compressed(reader, module), "mxfp4": {}}
 
     @property
     def gguf(self) -> str:
@@ -261,16 +230,6 @@ class MXFP4(_FP4):
                 f"{reader.where}: tensor '{module}.weight_scale' holds a scale that is no number"
             )
         return np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class _Power:
-    exponent: Annotated[int, between(-100, 100)]
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    pass
 
 
 def _e4m3() -> NDArray[np.float32]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,6 @@ from loopq.layers.grids import GRIDS
 @dataclass(frozen=True)
 class Integer(Grid):
     """Codes in [-2^(b-1), 2^(b-1) - 1] without zero points: code * scale."""
-
-    name: ClassVar[str] = "integer"
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes and nothing else."""
-        return symmetric and not more
 
     @property
     def gguf(self) -> str | None:

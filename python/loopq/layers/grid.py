@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,25 @@ def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack two 4-bit numbers per byte in GGUF's order: the first half of each block in the low halves."""
     half = values.shape[-1] // 2
     return np.asarray((values[..., :half] & 15) | values[..., half:] << 4, dtype=np.uint8)
+
+
+class BlockType(NamedTuple):
+    """A type of GGUF blocks, or of plain numbers there.
+
+    Parameters
+    ----------
+    name : str
+        llama.cpp's name of the type.
+    number : int
+        llama.cpp's number (`llama_ftype`) of a file that is called by this type.
+    place : int
+        A file with several types is called by the one of lowest place: ten times its bits, and its place among the
+        types of these bits.
+    """
+
+    name: str
+    number: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -142,8 +161,8 @@ class Grid(ABC):
         return None
 
     @property
-    def gguf(self) -> str | None:
-        """Name of the GGUF blocks that hold such codes bit for bit; None without such blocks."""
+    def gguf(self) -> BlockType | None:
+        """GGUF blocks that hold such codes bit for bit; None without such blocks."""
         return None
 
     @property

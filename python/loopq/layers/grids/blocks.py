@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Arrays, Grid, ScaleSearch
+from loopq.layers.grid import Arrays, BlockType, Grid, ScaleSearch
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.planes import Bytes, Half, Plane, Sixes
@@ -28,6 +28,8 @@ class Kind:
 
     Parameters
     ----------
+    file : (int, int)
+        Number and place of a file of the type (`BlockType`).
     bits, group_size, size : int
         Bits of a code, weights of a group and of a block.
     scales : (int, int)
@@ -43,6 +45,7 @@ class Kind:
         Whether codes stand for the levels of IQ4_NL.
     """
 
+    file: tuple[int, int]
     bits: int
     group_size: int
     size: int
@@ -80,21 +83,23 @@ _D, _M, _LESS, _SIXES = ("scale", Half()), ("offset", Half()), ("less", Half()),
 _LOW, _LOW_K, _LOW_2, _HIGH = Plane(0, 4, 32), Plane(0, 4, 64), Plane(0, 2, 128), Plane(4, 1, 8)
 _ONE, _SIX, _SIGNED = (1, 1), (0, 63), (-32, 31)
 KINDS = {
-    "q4_1": Kind(4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
-    "q5_0": Kind(5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
-    "q5_1": Kind(5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
-    "q2_k": Kind(2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
+    "q4_1": Kind((3, 45), 4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
+    "q5_0": Kind((8, 50), 5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
+    "q5_1": Kind((9, 52), 5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
+    "q2_k": Kind((10, 21), 2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
     "q3_k": Kind(
-        3, 16, 256, _SIGNED, 0,
+        (11, 30), 3, 16, 256, _SIGNED, 0,
         (*_codes(Plane(2, 1, 256), _LOW_2), ("numbers", Plane(0, 4, 16)), ("numbers", Plane(4, 2, 16)), _D), -32,
     ),
-    "q4_k": Kind(4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
-    "q5_k": Kind(5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
+    "q4_k": Kind((14, 43), 4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
+    "q5_k": Kind((16, 51), 5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
     "q6_k": Kind(
-        6, 16, 256, (-128, 127), 0, (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
+        (18, 60), 6, 16, 256, (-128, 127), 0,
+        (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
     ),
     "iq4_xs": Kind(
-        4, 32, 256, _SIGNED, 0, (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
+        (30, 40), 4, 32, 256, _SIGNED, 0,
+        (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
     ),
 }  # fmt: skip
 _Name = Annotated[str, Allowed(", ".join(KINDS), KINDS.__contains__)]
@@ -142,9 +147,9 @@ class Blocks(Grid):
         return self.block.upper()
 
     @property
-    def gguf(self) -> str:
-        """Name of the type."""
-        return self.label
+    def gguf(self) -> BlockType:
+        """The type."""
+        return BlockType(self.label, *self.facts.file)
 
     @property
     def gguf_width(self) -> int:

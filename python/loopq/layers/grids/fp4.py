@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Arrays, Grid, halved
+from loopq.layers.grid import Arrays, BlockType, Grid, halved
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.table import Leveled
 from loopq.layers.reader import TensorReader
@@ -206,9 +206,9 @@ class MXFP4(_FP4):
     size: ClassVar[int] = 32
 
     @property
-    def gguf(self) -> str:
+    def gguf(self) -> BlockType:
         """MXFP4."""
-        return "MXFP4"
+        return BlockType("MXFP4", 38, 44)
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
         """Return exponents and halves as in `tensors`."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Grid
+from loopq.layers.grid import BlockType, Grid
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.storage.schema import between
 
@@ -78,9 +78,9 @@ class Table(Leveled):
         return f"{self.bits} bits, uneven levels"
 
     @property
-    def gguf(self) -> str | None:
+    def gguf(self) -> BlockType | None:
         """IQ4_NL."""
-        return "IQ4_NL" if self.table == UNEVEN[4] else None
+        return BlockType("IQ4_NL", 25, 42) if self.table == UNEVEN[4] else None
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
         """Return bytes of scales and codes. In GGUF a level is a whole multiple of the scale."""

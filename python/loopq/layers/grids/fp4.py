@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from loopq.errors import CheckpointError, ConfigError
 from loopq.layers.grid import Arrays, BlockType, Grid, halved
 from loopq.layers.grids import GRIDS, LEVELS
-from loopq.layers.grids.table import Leveled
+from loopq.layers.grids.table import PARTS, Leveled
+from loopq.layers.numbers import E4M3, MAGNITUDES, powers
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import between
 
+_SIXTEENTHS = [int(PARTS * size) for size in MAGNITUDES]
 #: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in sixteenths.
-E2M1 = (-96, -64, -48, -32, -24, -16, -8, 0, 8, 16, 24, 32, 48, 64, 96)
+E2M1 = (*[-size for size in _SIXTEENTHS[:0:-1]], *_SIXTEENTHS)
 #: The half byte of each level: sign and place among the magnitudes.
 _HALVES = np.array([8 | -k if k < 0 else k for k in range(-7, 8)], dtype=np.uint8)
 #: The place of zero among the levels.
@@ -177,8 +179,8 @@ class NVFP4(_FP4):
     def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
         """Return scales as E4M3 numbers."""
         values = scales * np.float32(2.0**-self.exponent)
-        bits = np.searchsorted(_E4M3, values).astype(np.uint8)
-        if (_E4M3[np.minimum(bits, len(_E4M3) - 1)] != values).any():
+        bits = np.searchsorted(E4M3, values).astype(np.uint8)
+        if (E4M3[np.minimum(bits, len(E4M3) - 1)] != values).any():
             raise CheckpointError(f"a scale is no number of float8_e4m3fn times 2^{self.exponent}")
         return RawTensor.of(bits, "F8_E4M3")
 
@@ -186,11 +188,11 @@ class NVFP4(_FP4):
         """Read scales as E4M3 numbers over the divisor, which must be the power in the description."""
         divisor = reader.get(f"{module}.weight_global_scale", ("F32",), (1,)).array()
         bits = reader.get(f"{module}.weight_scale", ("F8_E4M3",), shape).array()
-        if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(_E4M3)).any():
+        if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(E4M3)).any():
             raise CheckpointError(
                 f"{reader.where}: module {module!r}: its scales are not positive numbers times 2^{self.exponent}"
             )
-        found: NDArray[np.float32] = _E4M3[bits] * np.float32(2.0**self.exponent)
+        found: NDArray[np.float32] = E4M3[bits] * np.float32(2.0**self.exponent)
         return found
 
     def _native(self) -> dict[str, Any]:
@@ -229,18 +231,7 @@ class MXFP4(_FP4):
             raise CheckpointError(
                 f"{reader.where}: tensor '{module}.weight_scale' holds a scale that is no number"
             )
-        return np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
-
-
-def _e4m3() -> NDArray[np.float32]:
-    """Positive numbers of float8_e4m3fn by their bits: 1.mmm times 2^(eeee - 7), and 0.mmm times 2^-6."""
-    bits = np.arange(127)
-    exponent, mantissa = bits >> 3, bits & 7
-    value = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    return value.astype(np.float32)
-
-
-_E4M3 = _e4m3()
+        return powers(bits)
 
 
 def _asked(kind: type[_FP4], bits: int, group_size: int, scale_dtype: str, **more: Any) -> Grid:

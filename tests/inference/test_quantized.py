@@ -114,12 +114,12 @@ def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     expected = x.double() @ torch.from_numpy(given.dequantize()).double().t() + made.bias.double()
     torch.testing.assert_close(made(x).double(), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match="on a trellis run on the processor, not on 'meta'"):
+    with pytest.raises(ConfigError, match="of INT3 on a trellis run on the processor, not on 'meta'"):
         made.to("meta")
 
     elsewhere = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6, device="meta")})
     assert install(elsewhere, checkpoint(given)) == {
-        "a.weight": "codes on a trellis, whose products run on the processor"
+        "a.weight": "codes of INT3 on a trellis, whose products run on the processor"
     }
     assert isinstance(elsewhere["a"], torch.nn.Linear)
 

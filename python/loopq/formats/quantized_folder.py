@@ -187,11 +187,10 @@ class QuantizedFolder(Format):
         """
         whole = layers.items()
         refuse_own(
-            [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if not self.can_hold(layer.grid)],
             self,
-            [name for name, layer in whole if layer.orientation == "table"],
-            [n for n, layer in whole if layer.orientation == "conv"],
+            [layer for _, layer in whole],
+            [name for name, layer in whole if layer.transform is not None],
+            [name for name, layer in whole if layer.orientation == "conv"],
         )
         stored = {name: self.prepare(layer, ragged) for name, layer in whole}
         if not self.one_group_size:

@@ -83,6 +83,8 @@ class Grid(ABC):
         device, table rows and the runner require it.
     portable : bool
         Whether other tools' integer formats can hold such codes.
+    instead : str
+        How to get codes that they can hold, for messages.
     scale_dtypes : tuple of str
         Allowed storage types of scales.
     """
@@ -95,6 +97,7 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    instead: ClassVar[str] = "with --levels even"
     #: Whether a scale may be any number of its type, independent of other groups.
     own_scales: ClassVar[bool] = True
     #: Type of zero points, or of offsets.

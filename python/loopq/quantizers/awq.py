@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class AWQ(Method):
     layer. Power 0 is plain rounding. Clipping is not searched.
     """
 
+    transforms: ClassVar[bool] = True
     scale_search: ScaleSearch = setting("mse")
 
     def quantize(self, problem: Problem) -> QuantizedLayer:

@@ -97,6 +97,11 @@ class TrellisMethod(Method):
                 f"state_bits must be at least {grid.bits + 2} for {grid.bits} bits; got {self.state_bits}"
             )
 
+    def make_grid(self, settings: GridSettings) -> OnTrellis:
+        """Return the trellis."""
+        trellis = Trellis(self.state_bits, BLOCK)
+        return OnTrellis(settings.bits, settings.group_size, settings.scale_dtype, trellis)
+
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer. With fewer than 16 outputs gptq-cd solves it, with the same metric and damping."""
         problem.require_observed()
@@ -111,8 +116,7 @@ class TrellisMethod(Method):
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
-            asked = problem.settings
-            grid = OnTrellis(asked.bits, asked.group_size, asked.scale_dtype, Trellis(self.state_bits, BLOCK))
+            grid = self.make_grid(problem.settings)
             core = grid.core(scale_search="mse")
             found = native.trellis(problem.target, factor, left, core, threads=problem.threads)
         return problem.layer(found | told, self.name, grid)

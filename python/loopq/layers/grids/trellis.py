@@ -45,6 +45,7 @@ class OnTrellis(Grid):
 
     plain: ClassVar[bool] = False
     portable: ClassVar[bool] = False
+    instead: ClassVar[str] = "without --method trellis"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -114,6 +114,11 @@ def test_every_kind_is_in_this_suite():
     assert all(kind.name == name and not inspect.isabstract(kind) for name, kind in GRIDS)
 
 
+def test_a_later_kind_is_always_named():
+    told = {"name": "a.weight", "kind": "later", "bits": 4, "symmetric": True, "shade": 3}
+    assert without_kind(told) == told
+
+
 def test_no_field_of_a_kind_has_the_name_of_a_layers_entry():
     entries = {f.name for f in dataclasses.fields(LayerSettings)} | {"layers"}
     for name, kind in GRIDS:
@@ -121,7 +126,9 @@ def test_no_field_of_a_kind_has_the_name_of_a_layers_entry():
         assert not own & entries, name
 
 
-@over_grids
+@pytest.mark.parametrize(
+    ("name", "bits", "group_size", "scale_dtype"), [case for case in CASES if case[0] in BEFORE]
+)
 def test_files_without_a_kind_are_read(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
     kept = ("name", "bits", "group_size", "scale_dtype", "orientation", "shape")

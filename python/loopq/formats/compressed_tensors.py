@@ -43,7 +43,7 @@ class _Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
+class _CompressedConfig:
     config_groups: dict[str, _Group]
     format: str | None = None
 
@@ -192,7 +192,7 @@ def _floats(module: str, where: str, name: str, reader: TensorReader) -> Quantiz
 
 def _group_of(module: str, where: str, config: Mapping[str, Any]) -> tuple[_Group, str]:
     """Scheme of a module and its format. Exact names and patterns precede class names."""
-    whole = checked(_Config, dict(config), where, others=True)
+    whole = checked(_CompressedConfig, dict(config), where, others=True)
     groups = list(whole.config_groups.values())
     named = [g for g in groups if any(_applies(t, module, where) for t in g.targets)]
     group = next(iter(named or [g for g in groups if "Linear" in g.targets]), None)

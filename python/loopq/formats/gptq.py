@@ -29,7 +29,7 @@ from loopq.storage.schema import Object, checked, shown
 
 
 @dataclass(frozen=True)
-class _Config:
+class _GPTQConfig:
     """Settings of a module, and changes by name pattern. "-:" leaves modules unchanged."""
 
     bits: Bits
@@ -39,7 +39,7 @@ class _Config:
     dynamic: Object | None = None
 
 
-class GPTQ(QuantizedFolder):
+class GPTQFolder(QuantizedFolder):
     """2, 3, 4 and 8 bits. The two versions differ in the storage of a zero point.
 
     Attributes
@@ -169,7 +169,7 @@ class GPTQ(QuantizedFolder):
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class GPTQv2(GPTQ):
+class GPTQv2Folder(GPTQFolder):
     """Version 2: any zero point. AWQ's files are also read as such, since they store the same numbers differently."""
 
     name: ClassVar[str] = "gptq_v2"
@@ -259,15 +259,15 @@ def _common_path(modules: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
+def _settings(module: str, where: str, config: Mapping[str, Any]) -> _GPTQConfig:
     """Settings of a module, with the rules of `dynamic` applied as in GPTQModel."""
-    found = checked(_Config, dict(config), where, others=True)
+    found = checked(_GPTQConfig, dict(config), where, others=True)
     for pattern, changes in (found.dynamic or {}).items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):
             changed = checked(dict[str, Any], changes, f"{where}: dynamic: {shown(pattern)}")
-            return checked(_Config, {**config, **changed}, where, others=True)
+            return checked(_GPTQConfig, {**config, **changed}, where, others=True)
     return found
 
 
-FORMATS.register(GPTQ.name)(GPTQ())
-FORMATS.register(GPTQv2.name)(GPTQv2())
+FORMATS.register(GPTQFolder.name)(GPTQFolder())
+FORMATS.register(GPTQv2Folder.name)(GPTQv2Folder())

@@ -33,7 +33,7 @@ _LETTERS = {"sliding_attention": "S", "full_attention": "*", "mlp": "-"}
 
 
 @ARCHITECTURES.register("dory")
-class Dory(Shape):
+class DoryShape(Shape):
     """Layers before a loop, in it and after it."""
 
     classes: ClassVar[tuple[str, ...]] = ("DoryForCausalLM",)

@@ -11,7 +11,7 @@ _CYCLES = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "
 
 
 @ARCHITECTURES.register("hrm_text")
-class HRMText(Shape):
+class HRMTextShape(Shape):
     """Two stacks, the low one before the high one. llama.cpp counts a layer once per run."""
 
     classes: ClassVar[tuple[str, ...]] = ("HrmTextForCausalLM",)

@@ -8,7 +8,7 @@ from loopq.formats.gguf.shape import ARCHITECTURES, Shape
 
 
 @ARCHITECTURES.register("llama")
-class Llama(Shape):
+class LlamaShape(Shape):
     """One run of the layers."""
 
     classes: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)

@@ -8,7 +8,7 @@ from loopq.formats.gguf.shape import ARCHITECTURES, Shape
 
 
 @ARCHITECTURES.register("nanbeige")
-class Nanbeige(Shape):
+class NanbeigeShape(Shape):
     """Llama's layers, run `num_loops` times."""
 
     classes: ClassVar[tuple[str, ...]] = ("NanbeigeForCausalLM",)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from loopq.formats.gguf.nanbeige import Nanbeige
+from loopq.formats.gguf.nanbeige import NanbeigeShape
 from loopq.formats.gguf.shape import ARCHITECTURES, MODULES
 
 
 @ARCHITECTURES.register("ouro")
-class Ouro(Nanbeige):
+class OuroShape(NanbeigeShape):
     """Layers with two more norms, run `total_ut_steps` times."""
 
     classes: ClassVar[tuple[str, ...]] = ("OuroForCausalLM",)

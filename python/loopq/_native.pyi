@@ -16,9 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BEAM_COLUMNS",
+    "BEAM_STRIP",
     "BLOCK_ROWS",
+    "BLOCK_SIZE",
     "HESSIAN_VERSION",
+    "LANES",
+    "PIVOTS",
     "ROW_LIMIT",
+    "SETTLED",
+    "SHRINK_STEPS",
+    "TOGETHER",
+    "TURNS",
     "CpuLayout",
     "CpuRunner",
     "DampedFactor",
@@ -55,6 +64,23 @@ __version__: str
 BLOCK_ROWS: int
 HESSIAN_VERSION: int
 ROW_LIMIT: float
+
+# Constants of the solvers, for their twins in torch.
+#: Columns of a block of the search with several paths, and of a strip of it.
+BEAM_COLUMNS: int
+BEAM_STRIP: int
+#: Columns of GPTQ between two long updates, by default.
+BLOCK_SIZE: int
+#: Rows of a tile, and rows of a block that are descended together.
+LANES: int
+TOGETHER: int
+#: Pivots of the conditional order that are found before their rows are subtracted.
+PIVOTS: int
+#: Relative gain below which a row is done, and the most turns of its descents.
+SETTLED: float
+TURNS: int
+#: Scales that the search `mse` tries.
+SHRINK_STEPS: int
 
 _Precision = Literal["float64", "float32"]
 _Order = Literal["natural", "diagonal", "conditional"]
@@ -396,7 +422,7 @@ def gptq(
     grid: Grid,
     *,
     scales: Literal["group", "static"] = "group",
-    block_size: int = 128,
+    block_size: int = ...,
     threads: int = 0,
 ) -> dict[str, Any]:
     """Quantize a weight column by column against a Hessian.

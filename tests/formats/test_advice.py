@@ -95,6 +95,7 @@ ADVICE = (
     (r"scale_dtype='float16'|--scale-dtype float16", lambda a, m: a.on(scale_dtype="float16")),
     (r" reads ([\w-]+), .*not ", lambda a, m: a.but(form=m[1])),
     (r"--levels even", lambda a, m: a.on(levels="even", scale_dtype="float16", group_size=32)),
+    (r"without --method trellis", lambda a, m: a.on(levels="even", group_size=32)),
     (r"without --outside", lambda a, m: a.but(name="")),
     (r"without rotation and without awq", lambda a, m: a.but(transform=None)),
     (r"with --levels (\w+)", lambda a, m: a.on(**PLAIN | {"levels": m[1], "group_size": _SIZES.get(m[1], 32)})),

@@ -71,4 +71,4 @@ def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
 def test_an_asymmetric_layer_is_not_restored_as_a_symmetric_one():
     made = layer(8, 32, 4, 32, False)
     with pytest.raises(CheckpointError, match="its tensors are not those of"):
-        restore(made, stored_settings(made, symmetric=True), "f")
+        restore(made, stored_settings(made, symmetric=True, kind="integer"), "f")

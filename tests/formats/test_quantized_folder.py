@@ -182,6 +182,9 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         verify(folder, checkpoint(layer(64, 64, 4, 32)))
 
 
+TRELLIS = {"kind": "trellis"}
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -196,17 +199,25 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         ({"shape": [8]}, r"shape: \[8\]; allowed: a list of 2"),
         ({"shape": [8, -1]}, r"shape\[1\]: -1; allowed: 1 to"),
         ({"name": "../a.weight"}, r"name: '\.\./a\.weight'; allowed: a plain name"),
-        ({"trellis": {"state_bits": 40, "stream_rows": 512}}, "trellis: state_bits: 40; allowed: 4 to 16"),
-        ({"trellis": {"state_bits": 8, "stream_rows": 0}}, "trellis: stream_rows: 0; allowed: 1 to"),
         (
-            {"trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}},
-            "trellis: function: 'x'; allowed",
+            {**TRELLIS, "trellis": {"state_bits": 40, "stream_rows": 512}},
+            r"trellis\.state_bits: 40; allowed: 4 to 16",
         ),
-        ({"colour": "red"}, "colour red for 4 bits"),
+        (
+            {**TRELLIS, "trellis": {"state_bits": 8, "stream_rows": 0}},
+            r"trellis\.stream_rows: 0; allowed: 1 to",
+        ),
+        (
+            {**TRELLIS, "trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}},
+            r"trellis\.function: 'x'; allowed",
+        ),
+        ({"colour": "red"}, "'colour' is unknown; known: bits"),
+        ({"kind": "colour"}, "unknown grid 'colour'; known: asymmetric"),
+        ({"kind": "asymmetric"}, "symmetric is True; allowed: False"),
     ],
 )
 def test_an_index_entry_that_is_wrong_is_refused(change, match):
-    with pytest.raises(CheckpointError, match=f"^file: (layer a.b.weight: )?{match}"):
+    with pytest.raises(CheckpointError, match=rf"^file: (layer a.b.weight: )?(grid \w+: )?{match}"):
         stored_settings(layer(8, 64), **change).make_grid("file")
 
 

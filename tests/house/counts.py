@@ -158,7 +158,9 @@ def units() -> dict[str, Module]:
     for module in modules():
         parent = module.name.rpartition(".")[0]
         known = set().union(*(packages.get(r, ()) for r in re.findall(r"\b(\w+)\.register\(", module.text)))
-        if parent and (parent in known or parent.partition(".")[2] in known):
+        # A unit may stand in a package of its own, as GGUF does beside its architectures.
+        places = {parent, parent.partition(".")[2], parent.rpartition(".")[0]} - {""}
+        if places & known:
             found[module.name] = module
     return found
 

@@ -18,6 +18,8 @@ def test_units_are_what_the_registries_find():
         "layers.grids.integer",
         "systems.huginn",
         "formats.marlin",
+        "formats.gguf.model",
+        "formats.gguf.ouro",
         "quantizers.gptq",
         "commands.quantize",
         "diagnosis.sections.ranks",

@@ -6,12 +6,8 @@ import ast
 import doctest
 import importlib
 import inspect
-import json
-import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -19,7 +15,6 @@ import pytest
 
 import loopq
 from tests.house import counts
-from tests.support.house import copy_house, pytest_there
 from tests.support.interpreters import ROOT, python
 
 
@@ -44,9 +39,7 @@ def test_there_is_one_version():
 #: Names that two or more classes still share. A name leaves the list once one class has it.
 SHARED_NAMES = {
     "Backend": "cuda and inference",
-    "GPTQ": "a method and a format",
     "Plan": "cuda and run",
-    "_Config": "the configs of three formats",
     **dict.fromkeys(
         ("Dory", "HuginnBlock", "HuginnConfig", "Ouro", "Raven"),
         "a published class or its adapter, and vLLM's",
@@ -103,261 +96,6 @@ def test_examples_of_docstrings_run():
         found = doctest.testmod(importlib.import_module(name))
         assert found.attempted > 0, name
         assert found.failed == 0, name
-
-
-RECIPE = """
-import sys, pathlib, json
-folder = pathlib.Path(sys.argv[1])
-import loopq.layers.grids, loopq.quantizers, loopq.systems
-loopq.quantizers.__path__.append(str(folder / "q"))
-loopq.systems.__path__.append(str(folder / "s"))
-loopq.layers.grids.__path__.append(str(folder / "g"))
-from loopq.cli import parser
-from loopq.quantizers import QUANTIZERS
-from loopq.systems import SYSTEMS, find_system
-import torch
-model = torch.nn.Module(); model.madeup_core = torch.nn.Linear(8, 8, bias=False)
-import loopq
-system, ids = find_system(model), [[1, 2, 3], [4, 5, 6]]
-def quantized(*config, **settings):
-    return loopq.quantize(system, ids, *config, group_size=4, **settings)
-plain = quantized(method="madeup")
-loud = quantized(method="madeup", loudness=2.0)
-override = quantized(loopq.QuantConfig.of(loopq.Override("*", {"method": "madeup", "loudness": 2.0})))
-try:
-    quantized(loudness=2.0)
-except loopq.LoopqError as error:
-    refused = str(error)
-from loopq.formats.convert import read_any
-on_grid = quantized(levels="madeup", bits=2, method="gptq-cd", metric="inputs", out=folder / "stored")
-stored = read_any(folder / "stored")
-command = parser().parse_args(["quantize", "m", "--out", "o", "--method", "madeup", "--loudness", "2"])
-from loopq.commands.options import quant_config
-name = "madeup_core.weight"
-print(json.dumps({
-    "quantizers": QUANTIZERS.names(),
-    "systems": SYSTEMS.names(),
-    "done": [layer.report["method_done"] for layer in loud.layers.values()],
-    "ratio": (loud.layers[name].scales / plain.layers[name].scales).tolist(),
-    "by_override": override.layers[name].same_as(loud.layers[name]),
-    "refused": refused,
-    "json": loud.settings["quantization"]["layer"]["method"],
-    "back": loopq.QuantConfig.from_json(loud.settings["quantization"]).layer.method.loudness,
-    "grid": stored.settings["quantization"]["layer"]["grid"]["levels"],
-    "stored": stored.layers[name].settings()["madeup"],
-    "same": stored.layers[name].same_as(on_grid.layers[name]),
-    "steps": on_grid.layers[name].grid.levels.tolist(),
-    "option": quant_config(command).layer.method.loudness,
-}))
-"""
-
-QUANTIZER = '''
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
-
-from loopq.quantizers import QUANTIZERS, Method
-from loopq.quantizers.rtn import round_to_grid
-from loopq.settings.declare import setting
-
-
-@QUANTIZERS.register("madeup")
-@dataclass(frozen=True)
-class MadeUp(Method):
-    """Round a louder weight to nearest.
-
-    Parameters
-    ----------
-    loudness : float
-        What the weight is multiplied by.
-    """
-
-    name: ClassVar[str] = "madeup"
-    loudness: float = setting(1.0, at_least=0.0)
-
-    def quantize(self, problem):
-        """Quantize a layer."""
-        assert problem.require_observed().shape == (8, 8)
-        weight = (self.loudness * problem.target).astype("float32")
-        return problem.layer(round_to_grid(problem, weight, "max"), self.name)
-'''
-
-GRID = '''
-from dataclasses import dataclass
-from typing import ClassVar
-from loopq.layers.grids import GRIDS, LEVELS
-from loopq.layers.grids.table import Leveled
-@GRIDS.register("madeup")
-@dataclass(frozen=True)
-class MadeUp(Leveled):
-    """Four levels, the inner ones where the file says."""
-    inner: int
-    name: ClassVar[str] = "madeup"
-    @classmethod
-    def holds(cls, symmetric, more): return set(more) == {"madeup"}
-    @classmethod
-    def given(cls, more): return {"inner": int(more["madeup"]["inner"])}
-    def more(self): return {"madeup": {"inner": self.inner}}
-    def sixteenths(self): return (-16, -self.inner, self.inner, 16)
-@LEVELS.register("madeup")
-def madeup(bits, group_size, scale_dtype): return MadeUp(bits, group_size, scale_dtype, inner=4)
-'''
-
-SYSTEM = '''
-from loopq.systems import SYSTEMS
-from loopq.systems.base import LoopedSystem
-from loopq.systems.declare import declare
-@SYSTEMS.register("madeup")
-class MadeUp(LoopedSystem):
-    """s' = core(s) on one-hot tokens."""
-    name = "madeup"
-    n_steps = 3
-    @classmethod
-    def matches(cls, model): return hasattr(model, "madeup_core")
-    def shared_parameters(self, n_steps): return declare(self.model, [("madeup_core", {"role": "core"})], n_steps)
-    def rollout(self, batch, n_steps):
-        import torch
-        s = torch.nn.functional.one_hot(batch.input_ids, 8).float()
-        with torch.no_grad():
-            for _ in range(n_steps): s = self.model.madeup_core(s)
-        return s
-'''
-
-
-def test_the_recipes_of_contributing_work_with_one_file_each(tmp_path):
-    for kind, text in (("q", QUANTIZER), ("s", SYSTEM), ("g", GRID)):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "madeup.py").write_text(text)
-    script = tmp_path / "recipe.py"
-    script.write_text(RECIPE)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], capture_output=True, text=True, env=os.environ, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert "madeup" in found["quantizers"]
-    assert "madeup" in found["systems"]
-    assert found["done"] == ["madeup"]
-    assert found["ratio"] == [[2.0, 2.0]] * 8
-    assert found["by_override"]
-    assert found["refused"] == "loudness goes with method madeup; method gptq-cd would not read it"
-    assert found["json"] == {"name": "madeup", "loudness": 2.0}
-    assert (found["back"], found["option"]) == (2.0, 2.0)
-    assert (found["grid"], found["stored"], found["same"]) == ("madeup", {"inner": 4}, True)
-    assert found["steps"] == [-1.0, -0.25, 0.25, 1.0]
-
-
-FORMAT_RECIPE = """
-import contextlib, io, json, pathlib, sys
-folder = pathlib.Path(sys.argv[1])
-import loopq.formats
-loopq.formats.__path__[:] = [str(folder / "formats")]
-import loopq
-from loopq.cli import main
-helps = {}
-for command in ("export", "quantize"):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        main([command, "--help"])
-    helps[command] = "madeup" in printed.getvalue()
-from loopq.formats.convert import inspect_any
-from tests.support.checkpoints import checkpoint, layer
-made = checkpoint(layer(32, 32))
-done = loopq.export(made, folder / "out.madeup", "madeup", loudness="2")
-from tests.support.looptoys import LinearLoop, LinearSystem
-system, ids = LinearSystem(LinearLoop()), [[1, 2, 3], [4, 5, 6]]
-def quantized(bits):
-    loopq.quantize(system, ids, out=folder / "q.madeup", write="madeup", method="rtn", bits=bits, group_size=4)
-try:
-    quantized(8)
-except loopq.LoopqError as error:
-    refused = str(error)
-quantized(4)
-print(json.dumps({
-    "written": inspect_any(folder / "q.madeup")["names"],
-    "refused": refused,
-    "helps": helps,
-    "lines": done.lines(),
-    "facts": inspect_any(folder / "out.madeup"),
-    "inspected": main(["inspect", str(folder / "out.madeup")]),
-}))
-"""
-
-FORMAT = '''
-from loopq.errors import CheckpointError
-from loopq.formats import FORMATS
-from loopq.formats.base import Format, Option, WrittenFile
-from loopq.storage.files import replacing
-
-class MadeUp(Format):
-    """Names of the layers, louder."""
-    name = "madeup"
-    one_file = True
-    reads = False
-    options = (Option("loudness", "how often each name is written"),)
-    def holds(self, path): return path.suffix == ".madeup"
-    def refuse(self, planned, **options):
-        if any(layer.grid.bits == 8 for layer in planned.layers): raise CheckpointError("madeup cannot hold INT8")
-    def write(self, out, source, *, also=None, loudness="1", **options):
-        with replacing(out) as temporary: temporary.write_text("\\n".join(list(source.layers) * int(loudness)))
-        return WrittenFile(out, self.name, ("written",))
-    def facts(self, path): return {"format": self.name, "names": path.read_text().split()}
-    def describe(self, facts): return facts["names"]
-
-FORMATS.register("madeup")(MadeUp())
-'''
-
-
-def test_a_format_is_one_file(tmp_path):
-    """In a copy of the room: the name is there for both commands and in Python, and `inspect` knows the file."""
-    shutil.copytree(ROOT / "python" / "loopq" / "formats", tmp_path / "formats")
-    (tmp_path / "formats" / "madeup.py").write_text(FORMAT)
-    script = tmp_path / "recipe.py"
-    script.write_text(FORMAT_RECIPE)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    *printed, last = done.stdout.splitlines()
-    found = json.loads(last)
-    assert found["helps"] == {"export": True, "quantize": True}
-    assert found["lines"] == ["written"]
-    assert found["facts"] == {"format": "madeup", "names": ["a.b.weight", "a.b.weight"]}
-    assert (found["inspected"], printed) == (0, ["a.b.weight", "a.b.weight"])
-    # By `write=` of `loopq.quantize`, and refused before the run.
-    assert found["written"] == ["adapter.weight", "core.weight"]
-    assert found["refused"] == "madeup cannot hold INT8"
-
-
-@pytest.fixture(scope="module")
-def with_newcomers(tmp_path_factory) -> Path:
-    """The repository with a grid, a system and a format more, of 90 lines each."""
-    folder = copy_house(tmp_path_factory.mktemp("newcomers"))
-    for place, text in (("layers/grids", GRID), ("systems", SYSTEM), ("formats", FORMAT)):
-        unit = text.strip().replace("madeup", "newcomer").replace("MadeUp", "Newcomer")
-        unit += "\n# A line of a real unit." * (89 - unit.count("\n")) + "\n"
-        assert unit.count("\n") == 90
-        (folder / "python" / "loopq" / place / "newcomer.py").write_text(unit)
-    return folder
-
-
-def test_new_units_pass_the_rules_of_the_house(with_newcomers):
-    files = [f"tests/house/test_{name}.py" for name in ("counts", "messages", "docs", "house")]
-    # Rules that read the package; a copy is not copied again.
-    rules = "(counts or messages or settings or measure or frame or mirrored or parameter) and not new_units"
-    assert " passed" in pytest_there(with_newcomers, *files, "-k", rules)
-
-
-@pytest.mark.slow
-def test_new_units_pass_every_quick_test_of_the_house(with_newcomers):
-    # What builds wheels or copies the repository again has no part in it.
-    apart = [f"--ignore=tests/house/test_{name}.py" for name in ("wheel", "toolchain", "paper_is_a_leaf")]
-    assert " passed" in pytest_there(with_newcomers, "tests/house", *apart, "-k", "not new_units")
 
 
 @pytest.mark.slow

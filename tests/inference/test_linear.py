@@ -11,7 +11,7 @@ import torch
 from loopq.errors import ConfigError
 from loopq.inference.layout import Held
 from loopq.inference.linear import LAYOUTS, QuantLinear, _first_fit
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.transforms import Rotation
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.marlin import marlin_by_formula
@@ -34,7 +34,7 @@ from tests.support.linear import asymmetric, linear_of
 def test_what_the_int4_kernel_takes(changes, fits):
     given = {"out_features": 48, "in_features": 160, "transformed": False} | changes
     fields = {"bits": 4, "group_size": 64, "symmetric": True, "scale_dtype": "float16"}
-    grid = grid_of(**{name: given.pop(name, value) for name, value in fields.items()})
+    grid = even(**{name: given.pop(name, value) for name, value in fields.items()})
     assert LAYOUTS["lq-w4"].fits(Held(**given, grid=grid)) is fits
 
 
@@ -42,7 +42,7 @@ def test_what_the_int4_kernel_takes(changes, fits):
     ("dtype", "layout"), [(torch.bfloat16, "lq-w4"), (torch.float16, "lq-w4"), (torch.float32, "codes")]
 )
 def test_a_gpu_gets_the_int4_kernel_where_activations_have_16_bits(dtype, layout):
-    grid = grid_of(bits=4, group_size=64, symmetric=True, scale_dtype="float16")
+    grid = even(bits=4, group_size=64, symmetric=True, scale_dtype="float16")
     told = pytest.warns(UserWarning, match="as bfloat16") if layout == "codes" else contextlib.nullcontext()
     with told:
         assert _first_fit(Held(48, 160, grid), "cuda", dtype) == layout

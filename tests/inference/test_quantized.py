@@ -14,7 +14,7 @@ from loopq.errors import CheckpointError, ConfigError, KernelError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.inference.quantized import install
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import Rotation
@@ -31,7 +31,7 @@ def layer(name="a.weight", symmetric=True):
     codes, zeros = rng.integers(0, 8, (6, 20)), rng.integers(0, 8, (6, 3)).astype(np.uint8)
     scales = rng.uniform(0.01, 0.2, (6, 3)).astype(np.float16).astype(np.float32)
     stored = (codes - 4).astype(np.int8) if symmetric else codes.astype(np.uint8)
-    grid = grid_of(bits=3, group_size=8, symmetric=symmetric, scale_dtype="float16")
+    grid = even(bits=3, group_size=8, symmetric=symmetric, scale_dtype="float16")
     return QuantizedLayer(name, grid, stored, scales, None if symmetric else zeros)
 
 
@@ -114,12 +114,12 @@ def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     expected = x.double() @ torch.from_numpy(given.dequantize()).double().t() + made.bias.double()
     torch.testing.assert_close(made(x).double(), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match="on a trellis run on the processor, not on 'meta'"):
+    with pytest.raises(ConfigError, match="of INT3 on a trellis run on the processor, not on 'meta'"):
         made.to("meta")
 
     elsewhere = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6, device="meta")})
     assert install(elsewhere, checkpoint(given)) == {
-        "a.weight": "codes on a trellis, whose products run on the processor"
+        "a.weight": "codes of INT3 on a trellis, whose products run on the processor"
     }
     assert isinstance(elsewhere["a"], torch.nn.Linear)
 

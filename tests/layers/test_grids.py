@@ -15,24 +15,37 @@ import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
 from loopq.inference.layout import Held
 from loopq.inference.linear import LAYOUTS, QuantLinear
-from loopq.layers.grids import GRIDS, grid_of
+from loopq.layers.grid import Grid
+from loopq.layers.grids import GRIDS, grid_of, without_kind
 from loopq.layers.grids.table import UNEVEN
-from loopq.layers.grids.trellis import Trellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import checked
 
 ANY = ((-1, 8, 32), ("float16", "float32"))
-#: What a grid of a kind is made of besides bits, groups and scales; the bits, groups and scales that it has.
+ON_TRELLIS = {"state_bits": 8, "stream_rows": 5, "function": "1mad"}
+#: Fields of a grid of a kind besides bits, groups and scales; the bits, groups and scales that it has.
 MORE = {
-    "integer": ({"symmetric": True}, (2, 3, 4, 8), *ANY),
-    "asymmetric": ({"symmetric": False}, (2, 3, 4, 8), *ANY),
-    "trellis": ({"symmetric": True, "trellis": Trellis(8, 5)}, (2, 3, 4), *ANY),
-    "table": ({"symmetric": True, "levels": UNEVEN[4]}, (4,), *ANY),
-    "mxfp4": ({"symmetric": True, "mxfp4": {}}, (4,), (32,), ("float8_e8m0fnu",)),
-    "nvfp4": ({"symmetric": True, "nvfp4": {"exponent": -11}}, (4,), (16,), ("float8_e4m3fn",)),
-    "gguf": ({"symmetric": False, "gguf": "q4_1"}, (4,), (32,), ("float16",)),
+    "integer": ({}, (2, 3, 4, 8), *ANY),
+    "asymmetric": ({}, (2, 3, 4, 8), *ANY),
+    "trellis": ({"trellis": ON_TRELLIS}, (2, 3, 4), *ANY),
+    "table": ({"table": list(UNEVEN[4])}, (4,), *ANY),
+    "mxfp4": ({}, (4,), (32,), ("float8_e8m0fnu",)),
+    "nvfp4": ({"exponent": -11}, (4,), (16,), ("float8_e4m3fn",)),
+    "gguf": ({"block": "q4_1"}, (4,), (32,), ("float16",)),
+}
+#: Kinds with zero points or offsets.
+ASYMMETRIC = ("asymmetric", "gguf")
+#: Entries of layers in files of before the kind was stored, besides bits, groups and scales.
+BEFORE = {
+    "integer": {"symmetric": True},
+    "asymmetric": {"symmetric": False},
+    "trellis": {"symmetric": True, "trellis": ON_TRELLIS},
+    "table": {"symmetric": True, "levels": list(UNEVEN[4])},
+    "mxfp4": {"symmetric": True, "mxfp4": {}},
+    "nvfp4": {"symmetric": True, "nvfp4": {"exponent": -11}},
+    "gguf": {"symmetric": False, "gguf": "q4_1"},
 }
 CASES = [(name, *case) for name, (_, *possible) in MORE.items() for case in itertools.product(*possible)]
 over_grids = pytest.mark.parametrize(("name", "bits", "group_size", "scale_dtype"), CASES)
@@ -46,7 +59,8 @@ def columns_of(name):
 
 def made(name, bits, group_size, scale_dtype):
     """A layer whose codes take the outermost values."""
-    grid = grid_of(bits=bits, group_size=group_size, scale_dtype=scale_dtype, **MORE[name][0])
+    told = {"bits": bits, "group_size": group_size, "scale_dtype": scale_dtype, **MORE[name][0]}
+    grid = grid_of({"kind": name, "symmetric": name not in ASYMMETRIC, **told})
     rng = np.random.default_rng(bits)
     low, high = grid.limits
     columns = columns_of(name)
@@ -98,6 +112,34 @@ def read(layer, tensors):
 def test_every_kind_is_in_this_suite():
     assert {name for name, _ in GRIDS} == set(MORE)
     assert all(kind.name == name and not inspect.isabstract(kind) for name, kind in GRIDS)
+
+
+def test_a_later_kind_is_always_named():
+    told = {"name": "a.weight", "kind": "later", "bits": 4, "symmetric": True, "shade": 3}
+    assert without_kind(told) == told
+
+
+def test_no_field_of_a_kind_has_the_name_of_a_layers_entry():
+    entries = {f.name for f in dataclasses.fields(LayerSettings)} | {"layers"}
+    for name, kind in GRIDS:
+        own = {f.name for f in dataclasses.fields(kind)} - {f.name for f in dataclasses.fields(Grid)}
+        assert not own & entries, name
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "group_size", "scale_dtype"), [case for case in CASES if case[0] in BEFORE]
+)
+def test_files_without_a_kind_are_read(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    kept = ("name", "bits", "group_size", "scale_dtype", "orientation", "shape")
+    # config.json has this form still.
+    assert without_kind(layer.settings()) == {key: layer.settings()[key] for key in kept} | BEFORE[name]
+    told = {key: layer.settings()[key] for key in kept} | BEFORE[name]
+    again = QuantizedLayer.from_tensors(
+        checked(LayerSettings, told, "file"), TensorReader("file", layer.tensors()), {}
+    )
+    assert again.grid == layer.grid
+    assert again.same_as(layer)
 
 
 @over_grids
@@ -189,23 +231,28 @@ def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_
         ({"bits": 5}, "bits must be one of"),
         ({"group_size": 0}, "group_size must be positive"),
         ({"scale_dtype": "int8"}, "scale_dtype must be one of"),
-        ({"symmetric": False, "trellis": Trellis(8, 5)}, "Trellis.* for 4 bits, asymmetric"),
-        ({"bits": 8, "trellis": Trellis(12, 5)}, "Trellis.* for 8 bits"),
-        ({"trellis": Trellis(5, 5)}, "Trellis.* for 4 bits"),
-        ({"levels": (-8, 8)}, "4 bits, symmetric: true"),
-        ({"levels": [-8, 8, 3]}, "ascending"),
-        ({"levels": [-8, "8"]}, "levels.*'8'"),
-        ({"bits": 3, "levels": UNEVEN[4]}, "4 bits, symmetric"),
-        ({"nvfp4": {"exponent": 0}}, "give --bits 4 --group-size 16"),
-        ({"nvfp4": {"exponent": 200}}, "exponent: 200"),
-        ({"mxfp4": {"exponent": 0}}, "mxfp4: 'exponent' is unknown"),
-        ({"made_up": 3}, "made_up 3 for 4 bits"),
-        ({"gguf": "q9_k"}, "gguf: .*'q9_k'.*q4_k"),
-        ({"gguf": "q4_k", "symmetric": False}, "Q4_K has 4 bits, groups of 32"),
-        ({"gguf": "q4_k"}, "gguf q4_k for 4 bits"),
+        ({"kind": "trellis", "symmetric": False, "trellis": ON_TRELLIS}, "symmetric is False"),
+        ({"kind": "trellis", "bits": 8, "trellis": ON_TRELLIS | {"state_bits": 12}}, "Trellis.* for 8 bits"),
+        ({"kind": "trellis", "trellis": ON_TRELLIS | {"state_bits": 5}}, "Trellis.* for 4 bits"),
+        ({"kind": "trellis"}, "grid trellis: 'trellis' is missing"),
+        ({"kind": "table", "table": [-8, 8]}, "4 bits, symmetric: true"),
+        ({"kind": "table", "table": [-8, 8, 3]}, "ascending"),
+        ({"kind": "table", "table": [-8, "8"]}, "grid table: table.*'8'"),
+        ({"kind": "table", "bits": 3, "table": list(UNEVEN[4])}, "4 bits, symmetric"),
+        ({"kind": "nvfp4", "exponent": 0}, "give --bits 4 --group-size 16"),
+        ({"kind": "nvfp4", "exponent": 200}, "exponent: 200"),
+        ({"kind": "mxfp4", "exponent": 0}, "grid mxfp4: 'exponent' is unknown"),
+        ({"kind": "made_up"}, "unknown grid 'made_up'; known: asymmetric"),
+        ({"kind": "gguf", "block": "q9_k"}, "block: 'q9_k'.*q4_k"),
+        ({"kind": "gguf", "block": "q4_k", "symmetric": False}, "Q4_K has 4 bits, groups of 32"),
+        ({"kind": "gguf", "block": "q4_k", "group_size": 32}, "symmetric is True; allowed: False"),
+        # Of files without a kind.
+        ({"made_up": 3}, "no grid has {'made_up': 3}; known: asymmetric"),
+        ({"levels": [-8, 8, 3], "gguf": "q4_k"}, "no grid has"),
+        ({"nvfp4": 3}, "nvfp4: .*an object"),
     ],
 )
 def test_grids_that_do_not_exist_are_refused(changes, match):
     given = {"bits": 4, "group_size": 8, "symmetric": True, "scale_dtype": "float16"} | changes
     with pytest.raises(ConfigError, match=match):
-        grid_of(**given)
+        grid_of(given)

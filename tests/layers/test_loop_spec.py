@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.formats.gguf_shape import Shape
+from loopq.formats.gguf.shape import Shape
 from loopq.models.load import load_model
 from tests.support.looped import save_dense
 

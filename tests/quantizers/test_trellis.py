@@ -12,7 +12,7 @@ import loopq
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError, SolveError
 from loopq.formats import native as native_format
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
@@ -265,13 +265,14 @@ def test_an_index_that_puts_other_grids_on_a_trellis_is_refused(change):
     if "state_bits" in change:
         described["trellis"] = described["trellis"] | change
     # Tensors that fit the altered grid, so that nothing else is wrong.
-    grid = grid_of(
+    grid = even(
         bits=described["bits"], group_size=128, symmetric=described["symmetric"], scale_dtype="float16"
     )
     zeros = None if grid.symmetric else np.zeros((64, 1), np.uint8)
     other = QuantizedLayer(layer.name, grid, np.zeros((64, 16), grid.dtype), layer.scales, zeros)
     settings = checked(LayerSettings, described, "index")
     with pytest.raises(
-        CheckpointError, match=r"index: layer layer\.weight: (trellis .*|Trellis.*) for \d bits"
+        CheckpointError,
+        match=r"index: layer layer\.weight: grid trellis: (symmetric is False|Trellis.* for \d bits)",
     ):
         QuantizedLayer.from_tensors(settings, TensorReader("index", other.tensors()), {})

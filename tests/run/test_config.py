@@ -8,7 +8,6 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
-from loopq.layers.grids.trellis import Trellis
 from loopq.quantizers.config import Override
 from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig, flat_names
@@ -75,8 +74,6 @@ def test_levels_of_the_best_preset_are_a_table_in_our_own_format_alone():
     one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
     assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
-    trellis = best.changed(method="trellis")
-    assert trellis.layer.grid.make(trellis=Trellis(8, 16)).name == "trellis"
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

@@ -16,6 +16,7 @@ from loopq.calibrate.prompts import CalibrationTake
 from loopq.cli import parser
 from loopq.commands.options import override, quant_config
 from loopq.errors import ConfigError
+from loopq.layers.grids import LEVELS
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
@@ -453,3 +454,8 @@ def test_settings_are_values():
     assert hash(Desk()) == hash(Desk())
     with pytest.raises(dataclasses.FrozenInstanceError):
         Desk().tidy = False
+
+
+def test_a_setting_lists_the_names_of_its_registry():
+    text = leaves(LayerConfig)["levels"][0].help
+    assert {f"`{name}`" for name in LEVELS.names()} <= set(text.replace(",", " ").replace(".", " ").split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -59,3 +60,13 @@ def test_a_name_is_registered_once_and_an_unknown_one_is_told_with_those_like_it
         registry.register("hammer")("another")
     with pytest.raises(ConfigError, match=r"unknown tool 'hamer' \(did you mean hammer\?\); known: hammer"):
         registry.get("hamer")
+
+
+def test_a_class_gets_its_name():
+    registry: Registry[type] = Registry("tool", "loopq.terminal")
+
+    @registry.register("saw")
+    class Saw:
+        name: ClassVar[str]
+
+    assert Saw.name == "saw"

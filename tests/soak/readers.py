@@ -29,7 +29,7 @@ from loopq.evaluation.items import TASKS, read_items
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as
-from loopq.formats.gguf import _tokenizer
+from loopq.formats.gguf.model import _tokenizer
 from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from loopq.formats.checkpoint import Checkpoint
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.layer import QuantizedLayer
 from loopq.run.config import QuantConfig
 from loopq.storage.files import RawTensor, read_json, write_json
@@ -32,7 +32,7 @@ def layer(
     scales[::3] *= -1
     zeros = None if symmetric else rng.integers(0, 1 << bits, (rows, n_groups)).astype(np.uint8)
     stored = (codes - (1 << (bits - 1))).astype(np.int8) if symmetric else codes.astype(np.uint8)
-    grid = grid_of(bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    grid = even(bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
     return QuantizedLayer(name, grid, stored, scales, zeros, report={"n": 1})
 
 

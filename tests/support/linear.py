@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from loopq.inference.linear import QuantLinear
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
+from loopq.layers.grids.table import Table
+from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import QuantizedLayer
 
 
@@ -16,8 +18,11 @@ def linear_of(
     zeros: np.ndarray | None = None, transform: Any = None, trellis: Any = None, levels: Any = None, **more: Any,
 ) -> QuantLinear:  # fmt: skip
     """A module over codes of a grid that is symmetric where there are no zero points; `more` as of `from_layer`."""
-    own = {k: v for k, v in {"trellis": trellis, "levels": levels}.items() if v is not None}
-    grid = grid_of(bits=bits, group_size=group_size, symmetric=zeros is None, scale_dtype="float32", **own)
+    grid = even(bits=bits, group_size=group_size, symmetric=zeros is None, scale_dtype="float32")
+    if trellis is not None:
+        grid = OnTrellis(bits, group_size, "float32", trellis)
+    elif levels is not None:
+        grid = Table(bits, group_size, "float32", tuple(levels))
     layer = QuantizedLayer("layer.weight", grid, codes, scales, zeros, transform=transform)
     return QuantLinear.from_layer(layer, bias, **more)
 

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loopq._native import BEAM_COLUMNS as BLOCK
 from loopq.cuda.load import Backend, Kernel
 
 #: Numbers of paths. Those of a row lie in the shared memory of a block.
 POWERS = (2, 4, 8, 16, 32, 64)
-#: Columns of a block; codes are decided one block later.
-BLOCK = 64
 
 
 def advance(

@@ -49,8 +49,8 @@ class Planned:
     ----------
     layers : tuple of QuantizedLayer
         The layers, one row each, with zero codes and scales of 1.
-    transformed, trellis : tuple of str
-        Layers that will have a transformed input, or codes on a trellis.
+    transformed : tuple of str
+        Layers that will have a transformed input.
     loose : tuple of str
         Layers with weights that no module is called with.
     dense : mapping of str to str
@@ -63,7 +63,6 @@ class Planned:
 
     layers: tuple[QuantizedLayer, ...]
     transformed: tuple[str, ...] = ()
-    trellis: tuple[str, ...] = ()
     loose: tuple[str, ...] = ()
     dense: Mapping[str, str] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -236,8 +235,7 @@ class Format(ABC):
             If the format cannot hold the planned layers.
         """
         if not self.own:
-            other = [x.name for x in planned.layers if not self.can_hold(x.grid)]
-            refuse_own(planned.transformed, [*planned.trellis, *other], self, loose=planned.loose)
+            refuse_own(self, planned.layers, planned.transformed, planned.loose)
 
     def can_hold(self, grid: Grid) -> bool:
         """Whether the format can hold codes of such a grid, as far as its kind shows."""
@@ -282,23 +280,19 @@ class Format(ABC):
 
 
 def refuse_own(
-    transformed: Sequence[str],
-    kinds: Sequence[str],
-    target: Format,
-    tables: Sequence[str] = (),
-    loose: Sequence[str] = (),
+    target: Format, layers: Sequence[QuantizedLayer], transformed: Sequence[str], loose: Sequence[str]
 ) -> None:
     """Reject layers that only loopq's format holds.
 
-    Such layers have a transformed input or special grids, are embedding tables, or do not belong to a linear layer.
+    Such layers have a transformed input or a grid that the format cannot hold, are embedding tables, or do not belong
+    to a linear layer.
     """
+    other = [x for x in layers if not target.can_hold(x.grid)]
+    tables = [x.name for x in layers if x.orientation == "table" and not target.holds_tables]
+    grid, without = (other[0].grid.label, other[0].grid.instead) if other else ("", "")
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
-        (
-            kinds,
-            "on a trellis, of a table or floats",
-            f"with --levels even (--preset best does so with --format {target.name}) and without --method trellis",
-        ),
+        ([x.name for x in other], grid, without),
         (tables, "of an embedding table", "without --outside"),
         (loose, "of no linear layer", "with --exclude"),
     ):

@@ -18,7 +18,7 @@ from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
-from loopq.layers.grids import GRIDS
+from loopq.layers.grids import GRIDS, even
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
@@ -43,7 +43,7 @@ class _Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
+class _CompressedConfig:
     config_groups: dict[str, _Group]
     format: str | None = None
 
@@ -143,14 +143,13 @@ class CompressedTensors(QuantizedFolder):
             )
         scale = reader.get(f"{module}.weight_scale", ("F16", "BF16", "F32"), (None, None))
         shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
-        settings = {
-            "name": f"{module}.weight",
-            "bits": found.num_bits,
-            "group_size": found.group_size or -1,
-            "symmetric": found.symmetric,
-            "scale_dtype": DTYPES[scale.dtype],
-            "shape": shape,
-        }
+        grid = even(
+            bits=found.num_bits,
+            group_size=found.group_size or -1,
+            symmetric=found.symmetric,
+            scale_dtype=DTYPES[scale.dtype],
+        )
+        settings = {"name": f"{module}.weight", "shape": shape, **grid.described()}
         where = f"{reader.where}: tensor '{module}.weight_shape'"
         return QuantizedLayer.from_tensors(
             checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}
@@ -193,7 +192,7 @@ def _floats(module: str, where: str, name: str, reader: TensorReader) -> Quantiz
 
 def _group_of(module: str, where: str, config: Mapping[str, Any]) -> tuple[_Group, str]:
     """Scheme of a module and its format. Exact names and patterns precede class names."""
-    whole = checked(_Config, dict(config), where, others=True)
+    whole = checked(_CompressedConfig, dict(config), where, others=True)
     groups = list(whole.config_groups.values())
     named = [g for g in groups if any(_applies(t, module, where) for t in g.targets)]
     group = next(iter(named or [g for g in groups if "Linear" in g.targets]), None)

@@ -12,35 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.layers.numbers import e2m1, e4m3, powers
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import shown
 
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _CODES = ("F8_E4M3", "I8")
-
-
-def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Values of float8 codes with 1 sign, 4 exponent and 3 mantissa bits. The bias is 7, and there is no infinity."""
-    every = np.arange(256)
-    exponent, mantissa = every >> 3 & 15, every & 7
-    sizes = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
-    table = np.where(every & 128, -sizes, sizes)
-    table[[0x7F, 0xFF]] = np.nan
-    found: NDArray[np.float32] = table.astype(np.float32)[codes]
-    return found
-
-
-def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Values of 4-bit float codes. A byte holds two, the first in the low half, so (rows, n) gives (rows, 2 n)."""
-    found: NDArray[np.float32] = np.stack((_E2M1[packed & 15], _E2M1[packed >> 4]), -1).reshape(
-        len(packed), -1
-    )
-    return found
-
-
-def powers(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Scales that are powers of two: 2^(code - 127), float32."""
-    return np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
 
 
 def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTensor]:

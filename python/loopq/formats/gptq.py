@@ -21,7 +21,7 @@ from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, split
 from loopq.formats.hf_folder import QUANTIZE_CONFIG
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
-from loopq.layers.grids import grid_of
+from loopq.layers.grids import even
 from loopq.layers.layer import Bits, GroupSize, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor, float_to_raw, json_bytes
@@ -29,7 +29,7 @@ from loopq.storage.schema import Object, checked, shown
 
 
 @dataclass(frozen=True)
-class _Config:
+class _GPTQConfig:
     """Settings of a module, and changes by name pattern. "-:" leaves modules unchanged."""
 
     bits: Bits
@@ -39,7 +39,7 @@ class _Config:
     dynamic: Object | None = None
 
 
-class GPTQ(QuantizedFolder):
+class GPTQFolder(QuantizedFolder):
     """2, 3, 4 and 8 bits. The two versions differ in the storage of a zero point.
 
     Attributes
@@ -147,7 +147,7 @@ class GPTQ(QuantizedFolder):
         if rows < 1 or columns < 1:
             raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
         kind = DTYPES[reader.get(f"{module}.scales", ("F16", "BF16", "F32"), (None, rows)).dtype]
-        grid = grid_of(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
+        grid = even(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
         n_groups = grid.n_groups(columns)
         codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
         scales = reader.scales(f"{module}.scales", (n_groups, rows))
@@ -169,7 +169,7 @@ class GPTQ(QuantizedFolder):
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class GPTQv2(GPTQ):
+class GPTQv2Folder(GPTQFolder):
     """Version 2: any zero point. AWQ's files are also read as such, since they store the same numbers differently."""
 
     name: ClassVar[str] = "gptq_v2"
@@ -259,15 +259,15 @@ def _common_path(modules: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
+def _settings(module: str, where: str, config: Mapping[str, Any]) -> _GPTQConfig:
     """Settings of a module, with the rules of `dynamic` applied as in GPTQModel."""
-    found = checked(_Config, dict(config), where, others=True)
+    found = checked(_GPTQConfig, dict(config), where, others=True)
     for pattern, changes in (found.dynamic or {}).items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):
             changed = checked(dict[str, Any], changes, f"{where}: dynamic: {shown(pattern)}")
-            return checked(_Config, {**config, **changed}, where, others=True)
+            return checked(_GPTQConfig, {**config, **changed}, where, others=True)
     return found
 
 
-FORMATS.register(GPTQ.name)(GPTQ())
-FORMATS.register(GPTQv2.name)(GPTQv2())
+FORMATS.register(GPTQFolder.name)(GPTQFolder())
+FORMATS.register(GPTQv2Folder.name)(GPTQv2Folder())

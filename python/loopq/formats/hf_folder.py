@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.errors import CheckpointError
+from loopq.layers.grids import without_kind
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
@@ -109,7 +110,7 @@ def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -
     """Return the layers of a native checkpoint by their grid, for `loopq.integrations.transformers`."""
     names: dict[str, list[str]] = {}
     for layer in layers:
-        rest = {k: v for k, v in layer.settings().items() if k not in ("name", "shape")}
+        rest = {k: v for k, v in without_kind(layer.settings()).items() if k not in ("name", "shape")}
         names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
     groups = [{**json.loads(grid), "layers": found} for grid, found in names.items()]
     stored = {name for found in names.values() for name in found}

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, WrittenFile
-from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
-from loopq.formats.gguf_shape import Shape
+from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, told
+from loopq.formats.gguf.shape import Shape
 from loopq.lazy import require
 from loopq.storage.files import check_new, replacing
 from loopq.terminal.table import size
@@ -67,7 +67,7 @@ class IMatrix(Format):
         text = source.calibration
         n_layers = n_by_metric = 0
         with replacing(out) as temporary, told(out):
-            writer = gguf.GGUFWriter(temporary, shape.architecture)
+            writer = gguf.GGUFWriter(temporary, shape.name)
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", [str(text["source"])])
             writer.add_uint32("imatrix.chunk_count", text["n_prompts"])

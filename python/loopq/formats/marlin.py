@@ -29,7 +29,7 @@ GROUP = 128
 
 
 @dataclass(frozen=True)
-class _Config:
+class _MarlinConfig:
     group_size: Literal[-1, 128]
     bits: Literal[4] = 4
 
@@ -105,7 +105,9 @@ class Marlin(QuantizedFolder):
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer with its padding. Only loopq's record tells where the padding begins."""
-        group_size = checked(_Config, dict(config), f"{reader.where}: config.json", others=True).group_size
+        group_size = checked(
+            _MarlinConfig, dict(config), f"{reader.where}: config.json", others=True
+        ).group_size
         words = reader.get(f"{module}.B", ("I32",), (None, None)).array()
         k, n = words.shape[0] * 16, words.shape[1] // 2
         if words.size == 0 or words.shape[1] % 128:

@@ -33,6 +33,7 @@ from loopq.formats.base import (
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
 from loopq.formats.float_codes import plain
+from loopq.layers.grids import without_kind
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor, inside, json_bytes, read_json
@@ -186,11 +187,10 @@ class QuantizedFolder(Format):
         """
         whole = layers.items()
         refuse_own(
-            [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if not self.can_hold(layer.grid)],
             self,
-            [name for name, layer in whole if layer.orientation == "table"],
-            [n for n, layer in whole if layer.orientation == "conv"],
+            [layer for _, layer in whole],
+            [name for name, layer in whole if layer.transform is not None],
+            [name for name, layer in whole if layer.orientation == "conv"],
         )
         stored = {name: self.prepare(layer, ragged) for name, layer in whole}
         if not self.one_group_size:
@@ -273,7 +273,7 @@ class QuantizedFolder(Format):
             "target": self.name,
             "ragged": ragged,
             "settings": checkpoint.settings,
-            "layers": [layer.settings() for layer in checkpoint.layers.values()],
+            "layers": [without_kind(layer.settings()) for layer in checkpoint.layers.values()],
             "ties": checkpoint.ties,
             "config": None if original is None else original.decode(),
         }

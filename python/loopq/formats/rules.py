@@ -74,7 +74,7 @@ def _unlike_siblings(layers: Layers) -> Iterable[str]:
 
 
 def _grid(layer: QuantizedLayer) -> tuple[object, ...]:
-    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric, layer.grid.more()
+    return tuple(v for k, v in layer.grid.described().items() if k != "scale_dtype")
 
 
 def _width(layer: QuantizedLayer) -> int:

@@ -113,8 +113,8 @@ def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
             continue
         return name
     raise ConfigError(
-        f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it "
-        "with quantized=False"
+        f"products with codes of {held.grid.label} run on the processor, not on {device!r}: leave the model there, or "
+        "load it with quantized=False"
     )
 
 

@@ -95,7 +95,7 @@ def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
     if len(others) < len(owners) and (not layer.grid.plain or layer.transform is not None):
         return "rows of a table are read from codes on a plain grid, without a transform"
     if not all(has_product(layer, module.weight.device) for module in owners):
-        return "codes on a trellis, whose products run on the processor"
+        return f"codes of {layer.grid.label}, whose products run on the processor"
     return ""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import dataclasses
+from abc import ABC
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,31 @@ def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray((values[..., :half] & 15) | values[..., half:] << 4, dtype=np.uint8)
 
 
+class BlockType(NamedTuple):
+    """A type of GGUF blocks, or of plain numbers there.
+
+    Parameters
+    ----------
+    name : str
+        llama.cpp's name of the type.
+    number : int
+        llama.cpp's number (`llama_ftype`) of a file that is called by this type.
+    place : int
+        A file with several types is called by the one of lowest place: ten times its bits, and its place among the
+        types of these bits.
+    """
+
+    name: str
+    number: int
+    place: int
+
+
 @dataclass(frozen=True)
 class Grid(ABC):
     """Allowed codes of a layer and their values. Each kind is a file of `loopq.layers.grids`.
+
+    A kind is a frozen dataclass. A file stores its name and its fields, and reading checks them against their
+    annotations.
 
     Parameters
     ----------
@@ -61,6 +83,8 @@ class Grid(ABC):
         device, table rows and the runner require it.
     portable : bool
         Whether other tools' integer formats can hold such codes.
+    instead : str
+        How to get codes that they can hold, for messages.
     scale_dtypes : tuple of str
         Allowed storage types of scales.
     """
@@ -73,6 +97,7 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    instead: ClassVar[str] = "with --levels even"
     #: Whether a scale may be any number of its type, independent of other groups.
     own_scales: ClassVar[bool] = True
     #: Type of zero points, or of offsets.
@@ -93,26 +118,6 @@ class Grid(ABC):
                 f"scale_dtype must be one of {', '.join(self.scale_dtypes)}; got {self.scale_dtype!r}"
             )
 
-    @classmethod
-    @abstractmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Whether codes of this symmetry, with these facts besides bits, groups and scales, are of this kind."""
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further arguments from the entries of `more`, which may come from a file.
-
-        Raises
-        ------
-        ConfigError
-            The entries are invalid.
-        """
-        return dict(more)
-
-    def more(self) -> dict[str, Any]:
-        """Return plain data of the description besides bits, groups, symmetry and scales."""
-        return {}
-
     def fitted(self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int) -> Grid:
         """Return the grid for one weight (out, in). `energies` (in,) are the error weights of the columns."""
         return self
@@ -122,14 +127,11 @@ class Grid(ABC):
         """Values of the codes in ascending order, in scales. None if the value is the code minus the zero point."""
         return None
 
-    def fields(self) -> dict[str, Any]:
-        """Return plain data for `loopq.layers.grids.grid_of`, without `more`."""
-        return {
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": self.symmetric,
-            "scale_dtype": self.scale_dtype,
-        }
+    def described(self) -> dict[str, Any]:
+        """Return plain data for `loopq.layers.grids.grid_of`: the kind, its symmetry and the fields of its class."""
+        fields = dataclasses.asdict(self)
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        return {"kind": self.name, "symmetric": self.symmetric, **plain}
 
     @property
     def label(self) -> str:
@@ -162,8 +164,8 @@ class Grid(ABC):
         return None
 
     @property
-    def gguf(self) -> str | None:
-        """Name of the GGUF blocks that hold such codes bit for bit; None without such blocks."""
+    def gguf(self) -> BlockType | None:
+        """GGUF blocks that hold such codes bit for bit; None without such blocks."""
         return None
 
     @property

@@ -33,10 +33,12 @@ class LayerSettings:
     group_size: GroupSize
     symmetric: bool
     scale_dtype: str
+    #: None in files of before it was stored.
+    kind: Name | None = None
     orientation: Literal["out_in", "in_out", "table", "conv"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
-    #: Further entries of the grid's kind (`Grid.more`).
+    #: Further fields of the grid's kind.
     more: Object = field(default_factory=dict, metadata={"others": True})
 
     @property
@@ -53,13 +55,8 @@ class LayerSettings:
             There is no grid with these settings.
         """
         try:
-            return grid_of(
-                bits=self.bits,
-                group_size=self.group_size,
-                symmetric=self.symmetric,
-                scale_dtype=self.scale_dtype,
-                **self.more,
-            )
+            own = ("kind", "bits", "group_size", "symmetric", "scale_dtype")
+            return grid_of({name: getattr(self, name) for name in own} | self.more)
         except ConfigError as cause:
             raise CheckpointError(f"{where}: layer {self.name}: {cause}") from None
 
@@ -155,11 +152,10 @@ class QuantizedLayer:
         transform = {} if self.transform is None else {"transform": self.transform.describe()}
         return {
             "name": self.name,
-            **self.grid.fields(),
+            **self.grid.described(),
             "orientation": self.orientation,
             "shape": list(self.shape),
             **transform,
-            **self.grid.more(),
         }
 
     @classmethod
@@ -192,7 +188,7 @@ class QuantizedLayer:
             np.array_equal(self.codes, other.codes)
             and np.array_equal(self.scales, other.scales)
             and zeros
-            and self.grid.more() == other.grid.more()
+            and _values_of(self.grid) == _values_of(other.grid)
             and _same_transform(self.transform, other.transform)
         )
 
@@ -244,6 +240,11 @@ def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | Non
     if found.describe() != told:
         raise CheckpointError(f"{where}: {shown(told)}; this loopq makes another: {shown(found.describe())}")
     return found
+
+
+def _values_of(grid: Grid) -> dict[str, Any]:
+    """What determines values besides scales: the description without groups and storage of scales."""
+    return {k: v for k, v in grid.described().items() if k not in ("group_size", "scale_dtype")}
 
 
 def _same_transform(a: Transform | None, b: Transform | None) -> bool:

@@ -38,7 +38,7 @@ class AWQ(Method):
     layer. Power 0 is plain rounding. Clipping is not searched.
     """
 
-    name: ClassVar[str] = "awq"
+    transforms: ClassVar[bool] = True
     scale_search: ScaleSearch = setting("mse")
 
     def quantize(self, problem: Problem) -> QuantizedLayer:

@@ -139,17 +139,17 @@ class Problem:
         found: T = self.shared[key]
         return found
 
-    def layer(self, result: Mapping[str, Any], method: str, **more: Any) -> QuantizedLayer:
+    def layer(self, result: Mapping[str, Any], method: str, grid: Grid | None = None) -> QuantizedLayer:
         """Build the layer from the core's codes, scales and zeros; the rest goes to the report.
 
-        `more` holds the arguments of a special grid that are not settings (`GridSettings.make`).
+        `grid` is a grid of the method's own, instead of the one that the settings give.
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-        if not more and self.settings.chosen != "even":
+        if grid is None and self.settings.chosen != "even":
             report["levels"] = self.settings.chosen
         return QuantizedLayer(
             name=self.name,
-            grid=self.settings.make(**more) if more else self.grid,
+            grid=grid or self.grid,
             codes=result["codes"],
             scales=result["scales"],
             zeros=result["zeros"],
@@ -172,12 +172,15 @@ class Method(Chosen):
         Whether the method requires `Problem.hessian`. If so, the layer must be observed.
     rounds_as_published : bool
         Whether the method also rounds the weights that the paper rounds to nearest in every variant (Li, App. Q).
+    transforms : bool
+        Whether the codes are for a transformed input.
     has_twin : bool
         Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
     """
 
     needs_hessian: ClassVar[bool] = True
     rounds_as_published: ClassVar[bool] = True
+    transforms: ClassVar[bool] = False
     has_twin: ClassVar[bool] = False
 
     @property
@@ -203,6 +206,10 @@ class Method(Chosen):
         """Damping of the system for the target of asymmetric calibration: the method's own if it has one."""
         found: Damping = getattr(self, "damping", Damping())
         return found
+
+    def make_grid(self, settings: GridSettings) -> Grid:
+        """Return the grid of the codes, as far as it is known before a solve. Few methods have one of their own."""
+        return settings.make()
 
     def check(self, grid: GridSettings) -> None:  # most methods take every grid
         """Refuse a grid that the method does not support.

@@ -15,7 +15,6 @@ from loopq.quantizers import QUANTIZERS, Method, Problem
 class Dense(Method):
     """Leave the layer in full precision."""
 
-    name: ClassVar[str] = "dense"
     needs_hessian: ClassVar[bool] = False
 
     def quantize(self, problem: Problem) -> QuantizedLayer:

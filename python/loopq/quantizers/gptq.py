@@ -41,14 +41,13 @@ class GPTQ(Method):
         Columns swept before the trailing update. It changes the speed, but never a code.
     """
 
-    name: ClassVar[str] = "gptq"
     has_twin: ClassVar[bool] = True
     damping: Damping = block(Damping, "damping")
     scales: Literal["group", "static"] = setting("group")
     scale_search: ScaleSearch = setting("mse")
     act_order: bool = setting(False)
     precision: Literal["float64", "float32"] = setting("float64")
-    block_size: int = setting(128, at_least=1)
+    block_size: int = setting(native.BLOCK_SIZE, at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

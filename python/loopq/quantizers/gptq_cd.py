@@ -80,7 +80,6 @@ class GPTQCD(Method):
     (`loopq.quantizers.loop_metric`). Rows too are solved one by one, each compensating those before.
     """
 
-    name: ClassVar[str] = "gptq-cd"
     rounds_as_published: ClassVar[bool] = False
     has_twin: ClassVar[bool] = True
     metric: MetricSettings = block(MetricSettings, "metric")

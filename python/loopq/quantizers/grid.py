@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleType
-from loopq.layers.grids import LEVELS, grid_of
+from loopq.layers.grids import LEVELS, even
 from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, setting
 
@@ -29,11 +28,9 @@ class GridSettings(Settings):
     symmetric : bool
         Signed codes without a zero point; else unsigned codes, with a zero point for each group.
     levels : str
-        Values of the codes, in units of the scale. `even` has whole numbers. `uneven` has a table for weights, of 2, 3
-        or 4 bits. `fitted` has such a table for each weight. `nvfp4` and `mxfp4` have 4-bit floats
-        (docs/formats/levels.md). GGUF types such as `q4_k` have their own bits and groups (docs/formats/gguf.md).
-        `auto`, part of preset best, is `uneven` in loopq's own format for symmetric codes of 2, 3 or 4 bits. Elsewhere
-        it is `even`.
+        Values of the codes, in units of the scale. `even` has whole numbers. The other names have values, and often
+        bits and groups, of their own (docs/formats/levels.md). `auto`, part of preset best, is `uneven` in loopq's own
+        format for symmetric codes of 2, 3 or 4 bits. Elsewhere it is `even`.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales. Scales are rounded to it before any code is computed.
     scale_bits : int, optional
@@ -44,7 +41,7 @@ class GridSettings(Settings):
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
     symmetric: bool = setting(True, off="asymmetric")
-    levels: str = setting("even")
+    levels: str = setting("even", names=LEVELS)
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
 
@@ -80,15 +77,13 @@ class GridSettings(Settings):
             return self.levels
         return "uneven" if self.symmetric and self.bits in UNEVEN else "even"
 
-    def make(self, **more: Any) -> Grid:
-        """Return the grid of the codes; `more` holds arguments of a special grid that are not settings."""
-        levels = "even" if more else self.chosen
-        if levels != "even":
-            return LEVELS.get(levels)(self.bits, self.group_size, self.scale_dtype)
-        return grid_of(
+    def make(self) -> Grid:
+        """Return the grid of the codes."""
+        if self.chosen != "even":
+            return LEVELS.get(self.chosen)(self.bits, self.group_size, self.scale_dtype)
+        return even(
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
             scale_dtype=self.scale_dtype,
-            **more,
         )

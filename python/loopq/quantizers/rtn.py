@@ -27,7 +27,6 @@ class RTN(Method):
         from zero. `mse` takes the scale of least squared error on a shrink grid.
     """
 
-    name: ClassVar[str] = "rtn"
     needs_hessian: ClassVar[bool] = False
     scale_search: ScaleSearch = setting("mse")
 

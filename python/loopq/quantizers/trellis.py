@@ -9,7 +9,7 @@ import numpy as np
 
 import loopq._native as native
 from loopq.errors import ConfigError, naming
-from loopq.layers.grids.trellis import Trellis
+from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
@@ -52,7 +52,6 @@ class TrellisMethod(Method):
     arXiv:2406.11235.
     """
 
-    name: ClassVar[str] = "trellis"
     rounds_as_published: ClassVar[bool] = False
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
@@ -98,6 +97,11 @@ class TrellisMethod(Method):
                 f"state_bits must be at least {grid.bits + 2} for {grid.bits} bits; got {self.state_bits}"
             )
 
+    def make_grid(self, settings: GridSettings) -> OnTrellis:
+        """Return the trellis."""
+        trellis = Trellis(self.state_bits, BLOCK)
+        return OnTrellis(settings.bits, settings.group_size, settings.scale_dtype, trellis)
+
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer. With fewer than 16 outputs gptq-cd solves it, with the same metric and damping."""
         problem.require_observed()
@@ -112,7 +116,7 @@ class TrellisMethod(Method):
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
-            trellis = Trellis(self.state_bits, BLOCK)
-            grid = problem.settings.make(trellis=trellis).core(scale_search="mse")
-            found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
-        return problem.layer(found | told, self.name, trellis=trellis)
+            grid = self.make_grid(problem.settings)
+            core = grid.core(scale_search="mse")
+            found = native.trellis(problem.target, factor, left, core, threads=problem.threads)
+        return problem.layer(found | told, self.name, grid)

@@ -55,7 +55,6 @@ class AsymmetricInputs(Inputs):
     so their rows have no pairs.
     """
 
-    name: ClassVar[str] = "asymmetric"
     pairs: ClassVar[bool] = True
     alpha: float = setting(1.0, at_least=0.0, at_most=1.0)
     sweeps: int = setting(1, at_least=1, at_most=100)

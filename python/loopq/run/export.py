@@ -211,8 +211,7 @@ def refuse_early(
     dense, ties = _other_tensors(system.model, {t.name for t in tasks})
     planned = Planned(
         tuple(map(_stand_in, tasks)),
-        tuple(t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"),
-        tuple(t.name for t in tasks if t.config.method.name == "trellis"),
+        tuple(t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.transforms),
         tuple(t.name for t in tasks if not t.parameter.owners),
         dense,
         ties,
@@ -238,7 +237,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
 
 def _stand_in(task: Task) -> QuantizedLayer:
     """Return one row of the layer of a task: zero codes, scales of 1."""
-    p, grid = task.parameter, task.config.grid.make()
+    p, grid = task.parameter, task.config.method.make_grid(task.config.grid)
     groups = grid.n_groups(p.in_features)
     codes = np.zeros((1, p.in_features), grid.dtype)
     zeros = None if grid.symmetric else np.zeros((1, groups), grid.zeros_dtype)

@@ -20,7 +20,6 @@ from loopq.run.source import Layers, Source
 class Open(Inputs):
     """The full-precision rollout."""
 
-    name: ClassVar[str] = "open"
     runs_between: ClassVar[bool] = False
 
 
@@ -33,8 +32,6 @@ def _(inputs: Open, plan: Plan, source: Source) -> Layers:
 @dataclass(frozen=True)
 class ClosedLoop(Inputs):
     """The rollout of the model as first quantized, for the original weights once more."""
-
-    name: ClassVar[str] = "closed-loop"
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:
         """One additional run."""
@@ -56,7 +53,6 @@ def _(inputs: ClosedLoop, plan: Plan, source: ModelSource) -> Layers:
 class EqualBudget(Inputs):
     """As many rows over all steps together as one step has, a control for the number of rows."""
 
-    name: ClassVar[str] = "equal-rows"
     takes_gradients: ClassVar[bool] = False
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:

@@ -34,6 +34,7 @@ def setting(
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
     option: bool = True,
+    names: Registry[Any] | None = None,
 ) -> Any:
     """Declare a plain value.
 
@@ -53,10 +54,12 @@ def setting(
         Placeholder of the value in the help.
     option : bool
         Whether there is a command-line option.
+    names : Registry, optional
+        Its names are values. The text lists them.
     """
     metadata = {
         "at_least": at_least, "at_most": at_most, "common": common, "off": off, "parse": parse,
-        "metavar": metavar, "option": option,
+        "metavar": metavar, "option": option, "names": names,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -263,15 +266,10 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
                 default = None if absent else values.get(leaf.name, leaf.default)
                 yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name), default=default)
         elif field.metadata.get("option", True):
-            yield Leaf(
-                field.name,
-                at,
-                kinds[field.name],
-                field.default,
-                field.metadata,
-                texts.get(field.name, ""),
-                kind,
-            )
+            text, names_in = texts.get(field.name, ""), field.metadata.get("names")
+            if names_in is not None:
+                text += " Names: " + ", ".join(f"`{name}`" for name in names_in.names()) + "."
+            yield Leaf(field.name, at, kinds[field.name], field.default, field.metadata, text, kind)
 
 
 def described(kind: type) -> dict[str, str]:

@@ -39,7 +39,7 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers an object under `name`.
+        """Return a decorator that registers an object under `name`. A class gets it as its attribute `name`.
 
         Raises
         ------
@@ -51,6 +51,8 @@ class Registry(Generic[T]):
             if name in self._entries and self._entries[name] is not entry:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = entry
+            if isinstance(entry, type):
+                entry.name = name  # type: ignore[attr-defined]  # declared by the bases of such classes
             return entry
 
         return enter

@@ -37,7 +37,6 @@ class Albert(SingleSteps):
     would depend on the prompt length and be mistaken for steps.
     """
 
-    name = "albert"
     summary = "s = group(s), post-norm encoder; hidden states where there is no head"
     published = Published(
         {"ALBERT-base": 6, "PL-BERT (Kokoro)": 6},

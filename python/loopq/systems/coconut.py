@@ -41,7 +41,6 @@ class Coconut(SingleSteps):
     question, by default half of them.
     """
 
-    name = "coconut"
     grows = True
     summary = "hidden state written to the next position's input; depth = latents + 1"
     published = Published(

@@ -28,7 +28,6 @@ class Dory(StepwiseSystem):
     earlier tokens.
     """
 
-    name = "dory"
     summary = "layers before the loop give e; s = layers(norm(s) + e) from s = e; layers after it, norm, head"
     published = Published({"NVIDIA-Nemotron-Labs-Dory1.0-4B": 288}, transformers=">=5.24")
 

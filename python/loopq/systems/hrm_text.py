@@ -37,7 +37,6 @@ class HrmText(SingleSteps):
     along the width.
     """
 
-    name = "hrm_text"
     summary = "L_cycles x z_L = L(z_L + z_H), then z_H = H(z_H + z_L); counts differ by stack"
     published = Published({"HRM-Text-1B": 256}, transformers=">=5.9,<6")
 

@@ -21,7 +21,6 @@ class Huginn(Raven):
     columns first. It has no identity path and is feedback-exposed. Norms act on the stream.
     """
 
-    name = "huginn"
     summary = "noise state; s = core(adapter([s, e])) with norms on the stream"
     published = Published({"Huginn-3.5B": 17}, code="checkpoint", exposed=("adapter",))
 

@@ -28,7 +28,6 @@ class Inkling(LoopedSystem):
     of the layers around the loop are called once.
     """
 
-    name = "inkling"
     summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
     published = Published({"Inkling-2-Mini": 9408}, transformers=">=5.24")
 

@@ -30,7 +30,6 @@ class IQuest(LoopedSystem):
     needs loop 0's keys and values.
     """
 
-    name = "iquest"
     summary = "s = layers(s); from the second loop on, gated attention to loop 0 and to a window"
     published = Published({"IQuest-Coder-V1-40B-Loop": 560}, code="checkpoint")
 

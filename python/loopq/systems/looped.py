@@ -36,7 +36,6 @@ class Looped(StepwiseSystem):
     ``model_type``, such as transformers, run every layer once.
     """
 
-    name = "looped"
     summary = "layers before the loop; s = layers(s) TIMES times; layers after it (looped:MODEL[8:20]x2)"
 
     def __init__(self, model: nn.Module) -> None:

@@ -42,7 +42,6 @@ class LoopFormer(StepwiseSystem):
     for the last position only, unless it gets targets.
     """
 
-    name = "loopformer"
     summary = "s += gated blocks modulated by (t, dt); fewer steps are coarser ones"
     published = Published({"LoopFormer-278M": 15}, code="own")
 

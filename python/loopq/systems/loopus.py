@@ -34,7 +34,6 @@ class LoopUS(StepwiseSystem):
     transformers, so `build_loopus` builds the model from ``config.json``. The published class also works.
     """
 
-    name = "loopus"
     summary = "layers of a dense model; s = gate(middle layers(s), s), then the last layers"
     published = Published({"LoopUS-Qwen3-1.7B": 196}, code="own", idle=("q_head.",))
 

@@ -23,7 +23,6 @@ class Mamba(LoopedSystem):
     a module. It gives the decay of the state at every token. `dt_proj` is used through its weight and never called.
     """
 
-    name = "mamba"
     summary = "h = exp(dt A) h + dt B x over tokens; each weight once"
     published = Published({"Mamba-130M": 72, "Mamba-2.8B": 192}, exposed=("A_log, kept as it is",))
 

@@ -32,7 +32,6 @@ class Nanbeige(LlamaLoops):
     with the same weights for every calibration of the rest. `gptq-cd` calibrates it.
     """
 
-    name = "nanbeige"
     summary = "s = norm(layers(s)) from the token embeddings, two loops"
     published = Published({"Nanbeige4.2-3B": 155}, code="checkpoint")
 

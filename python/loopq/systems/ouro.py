@@ -25,7 +25,6 @@ class Ouro(LlamaLoops):
     bfloat16 it reaches 1.0 before the last loop for some tokens.
     """
 
-    name = "ouro"
     summary = "s = norm(layers(s)) from the token embeddings; the exit gate is not used"
     published = Published({"Ouro-1.4B": 168, "Ouro-2.6B": 336}, code="checkpoint")
 

@@ -37,7 +37,6 @@ class Parcae(StepwiseSystem):
     (prelude's output, ids).
     """
 
-    name = "parcae"
     summary = "s = core(decay * s + dt * B e), noise state; token values enter at each step"
     published = Published(
         {"Parcae-140M": 12, "Parcae-1.3B": 48},

@@ -32,7 +32,6 @@ class Ponder(StepwiseSystem):
     inside the loop without an identity path, so it is feedback-exposed.
     """
 
-    name = "ponder"
     summary = "E += softmax(head(model(E))) W; N-1 such updates, then one pass to read"
     published = Published(
         {"PonderPythia-2.8B": 129},

@@ -22,7 +22,6 @@ class RLlama(Raven):
     feedback-exposed.
     """
 
-    name = "rllama"
     summary = "small noise state; s = core(adapter([s, e])) with residual blocks of Llama or OLMo"
     published = Published(
         {"R-Llama-1.4B": 25, "Recurrent-TinyLlama": 33, "Recurrent-OLMo-2": 25},

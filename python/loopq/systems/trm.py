@@ -33,7 +33,6 @@ class Trm(SingleSteps):
     z_L) along the width.
     """
 
-    name = "trm"
     summary = "z_L = net(z_L + z_H + e) L times, z_H = net(z_H + z_L); carried over calls"
 
     @classmethod

@@ -27,7 +27,6 @@ class Zamba(LoopedSystem):
     adapters, which are not shared. The places are built in, so there is one depth.
     """
 
-    name = "zamba"
     summary = "one attention block tied into several layers of a Mamba stack"
     published = Published({"Zamba-7B": 7, "Zamba2-1.2B": 6})
 

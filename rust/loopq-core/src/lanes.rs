@@ -7,7 +7,7 @@ use crate::weight::Weight;
 use crate::Result;
 
 /// Rows of a tile.
-pub(crate) const LANES: usize = 8;
+pub const LANES: usize = 8;
 
 /// One number for each row of a tile.
 pub(crate) type Lane = [f64; LANES];

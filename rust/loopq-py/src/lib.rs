@@ -26,6 +26,15 @@ fn cpu_features() -> Vec<String> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add("BLOCK_ROWS", loopq_core::hessian::BLOCK_ROWS)?;
+    m.add("BEAM_COLUMNS", loopq_core::gptq::BEAM_COLUMNS)?;
+    m.add("BEAM_STRIP", loopq_core::gptq::BEAM_STRIP)?;
+    m.add("BLOCK_SIZE", loopq_core::gptq::BLOCK_SIZE)?;
+    m.add("LANES", loopq_core::coordinate::LANES)?;
+    m.add("PIVOTS", loopq_core::factor::PIVOTS)?;
+    m.add("SETTLED", loopq_core::coordinate::SETTLED)?;
+    m.add("SHRINK_STEPS", loopq_core::grid::SHRINK_STEPS)?;
+    m.add("TOGETHER", loopq_core::coordinate::TOGETHER)?;
+    m.add("TURNS", loopq_core::coordinate::TURNS)?;
     m.add("HESSIAN_VERSION", loopq_core::hessian::SPEC_VERSION)?;
     m.add("ROW_LIMIT", loopq_core::hessian::ROW_LIMIT)?;
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;

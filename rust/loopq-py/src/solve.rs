@@ -1,7 +1,7 @@
 //! Solvers under a Hessian, and the loss that they lower.
 
 use loopq_core::factor::DampedHessian;
-use loopq_core::gptq::{Options, Report, Scales};
+use loopq_core::gptq::{Options, Report, Scales, BLOCK_SIZE};
 use loopq_core::simd::{Isa, Real};
 use loopq_core::{factor, Execution};
 use pyo3::prelude::*;
@@ -13,7 +13,7 @@ use crate::gil::{allow_threads, raise};
 use crate::grid::{result, Grid};
 
 #[pyfunction]
-#[pyo3(signature = (w, factor, grid, *, scales = "group", block_size = 128, threads = 0))]
+#[pyo3(signature = (w, factor, grid, *, scales = "group", block_size = BLOCK_SIZE, threads = 0))]
 pub(crate) fn gptq<'py>(
     py: Python<'py>,
     w: &Bound<'py, PyAny>,

@@ -28,7 +28,7 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 def by_package(grid, data):
     """What blocks stand for, by llama.cpp's own package."""
-    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[grid.gguf])
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[grid.gguf.name])
 
 
 def problem(kind, rows=12, columns=512):
@@ -89,7 +89,7 @@ def test_any_blocks_are_read_as_the_package_reads_them_and_written_again(kind):
 def test_rounding_loses_less_than_the_package_does(kind):
     asked = problem(kind)
     layer = RTN().quantize(asked)
-    theirs = gguf.quants.quantize(asked.target, gguf.GGMLQuantizationType[layer.grid.gguf])
+    theirs = gguf.quants.quantize(asked.target, gguf.GGMLQuantizationType[layer.grid.gguf.name])
     error = [np.square(x - asked.target).sum() for x in (layer.dequantize(), by_package(layer.grid, theirs))]
     assert error[0] < 0.95 * error[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,13 +21,7 @@ from loopq.storage.files import RawTensor
 class Asymmetric(Grid):
     """Codes and zero points in [0, 2^b - 1]: (code - zero) * scale."""
 
-    name: ClassVar[str] = "asymmetric"
     symmetric: ClassVar[bool] = False
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Codes with zero points and nothing else."""
-        return not symmetric and not more
 
     @property
     def label(self) -> str:

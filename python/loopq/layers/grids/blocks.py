@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Arrays, Grid, ScaleSearch
+from loopq.layers.grid import Arrays, BlockType, Grid, ScaleSearch
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.planes import Bytes, Half, Plane, Sixes
 from loopq.layers.grids.table import PARTS, UNEVEN, Table
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
-from loopq.storage.schema import Allowed, checked
+from loopq.storage.schema import Allowed
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Kind:
 
     Parameters
     ----------
+    file : (int, int)
+        Number and place of a file of the type (`BlockType`).
     bits, group_size, size : int
         Bits of a code, weights of a group and of a block.
     scales : (int, int)
@@ -43,6 +45,7 @@ class Kind:
         Whether codes stand for the levels of IQ4_NL.
     """
 
+    file: tuple[int, int]
     bits: int
     group_size: int
     size: int
@@ -80,21 +83,23 @@ _D, _M, _LESS, _SIXES = ("scale", Half()), ("offset", Half()), ("less", Half()),
 _LOW, _LOW_K, _LOW_2, _HIGH = Plane(0, 4, 32), Plane(0, 4, 64), Plane(0, 2, 128), Plane(4, 1, 8)
 _ONE, _SIX, _SIGNED = (1, 1), (0, 63), (-32, 31)
 KINDS = {
-    "q4_1": Kind(4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
-    "q5_0": Kind(5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
-    "q5_1": Kind(5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
-    "q2_k": Kind(2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
+    "q4_1": Kind((3, 45), 4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
+    "q5_0": Kind((8, 50), 5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
+    "q5_1": Kind((9, 52), 5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
+    "q2_k": Kind((10, 21), 2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
     "q3_k": Kind(
-        3, 16, 256, _SIGNED, 0,
+        (11, 30), 3, 16, 256, _SIGNED, 0,
         (*_codes(Plane(2, 1, 256), _LOW_2), ("numbers", Plane(0, 4, 16)), ("numbers", Plane(4, 2, 16)), _D), -32,
     ),
-    "q4_k": Kind(4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
-    "q5_k": Kind(5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
+    "q4_k": Kind((14, 43), 4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
+    "q5_k": Kind((16, 51), 5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
     "q6_k": Kind(
-        6, 16, 256, (-128, 127), 0, (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
+        (18, 60), 6, 16, 256, (-128, 127), 0,
+        (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
     ),
     "iq4_xs": Kind(
-        4, 32, 256, _SIGNED, 0, (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
+        (30, 40), 4, 32, 256, _SIGNED, 0,
+        (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
     ),
 }  # fmt: skip
 _Name = Annotated[str, Allowed(", ".join(KINDS), KINDS.__contains__)]
@@ -107,13 +112,12 @@ class Blocks(Grid):
 
     Parameters
     ----------
-    kind : str
+    block : str
         Name of the type in lower case.
     """
 
-    kind: str
+    block: _Name
 
-    name: ClassVar[str] = "gguf"
     portable: ClassVar[bool] = False
     own_scales: ClassVar[bool] = False
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
@@ -127,26 +131,10 @@ class Blocks(Grid):
                 f"{self.bits} bits, groups of {self.group_size} and {self.scale_dtype}"
             )
 
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Whether the codes are of a GGUF type."""
-        return set(more) == {"gguf"} and (
-            more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0)
-        )
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The type."""
-        return {"kind": checked(_Name, more["gguf"], "gguf", ConfigError)}
-
-    def more(self) -> dict[str, Any]:
-        """The type."""
-        return {"gguf": self.kind}
-
     @property
     def facts(self) -> Kind:
         """Properties of the type."""
-        return KINDS[self.kind]
+        return KINDS[self.block]
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]  # of a type, not of the class
@@ -156,12 +144,12 @@ class Blocks(Grid):
     @property
     def label(self) -> str:
         """Name in reports."""
-        return self.kind.upper()
+        return self.block.upper()
 
     @property
-    def gguf(self) -> str:
-        """Name of the type."""
-        return self.label
+    def gguf(self) -> BlockType:
+        """The type."""
+        return BlockType(self.label, *self.facts.file)
 
     @property
     def gguf_width(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -17,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Arrays, Grid, halved
+from loopq.layers.grid import Arrays, BlockType, Grid, halved
 from loopq.layers.grids import GRIDS, LEVELS
-from loopq.layers.grids.table import Leveled
+from loopq.layers.grids.table import PARTS, Leveled
+from loopq.layers.numbers import E4M3, MAGNITUDES, powers
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
-from loopq.storage.schema import between, checked
+from loopq.storage.schema import between
 
+_SIXTEENTHS = [int(PARTS * size) for size in MAGNITUDES]
 #: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in sixteenths.
-E2M1 = (-96, -64, -48, -32, -24, -16, -8, 0, 8, 16, 24, 32, 48, 64, 96)
+E2M1 = (*[-size for size in _SIXTEENTHS[:0:-1]], *_SIXTEENTHS)
 #: The half byte of each level: sign and place among the magnitudes.
 _HALVES = np.array([8 | -k if k < 0 else k for k in range(-7, 8)], dtype=np.uint8)
 #: The place of zero among the levels.
@@ -54,11 +55,6 @@ class _FP4(Leveled):
                 f"{self.group_size}: give --bits 4 --group-size {self.size}"
             )
         super().__post_init__()
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes with this kind's entry."""
-        return symmetric and set(more) == {cls.name}
 
     def sixteenths(self) -> tuple[int, ...]:
         """The levels."""
@@ -89,6 +85,7 @@ class _FP4(Leveled):
         rows, half = reader.get(f"{module}.weight_packed", ("U8",), (None, None)).shape
         return {
             "name": f"{module}.weight",
+            "kind": cls.name,
             "bits": 4,
             "group_size": cls.size,
             "symmetric": True,
@@ -139,22 +136,12 @@ class NVFP4(_FP4):
         The power.
     """
 
-    exponent: int
+    exponent: Annotated[int, between(-100, 100)]
 
-    name: ClassVar[str] = "nvfp4"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e4m3fn",)
     size: ClassVar[int] = 16
     strategy: ClassVar[str] = "tensor_group"
     scale_kept: ClassVar[str] = "torch.float8_e4m3fn"
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The power."""
-        return {"exponent": checked(_Power, more["nvfp4"], "nvfp4", ConfigError).exponent}
-
-    def more(self) -> dict[str, Any]:
-        """The power."""
-        return {"nvfp4": {"exponent": self.exponent}}
 
     def fitted(
         self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int
@@ -176,7 +163,7 @@ class NVFP4(_FP4):
                 f"{reader.where}: tensor '{module}.weight_global_scale': {divisor[0]} is no power of two, and loopq "
                 "reads no other"
             )
-        return {**super().from_compressed(reader, module), "nvfp4": {"exponent": 1 - int(exponent)}}
+        return {**super().from_compressed(reader, module), "exponent": 1 - int(exponent)}
 
     def n_bytes(self, rows: int, columns: int) -> int:
         """Bytes of `tensors` without the shape."""
@@ -192,8 +179,8 @@ class NVFP4(_FP4):
     def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
         """Return scales as E4M3 numbers."""
         values = scales * np.float32(2.0**-self.exponent)
-        bits = np.searchsorted(_E4M3, values).astype(np.uint8)
-        if (_E4M3[np.minimum(bits, len(_E4M3) - 1)] != values).any():
+        bits = np.searchsorted(E4M3, values).astype(np.uint8)
+        if (E4M3[np.minimum(bits, len(E4M3) - 1)] != values).any():
             raise CheckpointError(f"a scale is no number of float8_e4m3fn times 2^{self.exponent}")
         return RawTensor.of(bits, "F8_E4M3")
 
@@ -201,11 +188,11 @@ class NVFP4(_FP4):
         """Read scales as E4M3 numbers over the divisor, which must be the power in the description."""
         divisor = reader.get(f"{module}.weight_global_scale", ("F32",), (1,)).array()
         bits = reader.get(f"{module}.weight_scale", ("F8_E4M3",), shape).array()
-        if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(_E4M3)).any():
+        if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(E4M3)).any():
             raise CheckpointError(
                 f"{reader.where}: module {module!r}: its scales are not positive numbers times 2^{self.exponent}"
             )
-        found: NDArray[np.float32] = _E4M3[bits] * np.float32(2.0**self.exponent)
+        found: NDArray[np.float32] = E4M3[bits] * np.float32(2.0**self.exponent)
         return found
 
     def _native(self) -> dict[str, Any]:
@@ -217,29 +204,13 @@ class NVFP4(_FP4):
 class MXFP4(_FP4):
     """E2M1 in groups of 32. Scales are powers of two."""
 
-    name: ClassVar[str] = "mxfp4"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e8m0fnu",)
     size: ClassVar[int] = 32
 
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no arguments."""
-        checked(_Nothing, more["mxfp4"], "mxfp4", ConfigError)
-        return {}
-
-    def more(self) -> dict[str, Any]:
-        """The kind's name."""
-        return {"mxfp4": {}}
-
-    @classmethod
-    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
-        """Return the settings of a module."""
-        return {**super().from_compressed(reader, module), "mxfp4": {}}
-
     @property
-    def gguf(self) -> str:
+    def gguf(self) -> BlockType:
         """MXFP4."""
-        return "MXFP4"
+        return BlockType("MXFP4", 38, 44)
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
         """Return exponents and halves as in `tensors`."""
@@ -260,28 +231,7 @@ class MXFP4(_FP4):
             raise CheckpointError(
                 f"{reader.where}: tensor '{module}.weight_scale' holds a scale that is no number"
             )
-        return np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class _Power:
-    exponent: Annotated[int, between(-100, 100)]
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    pass
-
-
-def _e4m3() -> NDArray[np.float32]:
-    """Positive numbers of float8_e4m3fn by their bits: 1.mmm times 2^(eeee - 7), and 0.mmm times 2^-6."""
-    bits = np.arange(127)
-    exponent, mantissa = bits >> 3, bits & 7
-    value = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    return value.astype(np.float32)
-
-
-_E4M3 = _e4m3()
+        return powers(bits)
 
 
 def _asked(kind: type[_FP4], bits: int, group_size: int, scale_dtype: str, **more: Any) -> Grid:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.layers.grid import Grid
+from loopq.layers.grid import BlockType, Grid
 from loopq.layers.grids import GRIDS
+
+_BLOCKS = {2: BlockType("Q2_0", 41, 20), 4: BlockType("Q4_0", 2, 41), 8: BlockType("Q8_0", 7, 80)}
 
 
 @GRIDS.register("integer")
@@ -18,17 +19,10 @@ from loopq.layers.grids import GRIDS
 class Integer(Grid):
     """Codes in [-2^(b-1), 2^(b-1) - 1] without zero points: code * scale."""
 
-    name: ClassVar[str] = "integer"
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes and nothing else."""
-        return symmetric and not more
-
     @property
-    def gguf(self) -> str | None:
+    def gguf(self) -> BlockType | None:
         """Q2_0, Q4_0 or Q8_0."""
-        return f"Q{self.bits}_0" if self.bits != 3 else None
+        return _BLOCKS.get(self.bits)
 
     @property
     def gguf_width(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -13,9 +12,9 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Grid
+from loopq.layers.grid import BlockType, Grid
 from loopq.layers.grids import GRIDS, LEVELS
-from loopq.storage.schema import between, checked
+from loopq.storage.schema import between
 
 #: A level is a whole number of these parts of a scale.
 PARTS = 16
@@ -63,28 +62,11 @@ class Table(Leveled):
 
     #: A scale's sign selects the tail of the table for a group.
     signed: ClassVar[bool | None] = True
-    table: tuple[int, ...]
-
-    name: ClassVar[str] = "table"
+    table: tuple[Annotated[int, between(-127, 127)], ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.core()
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes with levels."""
-        return symmetric and set(more) == {"levels"}
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The levels."""
-        told = list(more["levels"]) if isinstance(more["levels"], tuple) else more["levels"]
-        return {"table": checked(tuple[Annotated[int, between(-127, 127)], ...], told, "levels", ConfigError)}
-
-    def more(self) -> dict[str, Any]:
-        """The levels."""
-        return {"levels": list(self.table)}
 
     def sixteenths(self) -> tuple[int, ...]:
         """The levels."""
@@ -96,9 +78,9 @@ class Table(Leveled):
         return f"{self.bits} bits, uneven levels"
 
     @property
-    def gguf(self) -> str | None:
+    def gguf(self) -> BlockType | None:
         """IQ4_NL."""
-        return "IQ4_NL" if self.table == UNEVEN[4] else None
+        return BlockType("IQ4_NL", 25, 42) if self.table == UNEVEN[4] else None
 
     def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
         """Return bytes of scales and codes. In GGUF a level is a whole multiple of the scale."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS
-from loopq.storage.schema import Positive, between, checked
+from loopq.storage.schema import Positive, between
 
 
 @dataclass(frozen=True)
@@ -45,31 +43,14 @@ class OnTrellis(Grid):
 
     trellis: Trellis
 
-    name: ClassVar[str] = "trellis"
     plain: ClassVar[bool] = False
     portable: ClassVar[bool] = False
+    instead: ClassVar[str] = "without --method trellis"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits == 8 or self.trellis.state_bits < self.bits + 2:
             raise ConfigError(f"{self.trellis} for {self.bits} bits")
-
-    @classmethod
-    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
-        """Symmetric codes with a trellis."""
-        return symmetric and set(more) == {"trellis"}
-
-    @classmethod
-    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The trellis."""
-        told = more["trellis"]
-        return {
-            "trellis": told if isinstance(told, Trellis) else checked(Trellis, told, "trellis", ConfigError)
-        }
-
-    def more(self) -> dict[str, Any]:
-        """The trellis."""
-        return {"trellis": dataclasses.asdict(self.trellis)}
 
     @property
     def label(self) -> str:

@@ -43,7 +43,6 @@ class Generic(LoopedSystem):
         available.
     """
 
-    name = "generic"
     summary = "any model: what one run calls more than once; named by --system generic"
 
     def __init__(self, model: nn.Module, select: Sequence[str] = ("*",), depth: str | None = None) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loopq.cuda.beam import BLOCK, POWERS, advance
+from loopq._native import BEAM_COLUMNS as BLOCK
+from loopq._native import BEAM_STRIP as STRIP
+from loopq.cuda.beam import POWERS, advance
 from loopq.quantizers.twin.descent import kernels, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
 
-#: Columns of a strip. Inside a strip errors reach the next columns at once; later strips get them together at its end.
-STRIP = 16
 #: Paths that are open at once, over all rows. A path takes some KiB.
 PATHS = 1 << 20
 

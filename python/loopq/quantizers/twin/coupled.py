@@ -13,13 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopq._native import LANES, TOGETHER
 from loopq.quantizers.twin.descent import Rows, spread
 from loopq.quantizers.twin.factor import Factors, permuted
 from loopq.quantizers.twin.settle import Stages, descend, settle
-
-#: Rows of a tile of the sweep, and rows that are descended together, as in the core.
-LANES = 8
-TOGETHER = 4 * LANES
 
 
 @dataclass(frozen=True)

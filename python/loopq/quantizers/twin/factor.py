@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from loopq._native import PIVOTS
 from loopq.errors import SolveError
 
 Order = Literal["natural", "diagonal", "conditional"]
-#: Pivots found before their rows are subtracted from the other rows.
-BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ def by_conditional_energy(inverse: Tensor) -> Tensor:
     at = torch.arange(n, device=inverse.device)
     diagonal = inverse.diagonal(dim1=1, dim2=2).clone()
     order = torch.empty(n, d, dtype=torch.int64, device=inverse.device)
-    for first in range(0, d, BLOCK):
-        rows = inverse.new_zeros(n, min(BLOCK, d - first), d)
+    for first in range(0, d, PIVOTS):
+        rows = inverse.new_zeros(n, min(PIVOTS, d - first), d)
         for step in range(rows.shape[1]):
             least, pivot = diagonal.min(1)
             order[:, first + step] = pivot

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopq._native import SHRINK_STEPS
 from loopq.errors import SolveError
 from loopq.layers.grid import SIGNIFICANT_BITS, Grid, ScaleSearch
 
-#: Scales that the search tries. Each is smaller than the previous one by a hundredth of the largest.
-SHRINK_STEPS = 70
 #: Elements of one array that the search holds at once.
 AT_ONCE = 1 << 25
 _STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -155,6 +154,7 @@ class Codes:
         """
         low, high = lines.amin(-1).clamp_max_(0), lines.amax(-1).clamp_min_(0)
         tried = torch.arange(SHRINK_STEPS if self.search == "mse" else 1, device=lines.device)
+        # Each is smaller than the one before by a hundredth of the largest.
         shrinks = 1.0 - tried.double() / 100.0
         scale = zero = torch.ones_like(low, dtype=torch.float32)
         cost = torch.full_like(low, math.inf)

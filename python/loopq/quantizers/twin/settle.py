@@ -8,16 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopq._native import SETTLED, TURNS
 from loopq.quantizers.twin.beam import search
 from loopq.quantizers.twin.descent import Rows, change_codes, change_scales, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes, refuse_scales
 from loopq.quantizers.twin.sweep import sweep
-
-#: Relative gain below which a row is done.
-SETTLED = 1e-3
-#: Maximum turns of one descent on codes and one on scales.
-TURNS = 3
 
 
 @dataclass(frozen=True)

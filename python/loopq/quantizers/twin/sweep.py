@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loopq._native import BLOCK_SIZE
 from loopq.quantizers.twin.descent import spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
-
-#: Columns between two long updates.
-BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ def sweep(target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, T
     added, mu = torch.zeros_like(damped), factors.mu.gather(1, factors.order)
     levels = None if known is None else [factors.in_order(spread(codes, x, d)) for x in known]
     found: list[tuple[Tensor, Tensor]] = []
-    for first in range(0, d, BLOCK):
-        last = min(d, first + BLOCK)
+    for first in range(0, d, BLOCK_SIZE):
+        last = min(d, first + BLOCK_SIZE)
         moved = wide[..., first:last] + errors[..., :first] @ factors.upper[:, :first, first:last]
         for j in range(first, last):
             if levels is None:

@@ -27,7 +27,7 @@ const ROWS: usize = 16;
 
 /// Rows of a block in which descents go on together. Fewer read `S` more often, more know less of each other. A sweep takes
 /// one tile at a time: two cost 1 to 2 % of the loss.
-const TOGETHER: usize = 4 * LANES;
+pub const TOGETHER: usize = 4 * LANES;
 
 /// How the loss fell.
 #[derive(Clone, Debug, PartialEq)]

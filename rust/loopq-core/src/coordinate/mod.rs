@@ -16,7 +16,10 @@ mod descent;
 mod settle;
 mod tile;
 
-pub use coupled::{coupled, CoupledReport};
+pub use coupled::{coupled, CoupledReport, TOGETHER};
+pub use settle::{SETTLED, TURNS};
+
+pub use crate::lanes::LANES;
 
 use crate::factor::{DampedFactor, DampedHessian};
 use crate::grid::{Grid, Quantized, Rounding};

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use crate::coordinate::tile::{Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
-use crate::gptq::{again, gptq, Options, Scales};
+use crate::gptq::{again, gptq, Options, Scales, BLOCK_SIZE};
 use crate::grid::{Level, Quantized};
 use crate::lanes::{columns_of, Lane, LANES};
 use crate::memory::{collected, copied, gathered, reserve};
@@ -12,10 +12,10 @@ use crate::weight::Weight;
 use crate::{Execution, Result};
 
 /// Relative gain below which a row is done.
-const SETTLED: f64 = 1e-3;
+pub const SETTLED: f64 = 1e-3;
 
 /// Most turns of a descent on codes and one on scales.
-const TURNS: usize = 3;
+pub const TURNS: usize = 3;
 
 /// How the loss of some rows fell.
 pub(super) struct Course {
@@ -59,7 +59,7 @@ impl Problem<'_> {
 
     /// GPTQ as it is used here.
     fn sweep(&self) -> Options {
-        Options { scales: Scales::Static, block_size: 128, beam: self.settings.beam, isa: self.isa }
+        Options { scales: Scales::Static, block_size: BLOCK_SIZE, beam: self.settings.beam, isa: self.isa }
     }
 
     /// Lowers the loss of a batch of rows that GPTQ has found, in place. New scales can make a better start than the

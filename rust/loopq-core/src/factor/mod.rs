@@ -31,6 +31,6 @@ mod symmetric;
 pub use count::{count_above, Counts};
 pub use damped::{DampedFactor, DampedHessian};
 pub use eigen::eigvalsh;
-pub use ordering::Order;
+pub use ordering::{Order, PIVOTS};
 pub(crate) use panels::PANEL_WIDTH;
 pub use symmetric::Symmetric;

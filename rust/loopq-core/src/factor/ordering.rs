@@ -13,7 +13,7 @@ use crate::simd::{axpy, Isa, Real, MR};
 use crate::{Error, Execution, Result};
 
 /// Pivots that are found before their rows are subtracted from all others.
-const BLOCK: usize = 64;
+pub const PIVOTS: usize = 64;
 
 const NR: usize = <f64 as Real>::NR;
 
@@ -56,11 +56,11 @@ pub(super) fn by_conditional_energy(
     let mut diagonal: Vec<f64> = collected("a diagonal", (0..dim).map(|j| inverse[j * dim + j]))?;
     // Rows of the factor of this block, from the place of their pivot on; and times -1, once for all products with them.
     let (width, what) = (dim.next_multiple_of(NR) + NR, "rows of the pivoted factor of an inverse");
-    let (mut block, mut negative) = (zeros(what, BLOCK * width)?, zeros(what, BLOCK * width)?);
+    let (mut block, mut negative) = (zeros(what, PIVOTS * width)?, zeros(what, PIVOTS * width)?);
     let pool = execution.pool()?;
-    for first in (0..dim).step_by(BLOCK) {
+    for first in (0..dim).step_by(PIVOTS) {
         execution.check()?;
-        let n = BLOCK.min(dim - first);
+        let n = PIVOTS.min(dim - first);
         block.fill(0.0);
         for step in 0..n {
             let place = first + step;

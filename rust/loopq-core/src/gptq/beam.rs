@@ -15,10 +15,10 @@ use crate::simd::{per_isa, Isa};
 use crate::Result;
 
 /// Columns of a block.
-pub(super) const BLOCK: usize = 64;
+pub const BLOCK: usize = 64;
 
 /// Columns of a strip: inside it errors reach the columns ahead at once, and later strips together at its end.
-const STRIP: usize = 16;
+pub const STRIP: usize = 16;
 
 /// Columns of a block, strip by strip.
 pub(super) type Strips = [[f32; STRIP]; BLOCK / STRIP];

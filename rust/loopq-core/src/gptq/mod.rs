@@ -27,6 +27,10 @@ use crate::weight::Weight;
 use crate::{Error, Execution, Result};
 
 use batch::{Batch, Problem};
+pub use beam::{BLOCK as BEAM_COLUMNS, STRIP as BEAM_STRIP};
+
+/// Columns between two long updates, where nothing else is asked for.
+pub const BLOCK_SIZE: usize = 128;
 
 /// When a group's scale is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -22,6 +22,7 @@ pub(crate) use levels::Levels;
 pub(crate) use rounding::{by_steps, Rounding};
 pub use rtn::rtn;
 pub use scale_type::ScaleType;
+pub use search::SHRINK_STEPS;
 pub(crate) use search::fit;
 pub(crate) use steps::Steps;
 pub use table::{Table, PARTS};

@@ -10,7 +10,7 @@ use crate::simd::{per_isa, Isa, Real};
 use crate::Error;
 
 /// Scales tried by [`Search::Mse`].
-const SHRINK_STEPS: usize = 70;
+pub const SHRINK_STEPS: usize = 70;
 
 /// Fits one level per lane and group to `lines`, columns of `lanes` values each, whose errors count by `weights`: columns of
 /// one group, or of those that share units. Lanes of a group lie together.

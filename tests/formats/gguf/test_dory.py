@@ -11,8 +11,8 @@ import torch
 
 import loopq
 from loopq.errors import CheckpointError
-from loopq.formats.gguf_dory import keys, tensor
-from loopq.formats.gguf_shape import Shape
+from loopq.formats.gguf.dory import DoryShape
+from loopq.formats.gguf.shape import Shape
 from loopq.storage.files import read_json
 from tests.support.vendors import dory, logits, tokens
 
@@ -132,7 +132,7 @@ def test_the_file_gives_our_logits_by_llama_cpps_graph(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_published_files_and_of_transformers(name: str, place: str) -> None:
-    assert tensor(name) == f"{place}.weight"
+    assert DoryShape({}).tensors(name) == [f"{place}.weight"]
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="n_recurrent_loops is None"):
         Shape.of({**config, "n_recurrent_loops": None}).check_whole()
     with pytest.raises(CheckpointError, match="do not take turns"):
-        keys({**config, "layer_types": ["mlp"] * 8})
+        DoryShape({**config, "layer_types": ["mlp"] * 8}).header()
     yarn = {**config["rope_parameters"], "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4}}
     with pytest.raises(CheckpointError, match="only plain rotary positions"):
-        keys({**config, "rope_parameters": yarn})
+        DoryShape({**config, "rope_parameters": yarn}).header()

@@ -1,65 +1,81 @@
-"""Architectures of llama.cpp: tensor names, and order of rows and layers. Spec: docs/formats/gguf.md."""
+"""Base of llama.cpp's architectures: tensor names, and order of rows and layers. Spec: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
-from loopq.formats import gguf_dory
-from loopq.formats.gguf_dory import DORY
 from loopq.formats.hf_folder import CONFIG
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
+from loopq.settings.registry import Registry
 from loopq.storage.schema import checked, parse_json, shown
 
-HRM, OURO = "hrm_text", "ouro"
-#: Classes whose layers are Llama's, or nearly, and what llama.cpp calls them.
-ARCHITECTURES = {
-    "NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama", "HrmTextForCausalLM": HRM, "DoryForCausalLM": DORY,
-    "OuroForCausalLM": OURO,
-}  # fmt: skip
-_MODULES = {
+ARCHITECTURES: Registry[type[Shape]] = Registry("architecture", "loopq.formats.gguf")
+#: Modules of a layer that is Llama's, or nearly.
+MODULES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.gate_proj": "attn_gate", "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-#: Of Ouro alone: the norms of what attention and MLP return.
-_RETURNED = {"input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm"}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-#: Of HRM-Text alone: the low stack's first state, and the numbers that say how its stacks run.
-_STATE = {"model.z_L_init": "hrm.z_l_init"}
-CYCLES = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "L_cycles": "l_cycles"}
-#: Keys of config.json without which the file has no header.
+#: Keys of config.json without which no file has a header.
 _NEEDED = (
     "vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "intermediate_size",
     "num_attention_heads",
 )  # fmt: skip
-#: Those of one architecture, or of all others.
-_MORE = {HRM: ("rms_norm_eps", *CYCLES), DORY: gguf_dory.NEEDED, OURO: ("rms_norm_eps", "total_ut_steps")}
-#: Keys of config.json with the number of loops.
-_N_LOOPS = {HRM: "H_cycles", DORY: "n_recurrent_loops", OURO: "total_ut_steps"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Settings of a Llama-shaped model in config.json."""
+    """A model of one architecture. Each is a file of `loopq.formats.gguf`.
 
-    architecture: str
+    Parameters
+    ----------
+    config : mapping
+        The model's config.json.
+
+    Attributes
+    ----------
+    name : str
+        llama.cpp's name.
+    classes : tuple of str
+        Names in "architectures" of config.json.
+    needed : tuple of str
+        Keys of config.json that the header needs, besides those of all architectures.
+    modules : mapping of str to str
+        Modules of a layer, and llama.cpp's names.
+    pairs : bool
+        Whether llama.cpp rotates neighbours in a head, while transformers rotates the halves.
+    loops_key : str
+        Key of the header with the number of loops. Empty if no key alone has it.
+    notes : tuple of str
+        Lines for the user about the file.
+    """
+
     config: Mapping[str, Any]
 
-    @classmethod
-    def read(cls, side_files: Mapping[str, bytes]) -> Shape:
+    name: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]]
+    needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps",)
+    modules: ClassVar[Mapping[str, str]] = MODULES
+    pairs: ClassVar[bool] = True
+    loops_key: ClassVar[str] = ""
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def read(side_files: Mapping[str, bytes]) -> Shape:
         """Read the config.json among the files of a checkpoint or a dump. See `of`."""
         config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
-        return cls.of(checked(dict[str, Any], config, CONFIG))
+        return Shape.of(checked(dict[str, Any], config, CONFIG))
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shape:
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Shape:
         """Read the settings of a config.json.
 
         Raises
@@ -68,17 +84,18 @@ class Shape:
             If llama.cpp does not support the architecture, or the file cannot store a setting.
         """
         names = config.get("architectures") or []
+        known = {one: kind for _, kind in ARCHITECTURES for one in kind.classes}
         dense = [str(n).removeprefix(PREFIX) for n in names]
-        found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
+        found = next((known[n] for n in dense if n in known), None)
         if found is None:
             raise CheckpointError(
-                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, HRM-Text, Dory and "
-                f"Ouro, and loopq writes GGUF for {', '.join(ARCHITECTURES)}"
+                f"config.json: architectures {names}; of models that llama.cpp runs, loopq writes GGUF for "
+                f"{', '.join(sorted(known))}"
             )
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             raise CheckpointError(f"config.json: rope_scaling {scaling}: only plain rotary positions")
-        return cls(found, config)
+        return found(config)
 
     def check_whole(self) -> Shape:
         """Return the shape if config.json has all values of the file's header.
@@ -88,7 +105,7 @@ class Shape:
         CheckpointError
             If a key is missing, or is not a positive number, whole but for `rms_norm_eps`.
         """
-        for key in (*_NEEDED, *_MORE.get(self.architecture, ("rms_norm_eps",))):
+        for key in (*_NEEDED, *self.needed):
             value = self.config.get(key)
             kind = float if key == "rms_norm_eps" else int
             if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
@@ -97,13 +114,24 @@ class Shape:
                 )
         return self
 
+    def header(self) -> dict[str, Any]:
+        """Return the header's keys, without the architecture, besides the sizes that all files have.
+
+        Raises
+        ------
+        CheckpointError
+            If the architecture has no form for a setting.
+        """
+        rope = self.config.get("rope_parameters") or {}
+        return {
+            "rope.freq_base": float(self.config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+            "attention.layer_norm_rms_epsilon": self.config["rms_norm_eps"],
+        }
+
     @property
     def n_loops(self) -> int:
-        """Runs of the stack, one for a plain Llama. HRM-Text counts those of the high stack."""
-        if self.architecture in _N_LOOPS:
-            return int(self.config[_N_LOOPS[self.architecture]])
-        weights = self.config.get("loop_loss_weights")
-        return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
+        """Runs of the stack."""
+        return 1
 
     @property
     def head_dim(self) -> int:
@@ -117,64 +145,49 @@ class Shape:
         return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
 
     @property
-    def order(self) -> list[int]:
-        """Layer numbers in the file's order. A loop of `looped:` is written out, others are keys.
+    def n_layers(self) -> int:
+        """Layers of the model, as llama.cpp counts them."""
+        return int(self.config["num_hidden_layers"])
 
-        llama.cpp counts HRM-Text's layers once per run.
-        """
-        n = int(self.config["num_hidden_layers"])
-        if self.architecture == HRM:
-            n = int(self.config["num_layers_per_stack"]) * self.n_loops * (int(self.config["L_cycles"]) + 1)
+    @property
+    def order(self) -> list[int]:
+        """Layer numbers in the file's order. A loop of `looped:` is written out, others are keys."""
+        n = self.n_layers
         return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
 
     def tensors(self, name: str) -> list[str]:
-        """Return llama.cpp's names of a tensor, one for each layer of the file that has it. None for Ouro's exit gate.
+        """Return llama.cpp's names of a tensor, one for each layer of the file that has it. None if it is left out.
 
         Raises
         ------
         CheckpointError
             If the architecture has no place for it.
         """
-        if self.architecture == DORY and (found := gguf_dory.tensor(name)) is not None:
-            return [found]
         module, _, last = name.rpartition(".")
         if module in _OTHERS:
             return [f"{_OTHERS[module]}.{last}"]
-        if self.architecture == OURO and module == "model.early_exit_gate":
-            return []
-        if self.architecture == HRM and name in _STATE:
-            return [_STATE[name]]
         stack = next((s for s in self.stacks if module.startswith(s)), None)
         layer, _, part = module.removeprefix(stack or "").partition(".")
-        modules = _MODULES | (_RETURNED if self.architecture == OURO else {})
-        if stack is None or part not in modules or not layer.isdecimal() or self.architecture == DORY:
-            raise CheckpointError(
-                f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
-            )
+        if stack is None or part not in self.modules or not layer.isdecimal():
+            raise CheckpointError(f"tensor {name!r}: has no place in a GGUF of architecture {self.name}")
         first = self.stacks[stack] + int(layer)
         places = [k for k, i in enumerate(self.order) if i == first] if LOOP in self.config else [first]
-        return [f"blk.{place}.{modules[part]}.{last}" for place in places]
+        return [f"blk.{place}.{self.modules[part]}.{last}" for place in places]
 
     @property
     def stacks(self) -> dict[str, int]:
-        """Name prefixes of layers with the number of the first. HRM-Text has its low stack before the high one."""
-        if self.architecture != HRM:
-            return {"model.layers.": 0}
-        return {
-            "model.L_module.layers.": 0,
-            "model.H_module.layers.": int(self.config["num_layers_per_stack"]),
-        }
+        """Name prefixes of layers with the number of the first."""
+        return {"model.layers.": 0}
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:
         """Return the order in which a tensor's rows are stored.
 
-        llama.cpp rotates neighbours in a head, while transformers rotates the halves. Rows of q and k are therefore
-        reordered within each head, which is exact for codes and scales. For HRM-Text and Dory it rotates halves too.
+        With `pairs`, rows of q and k are reordered within each head, which is exact for codes and scales.
         """
         heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
         n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
         order = np.arange(n)
-        if n_heads is None or self.architecture in (HRM, DORY):
+        if n_heads is None or not self.pairs:
             return order
         if n % (2 * n_heads):
             raise CheckpointError(f"tensor {name!r}: {n} rows are no pairs in each of {n_heads} heads")

@@ -12,35 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.formats import FORMATS, gguf_dory
+from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
-from loopq.formats.gguf_dory import DORY
-from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
-from loopq.formats.gguf_shape import CYCLES, HRM, OURO, Shape
-from loopq.layers.grid import SCALE_DTYPES, Grid
+from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, package, told
+from loopq.formats.gguf.shape import ARCHITECTURES, Shape
+from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
 from loopq.storage.files import RawTensor, check_new, replacing
 from loopq.terminal.table import render, size
 
-#: Types of tensors, and what a file is called by the first that it has.
-_KINDS = {
-    "Q2_0": 41, "Q2_K": 10, "Q3_K": 11, "IQ4_XS": 30, "Q4_0": 2, "IQ4_NL": 25, "Q4_K": 14, "MXFP4": 38, "Q4_1": 3,
-    "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
-}  # fmt: skip
-#: Keys of the file by which llama.cpp runs layers again.
-_LOOPS = {"nanbeige": "nanbeige.num_loops", OURO: "ouro.num_loops", DORY: gguf_dory.LOOPS}
+#: Types of tensors that are not quantized.
+_DENSE = {t.name: t for t in (BlockType("F16", 1, 160), BlockType("BF16", 32, 161), BlockType("F32", 0, 320))}
+#: A tensor of the file: its type, and its bytes or numbers.
+_Stored = tuple[BlockType, NDArray[Any]]
 
 
-def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
+def blocks(layer: QuantizedLayer) -> tuple[BlockType, NDArray[np.uint8]]:
     """Return a layer as blocks of GGUF.
 
     Returns
     -------
-    kind : str
-        Name of the type.
+    kind : BlockType
+        The type.
     data : uint8 array of shape (out, blocks of a row * bytes of a block)
 
     Raises
@@ -54,8 +50,8 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
             f"layer {layer.name}: its codes are for a transformed input, which llama.cpp does not know; quantize "
             "without rotation and without awq, or keep loopq's own format"
         )
-    name = layer.grid.gguf
-    if name is None:
+    kind = layer.grid.gguf
+    if kind is None:
         raise CheckpointError(
             f"layer {layer.name}: {layer.grid.label}: llama.cpp has no type for it; quantize with --levels q4_0 or "
             "another type of docs/formats/gguf.md, or with --bits 4 or 8, symmetric, --levels even"
@@ -63,14 +59,14 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:
         raise CheckpointError(
-            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {name} is {size} weights of a row "
-            f"and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
+            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {kind.name} is {size} weights of "
+            f"a row and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
         )
     cut = split(layer.on_grid(group_size=width), size).layer
     if cut.grid.scale_dtype in SCALE_DTYPES:
         cut = in_scale_type(cut, "float16", "GGUF")
     try:
-        return name, cut.grid.gguf_data(cut.codes, cut.scales, cut.zeros)
+        return kind, cut.grid.gguf_data(cut.codes, cut.scales, cut.zeros)
     except (CheckpointError, ConfigError) as cause:
         raise CheckpointError(f"layer {layer.name}: {cause}") from None
 
@@ -157,13 +153,10 @@ class GGUF(Format):
                 _write(temporary, shape, stored, vocabulary)
             n_compared = _compare(temporary, source, shape)
         n_bytes = out.stat().st_size
-        lines = [
-            f"{out}: GGUF, {shape.architecture}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"
-        ]
+        lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
         if len(shape.order) > len(set(shape.order)):
             lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
-        if shape.architecture == OURO:
-            lines.append("note: the exit gate is not in the file: llama.cpp runs all loops for every token")
+        lines += shape.notes
         if vocabulary is None:
             lines.append("note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF")
         lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
@@ -180,6 +173,7 @@ class GGUF(Format):
         """
         reader = open_gguf(path)
         architecture = contents(path, reader, "general.architecture")
+        loops = next((kind.loops_key for name, kind in ARCHITECTURES if name == architecture), "")
         with told(path):
             tensors = [
                 {
@@ -190,7 +184,7 @@ class GGUF(Format):
         return {
             "format": self.name,
             "architecture": architecture,
-            "n_loops": contents(path, reader, _LOOPS.get(architecture, "")),
+            "n_loops": contents(path, reader, f"{architecture}.{loops}" if loops else ""),
             "n_layers": contents(path, reader, f"{architecture}.block_count"),
             "tokenizer": contents(path, reader, "tokenizer.ggml.model"),
             "n_bytes": path.stat().st_size,
@@ -214,8 +208,8 @@ class GGUF(Format):
         ]
 
 
-def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[str, NDArray[Any]]]]:
-    """Tensors by llama.cpp's names: the type's name, and the bytes or numbers with rows in its order."""
+def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, _Stored]]:
+    """Tensors by llama.cpp's names, with rows in its order."""
     for name, layer in checkpoint.layers.items():
         kind, data = blocks(layer)
         yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
@@ -230,27 +224,25 @@ def _check_head(shape: Shape, ties: Mapping[str, str]) -> None:
 
 
 def _check_type(name: str, dtype: str) -> None:
-    if dtype not in ("F32", "F16", "BF16"):
+    if dtype not in _DENSE:
         raise CheckpointError(f"tensor {name!r}: of type {dtype}; GGUF holds F32, F16 and BF16")
 
 
-def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str, NDArray[Any]]:
+def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> _Stored:
     _check_type(name, tensor.dtype)
     # llama.cpp needs vectors in F32, which holds every 16-bit number.
     if len(tensor.shape) == 1 or tensor.dtype == "F32":
-        return "F32", tensor.float32()[order]
+        return _DENSE["F32"], tensor.float32()[order]
     if tensor.dtype == "F16":
-        return "F16", tensor.array()[order]
+        return _DENSE["F16"], tensor.array()[order]
     bytes_of = np.asarray(tensor.data).reshape(tensor.shape[0], -1)
-    return "BF16", bytes_of[order]
+    return _DENSE["BF16"], bytes_of[order]
 
 
-def _write(
-    path: Path, shape: Shape, stored: Mapping[str, tuple[str, NDArray[Any]]], vocabulary: str | Path | None
-) -> None:
+def _write(path: Path, shape: Shape, stored: Mapping[str, _Stored], vocabulary: str | Path | None) -> None:
     gguf = package()
-    writer = gguf.GGUFWriter(path, shape.architecture)
-    config, kinds = shape.config, {kind for kind, _ in stored.values()}
+    writer, of = gguf.GGUFWriter(path, shape.name), gguf.GGUFValueType
+    config = shape.config
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -261,33 +253,19 @@ def _write(
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    if shape.architecture == DORY:
-        writer.add_rope_freq_base(gguf_dory.rope_base(config))
-        for key, value in gguf_dory.keys(config).items():
-            of = gguf.GGUFValueType
-            writer.add_key_value(key, value, of.UINT32 if isinstance(value, int) else of.get_type(value))
-    else:
-        rope = config.get("rope_parameters") or {}
-        writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if shape.architecture in ("nanbeige", OURO):
-        writer.add_uint32(_LOOPS[shape.architecture], shape.n_loops)
-        skip = bool(config.get("skip_loop_final_norm"))
-        writer.add_bool(f"{shape.architecture}.skip_loop_final_norm", skip)
-    if shape.architecture == HRM:
-        for name, key in CYCLES.items():
-            writer.add_uint32(f"{HRM}.hrm.{key}", config[name])
-        writer.add_bool(f"{HRM}.hrm.prefix_lm", bool(config.get("prefix_lm")))
-        writer.add_embedding_scale(float(config["embedding_scale"]))
-    writer.add_file_type(next(number for kind, number in _KINDS.items() if kind in kinds))
+    for key, value in shape.header().items():
+        kind = of.UINT32 if type(value) is int else of.get_type(value)
+        writer.add_key_value(f"{shape.name}.{key}", value, kind)
+    writer.add_file_type(min((kind for kind, _ in stored.values()), key=lambda kind: kind.place).number)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:
         writer.add_tokenizer_model("none")
     else:
         for entry in _tokenizer(Path(vocabulary)):
             writer.add_key_value(*entry)
-    for name, (kind, data) in stored.items():
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name, (stands, data) in stored.items():
+        raw = gguf.GGMLQuantizationType[stands.name]
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -312,7 +290,8 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     }
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
     # The package knows the size of these blocks but not their values.
-    expected |= {n: partial(_bytes, x) for n, x in checkpoint.layers.items() if x.grid.gguf == "Q2_0"}
+    raw = {n: x for n, x in checkpoint.layers.items() if x.grid.gguf and x.grid.gguf.name == "Q2_0"}
+    expected |= {n: partial(_bytes, x) for n, x in raw.items()}
     n_compared = len(found)
     for name, value in expected.items():
         numbers = value()

@@ -11,7 +11,7 @@ import pytest
 
 from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
-from loopq.formats.gguf_file import _Head
+from loopq.formats.gguf.file import _Head
 from tests.golden import files as golden
 
 

@@ -17,7 +17,7 @@ from loopq.formats import FORMATS
 from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.gguf import blocks
-from loopq.formats.gguf_shape import Shape
+from loopq.layers.grids import LEVELS
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
 from tests.support.marks import slow_unless
@@ -50,8 +50,8 @@ def test_blocks_stand_for_the_very_weights(bits, group_size):
     flipped = dataclasses.replace(layer, scales=-layer.scales)
     for found in (layer, flipped):
         kind, data = blocks(found)
-        assert kind == f"Q{bits}_0"
-        again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+        assert kind.name == f"Q{bits}_0"
+        again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.name])
         assert np.array_equal(again, found.dequantize())
 
 
@@ -63,7 +63,7 @@ def test_blocks_of_levels_stand_for_the_very_weights(levels, kind, group_size):
     weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
     layer = models.rounded("a.weight", weight, bits=4, group_size=group_size, levels=levels)
     found, data = blocks(layer)
-    assert found == kind
+    assert found.name == kind
     again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(again, layer.dequantize())
     assert (layer.scales < 0).any() == (levels == "uneven")
@@ -73,7 +73,7 @@ def test_int2_is_q2_0_with_codes_turned_round():
     weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
     for layer in (models.rounded("a.weight", weight, bits=2, group_size=g) for g in (64, -1)):
         kind, data = blocks(layer)
-        assert kind == "Q2_0"
+        assert kind.name == "Q2_0"
         assert data.shape == (5, 2 * 18)
         each = data.reshape(5, 2, 18)
         codes = each[:, :, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
@@ -107,8 +107,8 @@ def test_outside_the_loop_a_type_may_be_named(tmp_path):
     model, _ = looped()
     settings = {"method": "rtn", "levels": "q5_0", "outside": "q8_0"}
     found = loopq.quantize(model, [list(range(20))] * 2, out=tmp_path / "q", **settings)
-    assert found.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf == "Q5_0"
-    assert found.layers["model.embed_tokens.weight"].grid.gguf == "Q8_0"
+    assert found.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf.name == "Q5_0"
+    assert found.layers["model.embed_tokens.weight"].grid.gguf.name == "Q8_0"
     with pytest.raises(
         ConfigError, match=r"layer model\.layers\.0\.\S+: Q4_K has blocks of 256 weights, and 64"
     ):
@@ -163,127 +163,6 @@ def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path
     other = tensors["blk.1.attn_v.weight"]
     plain = checkpoint.layers["model.layers.1.self_attn.v_proj.weight"].dequantize()
     assert np.array_equal(gguf.quants.dequantize(other.data, other.tensor_type), plain)
-
-
-def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
-    base = {"architectures": ["NanbeigeForCausalLM"]}
-    assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
-    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2, HRM"):
-        Shape.of({"architectures": ["RavenForCausalLM"]})
-    with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
-        Shape.of({**base, "rope_scaling": {"type": "yarn"}})
-    with pytest.raises(CheckpointError, match=r"'model\.gate\.weight': has no place"):
-        Shape.of(base).tensors("model.gate.weight")
-    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
-        Shape.read({"config.json": b"[]"})
-
-
-def _norm(x, weight):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
-
-
-def _logits_by_ouros_graph(path, ids):
-    """The graph of llama.cpp's `src/models/ouro.cpp`, from the file alone, in float64."""
-    reader = gguf.GGUFReader(path)
-    keys = {n.removeprefix("ouro."): f.contents() for n, f in reader.fields.items()}
-    all_weights = {t.name: np.float64(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
-    n, head = len(ids), keys["attention.key_length"]
-    angle = np.arange(n)[:, None, None] / keys["rope.freq_base"] ** (np.arange(0, head, 2) / head)
-
-    def turned(x):
-        even, odd = x[..., ::2], x[..., 1::2]
-        cos, sin = np.cos(angle), np.sin(angle)
-        return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
-
-    x = all_weights["token_embd.weight"][ids]
-    for block in list(range(keys["block_count"])) * keys["num_loops"]:
-        w = {n.split(".")[2]: v for n, v in all_weights.items() if n.startswith(f"blk.{block}.")}
-        given = _norm(x, w["attn_norm"])
-        q, k, v = ((given @ w[f"attn_{part}"].T).reshape(n, -1, head) for part in "qkv")
-        scores = np.einsum("thd,shd->hts", turned(q), turned(k)) / head**0.5
-        share = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
-        out = np.einsum("hts,shd->thd", share / share.sum(-1, keepdims=True), v).reshape(n, -1)
-        x = x + _norm(out @ w["attn_output"].T, w["post_attention_norm"])
-        given = _norm(x, w["ffn_norm"])
-        gate = given @ w["ffn_gate"].T
-        hidden = gate / (1 + np.exp(-gate)) * (given @ w["ffn_up"].T)
-        x = x + _norm(hidden @ w["ffn_down"].T, w["post_ffw_norm"])
-        if block == keys["block_count"] - 1:
-            x = _norm(x, all_weights["output_norm.weight"])
-    return x @ all_weights["output.weight"].T
-
-
-def test_ouro_has_our_logits_by_llama_cpps_graph_and_no_exit_gate(tmp_path):
-    config = {
-        "architectures": ["OuroForCausalLM"], "model_type": "ouro", "vocab_size": 96, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "total_ut_steps": 3,
-    }  # fmt: skip
-    small = {
-        "model_type": "loopq-zoo-ouro", "vocab_size": 96, "n_embd": 64, "intermediate_size": 96, "n_layers": 2,
-        "n_heads": 2, "block_size": 64, "total_ut_steps": 3,
-    }  # fmt: skip
-    torch.manual_seed(3)
-    model = benches.zoo.models.build(small).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.mul_(torch.rand_like(parameter) + 0.5)
-    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
-    write_as(tmp_path / "q", checkpoint, "native")
-    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
-    assert "ouro, 3 loops, 25 tensors" in lines[0]
-    load_into(model, checkpoint)
-    ids = np.random.default_rng(0).integers(0, 96, 20)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(ids)[None], exit_at_step=2).logits[0].double().numpy()
-    found = _logits_by_ouros_graph(tmp_path / "m.gguf", ids)
-    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-    assert any("the exit gate is not in the file" in line for line in lines)
-    for wrong in (None, 0, -1, 2.5, float("nan")):
-        with pytest.raises(CheckpointError, match=r"total_ut_steps is .*needs a positive int there"):
-            Shape.of({**config, "total_ut_steps": wrong}).check_whole()
-    with pytest.raises(CheckpointError, match="rms_norm_eps is nan"):
-        Shape.of({**config, "rms_norm_eps": float("nan")}).check_whole()
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.input_layernorm_2\.weight': has no place"):
-        Shape.of({**config, "architectures": ["NanbeigeForCausalLM"]}).tensors(
-            "model.layers.0.input_layernorm_2.weight"
-        )
-
-
-def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
-    """Names of llama.cpp's converter and loader; the low stack comes first, and halves of heads stay halves."""
-    from transformers import HrmTextConfig, HrmTextForCausalLM
-
-    config = HrmTextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        num_layers_per_stack=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, H_cycles=2, L_cycles=3,
-    )  # fmt: skip
-    torch.manual_seed(2)
-    model = HrmTextForCausalLM(config).eval()
-    told = {**config.to_dict(), "architectures": ["HrmTextForCausalLM"]}
-    checkpoint = models.checkpoint_of(model, told, bits=4, levels="q5_0", group_size=32)
-    write_as(tmp_path / "m.gguf", checkpoint, "gguf")
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    found = {name.removeprefix("hrm_text."): field.contents() for name, field in reader.fields.items()}
-    expected = {
-        "general.architecture": "hrm_text", "block_count": 2 * 2 * (3 + 1), "hrm.layers_per_stack": 2,
-        "hrm.h_cycles": 2, "hrm.l_cycles": 3, "hrm.prefix_lm": True, "embedding_scale": config.embedding_scale,
-        "rope.dimension_count": 16, "context_length": config.max_position_embeddings,
-    }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
-    tensors = {t.name: t for t in reader.tensors}
-    parts = ["attn_q", "attn_k", "attn_v", "attn_gate", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
-    names = {f"blk.{i}.{part}.weight" for i in range(4) for part in parts}
-    assert set(tensors) == names | {"hrm.z_l_init", "token_embd.weight", "output.weight"}
-    for stack, first in (("L", 0), ("H", 2)):
-        layer = checkpoint.layers[f"model.{stack}_module.layers.1.self_attn.q_proj.weight"]
-        value = tensors[f"blk.{first + 1}.attn_q.weight"]
-        assert np.array_equal(gguf.quants.dequantize(value.data, value.tensor_type), layer.dequantize())
-    with pytest.raises(CheckpointError, match=r"has no place in a GGUF of architecture hrm_text"):
-        Shape.of(told).tensors("model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(CheckpointError, match=r"config\.json: L_cycles is None"):
-        Shape.of({**told, "L_cycles": None}).check_whole()
 
 
 @pytest.fixture
@@ -431,11 +310,17 @@ def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
         loopq.export(tmp_path, tmp_path / "none.gguf", "gguf")
 
 
-def test_what_the_file_cannot_do_without_is_asked_of_the_config():
-    _, checkpoint = looped()
-    whole = json.loads(checkpoint.side_files["config.json"])
-    for broken in ({"vocab_size": "96"}, {"rms_norm_eps": None}, {"hidden_size": True}):
-        with pytest.raises(CheckpointError, match=rf"config\.json: {next(iter(broken))} is"):
-            Shape.of({**whole, **broken}).check_whole()
-    with pytest.raises(CheckpointError, match="66 rows are no pairs in each of 4 heads"):
-        Shape.of(whole).rows("model.layers.0.self_attn.q_proj.weight", 66)
+def test_a_file_is_called_by_the_number_of_its_type():
+    grids = [LEVELS.get(name)(4, 32, "float16") for name in TYPES if name not in ("q2_0", "mxfp4")]
+    types = {grid.gguf for grid in grids}
+    assert len({kind.place for kind in types}) == len({kind.number for kind in types}) == len(grids)
+    for kind in types:
+        found = gguf.LlamaFileType(kind.number).name
+        assert found in (f"MOSTLY_{kind.name}", f"MOSTLY_{kind.name}_S")
+
+
+def test_a_mixed_file_is_called_by_its_type_of_lowest_place(tmp_path):
+    _, found = looped(bits=8)
+    one = looped(levels="q4_0")[1].layers["model.layers.0.mlp.up_proj.weight"]
+    write_as(tmp_path / "m.gguf", dataclasses.replace(found, layers={**found.layers, one.name: one}), "gguf")
+    assert gguf.GGUFReader(tmp_path / "m.gguf").fields["general.file_type"].contents() == 2

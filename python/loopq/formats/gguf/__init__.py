@@ -1,0 +1,14 @@
+"""GGUF: one file of llama.cpp. Spec: docs/formats/gguf.md.
+
+| file | holds |
+| --- | --- |
+| `file` | reading of any GGUF file, through the package `gguf` |
+| `shape` | base of the architectures: names of tensors, order of rows and layers, keys of the header |
+| `model` | the format |
+
+Each of the others is an architecture of llama.cpp.
+"""
+
+from loopq.formats.gguf.model import GGUF, blocks
+
+__all__ = ["GGUF", "blocks"]

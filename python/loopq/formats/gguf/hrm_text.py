@@ -1,0 +1,50 @@
+"""HRM-Text in llama.cpp: a low stack that runs several times for each run of the high one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from loopq.formats.gguf.shape import ARCHITECTURES, Shape
+
+#: Numbers that say how the stacks run.
+_CYCLES = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "L_cycles": "l_cycles"}
+
+
+@ARCHITECTURES.register("hrm_text")
+class HRMTextShape(Shape):
+    """Two stacks, the low one before the high one. llama.cpp counts a layer once per run."""
+
+    classes: ClassVar[tuple[str, ...]] = ("HrmTextForCausalLM",)
+    needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps", *_CYCLES)
+    pairs: ClassVar[bool] = False
+
+    @property
+    def n_loops(self) -> int:
+        """Runs of the high stack."""
+        return int(self.config["H_cycles"])
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model, once per run."""
+        return int(self.config["num_layers_per_stack"]) * self.n_loops * (int(self.config["L_cycles"]) + 1)
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """Name prefixes of layers with the number of the first."""
+        return {
+            "model.L_module.layers.": 0,
+            "model.H_module.layers.": int(self.config["num_layers_per_stack"]),
+        }
+
+    def tensors(self, name: str) -> list[str]:
+        """As in `Shape`, with the low stack's first state."""
+        return ["hrm.z_l_init"] if name == "model.z_L_init" else super().tensors(name)
+
+    def header(self) -> dict[str, Any]:
+        """As in `Shape`, with the cycles."""
+        cycles = {f"hrm.{key}": self.config[name] for name, key in _CYCLES.items()}
+        more = {
+            "hrm.prefix_lm": bool(self.config.get("prefix_lm")),
+            "embedding_scale": float(self.config["embedding_scale"]),
+        }
+        return super().header() | cycles | more

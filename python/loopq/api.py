@@ -6,11 +6,12 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
@@ -35,6 +36,8 @@ from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out
 from loopq.run.together import Team
 from loopq.settings.execution import Execution
+from loopq.settings.declare import Settings
+from loopq.settings.registry import did_you_mean
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Describes, Discovers
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
     from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
+    from loopq.run.keywords import MeasureKeywords, QuantizeKeywords, SolveKeywords
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -60,7 +64,7 @@ def quantize(
     ranks: Ranks | None = None,
     keep: Sequence[str] = (),
     requantize: bool = False,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
 
@@ -83,7 +87,7 @@ def quantize(
         that cannot hold the result is refused before the run. The default is loopq's own format.
     ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
-    keep : sequence of str
+    keep : str or sequence of str
         Patterns of tensors in the model's files that stay bit for bit unchanged. Codes of a quantized file may too.
     requantize : bool
         Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
@@ -114,14 +118,14 @@ def quantize(
     >>> len(result.layers) > 0
     True
     """
-    config, execution, take = _options(config, options)
+    config, execution, take = _options(options, config or QuantConfig(), Execution(), CalibrationTake())
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
     config = config.for_format(own_format)
     team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
     with output(out, execution, write, shared=team is not None) as (execution, finish):
         loaded, depth = at_depths(open_source(model, requantize), n_steps)
-        kept = Kept.of(loaded.folder, keep)
+        kept = Kept.of(loaded.folder, listed(keep, tuple[str, ...]))
         if keep:
             steps = loaded.system.n_steps if depth is None else depth
             config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
@@ -169,7 +173,7 @@ def solve(
     out: str | Path | None = None,
     several: bool = False,
     shard: tuple[int, int] | None = None,
-    **options: Any,
+    **options: Unpack[SolveKeywords],
 ) -> Checkpoint | None:
     """Quantize from a calibration dump. It needs no torch and gives the same bytes as `quantize`.
 
@@ -205,7 +209,7 @@ def solve(
     CheckpointError
         `out` holds something else.
     """
-    config, execution, _ = _options(config, options, None)
+    config, execution = _options(options, config or QuantConfig(), Execution())
     refuse_rollouts(config, "a dump", "use `quantize`")
     team = None
     if several or shard is not None:
@@ -261,12 +265,12 @@ def load(
 
 def evaluate(
     model: Model,
-    checkpoints: Sequence[str | Path] | Mapping[str, Checkpoint],
+    checkpoints: str | Path | Sequence[str | Path] | Mapping[str, Checkpoint],
     text: Prompts = None,
     *,
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> list[Measurement]:
     """Measure checkpoints against the full-precision model on held-out text, with paired initial states.
 
@@ -274,7 +278,7 @@ def evaluate(
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Full-precision model. The same kinds as in `quantize` are accepted.
-    checkpoints : sequence of paths, or mapping of str to Checkpoint
+    checkpoints : path, sequence of paths, or mapping of str to Checkpoint
         Checkpoints of that model in any format of `loopq.formats.FORMATS`. Results of `quantize` are given by name.
     text : TokenSet, token ids, path, or None
         Held-out prompts. None takes the evaluation text that ships with loopq.
@@ -303,7 +307,9 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    _, execution, take = _options(None, options, Take)
+    execution, take = _options(options, Execution(), Take())
+    if isinstance(checkpoints, str | Path):
+        checkpoints = [checkpoints]
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
@@ -336,7 +342,7 @@ def diagnose(
     n_steps: int | None = None,
     only: Sequence[str] | None = None,
     name: str = "",
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> dict[str, Any]:
     """Measure the effect of the loop on its own error: ranks by step, exposure, ablation, spectral radius.
 
@@ -350,7 +356,7 @@ def diagnose(
         Settings of the diagnosis.
     n_steps : int, optional
         Depth. The model's own depth is the default.
-    only : sequence of str, optional
+    only : str or sequence of str, optional
         Sections to run (`loopq.diagnosis.sections.SECTIONS`). By default all sections that the system supports run.
     name : str
         Name of the model in the result.
@@ -365,7 +371,8 @@ def diagnose(
     from loopq.diagnosis.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
-    _, execution, take = _options(None, options, Take)
+    execution, take = _options(options, Execution(), Take())
+    only = listed(only, tuple[str, ...])
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
     depth = loaded.system.n_steps if n_steps is None else n_steps
@@ -431,23 +438,24 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
     return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
 
 
-def _options(
-    config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] | None = CalibrationTake
-) -> tuple[QuantConfig, Execution, Take]:
-    """Divide keywords among their settings; `prompts` is the type of the prompt settings, if any."""
-    execution, take = Execution(), (prompts or Take)()
-    of_prompts = set(take.flat()) if prompts else set()
-    known = flat_names() | set(execution.flat()) | of_prompts | {"preset"}
+def _options(options: Mapping[str, Any], *bases: Settings) -> list[Any]:
+    """Divide keywords among settings, and return these with their changes. A preset changes several."""
+    names = [set(base.flat()) for base in bases]
+    if isinstance(bases[0], QuantConfig):
+        names[0] = flat_names() | {"preset"}
+    known = set().union(*names)
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    found = config or QuantConfig()
-    if options.get("preset") is not None:
-        found = found.preset(options["preset"])
-        if prompts is CalibrationTake:
-            take = take.changed(**PROMPTS.get(options["preset"], {}))
-    return (
-        found.changed(**{k: v for k, v in options.items() if k in flat_names()}),
-        execution.changed(**{k: v for k, v in options.items() if k in execution.flat()}),
-        take.changed(**{k: v for k, v in options.items() if k in of_prompts}),
-    )
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"unknown setting {', '.join(unknown)}{hint}; known: {', '.join(sorted(known))}")
+    changes = [{k: v for k, v in options.items() if k in own and k != "preset"} for own in names]
+    preset = options.get("preset")
+    if preset is None:
+        return [base.changed(**own) for base, own in zip(bases, changes, strict=True)]
+    return [_preset(base, preset).changed(**own) for base, own in zip(bases, changes, strict=True)]
+
+
+def _preset(settings: Settings, name: str) -> Settings:
+    if isinstance(settings, QuantConfig):
+        return settings.preset(name)
+    return settings.changed(**PROMPTS.get(name, {})) if isinstance(settings, CalibrationTake) else settings

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from loopq.annotations import hints, is_union
 from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
 from loopq.diagnosis.config import DiagnoseConfig
@@ -17,7 +18,6 @@ from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.settings.declare import Leaf, Settings, leaves, lowered
 from loopq.settings.execution import Execution
-from loopq.storage.annotations import hints, is_union
 
 FILE = Path(__file__).with_name("settings.md")
 KEYWORDS = Path(__file__).parents[1] / "python" / "loopq" / "run" / "keywords.py"

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import loopq
-from loopq.api import weights_of
 from loopq.calibrate.collect import collect_rows
 from loopq.errors import CheckpointError, ConfigError, DumpError
 from loopq.formats import native as store
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, weights_of
 from loopq.models.replace import replaced
 from loopq.storage.files import RawTensor
 from tests.support.runs import SETTINGS, digest, job_of

@@ -1,4 +1,4 @@
-"""The public functions: quantize a model, solve a dump, load, evaluate, export and diagnose."""
+"""The public functions: quantize a model, solve a dump, load, evaluate, diagnose, and generate text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
@@ -17,15 +14,17 @@ from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluation.compare import compare, content
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
-from loopq.inference.restore import load_checkpoint
-from loopq.models.depths import Depths
-from loopq.models.from_python import wrap
-from loopq.models.load import LoadedModel, load_model, to_device
+from loopq.inference.generate import Generation
+from loopq.inference.restore import load_checkpoint, open_any
+from loopq.inference.text import Continuation
+from loopq.models.depths import at_depths
+from loopq.models.from_python import open_model
+from loopq.models.load import LoadedModel
 from loopq.run.allocate import allocate
-from loopq.run.config import PROMPTS, QuantConfig, flat_names
+from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import quantized_format, refuse_early
 from loopq.run.kept import Kept
@@ -36,8 +35,6 @@ from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out
 from loopq.run.together import Team
 from loopq.settings.execution import Execution
-from loopq.settings.declare import Settings
-from loopq.settings.registry import did_you_mean
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Describes, Discovers
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
     from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
-    from loopq.run.keywords import MeasureKeywords, QuantizeKeywords, SolveKeywords
+    from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -118,13 +115,13 @@ def quantize(
     >>> len(result.layers) > 0
     True
     """
-    config, execution, take = _options(options, config or QuantConfig(), Execution(), CalibrationTake())
+    config, execution, take = divided(options, config or QuantConfig(), Execution(), CalibrationTake())
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
     config = config.for_format(own_format)
     team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
     with output(out, execution, write, shared=team is not None) as (execution, finish):
-        loaded, depth = at_depths(open_source(model, requantize), n_steps)
+        loaded, depth = at_depths(_open_source(model, requantize), n_steps)
         kept = Kept.of(loaded.folder, listed(keep, tuple[str, ...]))
         if keep:
             steps = loaded.system.n_steps if depth is None else depth
@@ -209,7 +206,7 @@ def solve(
     CheckpointError
         `out` holds something else.
     """
-    config, execution = _options(options, config or QuantConfig(), Execution())
+    config, execution = divided(options, config or QuantConfig(), Execution())
     refuse_rollouts(config, "a dump", "use `quantize`")
     team = None
     if several or shard is not None:
@@ -307,7 +304,7 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    execution, take = _options(options, Execution(), Take())
+    execution, take = divided(options, Execution(), Take())
     if isinstance(checkpoints, str | Path):
         checkpoints = [checkpoints]
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
@@ -371,7 +368,7 @@ def diagnose(
     from loopq.diagnosis.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
-    execution, take = _options(options, Execution(), Take())
+    execution, take = divided(options, Execution(), Take())
     only = listed(only, tuple[str, ...])
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
@@ -380,82 +377,71 @@ def diagnose(
     return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
 
 
-def open_model(model: Model) -> LoadedModel:
-    """Load a model by its name, or wrap a given one. Any torch module goes through discovery."""
-    if isinstance(model, LoadedModel):
-        return model
-    return load_model(model) if isinstance(model, str | Path) else wrap(model)
+@overload
+def generate(
+    model: Model, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+) -> str: ...
 
 
-def open_source(model: Model, requantize: bool = False) -> LoadedModel:
-    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder.
+@overload
+def generate(
+    model: Model, prompt: Sequence[int], *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+) -> list[int]: ...
+
+
+def generate(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    n_steps: int | None = None,
+    **options: Unpack[GenerateKeywords],
+) -> str | list[int]:
+    """Continue a text.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel, LoopedSystem or torch module
+        Model, as in `quantize`, or a checkpoint. A checkpoint's codes stay in memory. Load it once
+        (``loopq.load(folder, quantized=True)``) for several calls.
+    prompt : str or sequence of int
+        Text, or token ids.
+    n_steps : int, optional
+        Depth. The model's own depth is the default.
+    **options
+        Settings of `loopq.inference.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
+
+    Returns
+    -------
+    str or list of int
+        Text after the prompt, or its token ids if the prompt has token ids. It ends before a token that ends the text.
 
     Raises
     ------
-    CheckpointError
-        loopq wrote the folder, and `requantize` is not given.
+    ConfigError
+        The prompt is empty, the model generates no text, or prompt and text exceed its positions.
+
+    Notes
+    -----
+    Layers with codes run on the processor in loopq's runner if it gives the logits of a rollout. Otherwise the model's
+    own cache is used, and without one every token is computed from all earlier ones.
+
+    Examples
+    --------
+    >>> import loopq
+    >>> len(loopq.generate("huginn_small", [84, 104, 101], n_tokens=4))
+    4
     """
+    (settings,) = divided(options, Generation())
+    loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
+    text = Continuation(loaded, prompt, n_steps, settings)
+    written = "".join(text)
+    return written if isinstance(prompt, str) else text.ids
+
+
+def _open_source(model: Model, requantize: bool) -> LoadedModel:
+    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
     if isinstance(model, str | Path):
         found = restore.open_source(Path(model), requantize=requantize)
         if found is not None:
             return found
     return open_model(model)
-
-
-def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
-    """Return the model with rollouts at one or several depths, and the depth to use."""
-    if n_steps is None or isinstance(n_steps, int):
-        return loaded, n_steps
-    if len(n_steps) == 1:
-        return loaded, n_steps[0]
-    return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None
-
-
-def open_any(
-    model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
-) -> LoadedModel:
-    """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
-
-    Parameters
-    ----------
-    model : str or Path
-        Checkpoint of any format, embedded model, folder or hub id.
-    quantized, activations
-        As in `load`. They apply to checkpoints.
-    **loading
-        As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
-    """
-    if not is_checkpoint(Path(model)):
-        return load_model(model, **loading)
-    trusted = loading.get("trust_remote_code", False)
-    loaded = load(model, quantized=quantized, activations=activations, trust_remote_code=trusted)
-    to_device(loaded.model, loading.get("device", "cpu"))
-    return loaded
-
-
-def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
-    """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
-    return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
-
-
-def _options(options: Mapping[str, Any], *bases: Settings) -> list[Any]:
-    """Divide keywords among settings, and return these with their changes. A preset changes several."""
-    names = [set(base.flat()) for base in bases]
-    if isinstance(bases[0], QuantConfig):
-        names[0] = flat_names() | {"preset"}
-    known = set().union(*names)
-    unknown = sorted(set(options) - known)
-    if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise ConfigError(f"unknown setting {', '.join(unknown)}{hint}; known: {', '.join(sorted(known))}")
-    changes = [{k: v for k, v in options.items() if k in own and k != "preset"} for own in names]
-    preset = options.get("preset")
-    if preset is None:
-        return [base.changed(**own) for base, own in zip(bases, changes, strict=True)]
-    return [_preset(base, preset).changed(**own) for base, own in zip(bases, changes, strict=True)]
-
-
-def _preset(settings: Settings, name: str) -> Settings:
-    if isinstance(settings, QuantConfig):
-        return settings.preset(name)
-    return settings.changed(**PROMPTS.get(name, {})) if isinstance(settings, CalibrationTake) else settings

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
@@ -18,7 +17,7 @@ from loopq.diagnosis.context import Context
 from loopq.diagnosis.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import Measurement, compare
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, weights_of
 from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page
 from loopq.run.auto import choose_metric

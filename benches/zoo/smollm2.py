@@ -42,7 +42,7 @@ import loopq
 from benches.zoo.train import text_loss
 from loopq.calibrate.data import windows
 from loopq.calibrate.dump import MANIFEST
-from loopq.demo import VARIANTS
+from loopq.commands.variants import VARIANTS
 from loopq.layers.loop_spec import LOOP
 from loopq.models.load import load_model
 from loopq.run.config import PRESETS

@@ -130,7 +130,7 @@ def _solved(
     for bits, group_size in grids:
         for label, settings in rows:
             asked = source.plan(QuantConfig.of(**settings, bits=bits, group_size=group_size))
-            config = choose_metric(asked, source).config
+            config = choose_metric(asked, source.job).config
             ours = config.layer.method.gradients
             for one in drawn if ours else [others]:
                 layers = solve_from(one.plan(config), one, sums if ours else sums_of_others)

@@ -7,8 +7,9 @@ import re
 import pytest
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+import loopq
 from loopq.commands import output
-from loopq.commands.output import extras, layer_table, measurement_table, spans, spread_table
+from loopq.commands.output import extras, layer_table, measurement_table, spans, spread_table, whole
 from loopq.errors import CheckpointError
 from tests.support.checkpoints import checkpoint, layer
 

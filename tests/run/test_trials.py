@@ -29,18 +29,18 @@ def tried():
         used,
         held,
         config,
-        try_grids(ModelSource.of(loaded.system, used, config), config, BITS, held),
+        try_grids(ModelSource.of(loaded.system, used, config, n_steps=4), config, BITS, held),
     )
 
 
 def test_layers_and_bytes_are_those_of_a_quantization(tried):
     loaded, used, held, config, trials = tried
     for trial in trials:
-        alone = loopq.quantize(loaded, used, config, bits=trial.bits)
+        alone = loopq.quantize(loaded, used, config, bits=trial.bits, n_steps=4)
         assert all(alone.layers[name].same_as(layer) for name, layer in trial.checkpoint.layers.items())
         assert set(alone.layers) == set(trial.checkpoint.layers)
         assert trial.checkpoint.n_bytes == alone.n_bytes
-        _, measured = loopq.evaluate(loaded, {"alone": alone}, held)
+        _, measured = loopq.evaluate(loaded, {"alone": alone}, held, n_steps=4)
         assert trial.measured.kl.mean() == pytest.approx(measured.kl.mean(), rel=1e-4)
 
 
@@ -48,9 +48,10 @@ def test_the_estimate_is_within_a_factor_of_1_5_on_other_text(tried):
     """On the evaluation text, with all prompts in use."""
     loaded, _, _, config, trials = tried
     results = {
-        str(bits): loopq.quantize(loaded, None, config, bits=bits, n_prompts=16, seq_len=64) for bits in BITS
+        str(bits): loopq.quantize(loaded, None, config, bits=bits, n_prompts=16, seq_len=64, n_steps=4)
+        for bits in BITS
     }
-    _, *measured = loopq.evaluate(loaded, results, n_prompts=16, seq_len=64)
+    _, *measured = loopq.evaluate(loaded, results, n_prompts=16, seq_len=64, n_steps=4)
     for trial, found in zip(trials, measured, strict=True):
         assert 1 / 1.5 < trial.measured.kl.mean() / found.kl.mean() < 1.5
 

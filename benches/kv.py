@@ -23,8 +23,8 @@ from torch import Tensor
 import benches.zoo.register  # noqa: F401  registers the classes of the zoo
 import loopq
 from benches.quality.peers_table import processor
-from loopq.inference.generate import prompt_ids
 from loopq.inference.runner import Runner
+from loopq.inference.text import prompt_ids
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 

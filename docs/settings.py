@@ -1,13 +1,18 @@
-"""Write settings.md out of the settings' own declarations: `python docs/settings.py`."""
+"""Write settings.md and the types of keywords out of the settings' declarations: `python docs/settings.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
-from loopq.calibrate.prompts import CalibrationTake
+from loopq.annotations import hints, is_union
+from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
 from loopq.diagnosis.config import DiagnoseConfig
+from loopq.formats import FORMATS
 from loopq.inference.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
@@ -15,6 +20,7 @@ from loopq.settings.declare import Leaf, Settings, leaves, lowered
 from loopq.settings.execution import Execution
 
 FILE = Path(__file__).with_name("settings.md")
+KEYWORDS = Path(__file__).parents[1] / "python" / "loopq" / "run" / "keywords.py"
 HEAD = """# Settings
 
 Every setting has one name. It is a keyword in Python (`loopq.quantize(model, bits=3)`) and an option (`--bits
@@ -73,5 +79,74 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
+_MODULE = '''"""Types of the keywords of public functions. `python docs/settings.py` writes this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from loopq.quantizers import Method
+from loopq.quantizers.config import LayerConfig, Override
+from loopq.run.budget import Fit
+from loopq.run.inputs import Inputs
+from loopq.terminal.progress import Progress
+'''
+
+
+def keywords() -> str:
+    """Return the module with the types of keywords."""
+    formats = {option.name: option for _, target in FORMATS for option in target.options}
+    texts = {
+        name: (_type(Literal[o.choices]) if o.choices else "str") + " | None" for name, o in formats.items()
+    }
+    preset = {"preset": f"{_type(Literal[tuple(PRESETS)])} | None"}
+    take = _typed(Take)
+    more = {name: text for name, text in _typed(CalibrationTake).items() if name not in take}
+    own = [
+        ("ExecutionKeywords", ("TypedDict",), "how a run is carried out", _typed(Execution)),
+        ("TakeKeywords", ("TypedDict",), "number and length of prompts", take),
+        ("SolveKeywords", ("ExecutionKeywords",), "`solve`", preset | _typed(QuantConfig)),
+        ("QuantizeKeywords", ("SolveKeywords", "TakeKeywords"), "`quantize`", more),
+        ("MeasureKeywords", ("TakeKeywords", "ExecutionKeywords"), "`evaluate` and `diagnose`", {}),
+        ("GenerateKeywords", ("TypedDict",), "`generate`", _typed(Generation)),
+        ("ExportKeywords", ("TypedDict",), "`export`: options of formats", texts),
+    ]
+    return _MODULE + "".join(map(_class, *zip(*own, strict=True)))
+
+
+def _class(name: str, bases: Iterable[str], of: str, entries: dict[str, str]) -> str:
+    head = f'\n\nclass {name}({", ".join(bases)}, total=False):\n    """Keywords of {of}."""\n'
+    return head + "\n" * bool(entries) + "".join(f"    {key}: {text}\n" for key, text in entries.items())
+
+
+def _typed(kind: type[Settings]) -> dict[str, str]:
+    """Return the types of all keywords of some settings: flat names and the fields themselves."""
+    found: dict[str, list[str]] = {}
+    for name, entries in leaves(kind).items():
+        found[name] = [_type(leaf.annotation) for leaf in entries]
+        found[name] += [
+            _type(hints(leaf.owner)[leaf.path[-1]]) for leaf in entries if "choice" in leaf.metadata
+        ]
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if "parse" not in field.metadata or not field.metadata["option"]:
+            found.setdefault(field.name, []).append(_type(hints(kind)[field.name]))
+    return {name: " | ".join(dict.fromkeys(" | ".join(texts).split(" | "))) for name, texts in found.items()}
+
+
+def _type(annotation: Any) -> str:
+    """Return the source of an annotation. Any sequence is taken for a tuple."""
+    members = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(map(repr, members))}]".replace("'", '"')
+    if is_union(annotation):
+        return " | ".join(map(_type, members))
+    if members:
+        return f"Sequence[{_type(members[0])}]"
+    return "None" if annotation is type(None) else str(annotation.__name__)
+
+
 if __name__ == "__main__":
     FILE.write_text(page(), "utf-8")
+    KEYWORDS.write_text(keywords(), "utf-8")

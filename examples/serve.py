@@ -1,7 +1,6 @@
 """Quantize, export for other tools, and generate text with four-bit weights."""
 
 import loopq
-from loopq.inference.generate import Decoder, Generation, decode, generate, prompt_ids
 
 loopq.quantize("huginn_small", out="Q", group_size=32, n_prompts=4)
 
@@ -12,6 +11,4 @@ for measured in loopq.evaluate("huginn_small", ["Q", "C"], n_prompts=4):
 
 # quantized=True keeps the codes in memory and multiplies by them.
 loaded = loopq.load("Q", quantized=True)
-settings = Generation(n_tokens=20)
-decoder = Decoder(loaded.system, n_steps=8, settings=settings)
-print(decode(loaded, list(generate(loaded, prompt_ids(loaded, "The sea was"), decoder, settings))))
+print("The sea was" + loopq.generate(loaded, "The sea was", n_tokens=20))

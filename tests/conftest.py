@@ -136,10 +136,10 @@ def solved(tiny_folder, tokens, tmp_path):
 @pytest.fixture(scope="session")
 def small_demo():
     """The demo on one grid and two prompts, for what is shown of it."""
-    from loopq import demo
+    from loopq.commands import variants
     from tests.support.demos import FEWEST
 
-    return demo.run(best=True, **FEWEST)
+    return variants.run(best=True, **FEWEST)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def test_a_message_names_what_is_allowed():
     assert words(int | None) == "a whole number or None"
     assert words(Literal[1, "a"]) == "1, 'a'"
     assert words(Path) == "Path"
-    assert words(tuple[int, ...]) == "tuple[int, ...]"
+    assert words(tuple[int, ...]) == "a list with a whole number in every place"
 
 
 def test_choices_are_those_of_a_literal():

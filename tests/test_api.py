@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import loopq
-from loopq.api import weights_of
 from loopq.calibrate.collect import collect_rows
 from loopq.errors import CheckpointError, ConfigError, DumpError
 from loopq.formats import native as store
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, weights_of
 from loopq.models.replace import replaced
 from loopq.storage.files import RawTensor
 from tests.support.runs import SETTINGS, digest, job_of
@@ -97,6 +96,36 @@ def test_settings_are_objects_or_keywords(loaded, tokens):
     for other in (by_name, both, part):
         assert other.settings["quantization"] == by_object.settings["quantization"]
         assert all(other.layers[n].same_as(x) for n, x in by_object.layers.items())
+
+
+def test_keywords_that_a_function_does_not_read_are_refused(loaded):
+    for wrong in ({"bits": 3}, {"preset": "best"}, {"random_tokens": 0.1}):
+        for call in (lambda: loopq.evaluate(loaded, [], **wrong), lambda: loopq.diagnose(loaded, **wrong)):  # noqa: B023
+            with pytest.raises(ConfigError, match=f"unknown setting {next(iter(wrong))}"):
+                call()
+    with pytest.raises(ConfigError, match=r"unknown setting n_prompts \(did you mean fit_n_prompts"):
+        loopq.solve("nowhere", n_prompts=3)
+
+
+@pytest.mark.parametrize("value", [("*adapter*",), ["*adapter*"], "*adapter*"], ids=["tuple", "list", "text"])
+def test_lists_and_texts_are_taken_where_several_are_asked(loaded, tokens, value, checkpoint_folder):
+    few = tokens.take(0, 1)
+    found = loopq.quantize(loaded, few, exclude=value, method="rtn", group_size=16)
+    assert found.settings["quantization"]["exclude"] == ["*adapter*"]
+    assert found.layers
+    assert not any("adapter" in name for name in found.layers)
+    with pytest.raises(ConfigError, match="exclude must be a list with text in every place; got 3"):
+        loopq.quantize(loaded, few, exclude=3)
+
+
+def test_a_text_is_one_pattern_of_tensors_to_keep(saved_model):
+    with pytest.raises(ConfigError, match=r"keep '\*nothing\*' matches no"):
+        loopq.quantize(saved_model, [[1, 2, 3]], keep="*nothing*", method="rtn", group_size=16)
+
+
+def test_one_path_is_evaluated(loaded, tokens, checkpoint_folder):
+    _, found = loopq.evaluate(loaded, str(checkpoint_folder), tokens.take(0, 1))
+    assert found.name == str(checkpoint_folder)
 
 
 def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpoint_folder):

@@ -102,7 +102,7 @@ def test_wrong_usage_stops_the_program():
         ),
         (["evaluate", "m", "d", "--bits", "4"], "loopq evaluate: error: unknown argument --bits"),
         (["quantize", "m", "more", "--out", "o"], "loopq quantize: error: unknown argument more"),
-        (["quantize", "m"], "the following arguments are required: --out"),
+        (["quantize", "m"], "one of the arguments --out --dry-run --table is required"),
         (["quantize", "m", "--out", "o", "--html", ""], "--html: an empty name"),
         (["evaluate", "m", "q", "--html", ""], "--html: an empty name"),
         (["diagnose", "m", "--json", ""], "--json: an empty name"),

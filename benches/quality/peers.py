@@ -36,7 +36,7 @@ from loopq import __version__, zoo
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
-from loopq.demo import LLM_COMPRESSOR
+from loopq.commands.variants import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes

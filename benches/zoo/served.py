@@ -13,7 +13,7 @@ import json
 import lzma
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from loopq.calibrate.read import Served, read_tokens
 from loopq.calibrate.written import written
 from loopq.models.load import LoadedModel, load_model
 
-N, LENGTH, BITS, GROUP = 32, 128, 3, 64
+N, LENGTH, GROUP = 32, 128, 64
+BITS: Literal[3] = 3
 #: Kinds of test prompts, and how many of each.
 TESTS, N_TESTS = ("text", "records in the template"), 16
 FIRST = (1,)  # <|im_start|>

@@ -42,7 +42,7 @@ import loopq
 from benches.zoo.train import text_loss
 from loopq.calibrate.data import windows
 from loopq.calibrate.dump import MANIFEST
-from loopq.demo import VARIANTS
+from loopq.commands.variants import VARIANTS
 from loopq.layers.loop_spec import LOOP
 from loopq.models.load import load_model
 from loopq.run.config import PRESETS
@@ -299,7 +299,7 @@ def measure(spec: str, text: Path, n_prompts: int, depths: list[int]) -> None:
         print(f"{spec}, {depth} times: perplexity {math.exp(loss):.2f} on {len(rows)} x {SEQ_LEN} tokens")
 
 
-def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) -> None:
+def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) -> None:
     """Print KL of rounding, of the paper's GPTQ, of the strongest other tool's algorithm and of loopq at equal bits.
 
     Calibrated on 32 x 256 tokens of Wikipedia's articles, measured on 16 x 256 of WikiText-2's test text. What is found

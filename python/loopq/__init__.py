@@ -16,7 +16,7 @@ if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loo
     signal.signal(signal.SIGINT, end_at_once)
 
 from loopq._native import __version__
-from loopq.api import diagnose, evaluate, load, quantize, solve
+from loopq.api import diagnose, evaluate, generate, load, quantize, solve
 from loopq.errors import LoopqError
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import QuantConfig
@@ -33,6 +33,7 @@ __all__ = [
     "diagnose",
     "evaluate",
     "export",
+    "generate",
     "load",
     "quantize",
     "solve",

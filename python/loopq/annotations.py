@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -58,11 +59,25 @@ def fits(value: Any, annotation: Any) -> bool:
     return annotation is Any or getattr(annotation, "_is_protocol", False) or isinstance(value, annotation)
 
 
+def listed(value: Any, annotation: Any) -> Any:
+    """Return a sequence as the tuple that an annotation asks for. A text alone is its one entry.
+
+    Other values stay, for `fits` to refuse.
+    """
+    if get_origin(annotation) is not tuple:
+        return value
+    if isinstance(value, str):
+        return (value,) if get_args(annotation)[0] is str else value
+    return tuple(value) if isinstance(value, Sequence) else value
+
+
 def words(annotation: Any) -> str:
     """Return the allowed values of an annotation, for a message."""
     if get_origin(annotation) is Literal:
         return ", ".join(map(repr, get_args(annotation)))
     if is_union(annotation):
         return " or ".join(words(member) for member in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"a list with {words(get_args(annotation)[0])} in every place"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
     return _WORDS.get(annotation, name)

@@ -1,4 +1,4 @@
-"""The public functions: quantize a model, solve a dump, load, evaluate, export and diagnose."""
+"""The public functions: quantize a model, solve a dump, load, evaluate, diagnose, and generate text."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
+from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluation.compare import compare, content
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
-from loopq.inference.restore import load_checkpoint
-from loopq.models.depths import Depths
-from loopq.models.from_python import wrap
-from loopq.models.load import LoadedModel, load_model, to_device
+from loopq.inference.generate import Generation
+from loopq.inference.restore import load_checkpoint, open_any
+from loopq.inference.text import Continuation
+from loopq.models.depths import at_depths
+from loopq.models.from_python import open_model
+from loopq.models.load import LoadedModel
 from loopq.run.allocate import allocate
-from loopq.run.config import PROMPTS, QuantConfig, flat_names
+from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import quantized_format, refuse_early
 from loopq.run.kept import Kept
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
+    from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -60,7 +61,7 @@ def quantize(
     ranks: Ranks | None = None,
     keep: Sequence[str] = (),
     requantize: bool = False,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
 
@@ -83,7 +84,7 @@ def quantize(
         that cannot hold the result is refused before the run. The default is loopq's own format.
     ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
-    keep : sequence of str
+    keep : str or sequence of str
         Patterns of tensors in the model's files that stay bit for bit unchanged. Codes of a quantized file may too.
     requantize : bool
         Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
@@ -114,14 +115,14 @@ def quantize(
     >>> len(result.layers) > 0
     True
     """
-    config, execution, take = _options(config, options)
+    config, execution, take = divided(options, config or QuantConfig(), Execution(), CalibrationTake())
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
     config = config.for_format(own_format)
     team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
     with output(out, execution, write, shared=team is not None) as (execution, finish):
-        loaded, depth = at_depths(open_source(model, requantize), n_steps)
-        kept = Kept.of(loaded.folder, keep)
+        loaded, depth = at_depths(_open_source(model, requantize), n_steps)
+        kept = Kept.of(loaded.folder, listed(keep, tuple[str, ...]))
         if keep:
             steps = loaded.system.n_steps if depth is None else depth
             config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
@@ -169,7 +170,7 @@ def solve(
     out: str | Path | None = None,
     several: bool = False,
     shard: tuple[int, int] | None = None,
-    **options: Any,
+    **options: Unpack[SolveKeywords],
 ) -> Checkpoint | None:
     """Quantize from a calibration dump. It needs no torch and gives the same bytes as `quantize`.
 
@@ -205,7 +206,7 @@ def solve(
     CheckpointError
         `out` holds something else.
     """
-    config, execution, _ = _options(config, options, None)
+    config, execution = divided(options, config or QuantConfig(), Execution())
     refuse_rollouts(config, "a dump", "use `quantize`")
     team = None
     if several or shard is not None:
@@ -261,12 +262,12 @@ def load(
 
 def evaluate(
     model: Model,
-    checkpoints: Sequence[str | Path] | Mapping[str, Checkpoint],
+    checkpoints: str | Path | Sequence[str | Path] | Mapping[str, Checkpoint],
     text: Prompts = None,
     *,
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> list[Measurement]:
     """Measure checkpoints against the full-precision model on held-out text, with paired initial states.
 
@@ -274,7 +275,7 @@ def evaluate(
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Full-precision model. The same kinds as in `quantize` are accepted.
-    checkpoints : sequence of paths, or mapping of str to Checkpoint
+    checkpoints : path, sequence of paths, or mapping of str to Checkpoint
         Checkpoints of that model in any format of `loopq.formats.FORMATS`. Results of `quantize` are given by name.
     text : TokenSet, token ids, path, or None
         Held-out prompts. None takes the evaluation text that ships with loopq.
@@ -303,7 +304,9 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    _, execution, take = _options(None, options, Take)
+    execution, take = divided(options, Execution(), Take())
+    if isinstance(checkpoints, str | Path):
+        checkpoints = [checkpoints]
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
@@ -336,7 +339,7 @@ def diagnose(
     n_steps: int | None = None,
     only: Sequence[str] | None = None,
     name: str = "",
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> dict[str, Any]:
     """Measure the effect of the loop on its own error: ranks by step, exposure, ablation, spectral radius.
 
@@ -350,7 +353,7 @@ def diagnose(
         Settings of the diagnosis.
     n_steps : int, optional
         Depth. The model's own depth is the default.
-    only : sequence of str, optional
+    only : str or sequence of str, optional
         Sections to run (`loopq.diagnosis.sections.SECTIONS`). By default all sections that the system supports run.
     name : str
         Name of the model in the result.
@@ -365,7 +368,8 @@ def diagnose(
     from loopq.diagnosis.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
-    _, execution, take = _options(None, options, Take)
+    execution, take = divided(options, Execution(), Take())
+    only = listed(only, tuple[str, ...])
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
     depth = loaded.system.n_steps if n_steps is None else n_steps
@@ -373,81 +377,71 @@ def diagnose(
     return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
 
 
-def open_model(model: Model) -> LoadedModel:
-    """Load a model by its name, or wrap a given one. Any torch module goes through discovery."""
-    if isinstance(model, LoadedModel):
-        return model
-    return load_model(model) if isinstance(model, str | Path) else wrap(model)
+@overload
+def generate(
+    model: Model, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+) -> str: ...
 
 
-def open_source(model: Model, requantize: bool = False) -> LoadedModel:
-    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder.
+@overload
+def generate(
+    model: Model, prompt: Sequence[int], *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+) -> list[int]: ...
+
+
+def generate(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    n_steps: int | None = None,
+    **options: Unpack[GenerateKeywords],
+) -> str | list[int]:
+    """Continue a text.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel, LoopedSystem or torch module
+        Model, as in `quantize`, or a checkpoint. A checkpoint's codes stay in memory. Load it once
+        (``loopq.load(folder, quantized=True)``) for several calls.
+    prompt : str or sequence of int
+        Text, or token ids.
+    n_steps : int, optional
+        Depth. The model's own depth is the default.
+    **options
+        Settings of `loopq.inference.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
+
+    Returns
+    -------
+    str or list of int
+        Text after the prompt, or its token ids if the prompt has token ids. It ends before a token that ends the text.
 
     Raises
     ------
-    CheckpointError
-        loopq wrote the folder, and `requantize` is not given.
+    ConfigError
+        The prompt is empty, the model generates no text, or prompt and text exceed its positions.
+
+    Notes
+    -----
+    Layers with codes run on the processor in loopq's runner if it gives the logits of a rollout. Otherwise the model's
+    own cache is used, and without one every token is computed from all earlier ones.
+
+    Examples
+    --------
+    >>> import loopq
+    >>> len(loopq.generate("huginn_small", [84, 104, 101], n_tokens=4))
+    4
     """
+    (settings,) = divided(options, Generation())
+    loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
+    text = Continuation(loaded, prompt, n_steps, settings)
+    written = "".join(text)
+    return written if isinstance(prompt, str) else text.ids
+
+
+def _open_source(model: Model, requantize: bool) -> LoadedModel:
+    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
     if isinstance(model, str | Path):
         found = restore.open_source(Path(model), requantize=requantize)
         if found is not None:
             return found
     return open_model(model)
-
-
-def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
-    """Return the model with rollouts at one or several depths, and the depth to use."""
-    if n_steps is None or isinstance(n_steps, int):
-        return loaded, n_steps
-    if len(n_steps) == 1:
-        return loaded, n_steps[0]
-    return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None
-
-
-def open_any(
-    model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
-) -> LoadedModel:
-    """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
-
-    Parameters
-    ----------
-    model : str or Path
-        Checkpoint of any format, embedded model, folder or hub id.
-    quantized, activations
-        As in `load`. They apply to checkpoints.
-    **loading
-        As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
-    """
-    if not is_checkpoint(Path(model)):
-        return load_model(model, **loading)
-    trusted = loading.get("trust_remote_code", False)
-    loaded = load(model, quantized=quantized, activations=activations, trust_remote_code=trusted)
-    to_device(loaded.model, loading.get("device", "cpu"))
-    return loaded
-
-
-def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
-    """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
-    return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
-
-
-def _options(
-    config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] | None = CalibrationTake
-) -> tuple[QuantConfig, Execution, Take]:
-    """Divide keywords among their settings; `prompts` is the type of the prompt settings, if any."""
-    execution, take = Execution(), (prompts or Take)()
-    of_prompts = set(take.flat()) if prompts else set()
-    known = flat_names() | set(execution.flat()) | of_prompts | {"preset"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    found = config or QuantConfig()
-    if options.get("preset") is not None:
-        found = found.preset(options["preset"])
-        if prompts is CalibrationTake:
-            take = take.changed(**PROMPTS.get(options["preset"], {}))
-    return (
-        found.changed(**{k: v for k, v in options.items() if k in flat_names()}),
-        execution.changed(**{k: v for k, v in options.items() if k in execution.flat()}),
-        take.changed(**{k: v for k, v in options.items() if k in of_prompts}),
-    )

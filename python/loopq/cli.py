@@ -161,6 +161,8 @@ def _usage(sub: argparse.ArgumentParser) -> str:
     """Return the required arguments of a command. The list of options below shows the rest."""
     parts = [sub.prog]
     optional = False
+    # Of alternatives the first one is shown.
+    groups = [g._group_actions[0] for g in sub._mutually_exclusive_groups if g.required]
     for action in sorted(sub._actions, key=lambda action: bool(action.option_strings)):
         positional = not action.option_strings
         name = action.metavar or (
@@ -169,7 +171,7 @@ def _usage(sub: argparse.ArgumentParser) -> str:
         if positional:
             more = f" [{name} ...]" if action.nargs == "+" else ""
             parts.append(f"[{name} ...]" if action.nargs == "*" else f"{name}{more}")
-        elif action.required:
+        elif action.required or action in groups:
             parts.append(f"{action.option_strings[0]} {name}")
         else:
             optional = True

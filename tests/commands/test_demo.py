@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from loopq import demo
 from loopq.cli import main
+from loopq.commands import variants
 
 
 def test_demo_command(capsys, monkeypatch, small_demo, tmp_path):
-    monkeypatch.setattr(demo, "run", lambda **kwargs: small_demo)
+    monkeypatch.setattr(variants, "run", lambda **kwargs: small_demo)
     page = tmp_path / "out" / "demo.html"
     assert main(["demo", "--page", str(page)]) == 0
     text = capsys.readouterr().out

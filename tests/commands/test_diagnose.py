@@ -19,6 +19,9 @@ def test_diagnose_a_model(saved_model, tmp_path, command):
     assert code == 0, err
     assert "transformer.adapter.weight: " in text
     assert "1 of 9 layers feedback-exposed" in text
+    # The numbers of the sections that were asked for.
+    assert {"ranks", "ablation"} <= set(text.splitlines())
+    assert [line for line in text.splitlines() if line.startswith("layers.transformer.adapter.weight ")]
     assert json.loads(data.read_text())["format"] == "loopq-diagnosis"
     html = page.read_text()
     assert html.lstrip().lower().startswith("<!doctype html>")

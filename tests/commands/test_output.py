@@ -7,8 +7,9 @@ import re
 import pytest
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+import loopq
 from loopq.commands import output
-from loopq.commands.output import extras, layer_table, measurement_table, spans, spread_table
+from loopq.commands.output import extras, layer_table, measurement_table, spans, spread_table, whole
 from loopq.errors import CheckpointError
 from tests.support.checkpoints import checkpoint, layer
 
@@ -199,3 +200,21 @@ def test_a_checkpoint_is_shown_with_its_bits_a_weight(capsys):
     made.settings["allocation"] = {}
     with pytest.raises(CheckpointError, match="settings: damaged"):
         output.print_checkpoint(made, None)
+
+
+def test_bytes_of_all_files_and_what_saves_some_are_told(tmp_path):
+    found = {}
+    for outside in (None, 8):
+        out = tmp_path / str(outside)
+        done = loopq.quantize(
+            "huginn_small", out=out, method="rtn", group_size=32, n_steps=1, outside=outside
+        )
+        line = whole(out, done, rounds_outside=outside is None)
+        found[outside] = sum(file.stat().st_size for file in out.iterdir())
+        assert f"({found[outside]:,} bytes)" in line
+        if outside is None:
+            told = re.search(r"--outside 8 saves about ([\d.]+) (kB|MB)", line)
+            saved = float(told[1]) * {"kB": 1e3, "MB": 1e6}[told[2]]
+        else:
+            assert "--outside" not in line
+    assert found[None] - found[8] == pytest.approx(saved, rel=0.1)

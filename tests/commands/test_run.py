@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-import loopq
+from loopq.inference import restore
 
 SHORT = ("--n-tokens", "12")
 
@@ -23,9 +23,10 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     assert code == 0
     assert command("run", quantized, "abc", *SHORT, "--dense")[:2] == (0, dense)
     asked = []
-    load = loopq.api.load
+    load = restore.load_checkpoint
     monkeypatch.setattr(
-        "loopq.api.load", lambda *args, **own: asked.append(own["activations"]) or load(*args, **own)
+        "loopq.inference.restore.load_checkpoint",
+        lambda *args, **own: asked.append(own["activations"]) or load(*args, **own),
     )
     assert command("run", quantized, "abc", *SHORT, "--int8")[0] == 0
     assert asked == ["int8"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.inference.generate import Decoder, Generation, choose, decode, end_ids, generate
+from loopq.inference.generate import Decoder, Generation, choose, end_ids, generate
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked
 from tests.support.marks import slow_unless
-from tests.support.systems import CASES, as_loaded, open_system
+from tests.support.systems import CASES, open_system
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
 
@@ -168,9 +168,3 @@ def test_generation_repeats_and_stops_where_the_model_ends_its_text():
     assert end_ids(loaded) == {found[3]}
     with pytest.raises(ConfigError, match=r"n_tokens 128: .* 7 tokens more than the 128 positions"):
         text(Generation())
-
-
-def test_text_of_bytes_and_of_other_ids():
-    assert decode(load_model("huginn_small"), list("é".encode())) == "é"
-    case = CASES["COCONUT"]
-    assert decode(as_loaded(open_system(case)), [300, 2]) == " 300 2"

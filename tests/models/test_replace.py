@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.api import weights_of
 from loopq.formats import native as store
+from loopq.formats.checkpoint import weights_of
 from loopq.models.replace import placed, replaced
 from loopq.storage.weights import ModelWeights
 from tests.support.accelerator import DEVICE, accelerator

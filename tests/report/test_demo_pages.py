@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from loopq import demo
 from loopq.calibrate.plbert import PLBERT
 from loopq.calibrate.prompts import Take
 from loopq.cli import main
+from loopq.commands import demo
 from loopq.diagnosis import rank
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.report.sections import FIGURES, all_figures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from loopq.quantizers.config import Override
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
+from loopq.terminal.progress import Silent
 from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting
 from tests.support.marks import slow_unless
@@ -66,6 +68,27 @@ def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
     assert facts["layers"][name] == {"bits": 8, "group_size": 8, "levels": "even"}
     assert sum(c["n_bytes"] for c in facts["chosen"]) == sum(x.n_bytes for x in found.layers.values())
     assert {x.grid.bits for n, x in found.layers.items() if n != name} <= {2, 3}
+
+
+def test_grids_and_trials_are_counted(tiny, tokens):
+    class Told(Silent):
+        lines: ClassVar[list[str]] = []
+        stages: ClassVar[dict[str, list[int]]] = {}
+
+        def start(self, label, total, unit):
+            self.now = self.stages.setdefault(f"{label}, {unit}", [total, 0])
+
+        def advance(self, n=1):
+            self.now[1] += n
+
+        def note(self, text):
+            self.lines.append(text)
+
+    asked = Fit(13.95, bits=(2, 3), group_sizes=(16,), n_prompts=1, levels=("even",))
+    found = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1, progress=Told())
+    grids = [line for line in Told.lines if line.startswith("fit: grid")]
+    assert [line[: len("fit: grid 1 of 2")] for line in grids] == ["fit: grid 1 of 2", "fit: grid 2 of 2"]
+    assert Told.stages["ablation, trials"] == [2 * len(found.layers)] * 2
 
 
 @pytest.mark.slow

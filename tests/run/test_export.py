@@ -9,7 +9,7 @@ import pytest
 
 import benches.zoo.models  # noqa: F401  registers the classes
 import loopq
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
 from loopq.formats.convert import read_any, write_as
 from loopq.run.export import export
@@ -85,3 +85,14 @@ def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_pa
     assert main([*args, *more]) == 0
     assert len(read_any(tmp_path / "q").layers) == 9
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".q")] == []
+
+
+def test_engines_are_asked_before_anything_is_written(solved, tmp_path):
+    for engine, kind, match in (
+        ("vlm", ConfigError, "engine must be one of transformers.*; got 'vlm'"),
+        ("llama.cpp", CheckpointError, "llama.cpp reads gguf, not compressed-tensors"),
+    ):
+        with pytest.raises(kind, match=match):
+            loopq.export(solved, tmp_path / "out", "compressed-tensors", engine=engine)
+    assert not (tmp_path / "out").exists()
+    assert loopq.export(solved, tmp_path / "out", "compressed-tensors", engine="transformers").difference == 0

@@ -142,8 +142,14 @@ class Desk(Settings):
         ({"tidy": 1}, "tidy must be true or false; got 1"),
         ({"place": "here"}, "place must be Path or None; got 'here'"),
         ({"ruler": -1.0}, "ruler must be at least 1; got -1.0"),
-        ({"ruler": 3.0, "ruler_marks": [1]}, r"ruler_marks must be tuple\[int, ...\]; got \[1\]"),
-        ({"ruler": 3.0, "ruler_marks": (1, 2.5)}, r"ruler_marks must be tuple\[int, ...\]; got \(1, 2.5\)"),
+        (
+            {"ruler": 3.0, "ruler_marks": ["1"]},
+            r"ruler_marks must be a list with a whole number in every place; got",
+        ),
+        (
+            {"ruler": 3.0, "ruler_marks": (1, 2.5)},
+            r"ruler_marks must be a list with a whole number in every place; got \(1, 2.5\)",
+        ),
     ],
 )
 def test_values_are_checked_against_their_annotation_and_called_by_their_flat_name(changes, match):

@@ -7,21 +7,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
-
-from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import CalibrationTake
+from loopq.calibrate.prompts import Take
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, execution, load
+from loopq.commands.plan import forecasts
 from loopq.errors import ConfigError
-from loopq.models.build import build_shape
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
-from loopq.run.forecast import forecast
 from loopq.terminal.table import render
-
-#: Prompts of a text that a quantization takes by default.
-_PROMPTS = 128
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -65,17 +58,10 @@ def _plan(args: argparse.Namespace) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
     if args.model is None or not (Path(args.model) / "config.json").is_file():
         raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
-    how = execution(args)
-    system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
-    tokens = TokenSet((np.zeros(CalibrationTake().seq_len, np.int64),) * _PROMPTS, "a text", "windows")
-    found, fast = (
-        forecast(system, config, tokens, how, args.n_steps)
-        for config in (QuantConfig(), QuantConfig().preset("fast"))
-    )
+    found, fast = forecasts(args, [QuantConfig(), QuantConfig().preset("fast")], Take())
     print("\n".join(found.lines()))
-    print(
-        f"with --preset fast, without loop metrics: {fast.n_passes} passes, {duration(sum(fast.seconds.values()))}"
-    )
+    seconds = duration(sum(fast.seconds.values()))
+    print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {seconds}")
     return int(found.peak > found.limit)
 
 

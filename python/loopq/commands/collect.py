@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from loopq.api import at_depths
 from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
@@ -27,6 +26,7 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
+from loopq.models.depths import at_depths
 from loopq.run import ranks as in_ranks
 from loopq.run.config import PRESETS
 from loopq.run.dumped import MetricOfDump

@@ -1,16 +1,36 @@
-"""`loopq demo`: the main job on the embedded model."""
+"""`loopq demo`: the main job on the embedded model, and the diagnosis of it and of PL-BERT as pages."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from loopq.commands import COMMANDS, Command
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.plbert import PLBERT, data_folder, load_plbert, phonemes
+from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
+from loopq.commands import COMMANDS, Command, variants
 from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
+from loopq.diagnosis.config import DiagnoseConfig
 from loopq.lazy import require
+from loopq.models.load import LoadedModel, load_model
+from loopq.report.page import write_data, write_page
+from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line
+
+# Few prompts, so that both pages take about as long as the comparison; every page states its counts.
+PAGES = {
+    "huginn_small": DiagnoseConfig(
+        n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10
+    ),
+    PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,)),
+}
+# Batch sizes that are smaller than usual.
+_PAGE_BATCHES = {PLBERT: 2}
+# Prompts for training the update, and prompts for the diagnosis.
+_PAGE_TAKES = {"huginn_small": (Take(16), Take(32)), PLBERT: (Take(4), Take(16))}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +70,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize the embedded model with each variant and print the comparison."""
-    from loopq import demo
     from loopq.report.comparison import write_comparison
 
     if args.html:
@@ -58,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         check_place(args.page)
     with Line() as progress:
-        result = demo.run(
+        result = variants.run(
             best=args.best,
             seeds=range(args.n_seeds),
             metric_seeds=range(args.n_metric_seeds),
@@ -69,6 +88,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
+    _print(result)
+    if args.page:
+        print(f"\nthe same as a page, to open in a browser: {args.page.resolve()}")
+    return 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    """Print the tables of a comparison."""
     cal, held = result["calibration"], result["evaluation"]
     print(
         f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
@@ -91,25 +118,77 @@ def run(args: argparse.Namespace) -> int:
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
-    if args.page:
-        print(f"\nthe same as a page, to open in a browser: {args.page.resolve()}")
-    return 0
 
 
 def _pages(args: argparse.Namespace) -> int:
-    from loopq import demo
-    from loopq.calibrate.plbert import data_folder
-
     require("matplotlib")
     check_place(Path(args.html) / "page.html")
     with Line() as progress:
-        written, left = demo.pages(
+        written, left = pages(
             Path(args.html), data=data_folder(args.data), execution=execution(args, progress=progress)
         )
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
     print("\n".join(left), end="\n" if left else "")
     return 0
+
+
+def pages(
+    out: Path, *, data: Path | None = None, execution: Execution | None = None
+) -> tuple[list[Path], list[str]]:
+    """Diagnose the embedded model and PL-BERT, a published looped checkpoint, and write a page for each.
+
+    Parameters
+    ----------
+    out : Path
+        Folder for `NAME.html` and `NAME.json`. It is created if needed.
+    data : Path, optional
+        Data folder with `models/plbert_kokoro`. Without it PL-BERT is skipped, and the second result says so.
+    execution : Execution, optional
+        Threads and progress.
+
+    Returns
+    -------
+    list of Path
+        The pages.
+    list of str
+        Skipped models, with the reason.
+    """
+    from loopq.diagnosis.context import Context  # lazy: keeps the other commands quick
+    from loopq.diagnosis.survey import diagnose  # lazy: keeps the other commands quick
+
+    execution = execution or Execution()
+    out.mkdir(parents=True, exist_ok=True)
+    written, left_out = [], []
+    for name, config in PAGES.items():
+        if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
+            left_out.append(
+                f"{name}: no page: its weights are not in {data or 'a data folder'}; give --data DIR or set LOOPQ_DATA"
+            )
+            continue
+        loaded, train, held_out = _prepared(name, data)
+        how = execution.changed(batch_size=_PAGE_BATCHES.get(name, execution.batch_size))
+        depth = loaded.system.n_steps
+        found = diagnose(
+            Context(loaded.system, held_out, depth, config, execution=how, train=train), name=name
+        )
+        written.append(write_page(out / f"{name}.html", diagnosis=found))
+        write_data(found, out / f"{name}.json")
+    return written, left_out
+
+
+def _prepared(name: str, data: Path | None) -> tuple[LoadedModel, TokenSet, TokenSet]:
+    """Return a page's model, its training prompts, and its diagnosed prompts."""
+    takes = dict(zip(("calibration", "evaluation"), _PAGE_TAKES[name], strict=True))
+    if name == PLBERT:
+        train, held_out = (phonemes(data, use, t.seq_len, t.n_prompts or 1) for use, t in takes.items())
+        return load_plbert(data), train, held_out
+    loaded = load_model(name)
+    return (
+        loaded,
+        calibration_tokens(loaded, None, takes["calibration"]),
+        evaluation_tokens(loaded, None, takes["evaluation"]),
+    )
 
 
 COMMANDS.register("demo")(Command("quantize the embedded model and print the comparison", add, run, 1))

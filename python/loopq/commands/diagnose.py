@@ -9,6 +9,7 @@ from typing import Any
 from loopq.api import diagnose
 from loopq.calibrate.prompts import calibration_tokens
 from loopq.commands import COMMANDS, Command
+from loopq.commands.numbers import tables
 from loopq.commands.options import (
     add_execution,
     add_settings,
@@ -41,7 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the result as one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the result as data")
     parser.add_argument(
-        "--only", metavar="A,B", help="sections to run (default: all that the model can have)"
+        "--only",
+        metavar="A,B",
+        help="sections to run, and to print with their numbers (default: all that the model can have)",
     )
     parser.add_argument(
         "--quick", action="store_true", help=f"run only {', '.join(QUICK)}: a minute, not many"
@@ -75,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         write_data(found, args.json)
         print(f"data: {args.json}")
     _print(found)
+    for name, section in found["sections"].items() if args.only else ():
+        print(f"\n{name}\n" + "\n\n".join(tables(section)))
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.api import evaluate, open_any
+from loopq.api import evaluate
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
@@ -33,7 +33,9 @@ from loopq.evaluation.items import TASKS, find_task, read_items
 from loopq.evaluation.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
-from loopq.inference.generate import decode, speed
+from loopq.inference.generate import speed
+from loopq.inference.restore import open_any
+from loopq.inference.text import decode
 from loopq.models.load import LoadedModel
 from loopq.report.depths import write_depths
 from loopq.report.page import write_page

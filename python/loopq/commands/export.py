@@ -6,7 +6,7 @@ import argparse
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format, format_options
-from loopq.formats.rules import READS, check_folder_for
+from loopq.formats.rules import READS
 from loopq.run.export import export
 
 
@@ -37,9 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and print its size."""
     options = format_options(args)
-    if args.engine is not None:
-        check_folder_for(args.engine, args.format, args.folder, args.ragged)
-    done = export(args.folder, args.out, args.format, trust_remote_code=args.trust_remote_code, **options)
+    trusted, engine = args.trust_remote_code, args.engine
+    done = export(args.folder, args.out, args.format, trust_remote_code=trusted, engine=engine, **options)
     print("\n".join(done.lines()))
     return 0
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from loopq.annotations import choices_of
-from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
 from loopq.formats.base import Option
 from loopq.formats.convert import settings_of
-from loopq.inference.restore import open_source
+from loopq.inference.restore import open_any, open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model, to_device

@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loopq.errors import CheckpointError
+from loopq.formats.checkpoint import Checkpoint
+from loopq.run.outside import LEAST
 from loopq.storage.schema import checked
 from loopq.terminal.table import render, short, size
 
@@ -145,10 +148,10 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
     columns: list[tuple[str, list[str | None]]] = [
         *[("steps", depths)] * bool(depths),
         ("weights", [s["name"] for s in summaries]),
-        ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
+        ("squared relative error" if hidden else "KL (nats)", [divergence(s["kl"]) for s in summaries]),
     ]
     if any("kl_sd" in s for s in summaries):
-        columns.append(("sd", [_divergence(s["kl_sd"]) if "kl_sd" in s else None for s in summaries]))
+        columns.append(("sd", [divergence(s["kl_sd"]) if "kl_sd" in s else None for s in summaries]))
     if any(s.get("kl_95") for s in summaries):
         columns.append(("95 %", [_ends(s.get("kl_95")) for s in summaries]))
     if hidden:
@@ -173,7 +176,7 @@ def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
     rows = []
     for s in summaries:
         t = s["tokens"]
-        marks = [_divergence(v) for v in (t["quantiles"][50], *(t["quantiles"][i] for i in (90, 99, 100)))]
+        marks = [divergence(v) for v in (t["quantiles"][50], *(t["quantiles"][i] for i in (90, 99, 100)))]
         top = f"{100 * t['same_top']:.3f} ± {100 * t['same_top_error']:.3f} %"
         kl = f"{t['kl']:.6f} ± {t['kl_error']:.6f}"
         rows.append((s["name"], kl, *marks, top, f"{t['perplexity']:.4f}"))
@@ -182,13 +185,13 @@ def spread_table(summaries: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _divergence(value: float) -> str:
+def divergence(value: float) -> str:
     """Five digits after the point, or three significant ones if those would all be zero."""
     return f"{value:.5f}" if value == 0.0 or value >= 5e-4 else f"{value:.2e}"
 
 
 def _ends(interval: Sequence[float] | None) -> str | None:
-    return None if interval is None else f"[{_divergence(interval[0])}, {_divergence(interval[1])}]"
+    return None if interval is None else f"[{divergence(interval[0])}, {divergence(interval[1])}]"
 
 
 def print_checkpoint(checkpoint: Any, out: str | None) -> None:
@@ -211,6 +214,21 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     print("\n".join(lines), end="\n" if lines else "")
     if out:
         print(f"written to {out}, read back and compared")
+
+
+def whole(path: Path, checkpoint: Checkpoint, *, rounds_outside: bool) -> str:
+    """Return the line about the bytes of all files, and about the setting that makes them smaller."""
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    n_bytes = sum(file.stat().st_size for file in files)
+    text = f"whole of {path}: {size(n_bytes)} ({n_bytes:,} bytes)"
+    # Matrices that `--outside` rounds have no smaller side than this.
+    matrices = [t for t in checkpoint.dense.values() if len(t.shape) == 2 and min(t.shape) >= LEAST]
+    rest = sum(int(t.data.size) for t in matrices)
+    if not rounds_outside or 10 * rest < n_bytes:
+        return text
+    # Codes of 8 bits, and scales of two bytes for groups of 128 or fewer columns.
+    saved = rest - sum(int(t.shape[0] * t.shape[1]) for t in matrices)
+    return f"{text}, of it {size(rest)} outside the loop; --outside 8 saves about {size(saved)} of them"
 
 
 def extras(settings: dict[str, Any]) -> list[str]:
@@ -236,7 +254,7 @@ def _choices(allocation: dict[str, Any]) -> str:
         else:
             grid = f"{c['bits']} bits, {c['levels']} levels, groups of {c['group_size']}"
         rows.append(
-            (name, grid, size(c["n_bytes"]), _divergence(c["cost"]), f"{100 * c['cost'] / total:.1f} %")
+            (name, grid, size(c["n_bytes"]), divergence(c["cost"]), f"{100 * c['cost'] / total:.1f} %")
         )
     return render(("layers", "chosen", "bytes", "predicted KL", "share"), rows)
 

@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
 from loopq.commands.options import execution
 from loopq.evaluation.layers import N_PROMPTS, layer_errors
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, weights_of
 from loopq.models.load import LoadedModel
 from loopq.report.weights import tensors
 from loopq.systems.base import LoopedSystem

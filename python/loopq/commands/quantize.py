@@ -34,8 +34,9 @@ from loopq.commands.options import (
     ranks_of_environment,
     take,
 )
-from loopq.commands.output import print_checkpoint
+from loopq.commands.output import print_checkpoint, whole
 from loopq.commands.page import known
+from loopq.commands.plan import dry_run, several_bits, table
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import LoopqError
 from loopq.formats.base import Format
@@ -59,6 +60,8 @@ _EXAMPLES = """examples:
   loopq quantize MODEL --out DIR --preset best     more accurate, slower
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
   loopq quantize MODEL --out DIR --fit 12GB        grids that fit a size
+  loopq quantize MODEL --dry-run                   memory and time of the same
+  loopq quantize MODEL --table 2,3,4               size and estimated KL of three grids
 `loopq evaluate MODEL DIR` says how far the result is from the original;
 docs/quantizers.md has measured comparisons"""
 
@@ -75,8 +78,19 @@ _RARE = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="new folder for the checkpoint; for gguf a new file"
+    result = parser.add_mutually_exclusive_group(required=True)
+    result.add_argument("--out", metavar="DIR", help="new folder for the checkpoint; for gguf a new file")
+    result.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print memory and time instead, for a folder from config.json alone; --memory then limits everything, the "
+        "model included",
+    )
+    result.add_argument(
+        "--table",
+        type=several_bits,
+        metavar="2,3,4",
+        help="print size and estimated KL for each of these bits instead, from one collection",
     )
     for name, metavar, text in _RARE:
         parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
@@ -105,6 +119,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
+    if args.out is None:
+        config = quant_config(args, adopt_like(args)).for_format(quantized_format(args.format).own)
+        return dry_run(args, config) if args.dry_run else table(args, config)
     job = _Job.of(args)
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
@@ -115,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print_checkpoint(result, str(job.out) if job.target.own else None)
         print("".join(f"{line}\n" for line in lines), end="")
+        rounds = job.target.holds_tables and job.config.outside is None and job.config.fit is None
+        print(whole(job.out, result, rounds_outside=rounds))
         measured = None if job.text is None else job.measure(result, job.text)
     if args.html:
         job.write_page(result, measured)
@@ -249,7 +268,7 @@ COMMANDS.register("quantize")(
         run,
         10,
         epilog=_EXAMPLES,
-        keeps=lambda args: work_folder(args.out),
+        keeps=lambda args: None if args.out is None else work_folder(args.out),
         together=True,
     )
 )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_settings, add_source, given, load_any
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
-from loopq.inference.generate import Decoder, Generation, decode, generate, prompt_ids
+from loopq.inference.generate import Generation
+from loopq.inference.text import Continuation
 from loopq.models.load import LoadedModel
 
 _EXAMPLES = """examples:
@@ -48,19 +47,17 @@ def run(args: argparse.Namespace) -> int:
     """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
     loaded = _open(args)
-    n_steps = args.n_steps if args.n_steps is not None else loaded.system.n_steps
-    ids = prompt_ids(loaded, sys.stdin.read() if args.prompt == "-" else args.prompt)
-    decoder = Decoder(loaded.system, n_steps, settings)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = Continuation(loaded, prompt, args.n_steps, settings)
+    decoder, n_prompt = text.decoder, len(text.prompt)
     cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
     if not decoder.no_runner:
         cache = "loopq's runner"
-    _say(f"{loaded.system.name}, {n_steps} steps, {len(ids)} tokens of prompt; {cache}")
-    start = time.perf_counter()
-    times = [start]
-    for text in _pieces(loaded, generate(loaded, ids, decoder, settings), times):
-        print(text, end="", flush=True)
+    _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {cache}")
+    for piece in text:
+        print(piece, end="", flush=True)
     print()
-    _say(_speed(len(ids), times, decoder.depths))
+    _say(_speed(n_prompt, text.times, decoder.depths))
     return 0
 
 
@@ -70,20 +67,6 @@ def _open(args: argparse.Namespace) -> LoadedModel:
         option = "--dense" if args.dense else "--int8"
         raise ConfigError(f"{option}: {args.model} is not a quantized checkpoint; leave the option away")
     return load_any(args, quantized=not args.dense, activations="int8" if args.int8 else "float")
-
-
-def _pieces(loaded: LoadedModel, tokens: Iterator[int], times: list[float]) -> Iterator[str]:
-    """Text as it becomes certain: the last decoded character may wait for its other bytes."""
-    ids: list[int] = []
-    printed = ""
-    for token in tokens:
-        times.append(time.perf_counter())
-        ids.append(token)
-        text = decode(loaded, ids)
-        if not text.endswith("�"):
-            yield text[len(printed) :]
-            printed = text
-    yield decode(loaded, ids)[len(printed) :]
 
 
 def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:

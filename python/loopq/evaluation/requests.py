@@ -10,7 +10,8 @@ import numpy as np
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import NonFiniteError, model_code
-from loopq.inference.generate import Decoder, Generation, decode, end_ids, generate
+from loopq.inference.generate import Decoder, Generation, end_ids, generate
+from loopq.inference.text import decode
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution

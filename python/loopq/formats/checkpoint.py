@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
 from loopq.layers.layer import QuantizedLayer
@@ -177,3 +178,8 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
                 kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
                 what = float_to_raw(what.in_model_orientation(), kind)
             own[name].copy_(to_torch(what))
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
+    """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
+    return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}

@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
-from loopq.formats.convert import read_any
 from loopq.formats.fitting import Ragged
 from loopq.formats.native import NATIVE
 from loopq.layers.layer import QuantizedLayer
@@ -225,9 +224,13 @@ def check_engine(
 
     Raises
     ------
+    ConfigError
+        The engine is unknown.
     CheckpointError
         If a rule applies. The message names the layer, the engine's limit and a remedy.
     """
+    if engine not in READS:
+        raise ConfigError(f"engine must be one of {', '.join(READS)}; got {engine!r}")
     if format_name not in READS[engine]:
         raise CheckpointError(f"{engine} reads {', '.join(READS[engine])}, not {format_name}")
     if system is not None and system not in RUNS[engine]:
@@ -244,9 +247,3 @@ def check_engine(
                 f"{engine} does not take {rule.what} (layer {names[0]}, {len(names)} in all; {rule.known}). Instead: "
                 f"{rule.instead}. Without --engine the file is written all the same"
             )
-
-
-def check_folder_for(engine: str, format_name: str, folder: str, ragged: Ragged | None = None) -> None:
-    """`check_engine` for a checkpoint on the disk."""
-    checkpoint = read_any(folder)
-    check_engine(engine, format_name, checkpoint.layers, checkpoint.settings.get("system"), ragged)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from loopq.errors import ConfigError, LoopqError
 from loopq.lazy import require
-from loopq.models.load import LoadedModel, encode_bytes
+from loopq.models.load import LoadedModel
 from loopq.settings.declare import Settings, setting
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Continues, Exits, FixedLength, Programmed, ServedByCache, marked
@@ -299,70 +299,6 @@ def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: i
     for end in ends:
         decoder(prompt[:end])
     return len(ends) / (time.perf_counter() - start) if ends else None
-
-
-def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, with the tokenizer's special tokens before it.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Gives the tokenizer, and the tokens that the model needs after the prompt.
-    prompt : str
-        Text.
-
-    Returns
-    -------
-    list of int
-        Token ids.
-
-    Raises
-    ------
-    ConfigError
-        If the prompt has no tokens, or is no text.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as cause:
-        raise ConfigError(f"the prompt is no text in UTF-8, from character {cause.start} on") from None
-    special = hasattr(loaded.tokenizer, "decode")
-    if special:
-        ids = list(loaded.tokenizer(prompt).input_ids)
-    else:
-        ids = _numbers(prompt) if loaded.no_text else list(loaded.encode(prompt))
-    if not ids:
-        raise ConfigError("the prompt has no tokens: give at least one character")
-    return marked(loaded.system, ids)
-
-
-def _numbers(prompt: str) -> list[int]:
-    """Token ids of a prompt."""
-    words = prompt.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
-    return [int(word) for word in words]
-
-
-def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Gives the tokenizer.
-    ids : sequence of int
-        Token ids.
-
-    Returns
-    -------
-    str
-        Text without special tokens. An unfinished UTF-8 character at its end becomes U+FFFD.
-    """
-    if hasattr(loaded.tokenizer, "decode"):
-        return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
-    if loaded.encode is encode_bytes and max(ids, default=0) < 256:
-        return bytes(ids).decode("utf-8", "replace")
-    return "".join(f" {i}" for i in ids)
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint, load_into
-from loopq.formats.convert import read_any
+from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.formats.quantized_folder import RECORD
 from loopq.models.build import build_model
 from loopq.models.files import find_names
-from loopq.models.load import LoadedModel
+from loopq.models.load import LoadedModel, load_model, to_device
 
 if TYPE_CHECKING:
     from loopq.inference.layout import Activations
@@ -80,3 +80,27 @@ def load_checkpoint(
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)
+
+
+def open_any(
+    model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
+) -> LoadedModel:
+    """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
+
+    Parameters
+    ----------
+    model : str or Path
+        Checkpoint of any format, embedded model, folder or hub id.
+    quantized, activations
+        As in `loopq.load`. They apply to checkpoints.
+    **loading
+        As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
+    """
+    if not is_checkpoint(Path(model)):
+        return load_model(model, **loading)
+    trusted = loading.get("trust_remote_code", False)
+    loaded = load_checkpoint(
+        read_any(Path(model)), quantized=quantized, activations=activations, trust_remote_code=trusted
+    )
+    to_device(loaded.model, loading.get("device", "cpu"))
+    return loaded

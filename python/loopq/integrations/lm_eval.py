@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.api import open_any
 from loopq.evaluation.requests import (
     Request,
     encode_pair,
@@ -19,6 +18,7 @@ from loopq.evaluation.requests import (
     prefix_id,
 )
 from loopq.inference.generate import Decoder, Generation
+from loopq.inference.restore import open_any
 from loopq.lazy import require
 from loopq.settings.execution import Execution
 

@@ -14,6 +14,8 @@ from loopq.systems.capabilities import Describes, Discovers, FixedLength
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from loopq.models.load import LoadedModel
+
 
 class Depths(LoopedSystem):
     """Adapter that wraps another one and runs several depths in one rollout.
@@ -90,3 +92,12 @@ class Depths(LoopedSystem):
     @keeps_graph.setter
     def keeps_graph(self, value: bool) -> None:
         self.system.keeps_graph = value
+
+
+def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
+    """Return the model with rollouts at one or several depths, and the depth to use."""
+    if n_steps is None or isinstance(n_steps, int):
+        return loaded, n_steps
+    if len(n_steps) == 1:
+        return loaded, n_steps[0]
+    return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None

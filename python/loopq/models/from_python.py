@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
-from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, to_device
+from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, load_model, to_device
 from loopq.models.plain import plain
 from loopq.models.systems.generic import Generic
 from loopq.systems import find_system, fitting_systems
@@ -15,6 +15,13 @@ from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def open_model(model: str | Path | LoadedModel | LoopedSystem | nn.Module) -> LoadedModel:
+    """Load a model by its name, or wrap a given one. Any torch module goes through discovery."""
+    if isinstance(model, LoadedModel):
+        return model
+    return load_model(model) if isinstance(model, str | Path) else wrap(model)
 
 
 def wrap(

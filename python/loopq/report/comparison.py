@@ -27,7 +27,7 @@ def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
     Parameters
     ----------
     result : mapping
-        What `loopq.demo.run` returns.
+        What `loopq.commands.variants.run` returns.
     out : path
         HTML file.
 

@@ -135,7 +135,11 @@ def _solved(
     observed = any(task.input_group for task in part.tasks)
     sums = source.all_steps(part, name) if observed else source.sums(part, ())
     weights = {}
-    for of_grid, (choice, whole) in zip(found, grids, strict=True):
+    for number, (of_grid, (choice, whole)) in enumerate(zip(found, grids, strict=True), 1):
+        named = ", ".join(f"{key} {value}" for key, value in choice.items())
+        source.execution.progress.note(
+            f"fit: grid {number} of {len(grids)} ({named}), {len(part.tasks)} layers"
+        )
         own = {t.name: t for t in whole.tasks}
         candidate = dataclasses.replace(whole, tasks=tuple(own[t.name] for t in part.tasks))
         for layer in solve_from(candidate, source, sums).values():
@@ -182,7 +186,7 @@ def _costs(
     if asked.score == "fisher":
         return loop_fisher(job.system, weights, tokens, n_steps=n_steps, execution=execution, journal=journal)
     costs: dict[tuple[str, str], float] = {}
-    progress.start("ablation", len(plan.tasks), "layers")
+    progress.start("ablation", len(weights), "trials")
     for task in plan.tasks:
         # All candidates of a layer share one full-precision rollout. A kill loses only these.
         piece = journal.find(task.name)
@@ -193,6 +197,6 @@ def _costs(
             found = {label: float(m.kl.mean()) for label, m in zip(variants, each, strict=True)}
             journal.save(task.name, costs=found)
         costs |= {(task.name, label): cost for label, cost in found.items()}
-        progress.advance()
+        progress.advance(len(found))
     progress.stop()
     return costs

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from loopq.calibrate.prompts import CalibrationTake
 from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
@@ -16,6 +17,7 @@ from loopq.run.budget import Fit
 from loopq.run.inputs import Inputs
 from loopq.settings.declare import Settings, block, choice, leaves, optional, setting
 from loopq.settings.patterns import check_syntax
+from loopq.settings.registry import did_you_mean
 
 #: Named settings: closest to full precision, with gradients; the same without gradients; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -151,6 +153,35 @@ class QuantConfig(Settings):
 def flat_names() -> set[str]:
     """Every flat name of a run's settings."""
     return set(leaves(QuantConfig)) | {f.name for f in dataclasses.fields(QuantConfig)}
+
+
+def divided(options: Mapping[str, Any], *bases: Settings) -> list[Any]:
+    """Divide keywords among settings, and return these with their changes. "preset" changes several.
+
+    Raises
+    ------
+    ConfigError
+        None of the settings has a keyword, or a value is not allowed.
+    """
+    names = [set(base.flat()) for base in bases]
+    if isinstance(bases[0], QuantConfig):
+        names[0] = flat_names() | {"preset"}
+    known = set().union(*names)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"unknown setting {', '.join(unknown)}{hint}; known: {', '.join(sorted(known))}")
+    changes = [{k: v for k, v in options.items() if k in own and k != "preset"} for own in names]
+    preset = options.get("preset")
+    if preset is None:
+        return [base.changed(**own) for base, own in zip(bases, changes, strict=True)]
+    return [_preset(base, preset).changed(**own) for base, own in zip(bases, changes, strict=True)]
+
+
+def _preset(settings: Settings, name: str) -> Settings:
+    if isinstance(settings, QuantConfig):
+        return settings.preset(name)
+    return settings.changed(**PROMPTS.get(name, {})) if isinstance(settings, CalibrationTake) else settings
 
 
 def refuse_outside(config: QuantConfig, who: str, instead: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Format, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
+from loopq.formats.rules import check_engine
 from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
@@ -32,6 +33,8 @@ from loopq.systems.base import Batch
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from loopq.run.keywords import ExportKeywords
 
 #: Functions that open a path, by the source of a format.
 _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
@@ -79,7 +82,8 @@ def export(
     n_prompts: int = 2,
     seq_len: int = 16,
     trust_remote_code: bool = False,
-    **options: Any,
+    engine: str | None = None,
+    **options: Unpack[ExportKeywords],
 ) -> Exported:
     """Write a checkpoint in another tool's format and check the result on disk.
 
@@ -96,6 +100,9 @@ def export(
         Number and length of random prompts for the comparison of logits.
     trust_remote_code : bool
         Allow code from the model's files to run. The comparison of logits may need it.
+    engine : str, optional
+        Refuse, before anything is written, what this engine is known to refuse: "transformers", "vllm", "sglang",
+        "gptqmodel" or "llama.cpp" (docs/formats/engines.md).
     **options
         Options of the format. "ragged" ("keep", "split" or "pad") handles a shorter last group in compressed-tensors,
         gptq, gptq_v2 and marlin. "vocabulary" names a GGUF file with the tokenizer for gguf. "steps" selects the steps
@@ -109,11 +116,15 @@ def export(
     Raises
     ------
     CheckpointError
-        The format cannot hold the checkpoint, or the values read back differ from the solved ones.
+        The format or the engine cannot hold the checkpoint, or the values read back differ from the solved ones.
     ConfigError
-        The format does not exist, or does not read an option.
+        The format or the engine does not exist, or the format does not read an option.
     """
     out = Path(out)
+    if engine is not None:
+        taken = FORMATS.get(format_name).taken(options)
+        source = source if isinstance(source, Checkpoint) else read_any(source)
+        check_engine(engine, format_name, source.layers, source.settings.get("system"), taken.get("ragged"))
     with new_or_same(out) as place:
         done = exported(source, place, format_name, n_prompts, seq_len, trust_remote_code, **options)
     if place != out:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from loopq.annotations import choices_of, fits, hints, is_union, words
+from loopq.annotations import choices_of, fits, hints, is_union, listed, words
 from loopq.errors import ConfigError
 from loopq.settings.registry import Registry, did_you_mean
 
@@ -119,12 +119,17 @@ class Leaf:
 
 
 class Settings:
-    """Base of settings types: frozen dataclasses with values that are checked against their annotations."""
+    """Base of settings types: frozen dataclasses with values that are checked against their annotations.
+
+    Any sequence is taken where several values are asked, and a text as the only one of them.
+    """
 
     def __post_init__(self) -> None:
         kinds = hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
+            value = listed(getattr(self, field.name), kinds[field.name])
+            check(field.name, value, kinds[field.name], field.metadata)
+            object.__setattr__(self, field.name, value)
 
     def flat(self) -> dict[str, Any]:
         """Return every plain value by its flat name, and a choice by the name of its entry."""

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from loopq import demo
 from loopq.calibrate.prompts import CalibrationTake, Take
+from loopq.commands import variants
 from loopq.errors import ConfigError
 from tests.support.demos import SMALL
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return demo.run(best=True)
+    return variants.run(best=True)
 
 
 def check(result):
@@ -38,8 +38,8 @@ def check(result):
 
 
 def test_trajectory_beats_one_step_beats_rounding(monkeypatch):
-    monkeypatch.setattr(demo, "VARIANTS", demo.VARIANTS[:3])
-    (grid,) = demo.run(**SMALL)["grids"]
+    monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[:3])
+    (grid,) = variants.run(**SMALL)["grids"]
     for rounded, one_step, trajectory in zip(*(v["kl_by_seed"] for v in grid["variants"]), strict=True):
         assert trajectory < 0.9 * one_step < 0.9 * rounded
 
@@ -82,11 +82,11 @@ def test_readme_shows_what_the_demo_prints(whole):
 @pytest.mark.slow
 def test_the_spread_over_draws_is_that_of_its_rows(monkeypatch):
     with pytest.raises(ConfigError, match="at least one draw"):
-        demo.run(metric_seeds=())
+        variants.run(metric_seeds=())
     # One without the metric, and the default with it.
-    monkeypatch.setattr(demo, "VARIANTS", (demo.VARIANTS[0], ("loopq", {})))
+    monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[0], ("loopq", {})))
     few = {"calibration": CalibrationTake(2, 64), "evaluation": Take(2, 64), "metric_seeds": (0, 1)}
-    found = demo.run(**SMALL | few)
+    found = variants.run(**SMALL | few)
     other, default = found["grids"][0]["variants"]
     assert "kl_sd" not in other
     a, b = default["kl_by_metric_seed"]

@@ -3,7 +3,7 @@
 One place of a module is changed at a time, in a copy of the working tree. Then the test at the mirrored path runs
 alone: `loopq/a/b.py` is judged by `tests/a/test_b.py`. The changes are those of mutation tests: another comparison, a
 moved boundary, another operator, another number, a condition turned round, a statement removed, two arguments swapped.
-Annotations and the keywords `frozen` and `strict` stay. Places are drawn in a random order that a seed decides, so any
+Annotations and the keywords `frozen` and `strict` stay. Places are drawn in an order by lot that a seed decides, so any
 number of them is a sample. A result is kept for as long as neither the module nor its test changes; an interrupted
 run continues.
 """
@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -121,18 +120,23 @@ def untouched(tree: ast.AST) -> set[int]:
     return found
 
 
-def mutants() -> list[Mutant]:
-    """Every change of every module of the package, module by module."""
-    found = []
+def lot(seed: int) -> list[Mutant]:
+    """Every change of every module of the package, in an order by lot.
+
+    A change's place in the order depends on itself alone, so a sample stays nearly the same when other code changes.
+    """
+    found: dict[str, Mutant] = {}
     for module in modules():
-        left = untouched(module.tree)
+        left, seen = untouched(module.tree), Counter[str]()
         for n, node in enumerate(ast.walk(module.tree)):
-            if id(node) not in left:
-                line = getattr(node, "lineno", 0)
-                found += [
-                    Mutant(module.name, n, k, operator, line) for k, (operator, _) in enumerate(changes(node))
-                ]
-    return found
+            if id(node) in left:
+                continue
+            for k, (operator, _) in enumerate(changes(node)):
+                text = f"{seed} {module.name} {operator} {ast.dump(node)}"
+                seen[text] += 1
+                key = hashlib.sha256(f"{text} {seen[text]}".encode()).hexdigest()
+                found[key] = Mutant(module.name, n, k, operator, getattr(node, "lineno", 0))
+    return [mutant for _, mutant in sorted(found.items())]
 
 
 def changed_text(text: str, mutant: Mutant) -> str:
@@ -291,9 +295,8 @@ def main() -> None:
         importlib.import_module(name)
     args.work.mkdir(parents=True, exist_ok=True)
     results, copy = Results(args.work / "results.jsonl"), Copy(args.work / f"copy-{os.getpid()}")
-    drawn = mutants()
-    random.Random(args.seed).shuffle(drawn)
-    drawn = [m for m in drawn[: args.sample] if not args.only or m.module.startswith(tuple(args.only))]
+    drawn = lot(args.seed)[: args.sample]
+    drawn = [m for m in drawn if not args.only or m.module.startswith(tuple(args.only))]
     found = []
     try:
         for mutant in drawn:

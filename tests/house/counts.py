@@ -274,9 +274,10 @@ def defined_twice() -> dict[str, list[str]]:
 
 
 def members(name: str) -> list[str]:
-    """Methods and properties of the one class of that name, Python's own (`__init__`) apart."""
+    """Methods, properties and attributes of the one class of that name, Python's own (`__init__`) apart."""
     (found,) = [c for module in modules() for c in module.classes() if c.name == name]
-    return [f.name for f in found.body if isinstance(f, Function) and not f.name.startswith("__")]
+    named = [f.name for f in found.body if isinstance(f, Function) and not f.name.startswith("__")]
+    return named + [ast.unparse(a.target) for a in found.body if isinstance(a, ast.AnnAssign)]
 
 
 def hidden_imports(of: Iterable[Module]) -> list[str]:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.layers.transforms import Rotation, RotationConfig, hadamard
+from loopq.layers.transforms import (
+    ChannelScale,
+    Rotation,
+    RotationConfig,
+    from_description,
+    hadamard,
+    random_orthogonal,
+)
 from tests.support.problems import correlated, solve
 
 
@@ -77,3 +84,61 @@ def test_a_rotation_spreads_an_outlier_column():
         error = layer.dequantize() - weight
         losses[rotation] = np.trace(error @ hessian @ error.T)
     assert max(losses[k] for k in losses if k != "none") < 0.5 * losses["none"]
+
+
+def test_channel_scales_change_no_product():
+    rng = np.random.default_rng(3)
+    weight, x = rng.normal(size=(5, 12)).astype(np.float32), rng.normal(size=(30, 12)).astype(np.float32)
+    scale = ChannelScale(np.exp2(np.arange(12) % 4 - 1).astype(np.float32))
+    turned = x / scale.scale
+    np.testing.assert_allclose(turned @ scale.fold(weight).T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(scale.unfold(scale.fold(weight)), weight)
+    hessian = x.astype(np.float64).T @ x
+    np.testing.assert_allclose(
+        scale.conjugate(hessian), turned.astype(np.float64).T @ turned, rtol=1e-5, atol=1e-4
+    )
+    assert scale.fold(weight).dtype == scale.unfold(weight).dtype == np.float32
+
+
+def test_a_description_gives_the_transform_back():
+    rotation = Rotation(70, "random", 32, seed=9)
+    assert from_description(rotation.describe(), rotation.arrays()) == rotation
+    assert rotation.arrays() == {}
+    scale = ChannelScale(np.float32([1, 2]))
+    again = from_description(scale.describe(), scale.arrays())
+    assert isinstance(again, ChannelScale)
+    np.testing.assert_array_equal(again.scale, scale.scale)
+    with pytest.raises(ConfigError, match="unknown type 'other'; this file needs a newer loopq"):
+        from_description({"type": "other"}, {})
+
+
+def test_random_rotations_differ_by_seed_and_size_alone():
+    one = random_orthogonal(6, 1)
+    np.testing.assert_array_equal(one, random_orthogonal(6, 1))
+    assert not np.allclose(one, random_orthogonal(6, 2))
+    np.testing.assert_allclose(one @ one.T, np.eye(6), atol=1e-12)
+    _, r = np.linalg.qr(np.random.default_rng([1, 6]).standard_normal((6, 6)))
+    # The signs are those that make R's diagonal positive.
+    found = one.T @ np.random.default_rng([1, 6]).standard_normal((6, 6))
+    assert (np.diag(found) > 0).all()
+    np.testing.assert_allclose(np.abs(np.diag(found)), np.abs(np.diag(r)))
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "other"}, {"block": 0}, {"dim": 0}])
+def test_a_rotation_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ConfigError, match="rotation"):
+        Rotation(**({"dim": 8, "kind": "random", "block": 4} | wrong))
+    assert Rotation(1, "random", 1).sizes() == [1]
+
+
+def test_a_rotation_is_no_wider_than_the_layer():
+    assert RotationConfig("hadamard:64", 3).of(32) == Rotation(32, "hadamard", 32, 3)
+    assert RotationConfig("hadamard:16").of(32) == Rotation(32, "hadamard", 16)
+    assert RotationConfig("random:999999999").kind == "random:999999999"
+    for bad in ("random:1000000000", "random:", "hadamard:08", "none:4"):
+        with pytest.raises(ConfigError, match="got"):
+            RotationConfig(bad)
+
+
+def test_no_hadamard_matrix_of_these_sizes():
+    assert [n for n in range(1, 33) if hadamard(n) is not None] == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32]

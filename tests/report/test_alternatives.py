@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from loopq.report.alternatives import _ticks, alternatives, changed_prompts, facts
+from loopq.report.alternatives import _ticks, alternatives, changed_prompts, comparison, facts
 from tests.report.conftest import measured, summary
 
 
@@ -79,3 +79,65 @@ def test_weights_that_overflow_are_shown_as_such():
     assert "nan</td>" in text
     assert "nan%" not in text
     assert text.count("<circle") == 2
+
+
+def points(text):
+    """Places of the points, from the lowest KL to the highest."""
+    return [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text)]
+
+
+def test_points_stand_at_bytes_and_divergence():
+    text = alternatives(
+        measured(summary("a", 0.5, 500_000), summary("b", 1.0, 1_000_000), summary("c", 0.25, 0))
+    )
+    # The third has no bytes. Axes from 0 to 1 and from 0 to 1 MB, which is 0.74 of 418 from 62.
+    assert points(text) == [(216.7, 254 - 0.5 * 228), (371.3, 26.0)]
+    for tick in ("0", "0.2", "1", "200 kB", "1 MB"):
+        assert f">{tick}</text>" in text
+    assert 'aria-label="a: 500.00 kB, 0.50000; b: 1.00 MB, 1.00000"' in text
+    assert "<h3>KL to" not in text
+    assert "<h3>KL against bytes</h3>" in text
+
+
+def test_a_name_moves_up_only_beside_another():
+    def heights(*found):
+        text = alternatives(measured(*found))
+        names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
+        return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
+
+    assert heights(summary("a", 0.5, 100), summary("b", 0.5, 1000)) == [0, 0]
+    near = heights(summary("a", 0.5, 999), summary("b", 0.5, 1000))
+    assert near[0] == 0
+    assert near[1] == 16
+
+
+def test_facts_compare_with_full_precision():
+    text = facts(measured(summary("Q", 0.02, 1000)))
+    assert "<dt>KL to full precision in nats per token, 95 % interval 0.01000 to 0.04000</dt>" in text
+    assert "<dd>90.00 %</dd>" in text
+    assert "<dt>perplexity, 5.0000 before</dt><dd>5.0000</dd>" in text
+    assert "interval" not in facts(measured(summary("Q", 0.02, kl_95=None)))
+    assert "all weights" not in facts(measured(summary("Q", 0.02, None)))
+
+
+def test_own_rows_are_marked_and_missing_numbers_are_dashes():
+    rows = [summary("ours 1", 0.5), summary("theirs", 1.0, None, kl_95=None, bits_per_byte=None)]
+    first, second = comparison("t", rows, "ours").split("<tbody>")[1].split("</tr>")[:2]
+    assert "<th scope=row class=ours>ours 1</th>" in first
+    assert 'class="plot ours"' in first
+    assert "width:50.0%" in first
+    assert ">1.00 kB</td>" in first
+    assert "ours" not in second
+    assert second.count(">-</td>") == 3
+    plain = comparison("t", [summary("a", 0.5, kl_95=None)])
+    assert "interval" not in plain
+
+
+def test_eight_prompts_are_shown_the_worst_first():
+    found = measured(summary("Q", 1.0, kl_by_prompt=[i / 10 for i in range(10)]))
+    found["prompts"] = [f"prompt {i}" for i in range(10)]
+    text = changed_prompts(found)
+    assert re.findall(r"<th scope=row class=quote>prompt (\d)</th>", text) == list("98765432")
+    assert "8 of 10 prompts" in text
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", text)]
+    assert widths == pytest.approx([100 * i / 9 for i in range(9, 1, -1)], abs=0.06)

@@ -8,6 +8,9 @@ import shutil
 import pytest
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+from loopq.formats.native import NATIVE
+from loopq.report.card import write_card
+from tests.support.checkpoints import checkpoint, layer
 from tests.support.evaluated import FEW
 
 
@@ -82,3 +85,93 @@ def test_a_card_needs_no_model_and_names_each_grid(saved_model, tmp_path, comman
         assert f"weights: {shown}, groups of {group}, " in card
         assert "| KL" not in card
         assert shown in command("inspect", out)[1]
+
+
+TEXT = {"packing": "windows", "n_prompts": 3, "n_tokens": 96, "source": "a text", "n_steps": 4, "n_seeds": 2}
+
+
+def summary(name, **more):
+    """A measurement."""
+    return {
+        "name": name, "output": "logits", "kl": 0.01234, "agreement": 0.9876, "perplexity": 3.0, "n_bytes": 2000,
+    } | more  # fmt: skip
+
+
+def card(tmp_path, *measured, model=None, base=None, text=TEXT):
+    """Lines of the card of a checkpoint with two grids."""
+    folder = tmp_path / "q"
+    if not folder.exists():
+        layers = (
+            layer(8, 64),
+            layer(8, 64, name="c.weight"),
+            layer(8, 64, bits=2, group_size=-1, name="d.weight"),
+        )
+        made = checkpoint(*layers)
+        made.settings["calibration"]["sha256"] = "0123456789abcdef" * 4
+        NATIVE.write(folder, made)
+    return write_card(folder, model, base, measured, text).read_text().splitlines()
+
+
+def test_each_grid_is_counted_with_its_scales(tmp_path):
+    lines = card(tmp_path)
+    assert lines[:7] == ["---", "tags:", "- loopq", "- looped-transformer", "- 2-bit", "- 4-bit", "---"]
+    assert "# q, quantized by loopq" in lines
+    assert "* 2 weights: INT4, groups of 32, float16 scales" in lines
+    assert "* 1 weights: INT2, one scale a row, float16 scales" in lines
+    (first,) = [line for line in lines if line.startswith("A looped transformer")]
+    assert first.startswith("A looped transformer of system `made`: 3 weights of the loop quantized (720 B)")
+    assert first.endswith("Format: native.")
+    assert not [line for line in lines if line.startswith("|")]
+    assert "loopq quantize MODEL --like DIR --calibration TEXT --out NEW" in lines
+
+
+def test_a_row_for_each_measurement_with_the_interval_if_known(tmp_path):
+    lines = card(tmp_path, summary("full"), summary("Q", kl_95=[0.01, 0.02]), model="x/y", base=None)
+    table = [line for line in lines if line.startswith("|")]
+    assert table == [
+        "| weights | KL (nats) | agreement | perplexity | bytes |",
+        "| --- | --- | --- | --- | --- |",
+        "| full | 0.0123 | 98.76 % | 3.0000 | 2.00 kB |",
+        "| Q | 0.0123 [0.01, 0.02] | 98.76 % | 3.0000 | 2.00 kB |",
+    ]
+    (told,) = [line for line in lines if line.startswith("Measured by")]
+    for words in ("3 prompts, 96 tokens of a text", "at 4 steps, 2 initial states"):
+        assert words in told
+    assert "Chunks" not in told
+    assert not (tmp_path / "q" / "card.png").exists()
+    assert "# y, quantized by loopq" in lines
+    assert not [line for line in lines if line.startswith("base_model")]
+
+
+def test_hidden_states_have_a_cosine_and_no_perplexity(tmp_path):
+    hidden = {"output": "hidden"}
+    lines = card(tmp_path, summary("full", **hidden), summary("Q", **hidden))
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == "| weights | squared relative error | cosine | bytes |"
+    assert table[3] == "| Q | 0.0123 | 0.98760 | 2.00 kB |"
+
+
+def test_chunks_have_quantiles_and_a_picture(tmp_path):
+    quantiles = [i / 1000 for i in range(101)]
+    tokens = {"tokens": {"quantiles": quantiles, "kl": 0.05}}
+    lines = card(
+        tmp_path, summary("full", **tokens), summary("Q", **tokens), text=TEXT | {"packing": "chunks"}
+    )
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0].endswith("| perplexity | median KL | 99 % KL | bytes |")
+    assert table[3].endswith("| 3.0000 | 0.05 | 0.099 | 2.00 kB |")
+    (told,) = [line for line in lines if line.startswith("Measured by")]
+    assert "Chunks as of llama.cpp" in told
+    assert (tmp_path / "q" / "card.png").read_bytes().startswith(b"\x89PNG")
+    assert "![KL by token](card.png)" in lines
+
+
+def test_a_hub_id_is_named_with_the_licence_of_its_card(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: mit\n---\nText\n")
+    lines = card(tmp_path, model="some/model", base=base)
+    assert lines[1:4] == ["base_model: some/model", "base_model_relation: quantized", "license: mit"]
+    assert "# some/model, quantized by loopq" in lines
+    (base / "README.md").write_text("license: mit\n")
+    assert "license: mit" not in card(tmp_path, model="some/model", base=base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ Tensors: TypeAlias = "dict[str, Tensor]"
 ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
 #: Names of a cache in arguments and outputs: transformers from 5.24 on, before it, and its recurrences before it.
 _CACHES = ("cache", "past_key_values", "cache_params")
+#: Whether the rollouts of a thread keep their graph.
+_GRAPH = threading.local()
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,6 @@ class LoopedSystem(ABC):
         What a rollout returns.
     state_is_random : bool
         Whether the initial state is drawn, so that pairing of runs matters.
-    keeps_graph : bool
-        Whether `rollout` keeps the graph for gradients. `differentiable` sets it, and every `rollout` reads it.
     fixed_depth : bool
         Whether the calls of a rollout depend on its depth alone, and not on its tokens.
     """
@@ -243,7 +244,6 @@ class LoopedSystem(ABC):
     grows: bool = False
     output: Output = "logits"
     state_is_random: bool = False
-    keeps_graph: bool = False
     fixed_depth: bool = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -325,14 +325,19 @@ class LoopedSystem(ABC):
         """Return the model's early-exit rule, new for each token. None if it has no rule."""
         return None
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether `rollout` keeps the graph for gradients: inside a block of `differentiable`, in its thread."""
+        return getattr(_GRAPH, "kept", False)
+
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[None]:
-        """Keep the graph of rollouts for gradients inside the block."""
-        before, self.keeps_graph = self.keeps_graph, True
+        """Keep the graph of this thread's rollouts for gradients inside the block."""
+        before, _GRAPH.kept = self.keeps_graph, True
         try:
             yield
         finally:
-            self.keeps_graph = before
+            _GRAPH.kept = before
 
     def left_out(self) -> dict[str, str]:
         """Parameters that the loop uses but `shared_parameters` does not list: name and reason.
@@ -444,23 +449,6 @@ def find_prefix(model: nn.Module, marker: str) -> str | None:
         if name == marker or name.endswith("." + marker):
             return str(name).removesuffix(marker)
     return None
-
-
-@contextlib.contextmanager
-def setting(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block and restore them afterwards."""
-    missing = object()
-    before = {name: vars(target).get(name, missing) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                delattr(target, name)
-            else:
-                setattr(target, name, value)
 
 
 def logits_of(output: Any) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
@@ -71,14 +70,8 @@ class Depths(LoopedSystem):
         self.check_depth(n_steps)
         return torch.cat([self.system.rollout(batch, depth) for depth in self.depths], dim=1)
 
-    @contextlib.contextmanager
-    def differentiable(self) -> Iterator[None]:
-        """Delegates to the other adapter, like all that follows."""
-        with self.system.differentiable():
-            yield
-
     def left_out(self) -> dict[str, str]:
-        """See above."""
+        """Delegates to the other adapter, like all that follows."""
         return self.system.left_out()
 
     def missed(self) -> dict[str, str]:

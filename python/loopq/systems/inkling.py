@@ -15,9 +15,9 @@ from loopq.systems.base import (
     logits_of,
     past,
     routing_module,
-    setting,
     stacked_experts,
 )
+from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -113,10 +113,14 @@ class Inkling(LoopedSystem):
 
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
-        with torch.set_grad_enabled(self.keeps_graph), setting(self._config, loop_num_passes=depth):
-            return logits_of(self.model(ids, use_cache=False))
+        with torch.set_grad_enabled(self.keeps_graph):
+            return logits_of(self._passes(depth)(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each layer of each pass."""
-        with setting(self._config, loop_num_passes=n_steps):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self._passes(n_steps)(ids, **past(self.model, cache)))
+
+    def _passes(self, n: int) -> Any:
+        """The model with this number of passes."""
+        return view(self.model, (self._config, changed(self._config, loop_num_passes=n)))

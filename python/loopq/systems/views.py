@@ -1,0 +1,115 @@
+"""Views of a model: modules over the same parameters, in which some objects are others.
+
+A rollout at another depth needs another count in the configuration, or other layers in a list. Changing these in the
+model would change it for every thread. A view is made for one call instead. It copies only the modules that lead to a
+changed object. All others, their hooks, and every parameter are those of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems.base import LoopedSystem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Tables of a module that a copy has for itself: hooks set on a copy do not reach the original.
+_OWN = (
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def view(module: nn.Module, *others: tuple[Any, Any]) -> Any:
+    """Return a module over the same parts, with other objects in place of some.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The original. It does not change.
+    *others : tuple of (object, object)
+        A submodule, a parameter or a configuration (attribute ``config`` of any module), and what stands in its place.
+
+    Returns
+    -------
+    nn.Module
+        The module itself where nothing in it is replaced. A shared submodule stays one object.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> other = view(model, (model[1], nn.Identity()))
+    >>> other[0] is model[0], type(other[1]).__name__, type(model[1]).__name__
+    (True, 'Identity', 'ReLU')
+    """
+    return _seen(module, {id(old): new for old, new in others}, {})
+
+
+def system_of(system: LoopedSystem, *others: tuple[Any, Any]) -> LoopedSystem:
+    """Return the adapter of a view of its model, as of `view`. Hooks set on either do not reach the other."""
+    return _adapter(system, {id(old): new for old, new in others}, {})
+
+
+def changed(config: Any, **values: Any) -> Any:
+    """Return a copy of a configuration with other values."""
+    made = copy.copy(config)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def copied(module: nn.Module, **values: Any) -> Any:
+    """Return a copy of a module over the same parameters, buffers and submodules, with other attributes."""
+    made = object.__new__(type(module))
+    vars(made).update({name: _rebound(value, module, made) for name, value in vars(module).items()})
+    vars(made).update({name: copy.copy(vars(module)[name]) for name in _OWN})
+    vars(made).update(values)
+    return made
+
+
+def _rebound(value: Any, module: Any, made: Any) -> Any:
+    """Bind a method of the module to its copy, also one inside a partial call."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, made)
+    if type(value) is functools.partial:
+        args = (made if a is module else _rebound(a, module, made) for a in value.args)
+        return functools.partial(_rebound(value.func, module, made), *args, **value.keywords)
+    return value
+
+
+def _adapter(system: LoopedSystem, others: Mapping[int, Any], done: dict[int, Any]) -> LoopedSystem:
+    from torch import nn  # lazy: loopq imports without torch
+
+    made = copy.copy(system)
+    for name, value in vars(system).items():
+        if isinstance(value, nn.Module):
+            vars(made)[name] = _seen(value, others, done)
+        elif isinstance(value, LoopedSystem):
+            vars(made)[name] = _adapter(value, others, done)
+    return made
+
+
+def _seen(module: Any, others: Mapping[int, Any], done: dict[int, Any]) -> Any:
+    if id(module) in others:
+        return others[id(module)]
+    if id(module) not in done:
+        tables = {
+            "_modules": {n: None if m is None else _seen(m, others, done) for n, m in module._modules.items()},
+            "_parameters": {n: others.get(id(p), p) for n, p in module._parameters.items()},
+        }
+        own = {n: t for n, t in tables.items() if any(t[k] is not v for k, v in getattr(module, n).items())}
+        config = vars(module).get("config")
+        if config is not None and id(config) in others:
+            own["config"] = others[id(config)]
+        done[id(module)] = copied(module, **own) if own else module
+    return done[id(module)]

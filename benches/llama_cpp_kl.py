@@ -27,7 +27,7 @@ from loopq.calibrate.prompts import Take, evaluation_chunks
 from loopq.evaluation.compare import compare, spread
 from loopq.formats.convert import read_any
 from loopq.models.load import load_model
-from loopq.models.replace import placed, replaced
+from loopq.models.replace import Replaced, placed
 
 ENGINE = """
 import ctypes as C, glob, sys
@@ -85,10 +85,10 @@ def of_loopq(loaded: Any, weights: Any, ids: NDArray[np.int64]) -> NDArray[np.fl
     from loopq.systems.base import Batch
 
     found = []
-    with replaced(loaded.system, placed(loaded.system, weights)):
+    with Replaced(loaded.system, placed(loaded.system, weights)) as system:
         for number, chunk in enumerate(ids):
             batch = Batch(torch.from_numpy(chunk[None]), (number,), 0)
-            out = loaded.system.rollout(batch, loaded.system.n_steps)
+            out = system.rollout(batch, system.n_steps)
             found.append(out[0, ids.shape[1] // 2 : -1].float().numpy())
     return np.concatenate(found)
 

@@ -297,7 +297,11 @@ def load_model(
     checked(_Known, config, folder / "config.json", others=True)
     registered = find_class(config, system, folder / "config.json")
     if registered is not None:
-        model, findings = load_registered(folder, config, registered, allow_pickle)
+        require("torch")
+        from loopq.models.blank import building  # lazy: loopq imports without torch
+
+        with building():
+            model, findings = load_registered(folder, config, registered, allow_pickle)
         model = model.to(dtype=wanted)
     else:
         model, findings = hf.load_hf(

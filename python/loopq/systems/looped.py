@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
-from loopq.layers.loop_spec import LOOP, layer_order
+from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.systems import SYSTEMS
 from loopq.systems.base import (
     Batch,
@@ -168,18 +168,33 @@ def run_loop(model: Any) -> None:
     model : nn.Module
         Changed in place. Its parameters keep their names.
     """
-    model.model.forward = MethodType(_forward, model.model)
+    model.model.__class__ = _looping(_plain(type(model.model)), _Inner)
     if hasattr(model, "generate"):
-        model.generate = MethodType(_generate, model)
+        model.__class__ = _looping(_plain(type(model)), _Generator)
 
 
-def _forward(inner: Any, *args: Any, **kwargs: Any) -> Any:
-    return _whole(inner, inner).forward(*args, **kwargs)
+class _Loops:
+    """Marks the classes of models that run their loop. The class after it runs every layer once."""
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    # The cache takes its number of slots from the configuration, so the whole model is the one with the loop.
-    return _whole(model, model.model).generate(*args, **kwargs)
+class _Inner(_Loops):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _whole(self, self).forward(*args, **kwargs)
+
+
+class _Generator(_Loops):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        # The cache takes its number of slots from the configuration, so the whole model is the one with the loop.
+        return _whole(self, self.model).generate(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _looping(plain: type, loops: type) -> type:
+    return type(f"{PREFIX}{plain.__name__}", (loops, plain), {"__module__": plain.__module__})
+
+
+def _plain(kind: type) -> type:
+    return kind.__mro__[3] if issubclass(kind, _Loops) else kind
 
 
 def _whole(module: Any, inner: Any) -> Any:
@@ -211,9 +226,7 @@ def _in_order(module: Any, inner: Any, order: Sequence[int], norm: bool = True) 
         parts.append((config, changed(config, num_hidden_layers=len(order), **other)))
     made = view(module, *parts)
     for part in (made, getattr(made, "model", made)):
-        for name, own in (("forward", _forward), ("generate", _generate)):
-            if getattr(vars(part).get(name), "__func__", None) is own:
-                delattr(part, name)
+        part.__class__ = _plain(type(part))
     return made
 
 

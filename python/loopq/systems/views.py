@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -55,9 +56,23 @@ def view(module: nn.Module, *others: tuple[Any, Any]) -> Any:
     return _seen(module, {id(old): new for old, new in others}, {})
 
 
-def system_of(system: LoopedSystem, *others: tuple[Any, Any]) -> LoopedSystem:
-    """Return the adapter of a view of its model, as of `view`. Hooks set on either do not reach the other."""
-    return _adapter(system, {id(old): new for old, new in others}, {})
+def system_of(system: LoopedSystem, *others: tuple[nn.Parameter, nn.Parameter]) -> LoopedSystem:
+    """Return the adapter of a copy of its model with other parameters in place of some.
+
+    Every module is copied, so hooks set on either model do not reach the other. All other tensors are shared.
+    """
+    from torch import nn  # lazy: loopq imports without torch
+
+    adapters = [system, *(a for a in vars(system).values() if isinstance(a, LoopedSystem))]
+    held = [m for a in adapters for m in vars(a).values() if isinstance(m, nn.Module)]
+    modules = {id(m): m for one in held for m in one.modules()}
+    links: dict[int, Any] = {id(old): new for old, new in others}
+    for one in (*modules.values(), *adapters):
+        links[id(one)] = object.__new__(type(one))
+    for one in (*modules.values(), *adapters):
+        vars(links[id(one)]).update({name: _deep(value, links) for name, value in vars(one).items()})
+    made: LoopedSystem = links[id(system)]
+    return made
 
 
 def changed(config: Any, **values: Any) -> Any:
@@ -71,32 +86,31 @@ def changed(config: Any, **values: Any) -> Any:
 def copied(module: nn.Module, **values: Any) -> Any:
     """Return a copy of a module over the same parameters, buffers and submodules, with other attributes."""
     made = object.__new__(type(module))
-    vars(made).update({name: _rebound(value, module, made) for name, value in vars(module).items()})
+    vars(made).update({name: _linked(value, {id(module): made}) for name, value in vars(module).items()})
     vars(made).update({name: copy.copy(vars(module)[name]) for name in _OWN})
     vars(made).update(values)
     return made
 
 
-def _rebound(value: Any, module: Any, made: Any) -> Any:
-    """Bind a method of the module to its copy, also one inside a partial call."""
-    if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, made)
+def _linked(value: Any, links: Mapping[int, Any]) -> Any:
+    """A value with other objects in place of some: itself, the owner of a method, an argument of a partial call."""
+    if id(value) in links:
+        return links[id(value)]
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, links.get(id(value.__self__), value.__self__))
     if type(value) is functools.partial:
-        args = (made if a is module else _rebound(a, module, made) for a in value.args)
-        return functools.partial(_rebound(value.func, module, made), *args, **value.keywords)
+        args = [_linked(a, links) for a in value.args]
+        return functools.partial(_linked(value.func, links), *args, **value.keywords)
     return value
 
 
-def _adapter(system: LoopedSystem, others: Mapping[int, Any], done: dict[int, Any]) -> LoopedSystem:
-    from torch import nn  # lazy: loopq imports without torch
-
-    made = copy.copy(system)
-    for name, value in vars(system).items():
-        if isinstance(value, nn.Module):
-            vars(made)[name] = _seen(value, others, done)
-        elif isinstance(value, LoopedSystem):
-            vars(made)[name] = _adapter(value, others, done)
-    return made
+def _deep(value: Any, links: Mapping[int, Any]) -> Any:
+    """As `_linked`, also within tables and lists, which are copied."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((name, _linked(v, links)) for name, v in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_linked(v, links) for v in value)
+    return _linked(value, links)
 
 
 def _seen(module: Any, others: Mapping[int, Any], done: dict[int, Any]) -> Any:
@@ -104,7 +118,9 @@ def _seen(module: Any, others: Mapping[int, Any], done: dict[int, Any]) -> Any:
         return others[id(module)]
     if id(module) not in done:
         tables = {
-            "_modules": {n: None if m is None else _seen(m, others, done) for n, m in module._modules.items()},
+            "_modules": {
+                n: None if m is None else _seen(m, others, done) for n, m in module._modules.items()
+            },
             "_parameters": {n: others.get(id(p), p) for n, p in module._parameters.items()},
         }
         own = {n: t for n, t in tables.items() if any(t[k] is not v for k, v in getattr(module, n).items())}

@@ -18,6 +18,9 @@ pub enum Kind {
     Solve,
     /// The machine has not the memory.
     Memory,
+    /// A runner is used by two threads at once.
+    #[error("this runner computes for another thread; give each thread a runner of its own")]
+    RunnerInUse,
     /// Somebody asked the work to stop.
     Interrupted,
 }
@@ -302,6 +305,7 @@ impl Error {
             | Self::MergeMismatch { .. }
             | Self::CodeRange { .. }
             | Self::ChangedHessian
+            | Self::RunnerInUse
             | Self::Threads { .. } => Kind::Config,
             Self::NonFiniteRow { .. } | Self::NonFiniteMatrix { .. } => Kind::NonFinite,
             Self::BadState(_)

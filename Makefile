@@ -6,16 +6,17 @@ PY := $(BIN)/python
 GPTQ := .cache/venv-gptq
 PEERS := $(GPTQ)/stamp $(foreach tool,llmcompressor autoround hqq,.cache/venv-$(tool)/stamp)
 comma := ,
-# What the tests of tools/ptx rest on; they run again where one of these is newer than their last pass.
-PTX_STAMP := .cache/ptx.stamp
-PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/cuda tests/support/cuda -type f ! -name '*.pyc')
+# Sources of the emulated kernels. Their tests run again if one of these is newer than the last pass.
+EMULATION := .cache/emulation.stamp
+EMULATED := $(shell find kernels python/loopq/cuda python/loopq/quantizers/twin benches/kernels benches/gpu* \
+	tests/cuda tests/support/cuda tests/support/twins.py -type f ! -name '*.pyc')
 # Tests of one file share what they set up.
 WORKERS ?= -n 2 --dist loadfile
 RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -name '*.cu*') Cargo.toml Cargo.lock
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-emulation test-slow interop interop-vllm peers zoo-medium soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -75,7 +76,7 @@ demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in
 quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
 	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
 
-test: test-rust test-py test-ptx ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
+test: test-rust test-py test-emulation ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)
@@ -85,19 +86,16 @@ else
 endif
 
 test-py: setup ## Quick tests of the Python package
-	$(PY) -m pytest -m "not slow and not gpu" $(WORKERS)
+	$(PY) -m pytest -m "not slow and not gpu and not emulation" $(WORKERS)
 
-test-ptx: $(PTX_STAMP) ## The kernels' PTX, interpreted: runs where a kernel or the interpreter changed
+test-emulation: $(EMULATION) ## CUDA kernels on the CPU: runs if a kernel, its Python side or the emulation changed
 
-$(PTX_STAMP): $(PTX_SOURCES) | setup
-	$(PY) -m pytest -m "not slow" tools/ptx $(WORKERS)
+$(EMULATION): $(EMULATED) | setup
+	$(PY) -m pytest -m "emulation and not slow" tests/cuda $(WORKERS)
 	@mkdir -p $(@D) && touch $@
 
 test-slow: setup $(GPTQ)/stamp .cache/people/stamp ## The tests that `make test` leaves out for their time
 	$(PY) -m pytest -m "slow and not gpu" tests $(WORKERS)
-
-test-ptx-slow: setup ## Every shape of every kernel's PTX, interpreted: for a change of a kernel
-	$(PY) -m pytest -m slow tools/ptx $(WORKERS)
 
 # An environment for another tool: it sees torch and transformers of the development environment and has its own
 # setuptools, since pins clash. Where it cannot be made, a warning says so and the next make tries again.
@@ -131,6 +129,9 @@ $(GPTQ)/stamp: $(VENV)/dev.stamp
 
 peers: setup $(PEERS) ## Quality beside other tools, each in its own environment: hours, resumable; a record
 	$(PY) -m benches.quality.peers
+
+zoo-medium: setup ## Train the two medium models into .cache/zoo/weights: three hours on one core, needs LOOPQ_DATA
+	$(PY) -m benches.zoo.train huginn_medium ouro_medium --out .cache/zoo/weights
 
 # Names and sizes of the campaigns, as in SOAK="kills writers --kills 100 --minutes 60"; inputs of each parser of the core.
 SOAK ?=
@@ -192,16 +193,16 @@ test-gpu: setup ## Tests that need a CUDA device
 
 fmt: setup ## Format everything
 	cargo fmt
-	$(BIN)/ruff format python tests benches tools docs examples
-	$(BIN)/ruff check --fix python tests benches tools docs examples
+	$(BIN)/ruff format python tests benches docs examples
+	$(BIN)/ruff check --fix python tests benches docs examples
 
 fmt-check: setup
 	cargo fmt --check
-	$(BIN)/ruff format --check python tests benches tools docs examples
+	$(BIN)/ruff format --check python tests benches docs examples
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check --no-cache python tests benches tools docs examples
+	$(BIN)/ruff check --no-cache python tests benches docs examples
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benches.full_size import make
+from benches.pages import RECORD, ROOT
 from benches.quality.peers import Bench, python_of
 from benches.quality.peers_table import processor
-from benches.quality.run import RECORD, ROOT
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes

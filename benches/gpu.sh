@@ -21,7 +21,7 @@ shift || true
 phases="smol ouro_two ouro smol_cpu"
 kernels="exact rollout_exact products rollout"
 sections=
-for section in ${*:-check smol ouro_two ouro exact rollout_exact products smol_cpu rollout sweep}; do
+for section in ${*:-check smol ouro_two ouro exact rollout_exact products smol_cpu rollout sanitizer sweep}; do
     case $section in
         phases) sections="$sections $phases" ;;
         kernels) sections="$sections $kernels" ;;
@@ -70,7 +70,8 @@ measure() {
     rm -f "$log.part"
 }
 
-# compute-sanitizer on the small case, without cuDNN's own kernels (racecheck reports attention's); where the machine does not let it see the device that is no verdict.
+# compute-sanitizer on a small case of every kernel, without cuDNN's own (racecheck reports attention's). If it refuses the
+# device, there is no verdict.
 sanitize() {
     local tool verdict seconds
     for tool in memcheck racecheck; do

@@ -107,7 +107,8 @@ def lines_of(model: str, folder: str, args: argparse.Namespace) -> tuple[list[st
     ids = prompt_ids(full, Path(args.text).read_text("utf-8")[: 40 * args.length * args.n_texts])
     pieces = [ids[i * args.length : (i + 1) * args.length] for i in range(args.n_texts)]
     exact = [rolled(full.system, piece) for piece in pieces]
-    program: Any = coded.system.program(coded.system.n_steps)
+    system: Any = coded.system
+    program = system.program(system.n_steps)
     numbers = sum(2 * b.kv_heads * b.head for name, b in program.order if name == "block")
     own = {torch.bfloat16: 16}.get(next(coded.model.parameters()).dtype, 32)
     name, token = Path(model).name, 0.0

@@ -1,8 +1,11 @@
-"""Tables that commands write into the pages of docs, each between two marks that hold its name."""
+"""Where results go: the folder of records, and tables in the pages of docs between two marks with their name."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benches" / "record"
 
 
 def into(page: Path, name: str, text: str) -> None:

@@ -119,12 +119,14 @@ def small(s: Setting) -> dict[str, Any]:
     """A small case of everything, for compute-sanitizer."""
     from benches.kernels.procedure import verify_products
     from benches.kernels.rollouts import verify_rollout
+    from benches.kernels.solver import verify_solver
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
     tokens = (1, 7, 16, 40, 130)
     found = [verify_products(s.backend, layers, tokens=tokens)]  # a list of one, as older records have two
     rollout = verify_rollout(s.backend, size=s.small_loop, n_steps=2, tokens=s.tokens, graphs=False)
-    return {"products": found, "rollout": rollout}
+    solver = verify_solver(s.backend.device, (2, 16, 64) if s.device_name != "emulation" else (2,))
+    return {"products": found, "rollout": rollout, "solver": solver}
 
 
 def rollout_exact(s: Setting) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
 from loopq.systems import find_system
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Programmed
 
 #: Shapes of looped models, of classes of transformers.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -161,7 +162,8 @@ def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
 
 def parts(decoder: Decoder, trials: int) -> dict[str, float]:
     """Milliseconds of a token by the runner: whole; with one block only; with that block in the place of each."""
-    program = decoder.system.program(decoder.n_steps)
+    system = decoder.system
+    program = system.program(decoder.n_steps) if isinstance(system, Programmed) else None
     if program is None:
         raise SystemExit("no program")
     blocks = [step for step in program.order if step[0] == "block"]

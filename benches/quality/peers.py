@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from benches.pages import into
+from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
 from benches.quality.peers_table import PLAIN, TRELLIS, page, processor, report
-from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo

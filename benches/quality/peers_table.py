@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from benches.quality.run import table
-
 Rows = list[dict[str, Any]]
 #: By model and variant.
 Means = dict[tuple[str, str], float]
@@ -51,6 +49,15 @@ BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
     (TRELLIS, None, {(4, 128): 0.40, (4, 32): 0.40, (3, 32): 0.40, (2, 32): 0.33}),
     (TRELLIS, SEARCHED, {(3, 32): 0.30, (2, 32): 0.25}),
 )
+
+
+def table(rows: list[dict[str, Any]], columns: list[tuple[str, str, str]]) -> str:
+    """Markdown of rows; a column has its key, its heading and its format."""
+    lines = ["| " + " | ".join(c[1] for c in columns) + " |", "|" + "---|" * len(columns)]
+    lines += [
+        "| " + " | ".join(format(r[k], f) if k in r else "" for k, _, f in columns) + " |" for r in rows
+    ]
+    return "\n".join(lines)
 
 
 def processor() -> str:

@@ -27,8 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMethodFormatter
 
+from benches.pages import RECORD, ROOT
 from benches.quality.peers_table import NOT_EQUAL, Rows, means
-from benches.quality.run import RECORD, ROOT
 
 #: Ratios of KL to that of rounding, for each model: one step, all steps and, where it is known, loopq's default.
 Ratios = dict[str, dict[str, float]]

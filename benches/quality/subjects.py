@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import benches.zoo.register  # noqa: F401  opens the folders of the small models
-from benches.zoo import WEIGHTS
+from benches.zoo import folders
 from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT
@@ -27,8 +27,8 @@ def prepare(name: str, sizes: Sizes, data: Path | None, draw: int) -> PreparedMo
     A massive activation at step 0, one at the most frequent token, or a loud column of the adapter.
     """
     plain, _, planted = name.partition("+")
-    folder = WEIGHTS / plain
-    found = prepare_model(str(folder) if folder.is_dir() else plain, sizes, data, draw)
+    trained = {Path(folder).name: folder for folder in folders()}
+    found = prepare_model(trained.get(plain, plain), sizes, data, draw)
     if not planted:
         return found
     model = found.loaded.model

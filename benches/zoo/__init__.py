@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-WEIGHTS = Path(__file__).resolve().parent / "weights"
+HERE = Path(__file__).resolve().parent
+WEIGHTS = HERE / "weights"
+#: Cards of the models whose weights are too large for the repository.
+MEDIUM = HERE / "medium"
+#: Where `make zoo-medium` puts their weights.
+TRAINED_HERE = HERE.parents[1] / ".cache" / "zoo" / "weights"
 
 
 def folders() -> list[str]:
     """Return the folders of the trained models; `benches.zoo.register` lets loopq open them."""
-    return sorted(str(path.parent) for path in WEIGHTS.glob("*/config.json"))
+    places = (WEIGHTS, TRAINED_HERE)
+    return sorted(str(path.parent) for place in places for path in place.glob("*/config.json"))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from benches.zoo.chains import QUESTION_LENGTH, marked
 from loopq.errors import ConfigError
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.stepwise import single_steps
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 BATCH = 32
@@ -100,10 +101,11 @@ def bits_per_answer(system: LoopedSystem, rows: Tokens, n_steps: int) -> float:
 def state_movement(system: LoopedSystem, rows: Tokens, n_steps: int, seed: int = 0) -> list[float]:
     """Return, for every step ``t``, the mean of ``||s_{t+1} - s_t|| / ||s_t||`` over all positions of text."""
     (batch,) = _batches(rows[:, :-1], seed, len(rows))
-    embedding = system.embed(batch)
-    states = [system.initial_state(batch, embedding)]
-    for t in range(system.n_updates(n_steps)):
-        states.append(system.step(states[-1], embedding, t, n_steps))
+    steps = single_steps(system)
+    embedding = steps.embed(batch)
+    states = [steps.initial_state(batch, embedding)]
+    for t in range(steps.n_updates(n_steps)):
+        states.append(steps.step(states[-1], embedding, t, n_steps))
     return movement(states)
 
 

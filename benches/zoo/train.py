@@ -30,7 +30,7 @@ from benches.zoo.store import save_model
 from benches.zoo.subwords import add_tokenizer, prepare_tokens
 from loopq.models.load import load_model
 from loopq.systems import find_system
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.base import Batch, LoopedSystem, differentiable
 
 
 def untrained(recipe: Recipe) -> LoopedSystem:
@@ -55,7 +55,7 @@ def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[np.ndarray, int, 
 def text_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int, seed: int) -> torch.Tensor:
     """Return the mean loss in nats of predicting each next byte of int64 (batch, seq + 1) at depth `n_steps`."""
     ids = torch.from_numpy(rows)
-    with system.differentiable():
+    with differentiable(system):
         logits = system.rollout(Batch(ids[:, :-1], tuple(range(len(ids))), seed), n_steps)
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 

@@ -20,6 +20,7 @@ from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.inference import restore
 from loopq.inference.restore import load_checkpoint
+from loopq.models.depths import Depths
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model, to_device
 from loopq.run import together
@@ -35,7 +36,7 @@ from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
-from loopq.systems.depths import Depths
+from loopq.systems.capabilities import Describes, Discovers
 from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def quantize(
         Folder for the checkpoint. The same call resumes an interrupted run.
     n_steps : int or several, optional
         Depth of the rollout; the model's own when absent. With several depths each prompt runs at each depth. Steps
-        count on from one depth to the next (`loopq.systems.depths.Depths`).
+        count on from one depth to the next (`loopq.models.depths.Depths`).
     write : str or callable, optional
         Name of a format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format
         that cannot hold the result is refused before the run. The default is loopq's own format.
@@ -146,10 +147,13 @@ def _prepared(
 ) -> tuple[Plan, ModelSource]:
     """Plan a quantization of a model and report its cost."""
     tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
-    loaded.system.look(tokens.first(execution.seed))
-    for line in (*loaded.report.notes, *loaded.system.describe_loop()):
+    system, missed = loaded.system, {}
+    if isinstance(system, Discovers):
+        system.look(tokens.first(execution.seed))
+        missed = system.missed()
+    about = system.describe_loop() if isinstance(system, Describes) else ()
+    for line in (*loaded.report.notes, *about):
         execution.progress.note(line)
-    missed = loaded.system.missed()
     if missed and isinstance(execution.progress, Silent):
         warnings.warn(f"not quantized: {'; '.join(f'{n}: {why}' for n, why in missed.items())}", stacklevel=3)
     if config.reads_text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class LoopqError(Exception):
@@ -65,3 +65,23 @@ def naming(layer: str) -> Iterator[None]:
             "end other programs or take a machine with more memory; --memory bounds what a run holds at once"
         )
         raise OutOfMemoryError(f"{start}no memory: {cause}: {advice} besides the model") from cause
+
+
+@contextlib.contextmanager
+def model_code(where: str | Callable[[], str], error: type[LoopqError] = CalibrationError) -> Iterator[None]:
+    """Run code of a model inside the block. Its errors become one line that names the place.
+
+    Raises
+    ------
+    LoopqError
+        Has the given class and wraps any error of the model's code. Errors of loopq and of memory pass unchanged.
+    """
+    try:
+        yield
+    except (LoopqError, MemoryError):
+        raise
+    except Exception as cause:
+        first = next(iter(str(cause).strip().splitlines()), "")
+        hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
+        place = where if isinstance(where, str) else where()
+        raise error(f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}") from cause

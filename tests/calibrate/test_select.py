@@ -10,7 +10,7 @@ import torch
 from loopq.calibrate.data import from_ids
 from loopq.calibrate.select import select, treat
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
-from loopq.systems.generic import Generic
+from loopq.models.systems.generic import Generic
 
 
 def test_patterns_must_match(tiny):

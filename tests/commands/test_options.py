@@ -6,11 +6,11 @@ import argparse
 
 import pytest
 
+from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands.options import depths, each_depth, flag_of, given
 from loopq.run.config import QuantConfig
 from loopq.settings.declare import leaves
-from loopq.storage.annotations import choices_of
 
 BASE = ["quantize", "m", "--out", "o"]
 PARSER = parser()

@@ -9,12 +9,9 @@ import torch
 
 from loopq.quantizers.twin import beam
 from tests.support.cuda.backend import EmulatedBackend
-from tests.support.cuda.emulation import compiler
 from tests.support.twins import searched
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: the beam's kernel is NOT tested here; install g++ or set CXX"
-)
+pytestmark = pytest.mark.emulation
 
 
 # A part of a block, two blocks, and three of which the last is not whole: then codes are decided before the end.

@@ -15,15 +15,10 @@ from loopq.quantizers.twin import descent
 from loopq.quantizers.twin.descent import change_codes, change_scales
 from loopq.quantizers.twin.grid import Codes
 from tests.support.cuda.backend import EmulatedBackend
-from tests.support.cuda.emulation import compiler
 from tests.support.twins import rounded
 
-needs_compiler = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: descents are NOT emulated here; install g++ or set CXX"
-)
 
-
-@needs_compiler
+@pytest.mark.emulation
 @pytest.mark.parametrize(
     ("d", "signed", "grid"),
     [
@@ -57,7 +52,7 @@ def test_both_give_the_same_codes_and_scales(
     assert backend.launches == {"loopq_descent": 3 + 3 * -(-d // codes.width)}
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_scales_of_fewer_digits_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     s, codes, rows = rounded(48, True, bits=3, group_size=16)
     codes, backend = Codes(codes.grid, 16, "mse", True, 6, None), EmulatedBackend()

@@ -8,16 +8,13 @@ import torch
 from loopq.cuda import fused
 from loopq.errors import KernelError
 from tests.support.cuda.backend import EmulatedBackend
-from tests.support.cuda.emulation import compiler
 from tests.support.cuda.rollout import (
     assert_rounds_alike,
     draw,
     spacing,
 )
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: fused kernels are NOT tested here; install g++ or set CXX"
-)
+pytestmark = pytest.mark.emulation
 
 
 TYPES = [torch.bfloat16, torch.float16]

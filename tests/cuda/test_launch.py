@@ -17,14 +17,9 @@ from loopq.errors import KernelError
 from loopq.inference.linear import QuantLinear
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.cases import TABLE
-from tests.support.cuda.emulation import compiler
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.operands import operands
 from tests.support.linear import linear_of
-
-needs_compiler = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: launches are NOT emulated here; install g++ or set CXX"
-)
 
 
 class NoDevice:
@@ -80,7 +75,7 @@ def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **mor
     return w4a16.run_linear(backend, product.checked(), workspace)
 
 
-@needs_compiler
+@pytest.mark.emulation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64, 65, 128])
 def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> None:
@@ -96,7 +91,7 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
     assert make_plan(shape, backend.limits, 4).slices > 1, "this case is meant to split K"
 
 
-@needs_compiler
+@pytest.mark.emulation
 @pytest.mark.parametrize("tokens", [3, 16, 33, 130])
 def test_a_layer_with_a_table(tokens: int) -> None:
     backend = EmulatedBackend()
@@ -117,7 +112,7 @@ def test_a_layer_with_a_table(tokens: int) -> None:
     assert torch.equal(layer(x), layer.float().forward(x.float()).bfloat16())
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_many_tokens_are_dequantised_and_multiplied() -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=224, group_size=64)
@@ -129,7 +124,7 @@ def test_many_tokens_are_dequantised_and_multiplied() -> None:
     assert torch.equal(out, torch.nn.functional.linear(x, rounded))
 
 
-@needs_compiler
+@pytest.mark.emulation
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dequantize_kernel_rounds_once(group_size: int, dtype: torch.dtype) -> None:
@@ -180,7 +175,7 @@ PROVEN += [
 ]
 
 
-@needs_compiler
+@pytest.mark.emulation
 @pytest.mark.parametrize("variant", PROVEN, ids=str)
 def test_a_good_kernel_is_proven_exactly(variant: Variant) -> None:
     backend = EmulatedBackend()
@@ -188,7 +183,7 @@ def test_a_good_kernel_is_proven_exactly(variant: Variant) -> None:
     assert backend.launches.total() == 1
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_a_kernel_that_is_wrong_on_a_device_is_refused() -> None:
     for variant, outputs in ((PROVEN[0], 3072), (PROVEN[-1], 1536)):
         with pytest.raises(KernelError, match=rf"wrong on cpu, in 1 of {outputs} outputs.*It is not used"):

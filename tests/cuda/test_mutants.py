@@ -14,10 +14,7 @@ from tests.support.cuda.cases import Case, make_problem, relative_l2, run
 from tests.support.cuda.emulation import FLAGS, HOST, ROOT, EmulationError, compiler
 from tests.support.marks import slow_unless
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None,
-    reason="NO C++ COMPILER: the emulation itself is NOT tested here; install g++ or set CXX",
-)
+pytestmark = pytest.mark.emulation
 
 MUTANTS = {
     "no wait for copies": ("copy_async_wait<kStages - 2>();", ";", "unwritten or in-flight"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -11,15 +12,13 @@ import torch
 from benches.kernels import procedure as bench
 from benches.kernels import products as bench_products
 from benches.kernels import rollouts as bench_rollout
+from benches.kernels import solver as bench_solver
 from benches.kernels.shapes import HUGINN, MODELS, Projection, weights_per_step
 from loopq.cuda.w4a16 import dequantize_packed
 from loopq.errors import ConfigError
+from loopq.quantizers.twin import beam
 from tests.support.cuda.backend import EmulatedBackend
-from tests.support.cuda.emulation import compiler
 
-needs_compiler = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: verification is NOT emulated here; install g++ or set CXX"
-)
 CPU = torch.device("cpu")
 
 
@@ -33,11 +32,23 @@ def test_huginn_is_as_large_as_published() -> None:
         assert all(layer.in_features % 32 == 0 and layer.out_features % 16 == 0 for layer in layers)
 
 
+@pytest.mark.emulation
+def test_verification_of_the_solver_runs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(device: torch.device) -> EmulatedBackend | None:
+        return next(ours)
+
+    backend = EmulatedBackend()
+    ours = itertools.cycle((None, backend))
+    monkeypatch.setattr(beam, "kernels", kernels)
+    assert bench_solver.verify_solver(CPU, (2,))["beam_2"] > 0.8
+    assert backend.launches["loopq_beam"] == 2 * 3
+
+
 def test_timing_takes_quartiles() -> None:
     assert bench.Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == bench.Timing(3.0, 2.0, 4.0)
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_verification_of_products() -> None:
     layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
     records = bench.verify_products(EmulatedBackend(), layers, tokens=(1, 7, 40))
@@ -50,7 +61,7 @@ def test_verification_of_products() -> None:
         assert record["same_in_batch"]
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_verification_notices_a_wrong_product() -> None:
     class Wrong(EmulatedBackend):
         def launch(self, kernel, grid, threads, shared_bytes, args):  # type: ignore[no-untyped-def]
@@ -62,7 +73,7 @@ def test_verification_notices_a_wrong_product() -> None:
     assert record["error_float32"] > 1e-2
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_verification_of_rollouts() -> None:
     size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=2)
     records = bench_rollout.verify_rollout(
@@ -133,7 +144,7 @@ def test_a_recording_repeats_its_runs() -> None:
     assert recording.per_call([18.0]) == [2.0]
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_comparison_of_products_adds_up() -> None:
     layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
     found = bench_products.compare_products(
@@ -150,7 +161,7 @@ def test_comparison_of_products_adds_up() -> None:
     assert found["step"][0]["int4"] == pytest.approx(1.5)
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_sweep_times_the_planners_cut_and_others() -> None:
     layers = [Projection("a", 1312, 96, 1)]
     options = {"tokens": (1,), "slices": (1, 2), "warps": (4,), "depths": (4,), "procedure": QUICK}
@@ -163,7 +174,7 @@ def test_sweep_times_the_planners_cut_and_others() -> None:
     assert stopped == {"cuts": [], "complete": False}
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_threshold_times_three_ways() -> None:
     found = bench_products.find_threshold(
         FixedClock(), [Projection("a", 160, 32, 1)], tokens=(17, 70), procedure=QUICK
@@ -173,7 +184,7 @@ def test_threshold_times_three_ways() -> None:
     assert ways == [(17, 1.5, 0.5, 1.5), (70, 0.5, 1.5, 0.5)]
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_comparison_of_rollouts_pairs_like_with_like() -> None:
     size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
     (found,) = bench_rollout.compare_rollouts(
@@ -189,7 +200,7 @@ def test_comparison_of_rollouts_pairs_like_with_like() -> None:
     assert all(0 < t["low"] <= t["median"] <= t["high"] for t in found["milliseconds"].values())
 
 
-@needs_compiler
+@pytest.mark.emulation
 def test_overlap_that_changes_bits_is_noticed() -> None:
     size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
 

@@ -11,7 +11,6 @@ import torch
 from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
 from loopq.errors import ConfigError, KernelError
 from tests.support.cuda.backend import EmulatedBackend
-from tests.support.cuda.emulation import compiler
 from tests.support.cuda.rollout import (
     WIDTH,
     draw,
@@ -21,9 +20,7 @@ from tests.support.cuda.rollout import (
 )
 from tests.support.linear import linear_of
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None, reason="NO C++ COMPILER: fused kernels are NOT tested here; install g++ or set CXX"
-)
+pytestmark = pytest.mark.emulation
 
 
 @pytest.mark.parametrize("quantized", [False, True])

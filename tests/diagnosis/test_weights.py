@@ -44,7 +44,7 @@ def test_transposed_storage_is_written_transposed():
 
     class Transposed(LinearSystem):
         def shared_parameters(self, n_steps):
-            from loopq.systems.base import declare
+            from loopq.systems.declare import declare
 
             return declare(self.model, [("conv", {"role": "mlp"})], n_steps)
 

@@ -14,13 +14,17 @@ from loopq.evaluation import compare as module
 from loopq.evaluation.compare import Measurement, compare
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
+from loopq.systems.declare import parameter_of
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.looptoys import tokens as made_up
 
 
 def test_comparison_of_a_model_with_itself(loaded, tokens):
-    own = {p.name: loaded.system.parameter(p).detach().numpy() for p in loaded.system.shared_parameters(3)}
+    own = {
+        p.name: parameter_of(loaded.system.model, p).detach().numpy()
+        for p in loaded.system.shared_parameters(3)
+    }
     reference, same = compare(
         loaded.system, {"same": own}, tokens, seeds=(0, 1), execution=Execution(batch_size=4)
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loopq.evaluation import layers
+from loopq.systems.declare import parameter_of
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 N_STEPS = 4
@@ -72,7 +73,10 @@ def test_what_is_not_finite_is_none(system):
 
 
 def test_every_layer_of_a_published_loop(loaded, tokens):
-    own = {p.name: loaded.system.parameter(p).detach().numpy() for p in loaded.system.shared_parameters(3)}
+    own = {
+        p.name: parameter_of(loaded.system.model, p).detach().numpy()
+        for p in loaded.system.shared_parameters(3)
+    }
     found = layers.layer_errors(loaded.system, {"Q": {n: 1.5 * w for n, w in own.items()}}, tokens, n_steps=3)
     for values in found["Q"]["own"].values():
         assert values == pytest.approx([0.5] * 3, rel=1e-4)

@@ -26,8 +26,8 @@ from loopq.errors import LoopqError
 from loopq.formats import FORMATS as REGISTRY
 from loopq.formats.convert import read_any, write_as
 from loopq.layers.grids import LEVELS
+from loopq.models.systems.generic import Generic
 from loopq.settings.execution import Execution
-from loopq.systems.generic import Generic
 from tests.golden import quantized
 from tests.support import vendors
 from tests.support.interop import models

@@ -163,7 +163,7 @@ ROUNDED = {
 
 def solved(case):
     """Layers of one case."""
-    from loopq.systems.generic import Generic
+    from loopq.models.systems.generic import Generic
 
     torch.manual_seed(0)
     before = torch.get_num_threads()

@@ -7,7 +7,9 @@ import pytest
 from scipy.stats import spearmanr
 
 from loopq.errors import ConfigError
-from loopq.gradients.scores import loop_fisher, measured
+from loopq.evaluation.compare import compare
+from loopq.gradients.scores import loop_fisher
+from loopq.systems.declare import parameter_of
 
 
 def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
@@ -15,10 +17,12 @@ def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
     rng = np.random.default_rng(0)
     candidates = {}
     for p in tiny.system.shared_parameters(3):
-        weight = tiny.system.parameter(p).detach().numpy()
+        weight = parameter_of(tiny.system.model, p).detach().numpy()
         noise = rng.normal(size=weight.shape) * 0.02 * np.abs(weight).mean() * rng.lognormal(sigma=1.5)
         candidates[p.name, "noise"] = (weight + noise).astype(np.float32)
-    truth = measured(tiny.system, candidates, tokens)
+    variants = {name: {name: weight} for (name, _), weight in candidates.items()}
+    each = compare(tiny.system, variants, tokens, seeds=(0,))[1:]
+    truth = {key: float(m.kl.mean()) for key, m in zip(candidates, each, strict=True)}
     guess = loop_fisher(tiny.system, candidates, tokens, n_draws=8)
     assert list(truth) == list(guess) == list(candidates)
     assert spearmanr(list(truth.values()), list(guess.values())).statistic >= 0.9

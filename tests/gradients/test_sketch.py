@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from loopq.errors import NonFiniteError, SystemContractError
 from loopq.gradients.sketch import Both, Outputs, Sketch, Taps, cycled, root
+from loopq.models.systems.generic import Generic
 from loopq.quantizers.loop_metric import ridged
-from loopq.systems.generic import Generic
 
 CPU = torch.device("cpu")
 

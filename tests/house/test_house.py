@@ -189,7 +189,8 @@ def madeup(bits, group_size, scale_dtype): return MadeUp(bits, group_size, scale
 
 SYSTEM = '''
 from loopq.systems import SYSTEMS
-from loopq.systems.base import LoopedSystem, declare
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import declare
 @SYSTEMS.register("madeup")
 class MadeUp(LoopedSystem):
     """s' = core(s) on one-hot tokens."""

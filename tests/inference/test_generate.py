@@ -9,6 +9,7 @@ from loopq.errors import ConfigError
 from loopq.inference.generate import Decoder, Generation, choose, decode, end_ids, generate
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
+from loopq.systems.capabilities import marked
 from tests.support.marks import slow_unless
 from tests.support.systems import CASES, as_loaded, open_system
 
@@ -62,7 +63,7 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
     for n_steps in case.depths:
         decoder = Decoder(system, n_steps, Generation())
         assert (decoder.no_cache == "") == (name in _CACHED), decoder.no_cache
-        ids = system.prompt_ids(_TEXT)
+        ids = marked(system, _TEXT)
         for n in range(len(_MORE) + 1):
             text = [*ids, *_MORE[:n]]
             expected = _rolled_out(system, text, n_steps)

@@ -7,7 +7,7 @@ import pytest
 import loopq
 from loopq.errors import ConfigError
 from loopq.models.from_python import load_python
-from loopq.systems.generic import Generic
+from loopq.models.systems.generic import Generic
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.python_models import MODULE
 

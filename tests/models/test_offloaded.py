@@ -10,11 +10,11 @@ import torch
 
 import loopq
 from loopq.errors import ConfigError
+from loopq.models.experts import unfuse
 from loopq.models.from_python import wrap
 from loopq.storage.model_files import is_streamed
 from loopq.systems.base import Batch
 from loopq.systems.dory import Dory
-from loopq.systems.experts import unfuse
 from tests.support.marks import slow_unless
 from tests.support.vendors import dory, inkling, tokens
 

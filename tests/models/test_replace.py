@@ -10,8 +10,8 @@ from torch import nn
 from loopq.api import weights_of
 from loopq.formats import native as store
 from loopq.models.replace import Replaced, placed
+from loopq.models.systems.generic import Generic
 from loopq.storage.weights import ModelWeights
-from loopq.systems.generic import Generic
 from tests.support.accelerator import DEVICE, accelerator
 
 

@@ -11,8 +11,8 @@ import torch
 
 from loopq.paper import main_text
 from loopq.paper.compared import closer
-from loopq.paper.main_table import ALL, ONE, RTN
-from tests.support.main_table import measure, save
+from loopq.paper.main_text import ALL, ONE, RTN
+from tests.support.paper import main_table, save
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_the_ordering_is_said_in_words(given: Any, holds: bool | None, says: str
 @pytest.mark.slow
 def test_training_seeds_are_put_together(tmp_path: Path) -> None:
     names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
-    record = main_text.summarize([measure(n) for n in names])
+    record = main_text.summarize([main_table(n) for n in names])
     assert {r["kind"] for r in record["training_seeds"]} == {"a"}
     for row in record["training_seeds"]:
         assert row["models"] == ["a", "a_seed1"]

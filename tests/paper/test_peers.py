@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benches import pages
+from benches.pages import RECORD, ROOT
 from benches.quality import peers, peers_table
 from benches.quality.peak import Peak
-from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import prepare
 from loopq.errors import ConfigError
 from loopq.paper.models import Sizes

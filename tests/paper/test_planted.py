@@ -16,6 +16,7 @@ from loopq.paper.compared import RTN
 from loopq.paper.models import Sizes, Source, open_source
 from loopq.paper.planted import FACTORS, plant
 from loopq.settings.execution import Execution
+from loopq.systems.declare import parameter_of
 from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL, bench, save
 
@@ -41,7 +42,7 @@ def test_no_bit_of_the_output_moves(kind: str, model: str, tmp_path: Path) -> No
     assert torch.equal(planted.loaded.system.rollout(batch, 3), plain.source.loaded.system.rollout(batch, 3))
     assert planted.name == f"tiny+{kind}"
     for name in planted.planted_in:
-        before, after = (s.loaded.system.weight(name).detach() for s in (plain.source, planted))
+        before, after = (parameter_of(s.loaded.system.model, name).detach() for s in (plain.source, planted))
         ratio = (after / before).nan_to_num(1.0)
         (column,) = torch.unique((ratio != 1.0).nonzero()[:, 1]).tolist()
         assert torch.equal(after[:, column], FACTORS[kind] * before[:, column])

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from loopq.calibrate.data import from_ids
-from loopq.paper import main_table, main_text
-from loopq.paper.main_table import GRIDS, VARIANTS
-from loopq.paper.models import PreparedModel
+from loopq.paper import main_text
+from loopq.paper.bench import Bench
+from loopq.paper.main_text import GRIDS
+from loopq.paper.models import PreparedModel, Source
 from loopq.paper.probe import MASK_ID, fit_probe, masked, measure_states
-from tests.support.main_table import SMALL
+from loopq.paper.tables.main import measure
+from loopq.settings.execution import Execution
+from tests.support.paper import SMALL
 from tests.support.systems import CASES, as_loaded, open_system
 
 
@@ -35,7 +38,8 @@ def encoder() -> PreparedModel:
 
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
-    found = main_table.measure_model(encoder(), SMALL, threads=1)
+    model = encoder()
+    found = measure(Bench(Source("tiny", model.loaded), SMALL, Execution(threads=1), prompts=model))
     assert found["output"] == "hidden"
     assert found["full_precision"] is None
     assert all(variant["nll"] is None for variant in found["variants"])
@@ -49,7 +53,7 @@ def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
     assert sum(fine["same"]) <= sum(fine["masked"])
     tables = main_text.tables(main_text.summarize([found]))
     assert tables[-1].title == "tiny: hidden states by step, and a probe"
-    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(VARIANTS)
+    assert len(tables[-1].rows) == 1 + len(GRIDS) * 3
 
 
 def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError, SolveError
+from loopq.systems.declare import parameter_of
 from tests.support.gptq_reference import gptq
 from tests.support.problems import correlated, solve
 from tests.support.runs import run_of
@@ -67,7 +68,7 @@ def test_codes_equal_the_reference_on_collected_hessians(tiny, tokens):
     sums = run.sums()
     sums.run_pass(list(sums.steps))
     for p in run.job.selection.observed:
-        weight = tiny.system.parameter(p).detach().numpy()
+        weight = parameter_of(tiny.system.model, p).detach().numpy()
         hessian = sums.accumulators[run.job.selection.input_groups[p.name]].matrix()
         layer = solve("gptq", weight, hessian, bits=3, group_size=20, damping=0.01, scale_dtype="float32")
         codes, scale, _ = gptq(weight, hessian, bits=3, group_size=20, damping=0.01)

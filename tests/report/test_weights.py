@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import loopq
+from loopq.commands.page import reasons
 from loopq.report.weights import done, tensors
 from tests.report.conftest import left, weight
 
@@ -14,7 +15,7 @@ def test_every_tensor_of_a_checkpoint_is_there_with_its_grid_or_its_reason(loade
     found = loopq.quantize(
         loaded, tokens, n_steps=3, group_size=16, method="gptq", outside=8, exclude=("*attn.proj*",)
     )
-    rows = {row["name"]: row for row in tensors(found, loaded.system, 3)}
+    rows = {row["name"]: row for row in tensors(found, reasons(loaded.system, 3))}
     assert set(rows) == {*found.layers, *found.dense}
     assert sum(row["n_bytes"] for row in rows.values()) == found.n_bytes
     report = found.layers["transformer.adapter.weight"].report
@@ -33,7 +34,7 @@ def test_every_tensor_of_a_checkpoint_is_there_with_its_grid_or_its_reason(loade
 
 def test_a_table_outside_the_loop_says_how_it_is_rounded(loaded, tokens):
     found = loopq.quantize(loaded, tokens, n_steps=3, group_size=16, method="rtn")
-    (row,) = [r for r in tensors(found, loaded.system, 3) if r["name"] == "transformer.wte.weight"]
+    (row,) = [r for r in tensors(found, reasons(loaded.system, 3)) if r["name"] == "transformer.wte.weight"]
     assert row["reason"].startswith("outside the loop")
     assert "--outside 8" in row["reason"]
 

@@ -10,6 +10,7 @@ from loopq.calibrate.pairs import collect_pairs
 from loopq.errors import ConfigError
 from loopq.run import asymmetric
 from loopq.run.asymmetric import Asymmetric
+from loopq.systems.declare import parameter_of
 from tests.support.asymmetric import asked, prepared
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import SETTINGS, digest, tensors_of
@@ -40,7 +41,7 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
             m = collect_pairs(run.job, [input_group.name], tensors_of(layers))[input_group.name].of([0, 1, 2])
             for t in tasks:
                 if t.input_group == input_group.name:
-                    w = tiny.system.parameter(t.parameter).detach().numpy().astype(np.float64)
+                    w = parameter_of(tiny.system.model, t.parameter).detach().numpy().astype(np.float64)
                     d = layers[t.name].dequantize() - w
                     total += np.trace(d @ m.quantized @ d.T) - 2 * np.trace(d @ m.cross.T @ w.T)
                     total += np.trace(w @ (m.reference - m.cross - m.cross.T - m.quantized) @ w.T)

@@ -13,6 +13,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.solver import loss_of, save_layer, saved_layer
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.storage.journal import Journal
+from loopq.systems.declare import parameter_of
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import SETTINGS, digest, run_of
 
@@ -111,7 +112,7 @@ def test_losses_of_a_high_layer_are_taken_over_every_kth_row(monkeypatch):
 
 
 def test_nan_in_a_weight_is_named(loaded, tokens):
-    weight = loaded.system.parameter(loaded.system.shared_parameters(3)[4])
+    weight = parameter_of(loaded.system.model, loaded.system.shared_parameters(3)[4])
     with torch.no_grad():
         weight[3, 5] = float("inf")
     with pytest.raises(

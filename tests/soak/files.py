@@ -27,10 +27,10 @@ from loopq.calibrate.dump import Dump, DumpFile, Manifest, write_accumulator
 from loopq.errors import LoopqError
 from loopq.formats.convert import inspect_any, read_any, write_as
 from loopq.formats.quantized_folder import RECORD
+from loopq.layers.shared import SharedParameter
 from loopq.layers.transforms import ChannelScale, Rotation
 from loopq.storage.files import RawTensor, read_tensors, write_json, write_tensors
 from loopq.storage.model_files import write_files
-from loopq.systems.base import SharedParameter
 
 from ..support.checkpoints import checkpoint, layer
 from .counts import Counts, before

@@ -12,6 +12,7 @@ import safetensors
 
 from loopq.errors import CheckpointError, LoopqError, SystemContractError
 from loopq.formats.convert import read_any, write_as
+from loopq.layers.shared import SharedParameter
 from loopq.storage.files import (
     RawTensor,
     check_new,
@@ -28,7 +29,6 @@ from loopq.storage.files import (
     write_tensors,
     write_text,
 )
-from loopq.systems.base import SharedParameter
 
 from ..support.checkpoints import checkpoint, layer, reseal
 

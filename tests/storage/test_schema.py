@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loopq.errors import CheckpointError
+from loopq.layers.shared import SharedParameter
 from loopq.storage.schema import checked, parse_json, sealed
-from loopq.systems.base import SharedParameter
 
 
 @pytest.mark.parametrize(

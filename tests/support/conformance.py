@@ -23,12 +23,14 @@ from loopq.gradients.backward import Backward
 from loopq.gradients.sketch import Kept, Reached
 from loopq.gradients.unroll import unroll
 from loopq.models.check import check_model
+from loopq.models.experts import unfuse
 from loopq.models.stream import Stream, layers_of
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import raw
-from loopq.systems.base import LoopedSystem
-from loopq.systems.experts import unfuse
+from loopq.systems.base import LoopedSystem, differentiable
+from loopq.systems.declare import parameter_of
+from loopq.systems.stepwise import single_steps, steps_of
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.systems import CASES, Case, as_loaded, build, open_system, prompts
 
@@ -141,10 +143,10 @@ class Conformance:
         assert system.name == case.system
         assert system.n_steps == case.depths[0]
         assert system.summary
-        assert system.has_steps == case.steps
+        assert (steps_of(system) is not None) == case.steps
         if not case.steps:
             with pytest.raises(SystemContractError, match=r"no single-step function"):
-                system.step(torch.zeros(1, 1, 1), None, 0, system.n_steps)
+                single_steps(system).step(torch.zeros(1, 1, 1), None, 0, system.n_steps)
 
     def test_hooks_see_what_is_declared_in_its_order(self, case: Case) -> None:
         system = open_system(case)
@@ -164,7 +166,7 @@ class Conformance:
     def test_declarations_fit_the_parameters(self, case: Case) -> None:
         system = open_system(case)
         shared = system.shared_parameters(case.depths[0])
-        objects = [system.parameter(p) for p in shared]
+        objects = [parameter_of(system.model, p) for p in shared]
         assert len({id(o) for o in objects}) == len(objects)
         for parameter, found in zip(shared, objects, strict=True):
             shape = (parameter.out_features, parameter.in_features)
@@ -185,7 +187,7 @@ class Conformance:
         torch.manual_seed(5)
         state = torch.get_rng_state()
         system.shared_parameters(case.depths[0])
-        if system.has_steps:
+        if steps_of(system):
             system.initial_state(prompts(case), system.embed(prompts(case)))
         assert torch.equal(state, torch.get_rng_state())
         assert (dict(vars(config)) if config is not None else {}) == before
@@ -234,7 +236,7 @@ class Conformance:
         names = {name: p.clone() for name, p in system.model.named_parameters()}
         declared = system.shared_parameters(n_steps)
         for shared in declared[:: max(1, len(declared) // 3)]:
-            weight = system.parameter(shared)
+            weight = parameter_of(system.model, shared)
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight.mul_(0.5)
@@ -315,8 +317,8 @@ def gradients_are_those_of_the_unrolled_loop(name: str) -> None:
     """Of a class that runs a depth which is one number without gradient."""
     system = open_system(CASES[name])
     batch, shared = prompts(CASES[name]), system.shared_parameters(3)
-    weights = [system.parameter(p) for p in shared]
-    with system.differentiable():
+    weights = [parameter_of(system.model, p) for p in shared]
+    with differentiable(system):
         found = torch.autograd.grad(system.rollout(batch, 3).square().sum(), weights, allow_unused=True)
     expected = torch.autograd.grad(unroll(system, batch, 3).square().sum(), weights, allow_unused=True)
     for parameter, a, b in zip(shared, found, expected, strict=True):

@@ -11,12 +11,13 @@ from loopq.gradients.backward import draw_labels
 from loopq.gradients.collect_metrics import LEAST_SCALE, n_ahead
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
+from loopq.systems.declare import parameter_of
 
 
 @contextlib.contextmanager
 def linked(system, weights):
     """Let the model compute with tensors of a graph. Restore its own parameters afterwards."""
-    wanted = {id(system.weight(name)): tensor for name, tensor in weights.items()}
+    wanted = {id(parameter_of(system.model, name)): tensor for name, tensor in weights.items()}
     changed = []
     try:
         for module in system.model.modules():
@@ -83,7 +84,7 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="sca
     for t in tasks:
         h = np.asarray(hessians.accumulator(str(t.input_group), t.steps).matrix(list(t.steps)), np.float64)
         inverse, left, right = np.linalg.inv(ridged(h, DAMPING)), [], 0.0
-        weight = system.parameter(t.parameter).detach().double().numpy()
+        weight = parameter_of(system.model, t.parameter).detach().double().numpy()
         size = np.square(weight.T if t.parameter.orientation == "in_out" else weight) @ np.diag(h)
         ahead = kept[t.name][: n_ahead(len(tokens.sequences)) * n_draws]
         energy = sum(np.einsum("ij,jk,ik->i", g, inverse, g) for g in ahead) * size

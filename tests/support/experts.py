@@ -77,7 +77,7 @@ def unfused_olmoe(**changes: int) -> nn.Module:
     """A tiny OLMoE whose two middle layers run twice, as the loader gives it."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    from loopq.systems.experts import unfuse
+    from loopq.models.experts import unfuse
 
     settings = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2} | changes
     config = OlmoeConfig(

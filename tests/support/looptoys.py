@@ -7,7 +7,8 @@ from torch import nn
 from loopq.calibrate.data import from_ids
 from loopq.diagnosis.weights import as_stored
 from loopq.models.replace import Replaced
-from loopq.systems.base import LoopedSystem, declare
+from loopq.systems.declare import declare
+from loopq.systems.stepwise import SingleSteps
 
 
 class LinearLoop(nn.Module):
@@ -45,11 +46,10 @@ class LinearLoop(nn.Module):
         return (self.table.weight[ids] @ ((eye + self.core.weight) @ w[:, width:]).T).detach().numpy()
 
 
-class LinearSystem(LoopedSystem):
+class LinearSystem(SingleSteps):
     """The adapter of `LinearLoop`."""
 
     name = "linear-toy"
-    has_steps = True
     state_is_random = True
 
     @classmethod

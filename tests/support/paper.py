@@ -14,6 +14,7 @@ from loopq.paper import run
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import open_source
 from loopq.paper.run import Made
+from loopq.paper.shown import TABLES
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 
@@ -32,6 +33,12 @@ def save(folder: Path, kind: str, **changes: Any) -> str:
 
 def bench(name: str, settings: BenchSettings = SMALL) -> Bench:
     return Bench(open_source(name), settings, Execution(threads=1, batch_size=4))
+
+
+def main_table(name: str) -> dict[str, Any]:
+    """The main table of a model on two calibration prompts for each of two seeds."""
+    few = SMALL.changed(n_calibration=2, seq_len=24, n_seeds=2)
+    return TABLES.get("main-table").measure(bench(name, few))
 
 
 def found(**variants: Any) -> dict[str, Any]:

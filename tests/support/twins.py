@@ -16,6 +16,8 @@ from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes
 from tests.support.problems import correlated
 
+CPU = torch.device("cpu")
+
 
 def problems(rows, columns, n=1, *, loop=False, block=512, seed=0, **settings):
     """Layers with one input, the settings that they are solved with, and a loop metric for each if asked for."""
@@ -56,26 +58,28 @@ def compared(rows, columns, n=1, **settings):
     )
 
 
-def searched(d: int, n_paths: int, **grid: Any) -> torch.Tensor:
+def searched(d: int, n_paths: int, device: torch.device = CPU, **grid: Any) -> torch.Tensor:
     """Codes of seven rows of each of two layers."""
     rng = np.random.default_rng(d)
-    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
-    target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32))
+    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
+    target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32)).to(device)
     own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", True, None, torch.device("cpu"))
-    factors = Factors.of(s, torch.zeros(2, d, dtype=torch.float64), "conditional", ["", ""])
+    codes = Codes.of(own.grid(), d, "mse", True, None, device)
+    factors = Factors.of(s, torch.zeros_like(s[0, :2]), "conditional", ["", ""])
     known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
     return beam.search(factors.in_order(target), factors, codes, known, n_paths)
 
 
-def rounded(d: int, signed: bool, **grid: Any) -> tuple[torch.Tensor, Codes, Rows]:
+def rounded(
+    d: int, signed: bool, device: torch.device = CPU, **grid: Any
+) -> tuple[torch.Tensor, Codes, Rows]:
     """Four rows of each of two layers, rounded to the nearest codes. One row is done."""
     rng = np.random.default_rng(d)
-    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)]))
-    target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32))
+    s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
+    target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32)).to(device)
     own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.grid(), d, "mse", signed, None, torch.device("cpu"))
-    scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1))
+    codes = Codes.of(own.grid(), d, "mse", signed, None, device)
+    scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1, device=device))
     wide, offset = spread(codes, scale, d), spread(codes, zero, d)
     steps = codes.step(codes.code((target / wide).double(), offset.double()).float(), offset)
     values = (steps * wide).double()

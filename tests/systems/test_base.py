@@ -1,4 +1,4 @@
-"""What every adapter stands on: declarations, the code of models, routing."""
+"""What every adapter stands on: parameters with values, and errors of the model's code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 from torch import nn
 
 from loopq.errors import CalibrationError, ConfigError
-from loopq.systems.base import gates, routing_module
-from tests.support.experts import routed_loop
 from tests.support.odd_models import quantized
 
 from ..soak.inputs import Loop
@@ -50,13 +48,3 @@ class Fails(Loop):
 def test_what_a_forward_raises_names_the_step_and_the_layer(first, match):
     with pytest.raises(CalibrationError, match=match):
         quantized(Fails(first), method="gptq", inputs="open")
-
-
-def test_a_module_stands_in_the_list_nearest_to_it() -> None:
-    model = routed_loop()
-    assert routing_module(model, "block.experts.1.up_proj") == "block"
-    assert routing_module(model, "block.mix") is None
-    assert routing_module(model, "block.experts.1.up_proj", "block.experts") is None
-    whole = nn.ModuleList([model])
-    assert routing_module(whole, "0.block.mix", "0") is None
-    assert gates(model, ["block"]).keys() == {"block.gate.weight"}

@@ -11,7 +11,9 @@ from tests.support.systems import CASES
 
 def test_every_registered_system_has_a_model_and_a_test() -> None:
     assert {case.system for case in CASES.values() if not case.variant} | {"control"} == set(SYSTEMS.names())
-    texts = "\n".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    texts = "\n".join(
+        path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("systems/test_*.py")
+    )
     assert [name for name in SYSTEMS.names() if f'    system = "{name}"\n' not in texts] == []
 
 

@@ -336,13 +336,13 @@ def test_counts_of_the_paper(name: str) -> None:
     assert sum(p.in_features * p.out_features for p in shared) == weights
     assert {p.in_features for p in shared} == widths
     quantized = sum(n for treatment, n in counts.items() if treatment != "dense")
-    assert dict(system.checkpoints)[name] == quantized
+    assert system.published.checkpoints[name] == quantized
 
 
 def test_every_published_count_is_checked() -> None:
     from loopq.systems import SYSTEMS
 
-    named = {name for _, cls in SYSTEMS for name, _ in cls.checkpoints}
+    named = {name for _, cls in SYSTEMS for name in cls.published.checkpoints}
     # Dory and Inkling are counted by `check --plan` (tests/run/test_forecast.py).
     vendors = {"Inkling-2-Mini", "NVIDIA-Nemotron-Labs-Dory1.0-4B"}
     assert named - set(FULL_SIZE) - vendors == {"PL-BERT (Kokoro)", "Zamba-7B", "Zamba2-1.2B"}

@@ -16,8 +16,8 @@ from benches.zoo.models.mamba import MambaConfig, SmallMamba
 from benches.zoo.models.parcae import ParcaeConfig, SmallParcae
 from benches.zoo.models.ponder import PonderConfig, SmallPonder
 from benches.zoo.models.rllama import RLlamaConfig, SmallRLlama
+from loopq.models.classes import register_model
 from loopq.models.load import encode_bytes
-from loopq.systems.classes import register_model
 from loopq.zoo.config import SmallConfig
 from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 

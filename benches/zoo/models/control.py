@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
-from loopq.systems import SYSTEMS, Batch, LoopedSystem, SharedParameter
-from loopq.systems.base import declare
+from loopq.layers.shared import SharedParameter
+from loopq.systems import SYSTEMS, Batch, LoopedSystem
+from loopq.systems.declare import declare
 from loopq.zoo.config import SmallConfig
 from loopq.zoo.huginn import HuginnBlock
 from loopq.zoo.layers import RMSNorm, init_linears, rotary_angles

@@ -30,6 +30,8 @@ from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError, ConfigError, DumpError
+from loopq.layers.shared import SharedParameter
+from loopq.models.depths import Depths
 from loopq.settings.execution import POLL, Execution, at_most
 from loopq.storage.files import (
     check_named,
@@ -44,8 +46,7 @@ from loopq.storage.journal import Journal, Snapshots, fingerprint
 from loopq.storage.lock import locked
 from loopq.storage.model_files import model_tensors, write_files
 from loopq.storage.schema import Count, Sha256, checked
-from loopq.systems.base import LoopedSystem, SharedParameter
-from loopq.systems.depths import Depths
+from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Progress, Silent
 from loopq.terminal.table import size
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.errors import ConfigError, DumpError, LoopqError
 from loopq.layers.reader import TensorReader
+from loopq.layers.shared import SharedParameter
 from loopq.storage.files import (
     MAX_SIZE,
     RawTensor,
@@ -50,7 +51,6 @@ from loopq.storage.schema import (
     unsealed,
 )
 from loopq.storage.weights import ModelWeights, stored_shape
-from loopq.systems.base import SharedParameter
 from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:

@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CalibrationError, NonFiniteError
+from loopq.errors import CalibrationError, NonFiniteError, model_code
+from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import source_of, to_torch
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, model_code
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Discovers
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,9 +63,9 @@ class Observer:
         ends: bool = False,
     ) -> None:
         self._system = system
-        self._parameters = {id(system.parameter(p)): p for p in parameters}
+        self._parameters = {id(parameter_of(system.model, p)): p for p in parameters}
         self._watched = {p.name: p for p in parameters if not p.owners}
-        ends = ends and system.fixed_depth and not any(p.routed_in for p in parameters)
+        ends = ends and not isinstance(system, Discovers) and not any(p.routed_in for p in parameters)
         #: Calls of a rollout that ends with the last one; 0 if it runs to its output.
         self._n_calls = ends * sum(p.invocations for p in self._parameters.values())
         self._sink = sink
@@ -129,9 +132,9 @@ class Observer:
         if not self._watched:
             yield
             return
-        from loopq.systems.products import Products, plain_attention  # lazy: loopq imports without torch
+        from loopq.models.products import Products, plain_attention  # lazy: loopq imports without torch
 
-        weights = {name: self._system.parameter(p).detach() for name, p in self._watched.items()}
+        weights = {name: parameter_of(self._system.model, p).detach() for name, p in self._watched.items()}
         with plain_attention(), Products(weights, lambda n, rows, _: self._observed(self._watched[n], rows)):
             yield
 
@@ -232,7 +235,7 @@ def damaged_weight(system: LoopedSystem) -> str:
     stream = source_of(system.model)
     named: Iterable[tuple[str, Tensor]] = system.model.named_parameters()
     for name, tensor in named if stream is None else ((n, to_torch(t)) for n, t in stream.items()):
-        if not tensor.is_floating_point() or name.startswith(system.idle):
+        if not tensor.is_floating_point() or name.startswith(system.published.idle):
             continue
         # A sum is one pass without memory. Single numbers are checked only if it is not finite.
         if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))):

@@ -15,8 +15,8 @@ import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts
 from loopq.calibrate.device import Sums
 from loopq.errors import CalibrationError
+from loopq.layers.shared import SharedParameter
 from loopq.models.replace import Replaced, Weights, placed
-from loopq.systems.base import SharedParameter
 from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:

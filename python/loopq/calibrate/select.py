@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.layers.shared import SharedParameter
 from loopq.settings.patterns import check_patterns, matches
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
+from loopq.systems.capabilities import Discovers
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def select(
     if damaged:
         raise NonFiniteError(damaged)
     probe = tokens.first(seed)
-    system.look(probe)
+    if isinstance(system, Discovers):
+        system.look(probe)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError, LoopqError
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.errors import ConfigError, LoopqError, model_code
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Continues
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,16 +72,16 @@ class _Writer:
     def __init__(self, system: LoopedSystem) -> None:
         self._system, self._n_steps = system, system.n_steps
         self._cache: Any = None
-        self._by_cache = True
+        self._cached = system if isinstance(system, Continues) else None
 
     def __call__(self, batch: Batch) -> Tensor:
         found = None
-        if self._by_cache:
+        if self._cached is not None:
             n_seen = batch.input_ids.shape[1] - 1 if self._cache is not None else 0
             with contextlib.suppress(LoopqError):  # A class without a cache says so.
-                found = self._system.extend(batch, self._n_steps, n_seen, self._cache)
+                found = self._cached.extend(batch, self._n_steps, n_seen, self._cache)
         if found is None:
-            self._by_cache = False
+            self._cached = None
             return self._system.rollout(batch, self._n_steps)[:, -1].float()
         logits, self._cache = found
         return logits[:, -1].float()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.annotations import choices_of
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
@@ -24,7 +25,6 @@ from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.together import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution
-from loopq.storage.annotations import choices_of
 from loopq.storage.files import nearest
 from loopq.terminal.progress import Line, Progress, Silent
 

@@ -13,6 +13,7 @@ from loopq.evaluation.layers import N_PROMPTS, layer_errors
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel
 from loopq.report.weights import tensors
+from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Line
 
 
@@ -43,7 +44,14 @@ def known(
             batch_size=how.batch_size,
             progress=progress,
         )
+    why = reasons(loaded.system, args.n_steps)
     return {
-        "weights": {name: tensors(found, loaded.system, args.n_steps) for name, found in checkpoints.items()},
+        "weights": {name: tensors(found, why) for name, found in checkpoints.items()},
         "errors": {"on": tokens.take(0, N_PROMPTS).describe(), "weights": errors},
     }
+
+
+def reasons(system: LoopedSystem, n_steps: int | None = None) -> dict[str, str]:
+    """Why a weight of the loop stays unchanged, if no checkpoint quantizes it. By name."""
+    shared = system.shared_parameters(n_steps or system.n_steps)
+    return {p.name: p.reason or "excluded by the settings" for p in shared} | system.left_out()

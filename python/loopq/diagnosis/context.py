@@ -11,8 +11,9 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.weights import Rounder, core_rounder
+from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 
 @dataclass

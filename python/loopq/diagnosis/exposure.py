@@ -23,6 +23,7 @@ from loopq.diagnosis.weights import (
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import mean_interval
 from loopq.quantizers.config import LayerConfig
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -149,9 +150,10 @@ def adapter_output_ratio(
         For each exposed layer, `per_step` is the mean over prompts of ||output|| / ||s_t|| at each update. `mean` and
         `std` run over prompts and all updates but the first.
     """
-    if not system.has_steps:
+    steps = steps_of(system)
+    if steps is None:
         raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be read")
-    if system.n_updates(n_steps) < 1:
+    if steps.n_updates(n_steps) < 1:
         raise ConfigError(f"system {system.name!r}: at depth {n_steps} no state is updated before it is read")
     seen: dict[str, list[Any]] = {p.name: [] for p in system.shared_parameters(n_steps) if p.exposed}
     ratios: dict[str, list[Any]] = {name: [] for name in seen}

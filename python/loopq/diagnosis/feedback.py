@@ -26,6 +26,7 @@ from loopq.evaluation.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
+from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,7 @@ def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trac
     `torch.lerp` returns its ends exactly, while s + 1 * (s' - s) would round.
     """
     torch = require("torch")
+    system = single_steps(system)
     with torch.no_grad():
         embedding = system.embed(batch)
         state = reference.states[0]
@@ -145,10 +147,10 @@ def feedback_curve(
     ConfigError
         If the system has no single-step function, or a strength lies outside 0 to 1.
     """
-    system = context.system
-    if not system.has_steps:
+    system = steps_of(context.system)
+    if system is None:
         raise ConfigError(
-            f"system {system.name!r} has no single-step function: its feedback cannot be changed"
+            f"system {context.system.name!r} has no single-step function: its feedback cannot be changed"
         )
     chosen = tuple(sorted(lambdas))
     if not chosen or chosen[0] < 0 or chosen[-1] > 1:
@@ -172,7 +174,7 @@ def feedback_curve(
 
 
 def _one_batch(
-    system: LoopedSystem,
+    system: SingleSteps,
     batch: Batch,
     n_steps: int,
     weights: Weights,

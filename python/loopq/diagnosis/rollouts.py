@@ -14,6 +14,7 @@ from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
 from loopq.models.replace import Replaced
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class Trace:
     Parameters
     ----------
     states : list of Tensor
-        State before step 0 and after every update (`LoopedSystem.n_updates`). Empty without a step function.
+        State before step 0 and after every update (`SingleSteps.n_updates`). Empty without a step function.
     outputs : dict of int to Tensor, float32 of shape (n_prompts, n_tokens, n_outputs)
         Output by the number of completed steps. If the last step is the readout, it reads the state before it.
     """
@@ -57,14 +58,15 @@ def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] 
     """
     torch = require("torch")
     with torch.no_grad():
-        if not system.has_steps:
+        steps = steps_of(system)
+        if steps is None:
             return Trace([], {n_steps: system.rollout(batch, n_steps).float()})
-        embedding = system.embed(batch)
-        states = [system.initial_state(batch, embedding)]
-        for t in range(system.n_updates(n_steps)):
-            states.append(system.step(states[-1], embedding, t, n_steps))
+        embedding = steps.embed(batch)
+        states = [steps.initial_state(batch, embedding)]
+        for t in range(steps.n_updates(n_steps)):
+            states.append(steps.step(states[-1], embedding, t, n_steps))
         wanted = range(1, n_steps + 1) if read is None else sorted(set(read))
-        outputs = {n: system.predict(states[system.n_updates(n)], embedding).float() for n in wanted}
+        outputs = {n: steps.predict(states[steps.n_updates(n)], embedding).float() for n in wanted}
     return Trace(states, outputs)
 
 

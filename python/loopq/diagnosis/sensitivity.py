@@ -18,7 +18,8 @@ from loopq.quantizers.config import LayerConfig
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
     from loopq.diagnosis.context import Context
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 Floats = NDArray[np.float64]
 

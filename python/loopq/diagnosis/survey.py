@@ -24,9 +24,11 @@ from loopq.diagnosis.verdict import judge, summary
 from loopq.diagnosis.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
 from loopq.layers.grid import PER_CHANNEL
+from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
+from loopq.systems.stepwise import steps_of
 from loopq.terminal.progress import Progress
 
 FORMAT = "loopq-diagnosis"
@@ -92,7 +94,7 @@ def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str =
         "n_steps": depth,
         "n_parameters": sum(p.numel() for p in system.model.parameters()),
         "dtype": str(next(system.model.parameters()).dtype).removeprefix("torch."),
-        "has_steps": system.has_steps,
+        "has_steps": steps_of(system) is not None,
         "output": system.output,
         "state_is_random": system.state_is_random,
     }
@@ -169,10 +171,11 @@ def _possible(
     """Split the sections into possible ones and impossible ones, with the reason."""
     unavailable = []
     run = []
+    steps = steps_of(system)
     for name in wanted:
         section = SECTIONS.get(name)
-        lacks = "single-step function" * bool(section.loop and not system.has_steps)
-        if lacks := lacks or "state of fixed size" * (section.square and system.grows):
+        lacks = "single-step function" * bool(section.loop and steps is None)
+        if lacks := lacks or "state of fixed size" * bool(section.square and steps and steps.grows):
             reason = f"system {system.name!r} has no {lacks}, which {section.loop} needs"
             unavailable.append({"section": name, "reason": reason})
         elif section.exposed and not context.exposed:

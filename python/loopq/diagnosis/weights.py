@@ -13,9 +13,11 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.config import LayerConfig
 from loopq.storage.weights import as_stored as stored
 from loopq.storage.weights import outputs_first
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 Matrix = NDArray[np.float32]
 Weights = Mapping[str, Matrix]
@@ -24,7 +26,7 @@ Rounder = Callable[[Matrix, LayerConfig], Matrix]
 
 def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
     """Return a float32 copy of a shared weight as (out_features, in_features)."""
-    value: Matrix = system.parameter(shared).detach().float().cpu().numpy().copy()
+    value: Matrix = parameter_of(system.model, shared).detach().float().cpu().numpy().copy()
     return outputs_first(value, shared.orientation)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
@@ -21,7 +21,8 @@ from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
 from loopq.storage.names import names_of
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -241,7 +242,10 @@ def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, 
 
     These are the weights and the logits of one variant, and the copies of a piece of them.
     """
-    weights = max((4 * sum(system.weight(name).numel() for name in v) for v in variants.values()), default=0)
+    weights = max(
+        (4 * sum(parameter_of(system.model, name).numel() for name in v) for v in variants.values()),
+        default=0,
+    )
     logits = reference.numel() * reference.element_size()
     return int(weights + logits + _COPIES * 8 * min(_PIECE, reference.numel()))
 

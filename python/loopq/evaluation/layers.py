@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
+from loopq.layers.shared import SharedParameter
 from loopq.models.replace import Replaced, Weights, placed
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.declare import parameter_of
 from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def _add(
     """Add the squared errors and squared outputs of every call of one layer, in one product for all calls."""
     import torch  # lazy: loopq imports without torch
 
-    stored = system.parameter(parameter).detach()
+    stored = parameter_of(system.model, parameter).detach()
     weight = stored.float()
     changed = weight
     if parameter.name in weights:

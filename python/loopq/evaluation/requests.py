@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import NonFiniteError
+from loopq.errors import NonFiniteError, model_code
 from loopq.inference.generate import Decoder, Generation, decode, end_ids, generate
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
-from loopq.systems.base import Batch, model_code
+from loopq.systems.base import Batch
+from loopq.systems.capabilities import marked
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048
@@ -170,7 +171,7 @@ def generate_until(
     longest = longest or longest_input(loaded)
     settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))
     prompt = list(loaded.encode(context)) or [prefix_id(loaded)]
-    prompt = loaded.system.prompt_ids(prompt[-max(1, longest - settings.n_tokens) :])
+    prompt = marked(loaded.system, prompt[-max(1, longest - settings.n_tokens) :])
     ids: list[int] = []
     for token in generate(loaded, prompt, decoder, settings):
         ids.append(token)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
+from loopq.errors import model_code
 from loopq.gradients.turns import Turns
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import source_of
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Cost of the quantization of a single layer for the model: measured, or predicted from one backward pass.
+"""Cost of the quantization of a single layer for the model, predicted from one backward pass.
 
 A cost is KL(full precision || quantized) in nats for a position.
 """
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, SystemContractError
-from loopq.evaluation.compare import compare
 from loopq.gradients.backward import Backward
+from loopq.layers.shared import SharedParameter
 from loopq.models.replace import stored_weight
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,34 +29,6 @@ if TYPE_CHECKING:
 #: in full precision.
 Candidates = Mapping[tuple[str, str], NDArray[np.float32]]
 Costs = dict[tuple[str, str], float]
-
-
-def measured(
-    system: LoopedSystem,
-    candidates: Candidates,
-    tokens: TokenSet,
-    *,
-    n_steps: int | None = None,
-    seed: int = 0,
-) -> Costs:
-    """Measure the cost of each candidate by one rollout with that layer replaced.
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        Full-precision model.
-    candidates : mapping of (str, str) to ndarray, float32
-        Key (parameter name, label) and the layer's quantized weight. The weight has the model's orientation.
-    tokens : TokenSet
-        Prompts.
-    n_steps : int, optional
-        Depth. The model's own depth is the default.
-    seed : int
-        Seed of the initial states.
-    """
-    variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in candidates.items()}
-    found = compare(system, variants, tokens, n_steps=n_steps, seeds=(seed,))[1:]
-    return {key: float(m.kl.mean()) for key, m in zip(candidates, found, strict=True)}
 
 
 def loop_fisher(
@@ -69,14 +41,14 @@ def loop_fisher(
     execution: Execution | None = None,
     journal: Journal | None = None,
 ) -> Costs:
-    """Predict these costs from gradients. One backward pass per prompt serves every layer and candidate.
+    """Predict the cost of each candidate from gradients. One backward pass per prompt serves every layer and candidate.
 
     Parameters
     ----------
     system : LoopedSystem
         Full-precision model with logits as output. Hidden states are refused.
     candidates : mapping of (str, str) to ndarray, float32
-        As in `measured`.
+        Key (parameter name, label) and the layer's quantized weight. The weight has the model's orientation.
     tokens : TokenSet
         Prompts. Each needs one backward pass per draw.
     n_steps : int, optional

@@ -28,6 +28,7 @@ from loopq.errors import NonFiniteError, SystemContractError
 from loopq.quantizers.loop_metric import ridged
 from loopq.quantizers.task import Task
 from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import parameter_of
 from loopq.systems.views import system_of
 
 
@@ -381,9 +382,9 @@ class Taps:
         self.system, self._here = _without_gradients(system), threading.local()
         self.side, system = side, self.system
         # No module is called with these weights and rows. Torch gives their gradients, one layer at a time.
-        self._bare = [(t, system.parameter(t.parameter)) for t in tasks if not _is_called(t)]
+        self._bare = [(t, parameter_of(system.model, t.parameter)) for t in tasks if not _is_called(t)]
         called = [t for t in tasks if _is_called(t)]
-        self._tasks = {id(system.parameter(t.parameter)): t for t in called}
+        self._tasks = {id(parameter_of(system.model, t.parameter)): t for t in called}
         self._parameters = [t.parameter for t in called]
         self._stack = contextlib.ExitStack()
         self.anchor = torch.zeros((), device=system.device, requires_grad=True)

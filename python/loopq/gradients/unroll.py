@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from loopq.errors import SystemContractError
 from loopq.storage.model_files import is_streamed
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.base import Batch, LoopedSystem, differentiable
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,22 +43,23 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
     # A step that repeats earlier passes would give their rows a gradient twice.
-    if not system.has_steps or system.grows:
+    steps = steps_of(system)
+    if steps is None or steps.grows:
         return _whole(system, batch, n_steps)
-    embedding = system.embed(batch)
-    state = system.initial_state(batch, embedding)
+    embedding = steps.embed(batch)
+    state = steps.initial_state(batch, embedding)
     # Layers that are read for each visit have their own recomputation.
     recompute = not is_streamed(system.model) and _activation_bytes(system, batch, n_steps) > ACTIVATION_BYTES
-    for t in range(system.n_updates(n_steps)):
+    for t in range(steps.n_updates(n_steps)):
         if recompute:
-            state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)
+            state = checkpoint(steps.step, state, embedding, t, n_steps, use_reentrant=False)
         else:
-            state = system.step(state, embedding, t, n_steps)
-    return system.predict(state, embedding)
+            state = steps.step(state, embedding, t, n_steps)
+    return steps.predict(state, embedding)
 
 
 def _whole(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    with system.differentiable():
+    with differentiable(system):
         out = system.rollout(batch, n_steps)
     if not out.requires_grad:
         raise SystemContractError(

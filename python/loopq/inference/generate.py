@@ -12,6 +12,8 @@ from loopq.lazy import require
 from loopq.models.load import LoadedModel, encode_bytes
 from loopq.settings.declare import Settings, setting
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Continues, Exits, FixedLength, Programmed, ServedByCache, marked
+from loopq.systems.stepwise import single_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,11 +90,11 @@ class Decoder:
         self._runner: Runner | None = None
         self._cache: Any = None
         self._seen: list[int] = []
-        if system.output != "logits" or system.prompt_length is not None:
+        if system.output != "logits" or isinstance(system, FixedLength):
             what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
             raise ConfigError(f"{system.name}: gives {what}, so there is no text to generate")
         vocabulary = self._refuse_two_directions()
-        if settings.exit is not None and system.exit_rule() is None:
+        if settings.exit is not None and not (isinstance(system, Exits) and steps_of(system)):
             raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
         self.no_cache = self.no_runner = "left early"
         if settings.exit is None:
@@ -144,7 +146,9 @@ class Decoder:
                 batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
             )
         else:
-            found = self.system.extend(batch, self.n_steps, n_seen, self._cache)
+            found = None
+            if isinstance(self.system, Continues):
+                found = self.system.extend(batch, self.n_steps, n_seen, self._cache)
             if found is None:
                 raise ConfigError("the model has no cache")
             logits, self._cache = found[0][0, -1], found[1]
@@ -153,8 +157,8 @@ class Decoder:
 
     def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
         """Logits at the step that the model's rule chooses for the last token. All tokens run to that step."""
-        system, n_steps = self.system, self.n_steps
-        rule = system.exit_rule()
+        system, n_steps = single_steps(self.system), self.n_steps
+        rule = system.exit_rule() if isinstance(system, Exits) else None
         embedding = system.embed(batch)
         state = system.initial_state(batch, embedding)
         for t in range(n_steps):
@@ -183,7 +187,7 @@ class Decoder:
         # Spread out, because the first ids are often marks, after which logits depend on every rounding.
         apart = max(1, vocabulary // (_PROBE + _MORE + 1))
         tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
-        start, more = self.system.prompt_ids(tried[:_PROBE]), tried[_PROBE:]
+        start, more = marked(self.system, tried[:_PROBE]), tried[_PROBE:]
         return [[*start, *more[:n]] for n in range(_MORE + 1)]
 
     def _as_rolled_out(self, texts: Sequence[Sequence[int]]) -> bool:
@@ -205,7 +209,7 @@ class Decoder:
         if system.device.type != "cpu" or not coded:
             return "the runner takes models with codes, on the processor"
         try:
-            program = system.program(self.n_steps)
+            program = system.program(self.n_steps) if isinstance(system, Programmed) else None
             if program is None:
                 return f"the runner does not know the blocks of {type(system.model).__name__}"
             self._runner = Runner(program)
@@ -222,7 +226,8 @@ class Decoder:
     def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
         """Test the model's cache. Published ones differ between versions, and some give other logits."""
         try:
-            if self._as_rolled_out(texts) or self.system.served_by_cache:
+            served = isinstance(self.system, ServedByCache) and self.system.served_by_cache
+            if self._as_rolled_out(texts) or served:
                 return ""
             return "the model's own cache gives other logits"
         except LoopqError as cause:
@@ -327,7 +332,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
         ids = _numbers(prompt) if loaded.no_text else list(loaded.encode(prompt))
     if not ids:
         raise ConfigError("the prompt has no tokens: give at least one character")
-    return loaded.system.prompt_ids(ids)
+    return marked(loaded.system, ids)
 
 
 def _numbers(prompt: str) -> list[int]:

@@ -14,8 +14,8 @@ from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.formats.quantized_folder import RECORD
 from loopq.models.build import build_model
+from loopq.models.files import find_names
 from loopq.models.load import LoadedModel
-from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     from loopq.inference.layout import Activations

@@ -17,12 +17,12 @@ from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.lazy import require
+from loopq.models.files import find_names
 from loopq.models.hf import unfuse
 from loopq.storage.files import RawTensor, map_tensors
 from loopq.storage.model_files import TENSORS, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Object, checked
-from loopq.systems.files import find_names
 
 transformers = require("transformers")
 

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, model_code
 from loopq.lazy import require
 from loopq.models import hf
+from loopq.models.classes import find_class
+from loopq.models.files import find_names
 from loopq.models.load import LoadedModel, choose_system, describe, text_encoder
 from loopq.models.plain import plain
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked, parse_json
-from loopq.systems.base import LoopedSystem, ModelClass, model_code
-from loopq.systems.classes import find_class
-from loopq.systems.files import find_names
+from loopq.systems.base import LoopedSystem
+from loopq.systems.capabilities import ModelClass
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, LoopqError
+from loopq.layers.shared import SharedParameter
+from loopq.models.trace import Trace, token_tables, trace
 from loopq.storage.names import names_of
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
-from loopq.systems.trace import Trace, token_tables, trace
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Describes, FixedLength
+from loopq.systems.declare import parameter_of
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +51,10 @@ class SystemRow:
 
 def systems_table() -> list[SystemRow]:
     """Return a line for every registered system, sorted by name."""
-    return [SystemRow(name, cls.summary, cls.checkpoints, cls.exposed) for name, cls in SYSTEMS]
+    return [
+        SystemRow(name, cls.summary, tuple(cls.published.checkpoints.items()), cls.published.exposed)
+        for name, cls in SYSTEMS
+    ]
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class _Probe:
         import torch  # lazy: loopq imports without torch
 
         self.system, self.n_steps = system, n_steps
-        length = system.prompt_length or PROBE_TOKENS
+        length = system.prompt_length if isinstance(system, FixedLength) else PROBE_TOKENS
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, vocabulary, (PROBE_PROMPTS, length), generator=generator)
         self.batch = Batch(ids, tuple(range(PROBE_PROMPTS)), seed)
@@ -134,7 +141,7 @@ class _Probe:
         """All weights in the adapter's list exist, and none is listed twice."""
         self.shared = self.system.shared_parameters(self.n_steps)
         for parameter in self.shared:
-            found = self.system.parameter(parameter)
+            found = parameter_of(self.system.model, parameter)
             for owner in parameter.owners:
                 if self.system.model.get_submodule(owner)._parameters["weight"] is not found:
                     raise _Failed(f"{parameter.name}: {owner} holds another tensor; the tie is broken")
@@ -191,7 +198,7 @@ class _Probe:
     def complete(self) -> str:
         """No undeclared weight is called repeatedly."""
         assert self.seen is not None
-        known = {id(self.system.parameter(p)) for p in self.shared}
+        known = {id(parameter_of(self.system.model, p)) for p in self.shared}
         known |= {id(self.system.model.get_parameter(name)) for name in self.system.left_out()}
         by_name = dict(self.system.model.named_parameters())
         forgotten = [name for name in self.seen.repeated if id(by_name[name]) not in known]
@@ -203,8 +210,8 @@ class _Probe:
         """A chain of single steps equals the rollout."""
         import torch  # lazy: loopq imports without torch
 
-        system = self.system
-        if not system.has_steps:
+        system = steps_of(self.system)
+        if system is None:
             raise _Idle("the system has no single-step function")
         assert self.output is not None
         with torch.no_grad():
@@ -224,8 +231,8 @@ class _Probe:
         """A prompt's initial state does not depend on its batch."""
         import torch  # lazy: loopq imports without torch
 
-        system = self.system
-        if not system.state_is_random:
+        system = steps_of(self.system)
+        if system is None or not system.state_is_random:
             raise _Idle("the initial state is not random")
         with torch.no_grad():
             whole = system.initial_state(self.batch, system.embed(self.batch))
@@ -264,7 +271,7 @@ class _Probe:
             f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
             for width in ragged
         ]
-        if self.shared:
+        if self.shared and isinstance(self.system, Describes):
             found += self.system.describe_loop()
         names = names_of(self.system.model)
         reasons = {names.in_file(name): reason for name, reason in self.system.left_out().items()}

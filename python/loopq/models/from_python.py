@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, to_device
 from loopq.models.plain import plain
+from loopq.models.systems.generic import Generic
 from loopq.systems import find_system, fitting_systems
 from loopq.systems.base import LoopedSystem
-from loopq.systems.generic import Generic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,8 @@ def wrap(
     ----------
     model : nn.Module or LoopedSystem
         A module of a published class gets the adapter of that class. For any other module, one run discovers the loop
-        (`loopq.systems.generic.Generic`). The module is set to eval mode and runs through `loopq.models.plain.plain`.
+        (`loopq.models.systems.generic.Generic`). The module is set to eval mode and runs through
+        `loopq.models.plain.plain`.
     encode : callable
         Text to token ids. Bytes when absent.
     depth : str, optional

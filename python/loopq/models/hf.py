@@ -13,9 +13,9 @@ from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
+from loopq.models.files import find_names
 from loopq.settings.execution import available_bytes
 from loopq.systems.base import LoopedSystem
-from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
     if not known and not config.get("auto_map"):
         raise ConfigError(
             f"{source}: model_type {config.get('model_type')!r} is not known to transformers; a class of "
-            "your own is registered with loopq.systems.classes.register_model (`loopq --python FILE` runs a file first)"
+            "your own is registered with loopq.models.classes.register_model (`loopq --python FILE` runs a file first)"
         )
 
 
@@ -238,9 +238,9 @@ def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, me
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Turn the stacked experts of transformers 5 into modules. See `loopq.systems.experts.unfuse`."""
+    """Turn the stacked experts of transformers 5 into modules. See `loopq.models.experts.unfuse`."""
     # Only a model needs torch. Listing systems does not.
-    from loopq.systems import experts  # lazy: loopq imports without torch
+    from loopq.models import experts  # lazy: loopq imports without torch
 
     return experts.unfuse(model)
 
@@ -279,7 +279,7 @@ def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> 
     CheckpointError
         If parameters are missing. The message names them, because they hold random numbers.
     """
-    needed = [name for name in missing if not name.startswith(system.idle)]
+    needed = [name for name in missing if not name.startswith(system.published.idle)]
     if needed:
         more = f" and {len(needed) - 5} more" if len(needed) > 5 else ""
         raise CheckpointError(

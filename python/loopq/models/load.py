@@ -13,14 +13,15 @@ from loopq.errors import ConfigError, SystemContractError
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop
 from loopq.lazy import require
 from loopq.models import hf
+from loopq.models.classes import find_class, load_registered, register_model
 from loopq.models.plain import plain
 from loopq.models.precision import widen
 from loopq.storage.files import read_json
 from loopq.storage.model_files import source_of
 from loopq.storage.schema import checked
 from loopq.systems import SYSTEMS, find_system
-from loopq.systems.base import Encode, LoopedSystem, ModelClass
-from loopq.systems.classes import find_class, load_registered, register_model
+from loopq.systems.base import LoopedSystem
+from loopq.systems.capabilities import Encode, ModelClass
 from loopq.systems.looped import Looped, run_loop
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class LoadReport:
     source : str
         What was asked for.
     kind : str
-        "registered" for a class of `loopq.systems.classes`, "transformers", or "module" for one built by hand.
+        "registered" for a class of `loopq.models.classes`, "transformers", or "module" for one built by hand.
     dtype : str
         Floating types of the parameters, joined by commas.
     n_parameters : int
@@ -255,7 +256,7 @@ def load_model(
     spec : str or Path
         Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub id
         ("owner/name"). ``looped:MODEL[8:20]x2`` runs layers 8 to 19 of a dense model twice. Only a hub id uses the
-        network. Register classes that transformers does not know first, with `loopq.systems.classes.register_model`.
+        network. Register classes that transformers does not know first, with `loopq.models.classes.register_model`.
     system : str, optional
         Name of the adapter, if loopq should not choose it.
     trust_remote_code : bool

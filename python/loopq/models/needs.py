@@ -51,13 +51,13 @@ def needs(model: str) -> list[tuple[str, str]]:
     if (Path(model) / "config.json").is_file():
         return _of_folder(Path(model))
     wanted = model.rpartition("/")[2].lower()
-    published = [(name, kind) for _, kind in SYSTEMS for name, _ in kind.checkpoints]
+    published = [(name, kind) for _, kind in SYSTEMS for name in kind.published.checkpoints]
     for name, kind in published:
         # A hub id may be longer than the name (Nanbeige4.2-3B-Base) or shorter (huginn-0125).
         if wanted.startswith(name.lower()):
             return _of_published(name, kind)
         if wanted == kind.name or wanted.startswith(f"{kind.name}-"):
-            return _of_published(", ".join(other for other, _ in kind.checkpoints), kind)
+            return _of_published(", ".join(kind.published.checkpoints), kind)
     raise ConfigError(
         f"{model!r} is no folder with a config.json and no published model that loopq knows: "
         f"{', '.join(name for name, _ in published)}; `loopq check MODEL` tries any other"
@@ -65,12 +65,13 @@ def needs(model: str) -> list[tuple[str, str]]:
 
 
 def _of_published(name: str, kind: type[LoopedSystem]) -> list[tuple[str, str]]:
-    code, version = _CODE[kind.code]
-    version = kind.transformers or version
-    tokenizer = _NO_TOKENIZER if kind.code == "own" else "beside the weights"
+    published = kind.published
+    code, version = _CODE[published.code]
+    version = published.transformers or version
+    tokenizer = _NO_TOKENIZER if published.code == "own" else "beside the weights"
     lines = [(name, f"system {kind.name}: {kind.summary}"), ("code", code)]
     lines += [("transformers", _asked(version))] if version else []
-    lines += [("also", kind.also)] if kind.also else []
+    lines += [("also", published.also)] if published.also else []
     return [*lines, ("tokenizer", tokenizer), ("dtype", _DTYPE)]
 
 

@@ -6,15 +6,17 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import is_streamed, source_of, to_torch
-from loopq.systems.base import LoopedSystem, SharedParameter
-from loopq.systems.views import system_of
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import parameter_of
+from loopq.systems.views import System, system_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +28,7 @@ def stored_weight(system: LoopedSystem, parameter: SharedParameter) -> Tensor:
     """The values of a weight on the model's device, also while its layer is not in memory."""
     stream = source_of(system.model)
     if stream is None:
-        return system.parameter(parameter).detach()
+        return parameter_of(system.model, parameter).detach()
     return system.to_device(to_torch(stream[parameter.name]))
 
 
@@ -41,12 +43,14 @@ def placed(system: LoopedSystem, weights: Weights) -> Weights:
     if system.device.type == "cpu" or is_streamed(system.model):
         return weights
     return {
-        name: torch.as_tensor(given).to(system.weight(name).device, system.weight(name).dtype)
+        name: torch.as_tensor(given).to(
+            parameter_of(system.model, name).device, parameter_of(system.model, name).dtype
+        )
         for name, given in weights.items()
     }
 
 
-class Replaced:
+class Replaced(Generic[System]):
     """A model with other weights in place of some. Use its adapter inside the block of this context manager.
 
     The model itself does not change, so other threads go on with its own weights. A model that is read layer by layer
@@ -60,12 +64,15 @@ class Replaced:
         Parameter name to new values, oriented as in the model.
     """
 
-    def __init__(self, system: LoopedSystem, weights: Weights) -> None:
+    def __init__(self, system: System, weights: Weights) -> None:
         from torch import nn  # lazy: loopq imports without torch
 
         from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-        parameters, stream = {name: system.weight(name) for name in weights}, source_of(system.model)
+        parameters, stream = (
+            {name: parameter_of(system.model, name) for name in weights},
+            source_of(system.model),
+        )
         self._stream = stream if isinstance(stream, Stream) else None
         ids = set() if self._stream is None else self._stream.visited()
         for name, parameter in parameters.items():
@@ -84,7 +91,7 @@ class Replaced:
         }
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> LoopedSystem:
+    def __enter__(self) -> System:
         if self._stream is not None:
             self._stack.enter_context(self._stream.others(self._later))
         return self.system

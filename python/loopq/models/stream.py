@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
+from loopq.models.experts import Experts, unfuse
+from loopq.models.files import find_names
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import raw, set_source, to_torch
 from loopq.storage.names import names_of
-from loopq.systems.experts import Experts, unfuse
-from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -85,6 +84,8 @@ class Bench:
         Depth. The system's default when absent.
     saved : Journal, optional
         Journal that saves parts of the current table.
+    prompts : PreparedModel, optional
+        Model and prompts. Cut from the source in the settings' sizes when absent.
     """
 
     source: Source
@@ -92,6 +93,7 @@ class Bench:
     execution: Execution
     n_steps: int | None = None
     saved: Journal | None = None
+    prompts: PreparedModel | None = None
 
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Part of a table, read if an earlier run of the same command saved it, else computed and saved."""
@@ -112,7 +114,7 @@ class Bench:
     def model(self) -> PreparedModel:
         """Model and prompts."""
         s = self.settings
-        return self.source.prompts(Sizes(s.n_calibration, 1, s.n_evaluation, s.seq_len))
+        return self.prompts or self.source.prompts(Sizes(s.n_calibration, 1, s.n_evaluation, s.seq_len))
 
     @cached_property
     def depth(self) -> int:
@@ -160,23 +162,24 @@ class Bench:
         """Names of the layers that join state and embedding."""
         return tuple(p.name for p in self.collected.job.selection.observed if p.role == "adapter")
 
-    def cures(self) -> dict[str, QuantConfig]:
-        """Remedies for a planted outlier: groups, rotation of those layers, less weight on step 0."""
+    def cures(self, **grid: int) -> dict[str, QuantConfig]:
+        """Remedies for a planted outlier on a grid: groups, rotation of those layers, less weight on step 0."""
         source = self.source
         if not source.planted:
             return {}
         turned = tuple(Override(n, {"rotation": ROTATION}) for n in source.planted_in)
-        small = {"group_size": CURE_GROUP}
+        small = grid | {"group_size": CURE_GROUP}
         cures = {
             f"RTN, groups of {CURE_GROUP}": self.rtn(**small),
             f"GPTQ, groups of {CURE_GROUP}": self.gptq("all", **small),
         }
         # The outlier is in the adapter, which the tables already rotate.
         if source.planted_in != self.adapters:
-            cures["RTN, planted layers rotated"] = self.rtn(*turned)
-            cures["GPTQ, planted layers rotated"] = self.gptq("all", *turned)
+            cures["RTN, planted layers rotated"] = self.rtn(*turned, **grid)
+            cures["GPTQ, planted layers rotated"] = self.gptq("all", *turned, **grid)
         if source.planted == "spike" and self.depth > 1:
-            cures[f"GPTQ, alpha = {CURE_ALPHA}"] = self.gptq("all", step_weights=f"alpha={CURE_ALPHA}")
+            weights = f"alpha={CURE_ALPHA}"
+            cures[f"GPTQ, alpha = {CURE_ALPHA}"] = self.gptq("all", step_weights=weights, **grid)
         return cures
 
     def rtn(self, *overrides: Override, **changes: Any) -> QuantConfig:
@@ -242,14 +245,6 @@ class Bench:
     def head(self) -> dict[str, Any]:
         """Common entries of every result."""
         return {"model": self.source.name, "n_steps": self.depth, "output": self.system.output}
-
-    def changed(self, **changes: Any) -> Bench:
-        """The same model with other settings. Hessians are shared."""
-        other = dataclasses.replace(self, settings=self.settings.changed(**changes))
-        other.__dict__.update(
-            {k: self.__dict__[k] for k in ("model", "run", "sums", "adapters") if k in self.__dict__}
-        )
-        return other
 
 
 def _plain(m: Measurement, n_bytes: int | None) -> dict[str, Any]:

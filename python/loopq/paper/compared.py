@@ -53,9 +53,9 @@ def without_exposed(bench: Bench) -> str | None:
     return without_logits(bench) or why
 
 
-def three(bench: Bench) -> dict[str, QuantConfig]:
+def three(bench: Bench, **grid: int) -> dict[str, QuantConfig]:
     """Return the variants of Li, Table 2: rounding, GPTQ on step 0 and GPTQ on the trajectory."""
-    return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}
+    return {RTN: bench.rtn(**grid), ONE: bench.gptq("first", **grid), ALL: bench.gptq("all", **grid)}
 
 
 def ratio(top: Values, bottom: Values) -> Interval:

@@ -1,4 +1,4 @@
-"""Estimates with intervals, sentences and tables from the results of `loopq.paper.main_table`."""
+"""The main table (Li, Table 2) in words: estimates with intervals, sentences and tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from loopq.evaluation.stats import Interval, cluster_rate, gap_closed, mean_interval, student
 from loopq.paper.compared import closer, ratio
-from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, on_grid
 from loopq.paper.shown import Claim, Table
 
+GRIDS = ((4, 128), (3, 32))
+RTN, ONE, ALL = "RTN", "one step", "N steps"
 N_RESAMPLES = 10_000
 Floats = NDArray[np.float64]
 
@@ -24,7 +25,7 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Parameters
     ----------
     found : sequence of dict
-        Results of `loopq.paper.main_table.run`.
+        Results of `loopq.paper.tables.main.measure`.
 
     Returns
     -------
@@ -56,6 +57,11 @@ def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
     out["grids"] = grids
     out["states"] = _states(found["states"])
     return out
+
+
+def on_grid(found: Mapping[str, Any], bits: int, group: int) -> dict[str, Mapping[str, Any]]:
+    """Variants of one grid, by name."""
+    return {a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (bits, group)}
 
 
 def _to_bits(bytes_per_token: float | None) -> Callable[[Floats], Floats]:
@@ -110,7 +116,7 @@ def comparisons(model: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[s
     model : str
         Name of the model.
     variants : mapping of str to dict
-        Results of `loopq.paper.main_table` by variant.
+        Results of `loopq.paper.tables.main.measure` by variant.
     """
     kl = {name: _per_prompt(v["kl"]) for name, v in variants.items()}
     pairs = ((ALL, RTN), (ALL, ONE), (ONE, RTN))

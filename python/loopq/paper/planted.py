@@ -14,9 +14,11 @@ from loopq.calibrate.hooks import Observer
 from loopq.errors import ConfigError
 from loopq.paper.models import Source
 from loopq.settings.execution import Execution
+from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 #: Factor of the weight's column: the channel of its input has the inverse.
 FACTORS = {"outlier": 64.0, "spike": 1 / 256, "token": 1 / 256}
@@ -61,7 +63,7 @@ def plant(source: Source, kind: str, tokens: TokenSet, execution: Execution | No
 
 
 def _matrix(system: LoopedSystem, p: SharedParameter) -> Any:
-    return p.matrix(system.parameter(p).detach())
+    return p.matrix(parameter_of(system.model, p).detach())
 
 
 def _loud(

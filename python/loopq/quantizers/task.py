@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loopq.layers.shared import SharedParameter
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.loop_metric import LoopMetric
-from loopq.systems.base import SharedParameter
 
 MetricKey = tuple[str, tuple[int, ...], tuple[int | None, int] | None]
 #: Loop metrics of layers by `Task.metric_key`; None for experts that receive no gradient.

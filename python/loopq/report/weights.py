@@ -10,7 +10,6 @@ from typing import Any
 from loopq.formats.checkpoint import Checkpoint
 from loopq.report.markup import Cell, bar, listed, number, paragraph, table
 from loopq.report.style import short_name, short_names
-from loopq.systems.base import LoopedSystem
 from loopq.terminal.table import size
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -18,17 +17,15 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _N_NAMES = 12
 
 
-def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = None) -> list[dict[str, Any]]:
+def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the treatment of each tensor of a checkpoint, quantized ones first.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         Quantized model. The solver is known if its layers have reports.
-    system : LoopedSystem
-        Adapter of the model. It knows why a weight stays unchanged.
-    n_steps : int, optional
-        Depth. The system's default when absent.
+    reasons : mapping of str to str
+        Why a weight stays unchanged, by name. Weights without a reason are outside the loop, or no matrices.
 
     Returns
     -------
@@ -37,8 +34,6 @@ def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = 
         "method", "steps", "error" and "error_rtn". "error" is ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration
         rows X. "error_rtn" is the error of rounding to nearest. Other tensors have "dtype" and "reason".
     """
-    shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
-    reasons = {name: p.reason or "excluded by the settings" for name, p in shared.items()} | system.left_out()
     rows: list[dict[str, Any]] = []
     for layer in checkpoint.layers.values():
         row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.grid.bits,

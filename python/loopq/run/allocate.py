@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.evaluation.compare import compare
-from loopq.gradients.scores import loop_fisher, measured
+from loopq.gradients.scores import loop_fisher
 from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override
 from loopq.run.budget import Candidate, Fit, choose
@@ -186,12 +186,12 @@ def _costs(
     progress.start("ablation", len(plan.tasks), "layers")
     for task in plan.tasks:
         # All candidates of a layer share one full-precision rollout. A kill loses only these.
-        own = {key: weight for key, weight in weights.items() if key[0] == task.name}
         piece = journal.find(task.name)
         found = dict(piece.facts["costs"]) if piece else None
         if found is None:
-            costs_of_own = measured(job.system, own, tokens, n_steps=n_steps, seed=execution.seed)
-            found = {key[1]: cost for key, cost in costs_of_own.items()}
+            variants = {label: {name: w} for (name, label), w in weights.items() if name == task.name}
+            each = compare(job.system, variants, tokens, n_steps=n_steps, seeds=(execution.seed,))[1:]
+            found = {label: float(m.kl.mean()) for label, m in zip(variants, each, strict=True)}
             journal.save(task.name, costs=found)
         costs |= {(task.name, label): cost for label, cost in found.items()}
         progress.advance()

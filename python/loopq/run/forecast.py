@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
+from loopq.layers.shared import SharedParameter
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import core_rate, duration
 from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import PLANNED, Execution, available_bytes
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import parameter_of
 from loopq.terminal.table import size
 
 if TYPE_CHECKING:
@@ -152,7 +154,8 @@ def forecast(
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
     if held < weights:
         again = sum(
-            (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
+            (p.invocations - 1) * _numbers(p) * parameter_of(system.model, p).element_size()
+            for p in parameters
         )
         visits = -(-len(tokens.sequences) // execution.batch_size)
         visits += 2 * -(-metric.n_gradients // execution.batch_size)

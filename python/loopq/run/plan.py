@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
@@ -14,7 +15,8 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.settings.patterns import check_patterns
 from loopq.settings.steps import parse_steps
-from loopq.systems.base import LoopedSystem, SharedParameter, declare
+from loopq.systems.base import LoopedSystem
+from loopq.systems.declare import declare
 
 #: Smaller matrices outside the loop stay unchanged. They are gates and similar weights with negligible bytes.
 LEAST = 64

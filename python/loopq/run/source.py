@@ -19,6 +19,7 @@ from loopq.calibrate.select import select, treat
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.layers.layer import QuantizedLayer
+from loopq.models.depths import Depths
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig, refuse_outside
@@ -31,7 +32,6 @@ from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
-from loopq.systems.depths import Depths
 
 Layers = dict[str, QuantizedLayer]
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+from loopq.annotations import choices_of, fits, hints, is_union, words
 from loopq.errors import ConfigError
 from loopq.settings.registry import Registry, did_you_mean
-from loopq.storage.annotations import choices_of, fits, hints, is_union, words
 
 _NUMBER = r"[+-]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][+-]?[0-9]{1,3})?"
 

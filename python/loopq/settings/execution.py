@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
 from loopq.terminal.progress import Progress, Silent
 
@@ -67,6 +68,24 @@ def resident_bytes(mapped: bool = False) -> int:
 def at_most(more: int) -> str:
     """Say what the process will hold: what it has now, and `more` bytes."""
     return f"about {(resident_bytes() + more) / 2**20:.0f} MiB at most"
+
+
+def require_float32() -> None:
+    """Reject a process that rounds the inputs of float32 products to tf32 or bfloat16.
+
+    Raises
+    ------
+    ConfigError
+        The setting is one of the whole process, so it is not changed here.
+    """
+    import torch  # lazy: loopq imports without torch
+
+    found = torch.get_float32_matmul_precision()
+    if found != "highest":
+        raise ConfigError(
+            f"torch.set_float32_matmul_precision is {found!r} in this process, which rounds the inputs of float32 "
+            "products: set 'highest' before this call"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
+from loopq.annotations import fits, hints, is_union, words
 from loopq.errors import CheckpointError, LoopqError
-from loopq.storage.annotations import fits, hints, is_union, words
 
 T = TypeVar("T")
 #: Version of `loopq.json`, `manifest.json` and `loopq_export.json`.

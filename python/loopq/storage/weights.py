@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Stored(Protocol):
-    """Description of a weight's storage; `loopq.systems.base.SharedParameter` is one."""
+    """Description of a weight's storage; `loopq.layers.shared.SharedParameter` is one."""
 
     @property
     def name(self) -> str:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from loopq.errors import SystemContractError
 from loopq.settings.registry import Registry
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import nn
 
 SYSTEMS: Registry[type[LoopedSystem]] = Registry("system", "loopq.systems")
 
-__all__ = ["SYSTEMS", "Batch", "LoopedSystem", "SharedParameter", "find_system", "fitting_systems"]
+__all__ = ["SYSTEMS", "Batch", "LoopedSystem", "find_system", "fitting_systems"]
 
 
 def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:

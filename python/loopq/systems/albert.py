@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, find_prefix, logits_of
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import logits_of
+from loopq.systems.stepwise import SingleSteps
 from loopq.systems.views import changed, copied, view
 
 _MARKER = "encoder.albert_layer_groups.0.albert_layers.0.attention.query"
@@ -24,7 +28,7 @@ _LINEARS = (
 
 
 @SYSTEMS.register("albert")
-class Albert(LoopedSystem):
+class Albert(SingleSteps):
     """transformers' ALBERT, bare (with hidden states as output) or with a masked-language-model head.
 
     A step is one application of a layer group. All groups run equally often. Rollouts ignore
@@ -34,9 +38,11 @@ class Albert(LoopedSystem):
 
     name = "albert"
     summary = "s = group(s), post-norm encoder; hidden states where there is no head"
-    checkpoints = (("ALBERT-base", 6), ("PL-BERT (Kokoro)", 6))
-    also = "PL-BERT reads phonemes: give token ids (.npy)"
-    idle = ("pooler.", "albert.pooler.")
+    published = Published(
+        {"ALBERT-base": 6, "PL-BERT (Kokoro)": 6},
+        idle=("pooler.", "albert.pooler."),
+        also="PL-BERT reads phonemes: give token ids (.npy)",
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -103,7 +109,7 @@ class Albert(LoopedSystem):
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One application of the group. Needs a model with one group."""
         if not self.has_steps:
-            raise self._no_steps()
+            raise SystemContractError(f"system {self.name!r} has no single-step function")
         # The group's forward needs a head mask in transformers 4.
         for layer in self._layers():
             after = _whole(layer)(state)

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError, SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    ModelClass,
-    SharedParameter,
-    cache_of,
-    declare,
-    is_embedding,
-    past,
-)
+from loopq.systems.base import Batch, Published
+from loopq.systems.capabilities import ModelClass
+from loopq.systems.declare import declare, is_embedding
+from loopq.systems.outputs import cache_of, past
+from loopq.systems.stepwise import SingleSteps
 
 _MARKER = "base_causallm.transformer.h.0.attn.c_attn"
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -33,7 +29,7 @@ _DEFAULT_LATENTS = 4
 
 
 @SYSTEMS.register("coconut")
-class Coconut(LoopedSystem):
+class Coconut(SingleSteps):
     """COCONUT around a GPT-2.
 
     A rollout of depth N has N-1 latent thoughts: `question <start> latent * (N-1) <end> answer`. Pass 0 runs question
@@ -46,13 +42,14 @@ class Coconut(LoopedSystem):
     """
 
     name = "coconut"
-    has_steps = True
     grows = True
     summary = "hidden state written to the next position's input; depth = latents + 1"
-    checkpoints = (("COCONUT GPT-2", 48),)
-    also = (
-        "GPT-2's config.json with the vocab_size of the weights, and its tokenizer, beside them; then --system coconut "
-        "--allow-pickle"
+    published = Published(
+        {"COCONUT GPT-2": 48},
+        also=(
+            "GPT-2's config.json with the vocab_size of the weights, and its tokenizer, beside them; "
+            "then --system coconut --allow-pickle"
+        ),
     )
 
     def __init__(self, model: nn.Module) -> None:

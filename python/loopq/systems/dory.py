@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cached, declare, logits_of, past
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import changed, view
 
@@ -26,8 +29,7 @@ class Dory(StepwiseSystem):
 
     name = "dory"
     summary = "layers before the loop give e; s = layers(norm(s) + e) from s = e; layers after it, norm, head"
-    checkpoints = (("NVIDIA-Nemotron-Labs-Dory1.0-4B", 288),)
-    transformers = ">=5.24"
+    published = Published({"NVIDIA-Nemotron-Labs-Dory1.0-4B": 288}, transformers=">=5.24")
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

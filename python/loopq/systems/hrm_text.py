@@ -7,19 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    SharedParameter,
-    cache_name,
-    cached,
-    declare,
-    logits_of,
-    past,
-)
+from loopq.systems.base import Batch, Published
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cache_name, cached, logits_of, past
 from loopq.systems.program import Program
+from loopq.systems.stepwise import SingleSteps
 from loopq.systems.views import changed, view
 
 _LINEARS = (
@@ -35,7 +30,7 @@ _LINEARS = (
 
 
 @SYSTEMS.register("hrm_text")
-class HrmText(LoopedSystem):
+class HrmText(SingleSteps):
     """transformers' HRM-Text.
 
     A step is one high cycle: `L_cycles` runs of the low stack on z_L + z_H, then one of the high stack. The low
@@ -45,9 +40,7 @@ class HrmText(LoopedSystem):
 
     name = "hrm_text"
     summary = "L_cycles x z_L = L(z_L + z_H), then z_H = H(z_H + z_L); counts differ by stack"
-    checkpoints = (("HRM-Text-1B", 256),)
-    transformers = ">=5.9,<6"
-    has_steps = True
+    published = Published({"HRM-Text-1B": 256}, transformers=">=5.9,<6")
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

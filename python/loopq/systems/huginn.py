@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
+from loopq.systems.base import Published
 from loopq.systems.raven import Raven
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ class Huginn(Raven):
 
     name = "huginn"
     summary = "noise state; s = core(adapter([s, e])) with norms on the stream"
-    checkpoints = (("Huginn-3.5B", 17),)
-    code = "checkpoint"
+    published = Published({"Huginn-3.5B": 17}, code="checkpoint", exposed=("adapter",))
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    SharedParameter,
-    cached,
-    declare,
-    find_prefix,
-    logits_of,
-    past,
-    routing_module,
-    stacked_experts,
-)
+from loopq.systems.base import Batch, LoopedSystem, Published
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import cached, logits_of, past
+from loopq.systems.routing import routing_module, stacked_experts
 from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
@@ -38,8 +31,7 @@ class Inkling(LoopedSystem):
 
     name = "inkling"
     summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
-    checkpoints = (("Inkling-2-Mini", 9408),)
-    transformers = ">=5.24"
+    published = Published({"Inkling-2-Mini": 9408}, transformers=">=5.24")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
+from loopq.systems.base import Batch, LoopedSystem, Published
+from loopq.systems.declare import declare
 from loopq.systems.llama_loops import llama_linears
 
 Cache = dict[tuple[int, int], tuple["Tensor", "Tensor"]]
@@ -30,8 +32,7 @@ class IQuest(LoopedSystem):
 
     name = "iquest"
     summary = "s = layers(s); from the second loop on, gated attention to loop 0 and to a window"
-    checkpoints = (("IQuest-Coder-V1-40B-Loop", 560),)
-    code = "checkpoint"
+    published = Published({"IQuest-Coder-V1-40B-Loop": 560}, code="checkpoint")
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

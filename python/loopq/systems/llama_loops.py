@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from loopq.systems.base import SharedParameter, declare
+from loopq.layers.shared import SharedParameter
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.declare import declare
 from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
 

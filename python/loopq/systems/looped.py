@@ -8,21 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    SharedParameter,
-    cached,
-    declare,
-    gates,
-    is_embedding,
-    logits_of,
-    past,
-    routing_module,
-    stacked_experts,
-)
+from loopq.systems.base import Batch
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.declare import declare, is_embedding
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.program import Program
+from loopq.systems.routing import gates, routing_module, stacked_experts
 from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import changed, copied, view
 

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import StepwiseSystem
 
 _MARKER = "transformer.h.blocks.0.adaLN_modulation.1"
@@ -41,8 +44,7 @@ class LoopFormer(StepwiseSystem):
 
     name = "loopformer"
     summary = "s += gated blocks modulated by (t, dt); fewer steps are coarser ones"
-    checkpoints = (("LoopFormer-278M", 15),)
-    code = "own"
+    published = Published({"LoopFormer-278M": 15}, code="own")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, ModelClass, SharedParameter, cache_name, declare
+from loopq.systems.base import Batch, Published
+from loopq.systems.capabilities import ExitRule, ModelClass
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cache_name
 from loopq.systems.stepwise import StepwiseSystem
 
 _PARTS = ("encoder", "reasoning", "decoder")
@@ -32,10 +36,7 @@ class LoopUS(StepwiseSystem):
 
     name = "loopus"
     summary = "layers of a dense model; s = gate(middle layers(s), s), then the last layers"
-    checkpoints = (("LoopUS-Qwen3-1.7B", 196),)
-    code = "own"
-    model_types: ClassVar = ("lds",)
-    idle = ("q_head.",)
+    published = Published({"LoopUS-Qwen3-1.7B": 196}, code="own", idle=("q_head.",))
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -45,7 +46,7 @@ class LoopUS(StepwiseSystem):
     @classmethod
     def model_class(cls) -> ModelClass:
         """The published ``config.json`` contains the dense model's, and divides its layers."""
-        return ModelClass(build_loopus, rename=_current_names)
+        return ModelClass(build_loopus, rename=_current_names, model_types=("lds",))
 
     @property
     def n_steps(self) -> int:

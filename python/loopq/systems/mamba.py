@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past
+from loopq.systems.base import Batch, LoopedSystem, Published
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cached, logits_of, past
 
 
 @SYSTEMS.register("mamba")
@@ -22,8 +25,7 @@ class Mamba(LoopedSystem):
 
     name = "mamba"
     summary = "h = exp(dt A) h + dt B x over tokens; each weight once"
-    checkpoints = (("Mamba-130M", 72), ("Mamba-2.8B", 192))
-    exposed = ("A_log, kept as it is",)
+    published = Published({"Mamba-130M": 72, "Mamba-2.8B": 192}, exposed=("A_log, kept as it is",))
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cached, is_embedding, logits_of, past
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import is_embedding
 from loopq.systems.llama_loops import LlamaLoops
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
@@ -32,8 +35,7 @@ class Nanbeige(LlamaLoops):
 
     name = "nanbeige"
     summary = "s = norm(layers(s)) from the token embeddings, two loops"
-    checkpoints = (("Nanbeige4.2-3B", 155),)
-    code = "checkpoint"
+    published = Published({"Nanbeige4.2-3B": 155}, code="checkpoint")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

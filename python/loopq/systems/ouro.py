@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, logits_of, past
+from loopq.systems.base import Batch, Published
+from loopq.systems.capabilities import ExitRule
 from loopq.systems.llama_loops import LlamaLoops
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
@@ -23,8 +26,7 @@ class Ouro(LlamaLoops):
 
     name = "ouro"
     summary = "s = norm(layers(s)) from the token embeddings; the exit gate is not used"
-    checkpoints = (("Ouro-1.4B", 168), ("Ouro-2.6B", 336))
-    code = "checkpoint"
+    published = Published({"Ouro-1.4B": 168, "Ouro-2.6B": 336}, code="checkpoint")
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

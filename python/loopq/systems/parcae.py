@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import SystemContractError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import declare, find_prefix
+from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import copied
 
@@ -37,9 +40,11 @@ class Parcae(StepwiseSystem):
 
     name = "parcae"
     summary = "s = core(decay * s + dt * B e), noise state; token values enter at each step"
-    checkpoints = (("Parcae-140M", 12), ("Parcae-1.3B", 48))
-    code = "own"
-    exposed = ("the decay of the state (A_log, dt_bias), kept as it is",)
+    published = Published(
+        {"Parcae-140M": 12, "Parcae-1.3B": 48},
+        code="own",
+        exposed=("the decay of the state (A_log, dt_bias), kept as it is",),
+    )
     state_is_random = True
 
     def __init__(self, model: nn.Module) -> None:

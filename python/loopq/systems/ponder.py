@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cache_of, declare, is_embedding, past
+from loopq.systems.base import Batch, Published
+from loopq.systems.declare import declare, is_embedding
+from loopq.systems.outputs import cache_of, past
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
@@ -31,10 +34,12 @@ class Ponder(StepwiseSystem):
 
     name = "ponder"
     summary = "E += softmax(head(model(E))) W; N-1 such updates, then one pass to read"
-    checkpoints = (("PonderPythia-2.8B", 129),)
-    code = "checkpoint"
-    exposed = ("embed_out (lm_head in transformers 5)",)
-    idle = ("adapter.",)
+    published = Published(
+        {"PonderPythia-2.8B": 129},
+        code="checkpoint",
+        exposed=("embed_out (lm_head in transformers 5)",),
+        idle=("adapter.",),
+    )
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from loopq.errors import SystemContractError
-from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, declare, logits_of, past
+from loopq.layers.shared import SharedParameter
+from loopq.systems.base import Batch
 from loopq.systems.blocks import raven_block
+from loopq.systems.capabilities import ExitRule
+from loopq.systems.declare import declare
+from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import copied
@@ -54,7 +58,6 @@ class Raven(StepwiseSystem):
     its forward does not use, and R-Llama's fail.
     """
 
-    exposed = ("adapter",)
     state_is_random = True
 
     @property

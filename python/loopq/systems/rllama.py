@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
+from loopq.systems.base import Published
 from loopq.systems.blocks import angles_of
 from loopq.systems.raven import Raven
 
@@ -23,8 +24,11 @@ class RLlama(Raven):
 
     name = "rllama"
     summary = "small noise state; s = core(adapter([s, e])) with residual blocks of Llama or OLMo"
-    checkpoints = (("R-Llama-1.4B", 25), ("Recurrent-TinyLlama", 33), ("Recurrent-OLMo-2", 25))
-    code = "checkpoint"
+    published = Published(
+        {"R-Llama-1.4B": 25, "Recurrent-TinyLlama": 33, "Recurrent-OLMo-2": 25},
+        code="checkpoint",
+        exposed=("adapter",),
+    )
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -5,20 +5,76 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from loopq.errors import SystemContractError
 from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class StepwiseSystem(LoopedSystem):
-    """A system with a single-step function.
+class SingleSteps(LoopedSystem):
+    """A system with a single-step function. Diagnoses that intervene in the loop need it.
+
+    Attributes
+    ----------
+    has_steps : bool
+        Whether this model has it. Some of a kind may not.
+    grows : bool
+        Whether a step appends to the state. It then repeats earlier passes and has no square Jacobian.
+    """
+
+    has_steps: bool = True
+    grows: bool = False
+
+    def n_updates(self, n_steps: int) -> int:
+        """Number of `step` calls before `predict` in a rollout of depth `n_steps`.
+
+        It is `n_steps`, unless the readout is itself the last pass through the loop's weights.
+        """
+        return n_steps
+
+    @abstractmethod
+    def embed(self, batch: Batch) -> Any:
+        """Second input of every step besides the state (the prelude's output), or None."""
+
+    @abstractmethod
+    def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
+        """State before step 0."""
+
+    @abstractmethod
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """State after step t of n_steps."""
+
+    @abstractmethod
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Output read from a state."""
+
+
+def steps_of(system: LoopedSystem) -> SingleSteps | None:
+    """Return the system if it can run step by step. None if it cannot."""
+    return system if isinstance(system, SingleSteps) and system.has_steps else None
+
+
+def single_steps(system: LoopedSystem) -> SingleSteps:
+    """Return the system as one that can run step by step.
+
+    Raises
+    ------
+    SystemContractError
+        If it cannot.
+    """
+    steps = steps_of(system)
+    if steps is None:
+        raise SystemContractError(f"system {system.name!r} has no single-step function")
+    return steps
+
+
+class StepwiseSystem(SingleSteps):
+    """A system with a single-step function and a forward of its own.
 
     A subclass drives the published class in two ways. `_rollout` uses the model's forward. `_embed`, `step` and
     `predict` use its parts. The conformance suite checks that both give the same output.
     """
-
-    has_steps = True
 
     def noise(self, batch: Batch) -> Tensor | None:
         """Initial state from each prompt's seed, or None where the state starts from the embedding."""
@@ -41,14 +97,6 @@ class StepwiseSystem(LoopedSystem):
         """State before step 0: the prompts' noise, or the model's start."""
         noise = self.noise(batch)
         return self._start(embedding) if noise is None else noise
-
-    @abstractmethod
-    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        """State after step t of n_steps."""
-
-    @abstractmethod
-    def predict(self, state: Tensor, embedding: Any) -> Tensor:
-        """Output read from a state."""
 
     @abstractmethod
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:

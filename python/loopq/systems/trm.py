@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
+from loopq.systems.base import Batch
+from loopq.systems.declare import declare
+from loopq.systems.stepwise import SingleSteps
 
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("self_attn.qkv_proj", {"role": "attention", "fused": "q+k+v"}),
@@ -22,7 +25,7 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @SYSTEMS.register("trm")
-class Trm(LoopedSystem):
+class Trm(SingleSteps):
     """TRM and HRM (plain torch classes). A rollout is several calls of the root forward with a carry.
 
     A step is one such call. In it the net runs H_cycles times (L_cycles updates of z_L, one of z_H). TRM uses one net
@@ -32,7 +35,6 @@ class Trm(LoopedSystem):
 
     name = "trm"
     summary = "z_L = net(z_L + z_H + e) L times, z_H = net(z_H + z_L); carried over calls"
-    has_steps = True
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

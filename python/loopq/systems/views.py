@@ -12,13 +12,14 @@ import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from torch import nn
 
+System = TypeVar("System", bound=LoopedSystem)
 #: Tables of a module that a copy has for itself: hooks set on a copy do not reach the original.
 _OWN = (
     "_modules",
@@ -56,7 +57,7 @@ def view(module: nn.Module, *others: tuple[Any, Any]) -> Any:
     return _seen(module, {id(old): new for old, new in others}, {})
 
 
-def system_of(system: LoopedSystem, *others: tuple[nn.Parameter, nn.Parameter]) -> LoopedSystem:
+def system_of(system: System, *others: tuple[nn.Parameter, nn.Parameter]) -> System:
     """Return the adapter of a copy of its model with other parameters in place of some.
 
     Every module is copied, so hooks set on either model do not reach the other. All other tensors are shared.
@@ -71,7 +72,7 @@ def system_of(system: LoopedSystem, *others: tuple[nn.Parameter, nn.Parameter]) 
         links[id(one)] = object.__new__(type(one))
     for one in (*modules.values(), *adapters):
         vars(links[id(one)]).update({name: _deep(value, links) for name, value in vars(one).items()})
-    made: LoopedSystem = links[id(system)]
+    made: System = links[id(system)]
     return made
 
 

@@ -8,17 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from loopq.errors import ConfigError
+from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import (
-    Batch,
-    LoopedSystem,
-    SharedParameter,
-    cached,
-    declare,
-    logits_of,
-    owners_of_parameters,
-    past,
-)
+from loopq.systems.base import Batch, LoopedSystem, Published
+from loopq.systems.declare import declare, owners_of_parameters
+from loopq.systems.outputs import cached, logits_of, past
 
 _BLOCKS = ("shared_transf", "shared_transformer")
 _LOW_RANK = "_adapter_list."
@@ -35,7 +29,7 @@ class Zamba(LoopedSystem):
 
     name = "zamba"
     summary = "one attention block tied into several layers of a Mamba stack"
-    checkpoints = (("Zamba-7B", 7), ("Zamba2-1.2B", 6))
+    published = Published({"Zamba-7B": 7, "Zamba2-1.2B": 6})
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

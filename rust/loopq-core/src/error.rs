@@ -18,9 +18,6 @@ pub enum Kind {
     Solve,
     /// The machine has not the memory.
     Memory,
-    /// A runner is used by two threads at once.
-    #[error("this runner computes for another thread; give each thread a runner of its own")]
-    RunnerInUse,
     /// Somebody asked the work to stop.
     Interrupted,
 }
@@ -283,6 +280,9 @@ pub enum Error {
         /// What the system said.
         reason: String,
     },
+    /// A runner is used by two threads at once.
+    #[error("this runner computes for another thread; give each thread a runner of its own")]
+    RunnerInUse,
     /// Somebody asked the work to stop.
     #[error("interrupted")]
     Interrupted,

@@ -31,14 +31,19 @@ def test_pole_counts_are_twice_the_prototype_order():
     assert [iir.row(name, 16)["n_states"] for name in iir.DESIGNS] == [8, 8, 12, 8]
 
 
+def transfer(form, angles):
+    """Frequency response C (zI - A)^-1 B + D at z = exp(i angle)."""
+    eye = np.eye(len(form.A))
+    points = [form.C @ np.linalg.solve(np.exp(1j * w) * eye - form.A, form.B) + form.D for w in angles]
+    return np.array([p[0, 0] for p in points])
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_modal_form_is_the_same_filter(name):
     companion = iir.design(name)
     modal = iir.modal(companion)
     angles = np.linspace(0.05, 3.0, 40)
-    np.testing.assert_allclose(
-        iir.transfer(modal, angles), iir.transfer(companion, angles), rtol=1e-5, atol=1e-8
-    )
+    np.testing.assert_allclose(transfer(modal, angles), transfer(companion, angles), rtol=1e-5, atol=1e-8)
     assert iir.radius(modal.A) == pytest.approx(iir.radius(companion.A), abs=1e-6)
 
 

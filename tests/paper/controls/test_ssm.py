@@ -1,5 +1,7 @@
 """State-space controls on a toy scan with known behaviour and on the real Mamba class, tiny."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,20 @@ from loopq.errors import ConfigError, SystemContractError
 from loopq.paper.controls import ssm
 
 
+def toy_scan(n_tokens=128, width=32, n_modes=16, seed=0):
+    """Draw a selective scan with the usual initialisation: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
+    rng = np.random.default_rng(seed)
+    base = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), size=width))
+    return ssm.Scan(
+        x=rng.normal(size=(n_tokens, width)),
+        dt=base * np.exp(0.3 * rng.normal(size=(n_tokens, width))),
+        A_log=np.log(np.arange(1.0, n_modes + 1)) * np.ones((width, 1)),
+        B=rng.normal(size=(n_tokens, n_modes)),
+        C=rng.normal(size=(n_tokens, n_modes)),
+        D=np.ones(width),
+    )
+
+
 def perturb(scan, component, error):
     fields = {name: getattr(scan, name) for name in ("x", "dt", "A_log", "B", "C", "D")}
     fields[component] = fields[component] + error
@@ -16,7 +32,7 @@ def perturb(scan, component, error):
 
 
 def test_states_follow_the_recurrence_written_out():
-    scan = ssm.toy_scan(n_tokens=4, width=2, n_modes=3)
+    scan = toy_scan(n_tokens=4, width=2, n_modes=3)
     h = np.zeros((2, 3))
     for t, found in enumerate(scan.states()):
         for w in range(2):
@@ -27,13 +43,13 @@ def test_states_follow_the_recurrence_written_out():
 
 
 def test_decay_lies_between_zero_and_one():
-    decay = ssm.toy_scan().decay()
+    decay = toy_scan().decay()
     assert (decay > 0).all()
     assert (decay < 1).all()
 
 
 def test_transition_error_is_zero_at_the_first_token_and_not_after():
-    scan = ssm.toy_scan()
+    scan = toy_scan()
     error = ssm.rounding_error(scan.A_log, "A_log")
     found = ssm.diverge(perturb(scan, "A_log", error).states(), scan.states())
     assert found.absolute[0] == 0.0
@@ -41,13 +57,13 @@ def test_transition_error_is_zero_at_the_first_token_and_not_after():
 
 
 def test_input_error_is_there_at_once_and_output_error_never():
-    scan = ssm.toy_scan()
+    scan = toy_scan()
     assert ssm.diverge(perturb(scan, "B", 0.1).states(), scan.states()).absolute[0] > 0
     assert (ssm.diverge(perturb(scan, "C", 0.1).states(), scan.states()).absolute == 0).all()
 
 
 def test_identity_injection_grows_states_while_the_relative_error_hides_it():
-    scans = [ssm.toy_scan(seed=s) for s in range(3)]
+    scans = [toy_scan(seed=s) for s in range(3)]
     rows = ssm.identity_sweep(scans, error_norm=2.0)
     plain, most = rows[0], rows[-1]
     assert (plain["alpha"], most["alpha"]) == (0.0, 0.5)

@@ -42,21 +42,6 @@ def compile_cubin(source: str, name: str, options: list[str]) -> bytes:
     RuntimeError
         With the compiler's log.
     """
-    return _compile(source, name, options, "CUBIN")
-
-
-def compile_ptx(source: str, name: str, options: list[str]) -> str:
-    """The PTX, for options that name a virtual architecture (`compute_90`).
-
-    Raises
-    ------
-    RuntimeError
-        With the compiler's log.
-    """
-    return _compile(source, name, options, "PTX").rstrip(b"\0").decode()
-
-
-def _compile(source: str, name: str, options: list[str], result: str) -> bytes:
     nvrtc = library()
     assert nvrtc is not None, "ask library() first"
     program = ctypes.c_void_p()
@@ -67,7 +52,7 @@ def _compile(source: str, name: str, options: list[str], result: str) -> bytes:
         status = nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
         if status:
             raise RuntimeError(_text(nvrtc, program, "ProgramLog").decode())
-        return _text(nvrtc, program, result)
+        return _text(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

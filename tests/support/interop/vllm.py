@@ -25,9 +25,9 @@ import loopq
 from benches.zoo.models.llama_loops import OuroConfig, SmallOuro
 from benches.zoo.models.rllama import RLlamaConfig, SmallRLlama
 from loopq.formats.convert import is_checkpoint
+from loopq.models.classes import register_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.classes import register_model
 from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 from tests.support import vendors
 

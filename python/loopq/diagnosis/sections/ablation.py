@@ -11,7 +11,7 @@ from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.diagnosis.weights import quantizable, weight_of
 from loopq.layers.grid import PER_CHANNEL
-from loopq.systems.base import SharedParameter
+from loopq.layers.shared import SharedParameter
 
 
 def ablation(context: Context) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from loopq.diagnosis import overlap
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.exposure import adapter_output_ratio
 from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.systems.stepwise import single_steps
 
 
 def overlaps(context: Context) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def overlaps(context: Context) -> dict[str, Any]:
     seeds = (seed, seed + 1) if context.system.state_is_random else (seed,)
     last = context.n_steps - 1
     # A state that grows is empty at first.
-    steps = sorted({min(int(context.system.grows), last), last})
+    steps = sorted({min(int(single_steps(context.system).grows), last), last})
     moments = {
         s: overlap.state_moments(context.system, context.tokens, context.n_steps, steps, s, batch_size)
         for s in seeds

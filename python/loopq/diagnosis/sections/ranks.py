@@ -18,8 +18,8 @@ from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.diagnosis.weights import Matrix, Rounder, input_blocks, weight_of
 from loopq.layers.grid import PER_CHANNEL
+from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
-from loopq.systems.base import SharedParameter
 
 # Input groups with their Hessians in memory together, and a function that returns the Hessians of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]

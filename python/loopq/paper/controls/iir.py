@@ -83,13 +83,6 @@ def radius(matrix: Floats) -> float:
     return float(np.abs(np.linalg.eigvals(matrix)).max())
 
 
-def transfer(form: Realisation, angles: Floats) -> NDArray[np.complex128]:
-    """Frequency response C (zI - A)^-1 B + D at z = exp(i angle)."""
-    eye = np.eye(len(form.A))
-    points = [form.C @ np.linalg.solve(np.exp(1j * w) * eye - form.A, form.B) + form.D for w in angles]
-    return np.array([p[0, 0] for p in points])
-
-
 def row(name: str, bits: int, form: str = "companion") -> dict[str, Any]:
     """Quantize one filter at one number of bits: A alone, and B, C and D together.
 

@@ -7,7 +7,6 @@ scan output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,20 +74,6 @@ class Scan:
         """y_t = C_t h_t + D x_t, of shape (n_tokens, width)."""
         out: Floats = np.einsum("twm,tm->tw", self.states(), self.C) + self.D * self.x
         return out
-
-
-def toy_scan(n_tokens: int = 128, width: int = 32, n_modes: int = 16, seed: int = 0) -> Scan:
-    """Draw a selective scan with the usual initialisation: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
-    rng = np.random.default_rng(seed)
-    base = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), size=width))
-    return Scan(
-        x=rng.normal(size=(n_tokens, width)),
-        dt=base * np.exp(0.3 * rng.normal(size=(n_tokens, width))),
-        A_log=np.log(np.arange(1.0, n_modes + 1)) * np.ones((width, 1)),
-        B=rng.normal(size=(n_tokens, n_modes)),
-        C=rng.normal(size=(n_tokens, n_modes)),
-        D=np.ones(width),
-    )
 
 
 @dataclass(frozen=True)
@@ -334,7 +319,7 @@ def identity_sweep(
     Parameters
     ----------
     scans : sequence of Scan
-        One per prompt, from `capture` or `toy_scan`.
+        One per prompt, from `capture`.
     error_norm : float
         Frobenius norm of the noise on `A_log`.
     alphas, seeds

@@ -17,6 +17,7 @@ from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, holm, sign_f
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.systems.stepwise import single_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,7 +239,7 @@ def _bypass_agreement(system: LoopedSystem, tokens: TokenSet, n_steps: int, seed
     if system.output != "logits":
         return None
     torch = require("torch")
-    shares = []
+    system, shares = single_steps(system), []
     for batch in tokens.batches(1, seed):
         with torch.no_grad():
             embedding, plain = final_state(system, batch, n_steps)

@@ -15,10 +15,11 @@ from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.spectral import on_vectors, spectral_norm
 from loopq.paper.diagnosis.stepmap import StepMap, final_state, promoted
+from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
 if TYPE_CHECKING:
     from loopq.diagnosis.context import Context
-    from loopq.systems.base import Batch, LoopedSystem
+    from loopq.systems.base import Batch
 
 Floats = NDArray[np.float64]
 
@@ -82,11 +83,11 @@ def displacement(context: Context, weights: Weights, *, n_more: int | None = Non
         Further updates, n_steps when absent. Each repeats the last step. This matters for systems with step-dependent
         steps.
     """
-    system, tokens, n_steps = context.system, context.tokens, context.n_steps
+    system, tokens, n_steps = steps_of(context.system), context.tokens, context.n_steps
     batch_size, progress = context.execution.batch_size, context.execution.progress
-    if not system.has_steps:
+    if system is None:
         raise ConfigError(
-            f"system {system.name!r} has no single-step function: it cannot be continued from a state"
+            f"system {context.system.name!r} has no single-step function: it cannot be continued from a state"
         )
     more = n_steps if n_more is None else n_more
     if more < 1:
@@ -103,13 +104,13 @@ def displacement(context: Context, weights: Weights, *, n_more: int | None = Non
 
 
 def _one_batch(
-    system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, more: int
+    system: SingleSteps, batch: Batch, n_steps: int, weights: Weights, more: int
 ) -> tuple[Floats, Floats]:
     torch = require("torch")
     start = trace(system, batch, n_steps, read=()).states[-1]
     last = max(system.n_updates(n_steps) - 1, 0)
 
-    def onward(system: LoopedSystem) -> list[Any]:
+    def onward(system: SingleSteps) -> list[Any]:
         with torch.no_grad():
             embedding = system.embed(batch)
             states = [start]
@@ -139,7 +140,7 @@ def predicted(context: Context, weights: Weights) -> list[dict[str, float | None
     torch = require("torch")
     system, n_steps = context.system, context.n_steps
     measured = displacement(context, weights).distance[:, -1].tolist()
-    last = max(system.n_updates(n_steps) - 1, 0)
+    last = max(single_steps(system).n_updates(n_steps) - 1, 0)
     out: list[dict[str, float | None]] = []
     for batch, distance in zip(context.tokens.batches(1, context.execution.seed), measured, strict=True):
         with promoted(system.model):

@@ -14,10 +14,13 @@ from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
+from loopq.systems.declare import parameter_of
+from loopq.systems.stepwise import single_steps, steps_of
 
 if TYPE_CHECKING:
     from loopq.diagnosis.context import Context
-    from loopq.systems.base import LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import LoopedSystem
 
 Floats = NDArray[np.float64]
 Updates = Mapping[str, Floats]
@@ -94,7 +97,7 @@ def trained_low_rank(
     weights are restored bit for bit.
     """
     system, n_steps, seed = context.system, context.n_steps, context.execution.seed
-    if not system.has_steps or system.output != "logits":
+    if steps_of(system) is None or system.output != "logits":
         raise ConfigError(f"system {system.name!r}: a trained update needs a single-step function and logits")
     torch = require("torch")
     progress = context.execution.progress
@@ -129,7 +132,8 @@ def _weight_gradients(
     system: LoopedSystem, batch: Any, n_steps: int, parameters: Sequence[SharedParameter]
 ) -> dict[str, Any]:
     torch = require("torch")
-    tensors = [system.parameter(p) for p in parameters]
+    system = single_steps(system)
+    tensors = [parameter_of(system.model, p) for p in parameters]
     wanted = [t.requires_grad for t in tensors]
     try:
         for t in tensors:
@@ -256,7 +260,7 @@ def perturbation_study(
             updates["output-matched noise", place, seed] = {
                 n: output_matched_noise(plain[n], target[n], seed=seed)[0] for n in names[:1]
             }
-        if train is not None and system.has_steps and system.output == "logits":
+        if train is not None and steps_of(system) and system.output == "logits":
             updates[f"trained rank {rank}", place, seeds[0]] = trained_low_rank(
                 context.on(train), names, size, rank=rank, n_updates=n_updates
             )

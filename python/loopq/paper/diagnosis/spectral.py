@@ -16,6 +16,7 @@ from loopq.evaluation.stats import difference_in_differences, mean_interval
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -287,7 +288,7 @@ def radius_study(
     """
     system, tokens, n_steps = context.system, context.tokens, context.n_steps
     seed, progress = context.execution.seed, context.execution.progress
-    if not system.has_steps:
+    if steps_of(system) is None:
         raise ConfigError(
             f"system {system.name!r} has no single-step function: a step has no Jacobian that can be measured"
         )

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
+from loopq.systems.declare import parameter_of
+from loopq.systems.stepwise import single_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+    from loopq.layers.shared import SharedParameter
+    from loopq.systems.base import Batch, LoopedSystem
 
 
 @contextlib.contextmanager
@@ -58,7 +61,7 @@ def exposed_adapter(system: LoopedSystem, n_steps: int) -> SharedParameter:
         If there is not exactly one, or no single-step function.
     """
     exposed = [p for p in system.shared_parameters(n_steps) if p.exposed and p.role == "adapter"]
-    if len(exposed) != 1 or not system.has_steps:
+    if len(exposed) != 1 or steps_of(system) is None:
         raise ConfigError(
             f"system {system.name!r}: factors of a step, and a bypass of one, need a single-step function and one "
             f"exposed adapter; it has {len(exposed)} of them"
@@ -85,8 +88,8 @@ class Bypass:
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int) -> None:
-        self._system = system
         self._owner = exposed_adapter(system, n_steps).owners[0]
+        self._system = single_steps(system)
         self._state: Any = None
         self._fired = False
         self._handle: Any = None
@@ -301,7 +304,7 @@ def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> dict[str, An
             block = system.model.get_submodule(name)
             stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
         step(state)
-    columns = system.parameter(adapter)[:, : state.shape[-1]]
+    columns = parameter_of(system.model, adapter)[:, : state.shape[-1]]
     maps = {adapter.owners[0]: lambda v: v @ columns.T, **maps}
     generator = torch.Generator().manual_seed(0)
     shape, off, size = (n_directions, *state.shape), 0.0, 0.0
@@ -329,6 +332,7 @@ def final_state(
 ) -> tuple[Any, Any]:
     """Return the embedding and the state after all updates, with or without the identity path."""
     torch = require("torch")
+    system = single_steps(system)
     owner: Any = bypass or system
     with torch.no_grad():
         embedding = system.embed(batch)

@@ -9,6 +9,7 @@ from loopq.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
+from loopq.systems.stepwise import steps_of
 
 TITLE = "Agreement by step"
 
@@ -23,7 +24,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 def refuses(bench: Bench) -> str | None:
     """Predictions at every step need logits and single steps."""
     return without_logits(bench) or (
-        None if bench.system.has_steps else "the model has no single-step function"
+        None if steps_of(bench.system) else "the model has no single-step function"
     )
 
 

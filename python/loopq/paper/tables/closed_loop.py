@@ -19,9 +19,13 @@ MARGIN = 1.1
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize to INT3 from the full-precision rollout, and again from the quantized one."""
-    low = bench.changed(bits=3)
-    variants = {RTN: low.rtn(), ALL: low.gptq("all"), CLOSED: low.gptq("all", inputs="closed-loop")}
-    return low.measure(variants)
+    return bench.measure(
+        {
+            RTN: bench.rtn(bits=3),
+            ALL: bench.gptq("all", bits=3),
+            CLOSED: bench.gptq("all", bits=3, inputs="closed-loop"),
+        }
+    )
 
 
 def claims(found: Found) -> list[Claim | None]:

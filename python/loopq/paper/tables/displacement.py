@@ -14,6 +14,7 @@ from loopq.paper.compared import N_RESAMPLES, most, span
 from loopq.paper.diagnosis.displacement import predicted
 from loopq.paper.diagnosis.exposed import rounded_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.systems.stepwise import steps_of
 
 TITLE = "Displacement of the rounded loop, and its prediction"
 #: A prediction is right where it is within this factor of what is measured.
@@ -32,7 +33,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def refuses(bench: Bench) -> str | None:
     """Continuing a loop needs single steps."""
-    return None if bench.system.has_steps else "the model has no single-step function"
+    return None if steps_of(bench.system) else "the model has no single-step function"
 
 
 def show(founds: Sequence[Found]) -> Shown:

@@ -12,6 +12,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, span
 from loopq.paper.diagnosis.stepmap import StepMap, factors, final_state, promoted
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.systems.stepwise import single_steps
 
 TITLE = "Factors of a step's Jacobian"
 #: Relative difference below which product and Jacobian are one map in float32.
@@ -21,7 +22,7 @@ EQUAL = 1e-3
 def measure(bench: Bench) -> dict[str, Any]:
     """Factors of the last step at each prompt's final state."""
     context, rows = bench.context(), []
-    last = max(bench.system.n_updates(bench.depth) - 1, 0)
+    last = max(single_steps(bench.system).n_updates(bench.depth) - 1, 0)
     with promoted(bench.system.model):
         for batch in context.prompts.batches(1, bench.execution.seed):
             embedding, state = final_state(bench.system, batch, bench.depth)

@@ -14,8 +14,7 @@ TITLE = "INT3: rounding, one step, equal rows, full trajectory"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize into four variants at INT3. The equal-rows variant spreads the rows of one step over the trajectory."""
-    low = bench.changed(bits=3)
-    return low.measure(three(low) | {EQUAL: low.gptq("all", inputs="equal-rows")})
+    return bench.measure(three(bench, bits=3) | {EQUAL: bench.gptq("all", bits=3, inputs="equal-rows")})
 
 
 def claims(found: Found) -> list[Claim | None]:

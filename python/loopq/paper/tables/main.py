@@ -3,26 +3,151 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from loopq.paper import main_table, main_text
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.plbert import PLBERT
+from loopq.errors import ConfigError
+from loopq.evaluation.compare import Measurement, compare
+from loopq.paper import main_text
 from loopq.paper.bench import Bench
-from loopq.paper.main_table import ALL, ONE, RTN
+from loopq.paper.compared import three
+from loopq.paper.main_text import ALL, GRIDS, ONE, RTN
+from loopq.paper.models import PreparedModel, Sizes
+from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown
+from loopq.paper.tables.rank_survey import rank_survey
+
+#: Prompts of PL-BERT, whose rollout costs thirty times as much.
+FEWER = {"n_calibration": 32, "n_evaluation": 24}
+#: Prompts for fitting the probe.
+N_PROBE = 96
+
+Weights = dict[str, NDArray[np.float32]]
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize into the three variants on two grids, from several sets of calibration prompts."""
-    s = bench.settings
-    settings = main_table.Settings(
-        n_calibration=s.n_calibration, n_evaluation=s.n_evaluation, seq_len=s.seq_len, n_seeds=s.n_seeds
+    """Quantize into the three variants on two grids, from several sets of calibration prompts.
+
+    Returns
+    -------
+    dict
+        `model`, `system`, `n_steps` and `output` identify the run. `looped` tells whether any calibrated weight is
+        called more than once. `full_precision` is the negative log-likelihood in nats by prompt, null for hidden
+        states. `variants` has the bytes for each grid and variant. It lists KL, agreement and negative log-likelihood
+        by calibration seed and prompt (for hidden states squared relative error, cosine and null). `ranks` comes from
+        `rank_survey`. `states` comes from `loopq.paper.probe.measure_states` and is null for systems with logits.
+    """
+    s = bench.settings.changed(**(FEWER if bench.source.name == PLBERT else {}))
+    sizes = Sizes(s.n_calibration * s.n_seeds, N_PROBE, s.n_evaluation, s.seq_len)
+    model, began = bench.prompts or bench.source.prompts(sizes), time.monotonic()
+    weights: dict[str, Weights] = {}
+    n_bytes: dict[str, int] = {}
+    facts: dict[str, Any] = {}
+    for one in _seeds(bench, model, s.n_seeds):
+        selection = one.collected.job.selection
+        for (bits, group, variant), layers in _solve(one).items():
+            name = _name(bits, group, variant, one.execution.seed)
+            n_bytes[name] = sum(layer.n_bytes for layer in layers.values())
+            weights[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
+        if not facts:
+            facts["looped"] = any(p.invocations > 1 for p in selection.observed)
+            facts["ranks"] = rank_survey(one.sums, selection, bench.execution.threads)
+    measured = compare(
+        bench.system,
+        weights,
+        model.evaluation,
+        n_steps=bench.n_steps,
+        count_bytes=bench.source.loaded.count_bytes,
+        execution=bench.execution,
     )
-    settings = settings.of(bench.source.name)
-    model = bench.source.prompts(main_table.sizes_of(settings))
-    how = bench.execution
-    return main_table.measure_model(model, settings, threads=how.threads, progress=how.progress)
+    of = {m.name: m for m in measured}
+    names = {(b, g, v): _names(b, g, v, s.n_seeds) for b, g in GRIDS for v in (RTN, ONE, ALL)}
+    return (
+        bench.head()
+        | facts
+        | {
+            "system": bench.system.name,
+            "task": model.task,
+            "bytes_per_token": measured[0].bytes_per_token,
+            "full_precision": _rounded(measured[0].nll) if bench.system.output == "logits" else None,
+            "variants": [
+                {"bits": b, "group_size": g, "variant": v, "n_bytes": n_bytes[found[0]]}
+                | _by_seed([of[name] for name in found])
+                for (b, g, v), found in names.items()
+            ],
+            "states": _states(bench, model, weights),
+            "settings": s.to_json(),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+    )
+
+
+def _seeds(bench: Bench, model: PreparedModel, n_seeds: int) -> Iterator[Bench]:
+    """The bench with the calibration prompts and initial states of each seed."""
+    text = model.calibration
+    each = len(text.sequences) // n_seeds
+    if each < 1:
+        raise ConfigError(
+            f"{text.source}: {len(text.sequences)} prompts are too few for {n_seeds} seeds; each needs at least one"
+        )
+    for seed in range(n_seeds):
+        prompts = dataclasses.replace(model, calibration=text.take(seed * each, (seed + 1) * each))
+        yield dataclasses.replace(bench, prompts=prompts, execution=bench.execution.changed(seed=seed))
+
+
+def _solve(bench: Bench) -> dict[tuple[int, int, str], Any]:
+    """Layers of every grid and variant from one calibration set. Rounding needs none and is done once."""
+    return {
+        (bits, group, name): bench.solve(config)
+        for bits, group in GRIDS
+        for name, config in zip(
+            (RTN, ONE, ALL), three(bench, bits=bits, group_size=group).values(), strict=True
+        )
+        if name != RTN or not bench.execution.seed
+    }
+
+
+def _name(bits: int, group: int, variant: str, seed: int) -> str:
+    return f"INT{bits} g{group}, {variant}, seed {seed}"
+
+
+def _names(bits: int, group: int, variant: str, n_seeds: int) -> list[str]:
+    return [_name(bits, group, variant, seed) for seed in range(1 if variant == RTN else n_seeds)]
+
+
+def _by_seed(measured: Sequence[Measurement]) -> dict[str, Any]:
+    def gather(field: Callable[[Measurement], NDArray[np.float64]]) -> list[Any]:
+        return [_rounded(field(m)) for m in measured]
+
+    return {
+        "kl": gather(lambda m: m.kl),
+        "agreement": gather(lambda m: m.agreement),
+        "nll": None if measured[0].output == "hidden" else gather(lambda m: m.nll),
+    }
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    """Values of the prompts for the only evaluation seed, to eight digits."""
+    return [float(f"{v:.8g}") for v in values[0]]
+
+
+def _states(bench: Bench, model: PreparedModel, weights: Mapping[str, Weights]) -> dict[str, Any] | None:
+    """Hidden states by step, and what a probe reads from them. None for systems with logits."""
+    if bench.system.output != "hidden" or not bench.system.has_steps:
+        return None
+    progress = bench.execution.progress
+    first = {f"INT{b} g{g}, {a}": weights[_name(b, g, a, 0)] for b, g in GRIDS for a in (RTN, ONE, ALL)}
+    probe = fit_probe(bench.system, model.tuning_held_out, progress)
+    states = measure_states(bench.system, first, model.evaluation, probe, progress)
+    return states | {
+        "probe": {"n_positions": probe.n_positions, "mask_share": MASK_SHARE, "mask_id": MASK_ID}
+    }
 
 
 def show(founds: Sequence[Found]) -> Shown:
@@ -30,8 +155,8 @@ def show(founds: Sequence[Found]) -> Shown:
     record = main_text.summarize(founds)
     made, points = [], []
     for found, model in zip(founds, record["models"], strict=True):
-        for bits, group in main_table.GRIDS:
-            claims = main_text.comparisons(found["model"], main_table.on_grid(found, bits, group))
+        for bits, group in GRIDS:
+            claims = main_text.comparisons(found["model"], main_text.on_grid(found, bits, group))
             made += [
                 dataclasses.replace(
                     claims[f"{ALL} / {other}"], text=f"INT{bits} g{group}: {ALL} better than {other}"

@@ -16,11 +16,14 @@ TITLE = "Per-channel rounding with and without rotation"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Quantize with one scale per row."""
-    row = bench.changed(group_size=-1)
+    row = {"group_size": -1}
     turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)
-    return row.measure(
-        {PLAIN: row.rtn(), TURNED: row.rtn(*turned), CALIBRATED: row.gptq("all", *turned)} | row.cures(),
-    )
+    variants = {
+        PLAIN: bench.rtn(**row),
+        TURNED: bench.rtn(*turned, **row),
+        CALIBRATED: bench.gptq("all", *turned, **row),
+    }
+    return bench.measure(variants | bench.cures(**row))
 
 
 def claims(found: Found) -> list[Claim | None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.select import Selection
+from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, below, closed, grown, three
-from loopq.paper.main_table import rank_survey
 from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, Table
 
@@ -19,6 +21,59 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Count ranks, and quantize into the three variants of the main table."""
     survey = rank_survey(bench.sums, bench.collected.job.selection, bench.execution.threads)
     return bench.measure(three(bench)) | {"ranks": survey}
+
+
+def layer_class(name: str) -> str:
+    """Name of a weight without its block: "transformer.core_block.0.attn.Wqkv.weight" to "attn.Wqkv".
+
+    Examples
+    --------
+    >>> layer_class("transformer.core_block.0.attn.Wqkv.weight"), layer_class("transformer.adapter.weight")
+    ('attn.Wqkv', 'adapter')
+    """
+    parts = name.removesuffix(".weight").split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers else parts[-1]
+
+
+def _readers_class(names: Sequence[str]) -> str:
+    """Name of an input by the classes of the layers that read it: "self_attn.q_proj+k_proj+v_proj"."""
+    first, *others = [layer_class(name) for name in names]
+    return "+".join([first, *(other.rpartition(".")[2] for other in others)])
+
+
+def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dict[str, Any]:
+    """Rank of every input Hessian at step 0, at the last step and over the trajectory (Li, Table 18).
+
+    Returns
+    -------
+    dict
+        `threshold` is tau: the ranks count eigenvalues above tau times the largest. `layers` describes each distinct
+        input by the class of its layers, width, rows and steps. It also has the three ranks and the gain (trajectory
+        over step 0). `bottleneck` is the layer with the lowest step-0 rank over width.
+    """
+    layers = []
+    for p in selection.distinct_inputs:
+        h: Any = sums.accumulators[p.name]
+        found = layer_ranks(h, steps=[], threads=threads)
+        layers.append(
+            {
+                "layer": p.name,
+                "class": _readers_class(
+                    [n for n, group in selection.input_groups.items() if group == p.name]
+                ),
+                "n_inputs": p.in_features,
+                "n_rows": int(h.n_rows(0)),
+                "n_steps": p.invocations,
+                "first": found["first"]["rank"],
+                "last": found["last"]["rank"],
+                "all": found["all"]["rank"],
+                "gain": found["rank_gain"],
+                "step0_trace_share": found["step0_trace_share"],
+            }
+        )
+    lowest = min(layers, key=lambda row: float(row["first"]) / float(row["n_inputs"]))
+    return {"threshold": FOCAL, "layers": layers, "bottleneck": lowest["layer"]}
 
 
 def _row(found: Found) -> dict[str, Any]:

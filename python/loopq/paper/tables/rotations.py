@@ -17,13 +17,13 @@ TITLE = "Rotations of the adapter's input, one scale per row"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Calibrate INT4 over the trajectory and round INT8, per channel, under each rotation."""
-    row = bench.changed(group_size=-1)
-    variants = {NONE: row.gptq("all", bits=4), "INT8 RTN, no rotation": row.rtn(bits=8)}
+    int4, int8 = ({"bits": bits, "group_size": -1} for bits in (4, 8))
+    variants = {NONE: bench.gptq("all", **int4), "INT8 RTN, no rotation": bench.rtn(**int8)}
     for name, kind in KINDS.items():
         turned = tuple(Override(n, {"rotation": kind}) for n in bench.adapters)
-        variants[f"INT4 GPTQ, {name}"] = row.gptq("all", *turned, bits=4)
-        variants[f"INT8 RTN, {name}"] = row.rtn(*turned, bits=8)
-    return row.measure(variants | row.cures())
+        variants[f"INT4 GPTQ, {name}"] = bench.gptq("all", *turned, **int4)
+        variants[f"INT8 RTN, {name}"] = bench.rtn(*turned, **int8)
+    return bench.measure(variants | bench.cures(group_size=-1))
 
 
 def claims(found: Found) -> list[Claim | None]:

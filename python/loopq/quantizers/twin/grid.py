@@ -46,11 +46,6 @@ class Codes:
     scale_bits: int | None
     table: Tensor | None
 
-    @staticmethod
-    def takes(grid: Grid) -> bool:
-        """Whether the twin supports this grid: one value per code, and a scale type that torch rounds to."""
-        return grid.plain and grid.scale_dtype in _STORED
-
     @classmethod
     def of(
         cls,

@@ -1,0 +1,1 @@
+"""The adapter that stands on discovery instead of a published class."""

@@ -1,0 +1,307 @@
+"""The adapter of any model, by discovery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import loopq
+from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
+from loopq.models.from_python import wrap
+from loopq.models.load import choose_system
+from loopq.models.systems.generic import Generic
+from tests.support.conformance import Conformance
+from tests.support.odd_loop import Odd, _ids
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
+)
+
+
+def test_selected_but_never_observed_is_an_error() -> None:
+    model = Odd()
+    with pytest.raises(SystemContractError, match=r"parts: selected but never observed"):
+        Generic(model, select=("parts*",)).shared_parameters(5)
+    with pytest.raises(SystemContractError, match=r"selects no matrix"):
+        Generic(model, select=("nothing*",)).shared_parameters(5)
+    chosen = Generic(model, select=("loop*",)).shared_parameters(5)
+    assert [p.name for p in chosen] == ["loop.weight"]
+    assert chosen[0].owners == ("loop", "twin")
+
+
+class _Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.idle = nn.Embedding(64, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.parts = nn.Parameter(torch.randn(8, 8))
+        self.wide = nn.Conv1d(8, 64, 3, padding=1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](self.embed(ids)))
+        x = x + F.linear(x, self.parts[:4]).repeat(1, 1, 2)
+        return self.wide(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_model_without_a_loop_is_refused_with_the_reason_of_every_weight() -> None:
+    with pytest.raises(SystemContractError, match=r"no parameter is called more than once") as caught:
+        _ = Generic(_Once()).n_steps
+    lines = [line.strip().partition(": ") for line in str(caught.value).splitlines()[1:]]
+    assert {name: reason for name, _, reason in lines} == {
+        "embed.weight": "looked up, never multiplied",
+        "idle.weight": "not used by this run",
+        "layers.*.weight (2 weights)": "called 1 time(s)",
+        "parts": "multiplied in parts, without a call of its module",
+        "wide.weight": "used by convolution, without a call of its module",
+    }
+
+
+class _Blocks(nn.Module):
+    """The loop takes two tokens at a time, so that a longer prompt has more steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.core, self.head = nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, state, out = self.embed(ids), torch.zeros(()), []
+        for i in range(0, x.shape[1], 2):
+            state = torch.tanh(self.core(x[:, i : i + 2] + state))[:, -1:]
+            out.append(state.expand(-1, x[:, i : i + 2].shape[1], -1))
+        return self.head(torch.cat(out, 1))
+
+
+def test_a_loop_over_blocks_of_tokens_has_the_steps_of_its_prompts() -> None:
+    model = wrap(_Blocks())
+    prompts = [[i, *range(22)] for i in range(8)]
+    result = loopq.quantize(model, prompts, group_size=8, threads=1)
+    assert list(result.layers) == ["core.weight"]
+    assert result.settings["n_steps"] == 12
+    fresh = wrap(model.model)
+    assert loopq.evaluate(fresh, {"q": result}, [range(9)] * 3, n_steps=12, threads=1)[1].kl.max() < 0.1
+    with pytest.raises(CalibrationError, match=r"needs\s+prompts of one length; this one has 9 tokens"):
+        loopq.quantize(model, [*prompts, list(range(9))], group_size=8, threads=1)
+
+
+class _Fixed(nn.Module):
+    """Mixes tokens of a fixed number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(64, 8), nn.Conv1d(32, 32, 1), nn.Linear(8, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            x = torch.tanh(self.mix(x))
+        return self.head(x)
+
+
+def test_a_model_that_takes_one_length_alone_is_found() -> None:
+    assert Generic(_Fixed()).discovery().n_tokens == 32
+    with pytest.raises(
+        CalibrationError, match=r"trial run, after layer 1\.weight was called at step 0: the model raises"
+    ):
+        _ = Generic(nn.Sequential(nn.Embedding(64, 8), nn.Linear(9, 8))).n_steps
+
+
+class _Encoder(nn.Module):
+    """Gives hidden states, or one row for each prompt, in one of the ways that models have."""
+
+    def __init__(self, give: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.give, self.embed, self.core = give, nn.Embedding(64, 32), nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + torch.tanh(self.core(x))
+        return self.give(x)
+
+
+@pytest.mark.parametrize(
+    ("give", "output", "shape"),
+    [
+        (lambda x: x, "hidden", (3, 5, 32)),
+        (lambda x: (x.mean(), {"last_hidden_state": x}, x), "hidden", (3, 5, 32)),
+        (lambda x: {"loss": x.sum(), "last_hidden_state": x}, "hidden", (3, 5, 32)),
+        (lambda x: x.mean(1), "hidden", (3, 1, 32)),
+        (lambda x: (x, x.repeat(1, 1, 2))[1], "logits", (3, 5, 64)),
+        (lambda x: {"hidden": x, "logits": x.repeat(1, 1, 2)}, "logits", (3, 5, 64)),
+        (lambda x: (x.mean(), [x, x], x.repeat(1, 1, 2)), "logits", (3, 5, 64)),
+    ],
+)
+def test_models_that_give_hidden_states_are_measured_by_them(
+    give: Callable[[torch.Tensor], Any], output: str, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = wrap(_Encoder(give))
+    assert model.system.rollout(_ids(), 3).shape == shape
+    ids = _ids(8).input_ids.tolist()
+    result = loopq.quantize(model, ids, group_size=16, threads=1)
+    measured = loopq.evaluate(model, {"q": result}, ids, threads=1)[1]
+    assert measured.output == output
+    assert 0 < measured.kl.mean() < 0.05
+
+
+def test_depth_is_what_the_model_runs() -> None:
+    with pytest.raises(ConfigError, match=r"5 steps by itself"):
+        Generic(Odd()).rollout(_ids(), 4)
+
+
+class _Used(nn.Module):
+    """A loop whose second weight is used in some way, beside a linear layer that is called."""
+
+    def __init__(self, part: nn.Module, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.called, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)
+        self.part, self.use = part, use
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + torch.tanh(self.called(x)) + 0.3 * self.use(self.part, x)
+        return self.head(x)
+
+
+def _bare() -> nn.Module:
+    part = nn.Module()
+    part.w = nn.Parameter(torch.randn(32, 32) / 6)
+    return part
+
+
+_USES: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor], dict[str, str]]
+] = {
+    "F.linear": (lambda: nn.Linear(32, 32), lambda m, x: F.linear(x, m.weight), {"weight": "out_in"}),
+    "x @ w": (_bare, lambda m, x: x @ m.w, {"w": "in_out"}),
+    "einsum": (_bare, lambda m, x: torch.einsum("btd,ed->bte", x, m.w), {"w": "out_in"}),
+    "Conv1d": (lambda: nn.Conv1d(32, 32, 1), lambda m, x: m(x.mT).mT, {"weight": "conv"}),
+    "attention": (
+        lambda: nn.MultiheadAttention(32, 4, batch_first=True),
+        lambda m, x: m(x, x, x, need_weights=False)[0],
+        {"in_proj_weight": "out_in", "out_proj.weight": "out_in"},
+    ),
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_weights_that_no_module_is_called_with_are_quantized_like_others(use: str, tmp_path: Path) -> None:
+    part, run, names = _USES[use]
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return wrap(_Used(part(), run))
+
+    ids, model = _ids(6).input_ids.tolist(), made()
+    result = loopq.quantize(model, ids, group_size=16, threads=1, out=tmp_path / "q")
+    stored = {name.removeprefix("part."): layer.orientation for name, layer in result.layers.items()}
+    assert stored == {"called.weight": "out_in", **names}
+    rounded = loopq.quantize(model, ids, group_size=16, threads=1, method="rtn")
+    kl = [m.kl.mean() for m in loopq.evaluate(model, {"q": result, "rtn": rounded}, ids, threads=1)]
+    assert 0 < kl[1] < kl[2]
+    logits = [
+        loopq.load(tmp_path / "q", made(), quantized=quantized).system.rollout(_ids(6), 3)
+        for quantized in (False, True)
+    ]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use", ["x @ w", "Conv1d"])
+@pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
+def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, tmp_path: Path) -> None:
+    part, run, _ = _USES[use]
+    result = loopq.quantize(_Used(part(), run), _ids(6).input_ids, group_size=16, threads=1, method="rtn")
+    with pytest.raises(CheckpointError, match=r"layer part\.w.*of no linear layer"):
+        loopq.export(result, tmp_path / "q", target)
+
+
+def test_what_stays_dense_is_named_before_the_run() -> None:
+    model = _Used(_bare(), lambda m, x: F.linear(x, m.w / 2))
+    with pytest.warns(UserWarning, match=r"not quantized: part\.w: used by div"):
+        result = loopq.quantize(model, _ids(6).input_ids.tolist(), group_size=16, threads=1, method="rtn")
+    assert list(result.layers) == ["called.weight"]
+
+
+def test_generic_is_taken_only_by_name() -> None:
+    with pytest.raises(SystemContractError, match=r"no looped system fits"):
+        choose_system(Odd(), None)
+    assert choose_system(Odd(), "generic").name == "generic"
+
+
+class TestGeneric(Conformance):
+    system = "generic"
+
+
+class _Steps(nn.Module):
+    """A loop that is one function of the module and its state."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.embed, self.core = step, nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = self.step(self, x)
+        return self.head(x)
+
+
+def _names(model: nn.Module) -> list[str]:
+    return list(loopq.quantize(model, _ids(6).input_ids, group_size=16, threads=1, method="gptq").layers)
+
+
+def test_a_loop_may_call_no_module_at_all() -> None:
+    weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
+    model = _Steps(lambda m, x: x + torch.tanh(torch.tanh(x @ m.w[0]) @ m.w[1]), w=weights)
+    assert _names(model) == ["w.0", "w.1"]
+    assert _names(_Steps(lambda m, x: x + m.core.forward(x))) == ["core.weight"]
+
+
+def test_a_forward_in_inference_mode_is_observed() -> None:
+    model = _Steps(lambda m, x: x + torch.tanh(m.core(x)))
+    model.forward = torch.inference_mode()(model.forward)  # type: ignore[method-assign]
+    assert _names(model) == ["core.weight"]
+
+
+def test_a_table_that_the_loop_multiplies_with_is_named() -> None:
+    model = _Steps(lambda m, x: m.core(x) + m.head(x).softmax(-1) @ m.embed.weight)
+    with pytest.warns(UserWarning, match=r"not quantized: embed\.weight: .*other code multiplies"):
+        assert _names(model) == ["core.weight", "head.weight"]
+    model.head.weight = model.embed.weight
+    with pytest.warns(UserWarning, match=r"not quantized: embed\.weight: .*would round the inputs"):
+        assert _names(model) == ["core.weight"]
+
+
+def test_a_loop_that_ends_by_its_state_is_refused_with_the_reason() -> None:
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1 + int(x.sum() * 1e4) % 3):
+            x = torch.tanh(model.core(x))
+        return x
+
+    with pytest.raises(CalibrationError, match=r"ends by its own state \(halting, early exit\)"):
+        _names(_Steps(step))
+
+
+def test_torchscript_is_refused() -> None:
+    class Script(torch.nn.Module):
+        pass
+
+    model = _Steps(lambda m, x: m.inner(x))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(SystemContractError, match="module inner: TorchScript"),
+    ):
+        patch.setattr(torch.jit, "ScriptModule", Script)
+        model.inner = Script()
+        _names(model)

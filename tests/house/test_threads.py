@@ -214,9 +214,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "python/loopq").rglob("*.py")), ids=lambda f: f.name)
-def test_no_attribute_of_the_process_is_replaced(file: Any) -> None:
-    assert _changed(ast.parse(file.read_text("utf-8"))) == []
+def test_no_attribute_of_the_process_is_replaced() -> None:
+    # The command `loopq` owns its process: its streams, and what a Ctrl-C at its end prints.
+    program = {"__main__.py", "interrupts.py"}
+    files = (f for f in sorted((ROOT / "python/loopq").rglob("*.py")) if f.name not in program)
+    found = {file.name: _changed(ast.parse(file.read_text("utf-8"))) for file in files}
+    assert {name: changes for name, changes in found.items() if changes} == {}
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
 def _built(
     registered: ModelClass | None, folder: Path, config: dict[str, Any], trust_remote_code: bool
 ) -> nn.Module:
-    from loopq.models.blank import building  # lazy: loopq imports without torch
+    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
 
-    with building():
+    with building(), Drawn(seed=0):
         if registered is not None:
             return registered.build(config)
         return hf.from_config(folder, config, trust_remote_code)

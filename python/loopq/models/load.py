@@ -299,9 +299,9 @@ def load_model(
     registered = find_class(config, system, folder / "config.json")
     if registered is not None:
         require("torch")
-        from loopq.models.blank import building  # lazy: loopq imports without torch
+        from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
 
-        with building():
+        with building(), Drawn(seed=0):
             model, findings = load_registered(folder, config, registered, allow_pickle)
         model = model.to(dtype=wanted)
     else:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from benches.python.record import write
-from loopq.models.buffers import without_weights
+from loopq.models.blank import blank
 from loopq.run.config import PRESETS
 
 _OURO = {
@@ -84,8 +84,7 @@ def make(name: str, code: Path | None, folder: Path) -> None:
 
     folder.mkdir(parents=True)
     config, kind = _classes(dict(MODELS[name]), code, folder)
-    with without_weights():
-        model = kind(config) if code else kind.from_config(config)
+    model = blank(lambda: kind(config) if code else kind.from_config(config), memory=False)
     config.architectures = [type(model).__name__]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)

@@ -14,7 +14,7 @@ from loopq.calibrate.collect import collect_rows
 from loopq.errors import CheckpointError, ConfigError, DumpError
 from loopq.formats import native as store
 from loopq.formats.checkpoint import Checkpoint, weights_of
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.storage.files import RawTensor
 from tests.support.runs import SETTINGS, digest, job_of
 
@@ -29,8 +29,8 @@ def test_load_gives_the_dequantized_model(loaded, tokens, checkpoint_folder):
         if name not in checkpoint.layers:
             assert torch.equal(own[name], tensor)
     batch = next(iter(tokens.batches(2)))
-    with replaced(loaded.system, weights_of(checkpoint)):
-        expected = loaded.system.rollout(batch, 3)
+    with Replaced(loaded.system, weights_of(checkpoint)) as other:
+        expected = other.rollout(batch, 3)
     assert torch.equal(again.system.rollout(batch, 3), expected)
     assert again.model.lm_head.weight is again.model.transformer["wte"].weight
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.pairs import collect_pairs
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import job_of
 
@@ -46,8 +48,8 @@ def test_pairs_hold_the_two_rollouts(tiny, job):
     moments = paired.of([1])
     rows = {}
     for key, values in (("x", weight), ("q", other)):
-        sums = HessianSet(job, {last: [1]})
-        with replaced(tiny.system, {first: values}):
+        with Replaced(tiny.system, {first: values}) as other:
+            sums = HessianSet(dataclasses.replace(job, system=other), {last: [1]})
             sums.run_pass([last])
         rows[key] = sums.accumulators[last]
     x, q = rows["x"].matrix(), rows["q"].matrix()

@@ -53,8 +53,8 @@ def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_b
         same = []
         for batch in data.batches(8):
             whole = system.rollout(batch, 8).argmax(-1)
-            with under(system, variants[name], 8):
-                same.append((system.rollout(batch, 8).argmax(-1) == whole).double())
+            with under(system, variants[name], 8) as other:
+                same.append((other.rollout(batch, 8).argmax(-1) == whole).double())
         agreement[name] = float(torch.cat(same).mean())
     assert agreement["all"] < agreement["core"] < 1
     expected = (agreement["core"] - agreement["all"]) / (1 - agreement["all"])

@@ -21,17 +21,17 @@ def test_full_feedback_is_the_natural_rollout_bit_for_bit(system):
     (batch,) = tokens().batches(8)
     reference = rollouts.trace(system, batch, 8)
     natural = rollouts.run_under(system, batch, 8, changed, None).states[-1]
-    with under(system, changed):
-        assert torch.equal(feedback.intervened(system, batch, 8, reference, 1.0), natural)
+    with under(system, changed) as other:
+        assert torch.equal(feedback.intervened(other, batch, 8, reference, 1.0), natural)
 
 
 def test_no_feedback_is_the_error_of_one_step(system):
     changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     (batch,) = tokens().batches(8)
     reference = rollouts.trace(system, batch, 8)
-    with under(system, changed):
-        found = feedback.intervened(system, batch, 8, reference, 0.0)
-        single = system.step(reference.states[7], system.embed(batch), 7, 8)
+    with under(system, changed) as other:
+        found = feedback.intervened(other, batch, 8, reference, 0.0)
+        single = other.step(reference.states[7], other.embed(batch), 7, 8)
     assert torch.equal(found, single)
 
 
@@ -50,8 +50,8 @@ def test_feedback_follows_the_closed_form(system, strength):
         for t in range(8)
     ]
     expected = sum(defects[7 - k] @ np.linalg.matrix_power(strength * j, k).T for k in range(8))
-    with under(system, changed):
-        found = feedback.intervened(system, batch, 8, reference, strength)[0].numpy()
+    with under(system, changed) as other:
+        found = feedback.intervened(other, batch, 8, reference, strength)[0].numpy()
     np.testing.assert_allclose(found - states[8], expected, atol=1e-12)
 
 
@@ -88,8 +88,8 @@ def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system, f
         (batch,) = data.batches(8, seed)
         reference = rollouts.trace(system, batch, 8)
         for row, strength in enumerate((0.5, 1.0)):
-            with under(system, changed):
-                state = feedback.intervened(system, batch, 8, reference, strength)
+            with under(system, changed) as other:
+                state = feedback.intervened(other, batch, 8, reference, strength)
             apart = (state - reference.states[-1]).flatten(1).norm(dim=1) / reference.states[-1].flatten(
                 1
             ).norm(dim=1)

@@ -32,8 +32,8 @@ def test_the_question_of_a_task_is_not_compared(system):
     found = rollouts.run_variants(Context(system, data, 8), {"a": new})["a"]
     (batch,) = data.batches(8)
     whole = system.rollout(batch, 8)[:, 4:].float()
-    with under(system, new, 8):
-        out = system.rollout(batch, 8)[:, 4:].float()
+    with under(system, new, 8) as other:
+        out = other.rollout(batch, 8)[:, 4:].float()
     assert found.positions.tolist() == [2, 2, 2]
     np.testing.assert_allclose(found.kl[:, -1], rollouts.kl_divergence(out, whole), rtol=1e-12)
     np.testing.assert_array_equal(found.matches[:, -1], (out.argmax(-1) == whole.argmax(-1)).sum(1))

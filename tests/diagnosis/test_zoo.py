@@ -37,8 +37,8 @@ def test_full_feedback_is_the_natural_rollout_bit_for_bit(system, prompts):
     (batch,) = prompts.batches(8)
     reference = rollouts.trace(system, batch, 8)
     natural = rollouts.run_under(system, batch, 8, changed, None).states[-1]
-    with under(system, changed):
-        assert torch.equal(feedback.intervened(system, batch, 8, reference, 1.0), natural)
+    with under(system, changed) as other:
+        assert torch.equal(feedback.intervened(other, batch, 8, reference, 1.0), natural)
     with torch.no_grad():
         torch.testing.assert_close(reference.outputs[8], system.rollout(batch, 8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loopq.errors import NonFiniteError, SystemContractError
 from loopq.gradients.sketch import Both, Outputs, Sketch, Taps, cycled, root
+from loopq.models.systems.generic import Generic
 from loopq.quantizers.loop_metric import ridged
 
 CPU = torch.device("cpu")
@@ -51,10 +53,14 @@ def of(model):
         )
         for n, (i, o) in shapes.items()
     ]
-    system = SimpleNamespace(
-        model=model, device=torch.device("cpu"), parameter=lambda p: model.get_parameter(p.name)
-    )
-    return system, tasks
+    return _Plain(model), tasks
+
+
+class _Plain(Generic):
+    """An adapter that names parameters by their modules."""
+
+    def parameter(self, shared: Any) -> nn.Parameter:
+        return self.model.get_parameter(shared.name)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -75,7 +81,7 @@ def test_products_are_those_of_the_weights_gradients(recompute):
     for side in (Outputs(energy, sketch), Both(left, right, {}, scales, sketch)):
         with Taps(system, tasks, side) as taps:
             side.begin(1, 0)
-            out = model(x)
+            out = taps.system.model(x)
             taps.backward(out, last=False)
             side.begin(1, 1)
             taps.backward(out, last=True)
@@ -107,13 +113,13 @@ def test_what_cannot_be_multiplied_is_named():
         Taps(system, tasks, Outputs({}, sketch)) as taps,
         pytest.raises(NonFiniteError, match=r"layer [ab]"),
     ):
-        taps.backward(model(torch.randn(4, 2, 6)) * float("inf"), last=True)
+        taps.backward(taps.system.model(torch.randn(4, 2, 6)) * float("inf"), last=True)
     model.a.register_forward_hook(lambda module, inputs, out: out[..., :4])
     with (
-        Taps(system, tasks, Outputs({}, sketch)),
+        Taps(system, tasks, Outputs({}, sketch)) as taps,
         pytest.raises(SystemContractError, match=r"layer a\.weight: its"),
     ):
-        model(torch.randn(4, 2, 6))
+        taps.system.model(torch.randn(4, 2, 6))
 
 
 def test_columns_of_a_root_say_alike_whatever_is_chosen():

@@ -18,7 +18,7 @@ from loopq.layers.grids import even
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import Rotation
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.quantizers.config import Override
 from tests.support.linear import linear_of
 
@@ -150,8 +150,8 @@ def test_transforming_at_run_time_equals_folding_back(tiny, tokens, changes):
     assert all((x.transform is not None) == (n == adapter) for n, x in result.layers.items())
     batch = next(tokens.batches(4))
     own = tiny.system.rollout(batch, 3)
-    with replaced(tiny.system, {n: x.in_model_orientation() for n, x in result.layers.items()}):
-        folded = tiny.system.rollout(batch, 3)
+    with Replaced(tiny.system, {n: x.in_model_orientation() for n, x in result.layers.items()}) as other:
+        folded = other.rollout(batch, 3)
     torch.testing.assert_close(rolled_out(tiny, result, batch), folded, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(folded, own, atol=1e-3)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -314,3 +316,28 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
             )
     with pytest.raises(ConfigError, match="outputs for the gate and what it multiplies: expected an even"):
         make({**block, "gate_up": [0, 1, 1]})
+
+
+def test_a_runner_that_another_thread_uses_is_refused():
+    runner = Runner(coded(open_system(CASES["looped Llama"])).program(2))
+    ended, said = threading.Event(), []
+
+    def work():
+        while not ended.is_set():
+            with contextlib.suppress(ConfigError):
+                runner.restart()
+                extended(runner, _TEXT)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(1_000_000):
+            try:
+                _ = runner.seen
+            except ConfigError as error:
+                said.append(str(error))
+                break
+    finally:
+        ended.set()
+        thread.join()
+    assert "computes for another thread" in said[0]

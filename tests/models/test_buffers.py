@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loopq.errors import CheckpointError
-from loopq.models.buffers import fresh_buffers, repair_buffers, unsaved_buffers, without_weights
+from loopq.models.buffers import fresh_buffers, repair_buffers, unsaved_buffers
 from loopq.models.load import load_model
 from tests.support.systems import CASES, build
 
@@ -65,12 +65,3 @@ def test_class_that_cannot_be_built_again_is_refused() -> None:
 
     with pytest.raises(CheckpointError, match=r"cannot be built again.*only once"):
         repair_buffers(Once({}))
-
-
-def test_modules_without_weights_have_buffers() -> None:
-    with without_weights():
-        model = nn.BatchNorm1d(4)
-        linear = nn.Linear(3, 2)
-    assert linear.weight.is_meta
-    assert not model.running_mean.is_meta
-    assert not nn.Linear(3, 2).weight.is_meta

@@ -1,46 +1,61 @@
-"""Weights that are replaced for a while."""
+"""Models with other weights in place of some."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from loopq.formats import native as store
 from loopq.formats.checkpoint import weights_of
-from loopq.models.replace import placed, replaced
+from loopq.models.replace import Replaced, placed
+from loopq.models.systems.generic import Generic
 from loopq.storage.weights import ModelWeights
 from tests.support.accelerator import DEVICE, accelerator
 
 
-def test_replaced_weights_come_back_also_after_an_error(loaded, checkpoint_folder):
+def test_other_weights_are_in_another_model_alone(loaded, checkpoint_folder):
     before = {k: v.clone() for k, v in loaded.model.state_dict().items()}
-    with (
-        pytest.raises(RuntimeError),
-        replaced(loaded.system, weights_of(store.read(checkpoint_folder))),
-    ):
-        raise RuntimeError
+    given = weights_of(store.read(checkpoint_folder))
+    with Replaced(loaded.system, given) as other:
+        for name, parameter in other.model.named_parameters():
+            if name in given:
+                np.testing.assert_array_equal(parameter.detach().numpy(), given[name])
+            else:
+                assert parameter is loaded.model.get_parameter(name)
     assert all(torch.equal(v, before[k]) for k, v in loaded.model.state_dict().items())
 
 
-def test_the_memory_of_the_weights_is_not_written_to(loaded, checkpoint_folder):
+def test_neither_memory_of_weights_is_written_to(loaded, checkpoint_folder):
     given = weights_of(store.read(checkpoint_folder))
-    stored = ModelWeights.of_model(loaded.model)
     name = next(iter(given))
-    parameter = loaded.model.get_parameter(name)
-    place, before = parameter.data_ptr(), stored.raw(name).data.copy()
-    with replaced(loaded.system, given):
-        np.testing.assert_array_equal(parameter.detach().numpy(), given[name])
-        np.testing.assert_array_equal(stored.raw(name).data, before)
-        with torch.no_grad():
-            parameter.zero_()
-    assert parameter.data_ptr() == place
+    own, before = loaded.model.get_parameter(name), loaded.model.get_parameter(name).detach().clone()
+    with Replaced(loaded.system, given) as other, torch.no_grad():
+        other.model.get_parameter(name).zero_()
     assert np.any(given[name])
-    with torch.no_grad():
-        parameter.zero_()
-    assert not stored.raw(name).data.any()
+    assert torch.equal(own, before)
+    stored = ModelWeights.of_model(loaded.model)
     with pytest.raises(ValueError, match="read-only"):
         stored.raw(name).data[0] = 1
+
+
+def test_modules_outside_of_tables_are_those_of_the_other_model():
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+            self.plain = (self.linear,)
+            self.run = self.linear.forward
+            self.embed_in = nn.Embedding(4, 3)
+
+        def forward(self, ids):
+            return self.run(self.plain[0](self.embed_in(ids)))
+
+    system = Generic(Held())
+    with Replaced(system, {"linear.weight": np.zeros((3, 3), np.float32)}) as other:
+        assert not other.model(torch.arange(4)[None]).any()
+    assert system.model(torch.arange(4)[None]).any()
 
 
 def test_weights_that_are_placed_are_put_in_without_a_copy(tiny):
@@ -49,11 +64,9 @@ def test_weights_that_are_placed_are_put_in_without_a_copy(tiny):
     assert placed(tiny.system, given) is given
     with accelerator():
         tiny.model.to(DEVICE)
-        before = tiny.model.get_parameter(name).detach().clone()
         there = placed(tiny.system, given)
         assert there[name].device.type == DEVICE
-        with replaced(tiny.system, there):
-            parameter = tiny.model.get_parameter(name)
+        with Replaced(tiny.system, there) as other:
+            parameter = other.model.get_parameter(name)
             assert parameter.data_ptr() == there[name].data_ptr()
             assert bool((parameter == 1).all())
-        assert torch.equal(tiny.model.get_parameter(name), before)

@@ -7,8 +7,9 @@ import argparse
 import pytest
 import torch
 
+from loopq.calibrate.device import DeviceSums
 from loopq.errors import ConfigError
-from loopq.settings.execution import Execution, available_bytes, parse_bytes, true_float32
+from loopq.settings.execution import Execution, available_bytes, parse_bytes, require_float32
 
 
 @pytest.mark.parametrize(
@@ -57,12 +58,12 @@ def test_free_memory_is_within_the_limits_of_containers(tmp_path):
     assert available_bytes(tmp_path) == 0
 
 
-def test_precision_setting_is_put_back():
-    before = torch.get_float32_matmul_precision()
+def test_rounded_products_are_refused_and_the_setting_stays():
+    require_float32()
     torch.set_float32_matmul_precision("high")
     try:
-        with true_float32():
-            assert torch.get_float32_matmul_precision() == "highest"
+        with pytest.raises(ConfigError, match="set 'highest' before"):
+            DeviceSums(2, per_step=False).add(0, torch.ones(3, 2))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")

@@ -6,7 +6,7 @@ from torch import nn
 
 from loopq.calibrate.data import from_ids
 from loopq.diagnosis.weights import as_stored
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.systems.declare import declare
 from loopq.systems.stepwise import SingleSteps
 
@@ -114,5 +114,5 @@ def numpy_rounder(weight, config):
 
 
 def under(system, weights, n_steps=None):
-    """Run the block with weights given outputs first in place of the model's."""
-    return replaced(system, as_stored(system, weights, n_steps or system.n_steps))
+    """The adapter of the same model with other weights, given outputs first."""
+    return Replaced(system, as_stored(system, weights, n_steps or system.n_steps))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
-from loopq.settings.execution import true_float32
+from loopq.settings.execution import require_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +60,10 @@ class DeviceSums:
         self._rows[step] = self._rows.get(step, 0) + rows.shape[0]
         top = rows.abs().amax().float()
         self._top[step] = torch.maximum(self._top.get(step, top), top)
-        with true_float32():
-            for block in rows.float().split(native.BLOCK_ROWS):
-                for (i, j), (hi, lo) in zip(self._strips, self._limbs[key], strict=True):
-                    _add(block[:, i:j].T @ block[:, i:], hi, lo)
+        require_float32()
+        for block in rows.float().split(native.BLOCK_ROWS):
+            for (i, j), (hi, lo) in zip(self._strips, self._limbs[key], strict=True):
+                _add(block[:, i:j].T @ block[:, i:], hi, lo)
 
     def accumulator(self, steps: Sequence[int], threads: int = 0) -> native.HessianAccumulator:
         """Return the sums over these steps as a finished accumulator on the host. `threads` is for the core.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,7 @@ class Observer:
         self._counts: dict[str, int] = {}
         self._last = ""
         self._batch: Batch | None = None
+        self._thread = 0
         self._handles: list[Any] = []
         self._entered = False
 
@@ -107,7 +109,7 @@ class Observer:
         """
         if not self._entered:
             raise CalibrationError("the observer is used outside its block: its hooks are not attached")
-        self._batch = batch
+        self._batch, self._thread = batch, threading.get_ident()
         self._counts = {p.routed_in or p.name: 0 for p in self._parameters.values()}
         self._last = "before the first layer"
         self._failed.clear()
@@ -161,8 +163,12 @@ class Observer:
 
     def _on_step(self, name: str, invocations: int, *_: Any) -> None:
         """Count a call of a module that sends rows to experts."""
-        if self._batch is not None:
+        if self._is_rollout():
             self._next(name, f"module {name}", invocations)
+
+    def _is_rollout(self) -> bool:
+        """Whether a call belongs to a rollout. One outside its scope (a warm-up, another thread's) has no step."""
+        return self._batch is not None and self._thread == threading.get_ident()
 
     def _next(self, counted: str, what: str, invocations: int) -> int:
         """Return the step of a call and count it under a name."""
@@ -176,8 +182,7 @@ class Observer:
         return step
 
     def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A call outside a rollout scope (a warm-up, generation) has no step.
-        if self._batch is None:
+        if not self._is_rollout():
             return
         value = args[0] if args else next(iter(kwargs.values()))
         self._observed(self._parameters[id(module.weight)], value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from loopq.calibrate.device import Sums
 from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.errors import CalibrationError
 from loopq.layers.shared import SharedParameter
-from loopq.models.replace import Weights, placed, replaced
+from loopq.models.replace import Replaced, Weights, placed
 from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
@@ -170,13 +171,15 @@ def collect_pairs(
             )
         sums[input_group].add(step, torch.cat([reference, rows.float()], dim=1))
 
+    changed = Replaced(job.system, weights)
+    there = dataclasses.replace(job, system=changed.system)
     # Closed here instead of by the collector: a stored traceback would keep the hooks on the model.
     with (
         contextlib.closing(run_rollouts(job, keep, only=input_groups, progress=Silent())) as own,
-        contextlib.closing(run_rollouts(job, pair, only=input_groups, progress=Silent())) as other,
+        contextlib.closing(run_rollouts(there, pair, only=input_groups, progress=Silent())) as other,
     ):
         for _ in own:
-            with replaced(job.system, weights):
+            with changed:
                 next(other)
         # The last batch is done. One more request ends the stage.
         for _ in other:

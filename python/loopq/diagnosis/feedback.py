@@ -24,7 +24,7 @@ from loopq.diagnosis.weights import (
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import geometric_mean_ratio
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
 from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
@@ -189,12 +189,12 @@ def _one_batch(
     progress.advance()
     top = reference.outputs[n_steps].argmax(-1)[:, scored_from:]
     errors, agreements = [], []
-    with replaced(system, as_stored(system, weights, n_steps)), torch.no_grad():
-        embedding = system.embed(batch)
+    with Replaced(system, as_stored(system, weights, n_steps)) as other, torch.no_grad():
+        embedding = other.embed(batch)
         for strength in lambdas:
-            state = intervened(system, batch, n_steps, reference, strength)
+            state = intervened(other, batch, n_steps, reference, strength)
             errors.append(relative_error(state, reference.states[-1]))
-            same = system.predict(state, embedding).argmax(-1)[:, scored_from:] == top
+            same = other.predict(state, embedding).argmax(-1)[:, scored_from:] == top
             agreements.append(same.double().mean(dim=1).cpu().numpy())
             progress.advance()
     return np.stack(errors), np.stack(agreements)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ def run_under(
     system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None
 ) -> RolloutTrace:
     """Run one rollout under other weights."""
-    with replaced(system, as_stored(system, weights, n_steps)):
-        return trace(system, batch, n_steps, read)
+    with Replaced(system, as_stored(system, weights, n_steps)) as other:
+        return trace(other, batch, n_steps, read)
 
 
 def run_variants(

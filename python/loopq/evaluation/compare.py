@@ -16,7 +16,7 @@ from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
-from loopq.models.replace import Weights, placed, replaced
+from loopq.models.replace import Replaced, Weights, placed
 from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
@@ -233,8 +233,8 @@ def _of(system: LoopedSystem, weights: Weights | None, reference: Tensor, batch:
     """Output with the weights of a variant. Without any it is the reference."""
     if weights is None:
         return reference
-    with replaced(system, weights):
-        return _output(system, batch, depth)
+    with Replaced(system, weights) as other:
+        return _output(other, batch, depth)
 
 
 def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, Weights]) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
 from loopq.layers.shared import SharedParameter
-from loopq.models.replace import Weights, placed, replaced
+from loopq.models.replace import Replaced, Weights, placed
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.declare import parameter_of
 from loopq.terminal.progress import Progress, Silent
@@ -82,8 +82,8 @@ def layer_errors(
         plain = _rows(system, chosen, batch, depth)
         progress.advance()
         for name, weights in variants.items():
-            with replaced(system, weights):
-                other = _rows(system, chosen, batch, depth)
+            with Replaced(system, weights) as changed:
+                other = _rows(changed, chosen, batch, depth)
             for p in chosen:
                 _add(sums[name, p.name], system, p, weights, plain[p.name], other[p.name])
             progress.advance()

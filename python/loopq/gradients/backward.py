@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +18,14 @@ from loopq.gradients.turns import Turns
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import source_of
-from loopq.systems.base import Batch, LoopedSystem, setting
+from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from loopq.gradients.sketch import Side, Taps
-    from loopq.models.stream import Stream
+
+    Join = Callable[[Callable[[], None]], None]
 
 
 @dataclass
@@ -52,9 +54,10 @@ class Backward:
 
         batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))
         stream = source_of(self.system.model)
-        with Taps(self.system, tasks, side) as taps:
-            if isinstance(stream, Stream) and self.at_once > 1:
-                yield from self._together(taps, stream, batches, first)
+        streamed = stream.alone() if isinstance(stream, Stream) else contextlib.nullcontext()
+        with streamed as join, Taps(self.system, tasks, side) as taps:
+            if join is not None and self.at_once > 1:
+                yield from self._together(taps, join, batches, first)
                 return
             for done, batch in enumerate(batches, first):
                 for whole in self._prompt(taps, batch):
@@ -65,7 +68,7 @@ class Backward:
         prompt, side = batch.prompts[0], taps.side
         side.begin(prompt, 0)
         with model_code(f"gradient of prompt {prompt}"):
-            out = unroll(self.system, batch, self.n_steps).float()
+            out = unroll(taps.system, batch, self.n_steps).float()
             out = self.tokens.scored(out, self.system.output)
             for draw in range(self.n_draws):
                 if draw:
@@ -75,35 +78,24 @@ class Backward:
                 yield whole
 
     def _together(
-        self, taps: Taps, stream: Stream, batches: Sequence[Batch], done: int
+        self, taps: Taps, join: Join, batches: Sequence[Batch], done: int
     ) -> Generator[int, None, None]:
         """Compute gradients of several prompts in turns, so that one read of a layer serves a visit of all of them."""
-        whole, objects = taps.side, list(_objects(self.system))
+        whole = taps.side
         for at in range(0, len(batches), self.at_once):
             some = [(batch, whole.twin()) for batch in batches[at : at + self.at_once]]
-            turns = Turns([functools.partial(self._piece, taps, *one) for one in some], objects)
-
-            def give(turns: Turns = turns) -> None:
-                own = taps.side
-                turns.give()
-                taps.side = own
-
-            with setting(stream, before_visit=give):
-                turns.run()
-            taps.side = whole
+            turns = Turns()
+            turns.run([functools.partial(self._piece, taps, join, turns.give, *one) for one in some])
             for _, twin in some:
                 whole.merge(twin)
             # A save in between must not hold only some of the prompts that run together.
             yield from [done + at] * (len(some) * self.n_draws - 1)
             yield done + at + len(some)
 
-    def _piece(self, taps: Taps, batch: Batch, side: Side) -> None:
-        import torch  # lazy: loopq imports without torch
-
-        # A device's own thread would wait for itself, and no other prompt could have a turn there.
-        with torch.autograd.set_multithreading_enabled(False):
-            taps.side = side
-            deque(self._prompt(taps, batch), maxlen=0)
+    def _piece(self, taps: Taps, join: Join, give: Callable[[], None], batch: Batch, side: Side) -> None:
+        join(give)
+        taps.side = side
+        deque(self._prompt(taps, batch), maxlen=0)
 
     def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
         import torch  # lazy: loopq imports without torch
@@ -117,24 +109,6 @@ class Backward:
             return logp.gather(-1, self._labels[prompt, draw][..., None]).sum()
         noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
         return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()
-
-
-def _objects(system: LoopedSystem) -> Iterator[Any]:
-    """What a rollout may change while it runs: adapters, modules, and configurations."""
-    yield from {id(one): one for one in (system, getattr(system, "system", system))}.values()
-    waiting: list[Any] = list(system.model.modules())
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [v for name, v in vars(one).items() if _is_config(name, v)]
-
-
-def _is_config(name: str, value: Any) -> bool:
-    holds = hasattr(value, "__dict__") and not isinstance(value, type)
-    return holds and "config" in f"{name} {type(value).__name__}".lower()
 
 
 def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:

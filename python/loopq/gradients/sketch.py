@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from loopq.quantizers.loop_metric import ridged
 from loopq.quantizers.task import Task
 from loopq.systems.base import LoopedSystem
 from loopq.systems.declare import parameter_of
+from loopq.systems.views import system_of
 
 
 @functools.lru_cache(maxsize=16)
@@ -372,11 +374,13 @@ class Both(Outputs):
 class Taps:
     """Hooks that pass inputs and output gradients of some layers to a `Side`. Use it as a context manager.
 
-    Inside the block no parameter of a called module needs a gradient. The graph begins at the first of these calls.
+    `system` runs the model over parameters of its own that need no gradient. The graph begins at the first call of one
+    of these layers.
     """
 
     def __init__(self, system: LoopedSystem, tasks: Sequence[Task], side: Side) -> None:
-        self._system, self.side = system, side
+        self.system, self._here = _without_gradients(system), threading.local()
+        self.side, system = side, self.system
         # No module is called with these weights and rows. Torch gives their gradients, one layer at a time.
         self._bare = [(t, parameter_of(system.model, t.parameter)) for t in tasks if not _is_called(t)]
         called = [t for t in tasks if _is_called(t)]
@@ -385,14 +389,20 @@ class Taps:
         self._stack = contextlib.ExitStack()
         self.anchor = torch.zeros((), device=system.device, requires_grad=True)
 
+    @property
+    def side(self) -> Side:
+        """The receiver of this thread's gradients."""
+        found: Side = self._here.side
+        return found
+
+    @side.setter
+    def side(self, side: Side) -> None:
+        self._here.side = side
+
     def __enter__(self) -> Taps:
-        needed = [p for p in self._system.model.parameters() if p.requires_grad]
-        self._stack.callback(lambda: [p.requires_grad_(True) for p in needed])
-        for p in needed:
-            p.requires_grad_(False)
         for _, weight in self._bare:
             self._stack.callback(weight.requires_grad_(True).requires_grad_, False)
-        for module in modules_of(self._system, self._parameters):
+        for module in modules_of(self.system, self._parameters):
             self._stack.callback(module.register_forward_hook(self._on_call, with_kwargs=True).remove)
         return self
 
@@ -404,7 +414,9 @@ class Taps:
     def backward(self, target: Tensor, *, last: bool) -> None:
         """Run a backward pass from a sum; `last` frees the graph."""
         wanted = [self.anchor, *(weight for _, weight in self._bare)]
-        found = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
+        # A device's own thread would have no side, and would wait for itself where prompts run in turns.
+        with torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
         for (task, _), gradient in zip(self._bare, found, strict=True):
             if gradient is not None:
                 # This equals a call with the unit matrix as rows.
@@ -417,7 +429,8 @@ class Taps:
         task = self._tasks[id(module.weight)]
         p = task.parameter
         rows = (args[0] if args else next(iter(kwargs.values()))).detach().reshape(-1, p.in_features)
-        if not torch.is_grad_enabled() or not rows.shape[0]:
+        side: Side | None = getattr(self._here, "side", None)
+        if side is None or not torch.is_grad_enabled() or not rows.shape[0]:
             return None
         if (
             not isinstance(out, Tensor)
@@ -428,7 +441,6 @@ class Taps:
                 f"layer {p.name}: its module returns something else than one row of {p.out_features} for each of "
                 f"{rows.shape[0]} input rows: use metric 'inputs' there"
             )
-        side = self.side
         kept = side.keep(task, rows)
 
         def take(kept: Kept, gradient: Tensor) -> None:
@@ -437,6 +449,12 @@ class Taps:
         # A view, or a leaf of the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
         return _Tap.apply(own, self.anchor, take, *kept)
+
+
+def _without_gradients(system: LoopedSystem) -> LoopedSystem:
+    """The adapter of the same model, with parameters that need no gradient. They share the memory of the model's."""
+    needed = [p for p in system.model.parameters() if p.requires_grad]
+    return system_of(system, *((p, nn.Parameter(p.detach(), requires_grad=False)) for p in needed))
 
 
 def _is_called(task: Task) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
@@ -28,27 +28,6 @@ def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Build modules inside the block with real buffers but parameters without memory."""
-    from torch import nn  # lazy: loopq imports without torch
-
-    plain = nn.Module.register_parameter
-
-    def register(module: Any, name: str, parameter: Any) -> None:
-        plain(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(
-                parameter.data.to("meta"), requires_grad=parameter.requires_grad
-            )
-
-    nn.Module.register_parameter = register
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = plain
-
-
 def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Build the model's class again from its configuration and return the unsaved buffers.
 
@@ -57,17 +36,20 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
     CheckpointError
         If the class cannot be built. Nothing can be checked then.
     """
-    import torch  # lazy: loopq imports without torch
+    from loopq.models.blank import Blank, Drawn, building  # lazy: loopq imports without torch
 
     def make() -> Any:
         return type(model)(copy.deepcopy(model.config))
 
-    with torch.random.fork_rng(devices=[]):
+    with building():
         # A constructor that computes with its parameters needs real ones, so it is tried once more.
-        with contextlib.suppress(Exception), without_weights():
-            return unsaved_buffers(make())
+        with contextlib.suppress(Exception), Blank():
+            found = unsaved_buffers(make())
+            if not any(buffer.is_meta for buffer in found.values()):
+                return found
         try:
-            return unsaved_buffers(make())
+            with Drawn():
+                return unsaved_buffers(make())
         except Exception as cause:
             raise CheckpointError(
                 f"{type(model).__name__} cannot be built again from its configuration ({cause}), so its buffers "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, model_code
 from loopq.lazy import require
@@ -17,6 +17,10 @@ from loopq.models.plain import plain
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked, parse_json
 from loopq.systems.base import LoopedSystem
+from loopq.systems.capabilities import ModelClass
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def build_model(
@@ -49,7 +53,7 @@ def build_model(
         folder = Path(name)
         for file, data in side_files.items():
             (folder / file).write_bytes(data)
-        model = registered.build(config) if registered else hf.from_config(folder, config, trust_remote_code)
+        model = _built(registered, folder, config, trust_remote_code)
         tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
     model, _ = plain(model.eval())
     return LoadedModel(
@@ -78,6 +82,17 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
     with torch.device("meta"), model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
-        model = registered.build(config) if registered else hf.from_config(folder, config, trust_remote_code)
+        model = _built(registered, folder, config, trust_remote_code)
     find_names(model, ())
     return choose_system(model.eval(), system)
+
+
+def _built(
+    registered: ModelClass | None, folder: Path, config: dict[str, Any], trust_remote_code: bool
+) -> nn.Module:
+    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
+
+    with building(), Drawn(seed=0):
+        if registered is not None:
+            return registered.build(config)
+        return hf.from_config(folder, config, trust_remote_code)

@@ -84,15 +84,6 @@ class Depths(LoopedSystem):
         """As in the other adapter."""
         return self.system.left_out()
 
-    @property
-    def keeps_graph(self) -> bool:
-        """As in the other adapter, which runs."""
-        return self.system.keeps_graph
-
-    @keeps_graph.setter
-    def keeps_graph(self, value: bool) -> None:
-        self.system.keeps_graph = value
-
 
 def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
     """Return the model with rollouts at one or several depths, and the depth to use."""

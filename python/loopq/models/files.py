@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from loopq.errors import MissingExtraError
 from loopq.lazy import require
 from loopq.storage.names import Names, set_names
-from loopq.systems.base import setting
+from loopq.systems.views import copied
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,8 +97,11 @@ class FileNames(Names):
     def _saved(self, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors as transformers would save them."""
         loading = require("transformers.core_model_loading")
-        with setting(model, _weight_conversions=self._rules):
-            found: dict[str, Tensor] = loading.revert_weight_conversion(model, state) if state else {}
+        if not state:
+            return {}
+        found: dict[str, Tensor] = loading.revert_weight_conversion(
+            copied(model, _weight_conversions=self._rules), state
+        )
         return found
 
     def taken(

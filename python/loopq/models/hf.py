@@ -12,7 +12,7 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
-from loopq.models.buffers import repair_buffers, without_weights
+from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
 from loopq.settings.execution import available_bytes
 from loopq.systems.base import LoopedSystem
@@ -143,10 +143,12 @@ def load_hf(
     if not _fits(folder, config, dtype, memory):
         model = _streamed(folder, config, trust_remote_code, dtype)
         return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
+    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
+
     auto = getattr(transformers, auto_class(config, trust_remote_code))
     try:
         # Parameters that a checkpoint lacks and no rollout uses are random. A fixed seed keeps the bytes equal.
-        with _quiet(), _seeded():
+        with building(), _quiet(), Drawn(seed=0):
             model, info = auto.from_pretrained(
                 str(folder),
                 trust_remote_code=trust_remote_code,
@@ -178,7 +180,7 @@ def from_config(
     trust_remote_code: bool,
     *,
     dtype: torch.dtype | None = None,
-    apart: bool = True,
+    whole: bool = True,
 ) -> nn.Module:
     """Build a model from its configuration files. Its weights are arbitrary.
 
@@ -192,18 +194,24 @@ def from_config(
         Allow code of the folder to run.
     dtype : torch.dtype, optional
         Floating type. That of the configuration when absent.
-    apart : bool
-        Turn stacked experts into separate modules.
+    whole : bool
+        Give parameters memory, and turn stacked experts into separate modules.
     """
+    from loopq.models.blank import blank, building  # lazy: loopq imports without torch
+
     transformers = require("transformers")
     auto = getattr(transformers, auto_class(config, trust_remote_code))
-    settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     given = {} if dtype is None else {"dtype": dtype}
-    with _no_initial_values():
-        model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
-    # Weights are tied when values are drawn, which was skipped.
-    model.tie_weights()
-    if apart:
+
+    def build() -> nn.Module:
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        made: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
+        return made
+
+    with building():
+        model = blank(build, memory=whole)
+        model.tie_weights()
+    if whole:
         unfuse(model)
     return model
 
@@ -214,8 +222,7 @@ def _streamed(
     """Build a model that reads each layer from its files when the layer runs."""
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-    with without_weights():
-        model = from_config(folder, config, trust_remote_code, dtype=dtype, apart=False)
+    model = from_config(folder, config, trust_remote_code, dtype=dtype, whole=False)
     Stream(model.eval(), hf_folder.read_all_tensors(folder))
     return model
 
@@ -228,16 +235,6 @@ def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, me
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     wider = dtype is not None and dtype.itemsize == 4 and str(config.get("dtype")) in ("bfloat16", "float16")
     return stored * (1 + wider) <= limit
-
-
-def _no_initial_values() -> contextlib.AbstractContextManager[None]:
-    """Skip drawing parameters inside the block, so memory that codes will replace is never touched."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-    found: contextlib.AbstractContextManager[None] = no_init_weights()
-    return found
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -272,15 +269,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Draw from one seed inside the block. The global generator does not change."""
-    torch = require("torch")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> None:

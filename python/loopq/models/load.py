@@ -22,6 +22,7 @@ from loopq.storage.schema import checked
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Encode, ModelClass
+from loopq.systems.looped import Looped, run_loop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -215,15 +216,20 @@ def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadR
 
 
 def choose_system(model: nn.Module, system: str | None) -> LoopedSystem:
-    """Return the named adapter, or the one that fits the model.
+    """Return the named adapter, or the one that fits the model. A decoder with a loop added runs it from then on.
 
     Raises
     ------
     SystemContractError
         If none or several fit, or the named one does not.
     """
-    if system is None:
-        return find_system(model)
+    found = find_system(model) if system is None else _named(model, system)
+    if isinstance(found, Looped):
+        run_loop(model)
+    return found
+
+
+def _named(model: nn.Module, system: str) -> LoopedSystem:
     cls = SYSTEMS.get(system)
     if cls.name != "generic" and not cls.matches(model):
         raise SystemContractError(
@@ -292,7 +298,11 @@ def load_model(
     checked(_Known, config, folder / "config.json", others=True)
     registered = find_class(config, system, folder / "config.json")
     if registered is not None:
-        model, findings = load_registered(folder, config, registered, allow_pickle)
+        require("torch")
+        from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
+
+        with building(), Drawn(seed=0):
+            model, findings = load_registered(folder, config, registered, allow_pickle)
         model = model.to(dtype=wanted)
     else:
         model, findings = hf.load_hf(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -156,12 +156,9 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-@contextlib.contextmanager
-def plain_attention() -> Iterator[None]:
-    """Let nn.MultiheadAttention multiply by its weights separately inside the block, not in one fused operation."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+def plain_attention() -> BaseTorchFunctionMode:
+    """Let nn.MultiheadAttention multiply by its weights separately inside a block, not in one fused operation.
+
+    Any mode that watches functions has this effect, in its thread only.
+    """
+    return BaseTorchFunctionMode()

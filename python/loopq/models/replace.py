@@ -1,11 +1,12 @@
-"""Read weights of a model, and temporarily replace them."""
+"""Read weights of a model, and run it with others."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import is_streamed, source_of, to_torch
 from loopq.systems.base import LoopedSystem
 from loopq.systems.declare import parameter_of
+from loopq.systems.views import System, system_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +50,11 @@ def placed(system: LoopedSystem, weights: Weights) -> Weights:
     }
 
 
-@contextlib.contextmanager
-def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
-    """Put other weights into the model and restore the old ones afterwards, also after an error.
+class Replaced(Generic[System]):
+    """A model with other weights in place of some. Use its adapter inside the block of this context manager.
 
-    The old weights' memory is not overwritten, so concurrent readers still find the old values. A model that is read
-    layer by layer takes its weights from `weights` at each visit.
+    The model itself does not change, so other threads go on with its own weights. A model that is read layer by layer
+    takes its weights from `weights` at each visit, in the thread of the block.
 
     Parameters
     ----------
@@ -62,26 +63,43 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     weights : mapping of str to float32 ndarray or output of `placed`
         Parameter name to new values, oriented as in the model.
     """
-    from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-    parameters, stream = {name: parameter_of(system.model, name) for name in weights}, source_of(system.model)
-    visited: dict[str, Any] = {}
-    if isinstance(stream, Stream):
-        ids = stream.visited()
-        visited = {name: p for name, p in parameters.items() if id(p) in ids}
-        parameters = {name: p for name, p in parameters.items() if name not in visited}
-    for name, parameter in parameters.items():
-        _check_shape(name, parameter, weights[name])
-    saved = {name: parameter.data for name, parameter in parameters.items()}
-    try:
+    def __init__(self, system: System, weights: Weights) -> None:
+        from torch import nn  # lazy: loopq imports without torch
+
+        from loopq.models.stream import Stream  # lazy: loopq imports without torch
+
+        parameters, stream = (
+            {name: parameter_of(system.model, name) for name in weights},
+            source_of(system.model),
+        )
+        self._stream = stream if isinstance(stream, Stream) else None
+        ids = set() if self._stream is None else self._stream.visited()
         for name, parameter in parameters.items():
-            parameter.data = _given(name, parameter, weights)
-        later = {id(p): functools.partial(_given, name, p, weights) for name, p in visited.items()}
-        with stream.others(later) if isinstance(stream, Stream) else contextlib.nullcontext():
-            yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.data = saved[name]
+            _check_shape(name, parameter, weights[name])
+        others = [
+            (p, nn.Parameter(_given(name, p, weights), p.requires_grad))
+            for name, p in parameters.items()
+            if id(p) not in ids
+        ]
+        #: The adapter of the model with the other weights.
+        self.system = system_of(system, *others) if others else system
+        self._later = {
+            id(p): functools.partial(_given, name, p, weights)
+            for name, p in parameters.items()
+            if id(p) in ids
+        }
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> System:
+        if self._stream is not None:
+            self._stack.enter_context(self._stream.others(self._later))
+        return self.system
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
 
 
 def _check_shape(name: str, parameter: Tensor, given: NDArray[np.float32] | Tensor) -> None:

@@ -14,7 +14,6 @@ from loopq.models.files import find_names
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import raw, set_source, to_torch
 from loopq.storage.names import names_of
-from loopq.systems.base import setting
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +24,20 @@ if TYPE_CHECKING:
 _OWN: Mapping[int, Any] = {}
 
 
+class _Here(threading.local):
+    """What a thread visits: the layer, values other than the files', and a function to call before a visit."""
+
+    def __init__(self) -> None:
+        self.prefix = ""
+        self.others: Mapping[int, Callable[[], Tensor]] = _OWN
+        self.give: Callable[[], None] | None = None
+
+
 class Stream(Mapping[str, RawTensor]):
     """Weights of a model's layers, read when a layer is visited and dropped afterwards.
 
     As a mapping it gives every tensor of the model under its name in the files, with one layer in memory at a time.
-    `before_visit` is called before each visit of a layer.
+    Visits of several threads follow each other. Their backward passes may not mix (`alone`).
 
     Parameters
     ----------
@@ -77,11 +85,9 @@ class Stream(Mapping[str, RawTensor]):
         if renamed:
             find_names(model, tensors)
         self._places = self._hold_places()
-        self._inside = threading.local()
+        self._here, self._lock = _Here(), threading.RLock()
         self._last: tuple[str, dict[str, RawTensor]] = ("", {})
         self._there: tuple[str, Any] = ("", None)
-        self._others: Mapping[int, Callable[[], Tensor]] = _OWN
-        self.before_visit: Callable[[], None] = lambda: None
         set_source(model, self)
 
     def move(self, device: str) -> None:
@@ -140,7 +146,7 @@ class Stream(Mapping[str, RawTensor]):
 
     def _call(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer or a part of it. Outside of a visit of this layer it is a visit."""
-        inside = getattr(self._inside, "prefix", "") == prefix
+        inside = self._here.prefix == prefix
         return forward(*args, **kwargs) if inside else self._visit(prefix, forward, *args, **kwargs)
 
     def _visit(self, prefix: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,22 +155,41 @@ class Stream(Mapping[str, RawTensor]):
         from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            around = getattr(self._inside, "prefix", "")
-            self.before_visit()
-            self._enter(prefix)
-            self._inside.prefix = prefix
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._inside.prefix = around
-                if around:
-                    self._enter(around)
+            here, around = self._here, self._here.prefix
+            # Threads in turns share the caller's lock. Each waits here for the others.
+            with self._lock if here.give is None else contextlib.nullcontext(here.give()):
+                self._enter(prefix)
+                here.prefix = prefix
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    here.prefix = around
+                    if around:
+                        self._enter(around)
 
         return (
-            checkpoint(run, *args, use_reentrant=False, **kwargs)
+            # Layers in eval mode draw nothing, so torch's generator needs no restoring.
+            checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             if torch.is_grad_enabled()
             else run(*args, **kwargs)
         )
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Keep other threads from visiting layers inside the block, so that backward passes find their weights.
+
+        Yields
+        ------
+        callable
+            Lets the calling thread visit layers too. It takes a function to call before each of the visits.
+        """
+        with self._lock:
+            others = self._here.others
+
+            def join(give: Callable[[], None]) -> None:
+                self._here.give, self._here.others = give, others
+
+            yield join
 
     def visited(self) -> set[int]:
         """Ids of the parameters that have values only while their layer is visited."""
@@ -181,14 +206,17 @@ class Stream(Mapping[str, RawTensor]):
 
     @contextlib.contextmanager
     def others(self, values: Mapping[int, Callable[[], Tensor]]) -> Iterator[None]:
-        """Visit layers with other values of some parameters, by id. The mapping view does not change."""
-        with setting(self, _others=values):
+        """Visit layers with other values of some parameters, by id, in this thread. The mapping does not change."""
+        before, self._here.others = self._here.others, values
+        try:
             yield
+        finally:
+            self._here.others = before
 
     def _enter(self, prefix: str) -> None:
         """Read a layer in place of the last one."""
-        before, others = self._there
-        if prefix == before and others is self._others:
+        (before, others), wanted = self._there, self._here.others
+        if prefix == before and others is wanted:
             return
         if before:
             for parameter in self._own(before):
@@ -196,20 +224,21 @@ class Stream(Mapping[str, RawTensor]):
         self._there = ("", None)
         for name, tensor in self._read(self._blocks[prefix]).items():
             _fill(self._members[prefix], name.removeprefix(prefix), tensor)
-        for parameter in self._own(prefix) if self._others else ():
-            if id(parameter) in self._others:
-                parameter.data = self._others[id(parameter)]()
-        self._there = (prefix, self._others)
+        for parameter in self._own(prefix) if wanted else ():
+            if id(parameter) in wanted:
+                parameter.data = wanted[id(parameter)]()
+        self._there = (prefix, wanted)
 
     def __getitem__(self, name: str) -> RawTensor:
         prefix = self._places[name]
-        if prefix != self._last[0] or not self._last[1]:
-            self._last = ("", {})
-            if prefix:
-                with setting(self, _others=_OWN):
-                    self._enter(prefix)
-            self._last = (prefix, self._stored(prefix))
-        return self._last[1][name]
+        with self._lock:
+            if prefix != self._last[0] or not self._last[1]:
+                self._last = ("", {})
+                if prefix:
+                    with self.others(_OWN):
+                        self._enter(prefix)
+                self._last = (prefix, self._stored(prefix))
+            return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

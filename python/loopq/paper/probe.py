@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.diagnosis.rollouts import trace
 from loopq.lazy import require
-from loopq.models.replace import Weights, replaced
+from loopq.models.replace import Replaced, Weights
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.terminal.progress import Progress, Silent
 
@@ -148,8 +148,8 @@ def measure_states(
         exact = _states(system, batch)
         expected = _read(probe, exact[-1], truth)
         for name in names:
-            with replaced(system, variants.get(name, {})):
-                found = exact if name == names[0] else _states(system, batch)
+            with Replaced(system, variants.get(name, {})) as other:
+                found = exact if name == names[0] else _states(other, batch)
             row = rows[name]
             row["error"] += np.transpose([_error(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
             row["cosine"] += np.transpose([_cosine(a, b) for a, b in zip(exact, found, strict=True)]).tolist()

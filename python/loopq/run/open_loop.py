@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.run import INPUTS, Inputs
 from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
@@ -42,8 +43,10 @@ class ClosedLoop(Inputs):
 def _(inputs: ClosedLoop, plan: Plan, source: ModelSource) -> Layers:
     """Solve open loop, collect again, solve again."""
     layers = solve_parts(plan, source, plan.tasks)
-    with replaced(source.job.system, {name: layer.in_model_orientation() for name, layer in layers.items()}):
-        sums = source.all_steps(plan)
+    weights = {name: layer.in_model_orientation() for name, layer in layers.items()}
+    with Replaced(source.job.system, weights) as other:
+        job = dataclasses.replace(source.job, system=other)
+        sums = dataclasses.replace(source, job=job).all_steps(plan)
     again = source.solver(plan, sums, source.metrics).run(plan.tasks)
     return {name: layer.with_report(inputs=inputs.name) for name, layer in again.items()}
 

@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
 from loopq.terminal.progress import Progress, Silent
 
@@ -70,17 +70,22 @@ def at_most(more: int) -> str:
     return f"about {(resident_bytes() + more) / 2**20:.0f} MiB at most"
 
 
-@contextlib.contextmanager
-def true_float32() -> Iterator[None]:
-    """Prevent rounding of float32 products to tf32 or bfloat16. Restore the settings afterwards."""
+def require_float32() -> None:
+    """Reject a process that rounds the inputs of float32 products to tf32 or bfloat16.
+
+    Raises
+    ------
+    ConfigError
+        The setting is one of the whole process, so it is not changed here.
+    """
     import torch  # lazy: loopq imports without torch
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    found = torch.get_float32_matmul_precision()
+    if found != "highest":
+        raise ConfigError(
+            f"torch.set_float32_matmul_precision is {found!r} in this process, which rounds the inputs of float32 "
+            "products: set 'highest' before this call"
+        )
 
 
 @dataclass(frozen=True)

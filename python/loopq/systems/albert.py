@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +10,11 @@ from torch import Tensor, nn
 from loopq.errors import ConfigError, SystemContractError
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare, find_prefix
 from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import SingleSteps
+from loopq.systems.views import changed, copied, view
 
 _MARKER = "encoder.albert_layer_groups.0.albert_layers.0.attention.query"
 _LINEARS = (
@@ -82,26 +81,18 @@ class Albert(SingleSteps):
         """Run the model's own forward with `n_steps` applications of each group."""
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
-        layers = depth * self._n_groups
-        with (
-            torch.set_grad_enabled(self.keeps_graph),
-            self._whole(),
-            setting(self._bare.encoder.config, num_hidden_layers=layers),
-        ):
-            out = self.model(input_ids=ids)
+        config = self._bare.encoder.config
+        other = changed(config, num_hidden_layers=depth * self._n_groups)
+        model = view(self.model, (config, other), *((layer, _whole(layer)) for layer in self._layers()))
+        with torch.set_grad_enabled(self.keeps_graph):
+            out = model(input_ids=ids)
         if self.output == "logits":
             return logits_of(out)
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Run feed-forward pairs in one piece."""
-        with contextlib.ExitStack() as stack:
-            for group in self._bare.encoder.albert_layer_groups:
-                for layer in group.albert_layers:
-                    stack.enter_context(setting(layer, chunk_size_feed_forward=0))
-            yield
+    def _layers(self) -> list[nn.Module]:
+        return [layer for group in self._bare.encoder.albert_layer_groups for layer in group.albert_layers]
 
     def embed(self, batch: Batch) -> Tensor:
         """Embeddings, mapped to the width of the layers. They start the state and are not injected again."""
@@ -118,11 +109,10 @@ class Albert(SingleSteps):
         """One application of the group. Needs a model with one group."""
         if not self.has_steps:
             raise SystemContractError(f"system {self.name!r} has no single-step function")
-        with self._whole():
-            # The group's forward needs a head mask in transformers 4.
-            for layer in self._bare.encoder.albert_layer_groups[0].albert_layers:
-                after = layer(state)
-                state = after[0] if isinstance(after, tuple) else after
+        # The group's forward needs a head mask in transformers 4.
+        for layer in self._layers():
+            after = _whole(layer)(state)
+            state = after[0] if isinstance(after, tuple) else after
         return state
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
@@ -131,3 +121,8 @@ class Albert(SingleSteps):
             return state
         logits: Tensor = self.model.predictions(state)
         return logits
+
+
+def _whole(layer: nn.Module) -> Any:
+    """The layer with its feed-forward pair in one piece."""
+    return copied(layer, chunk_size_feed_forward=0)

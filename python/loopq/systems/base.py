@@ -8,10 +8,11 @@ identified by object, not by name, since systems tie one weight to several modul
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.loop_spec import MAX_STEPS
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from loopq.layers.shared import SharedParameter
 
 Output = Literal["logits", "hidden"]
+#: Whether the rollouts of a thread keep their graph.
+_GRAPH = threading.local()
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,6 @@ class LoopedSystem(ABC):
         What a rollout returns.
     state_is_random : bool
         Whether the initial state is drawn, so that pairing of runs matters.
-    keeps_graph : bool
-        Whether `rollout` keeps the graph for gradients. Every `rollout` reads it.
     """
 
     name: ClassVar[str]
@@ -157,7 +158,6 @@ class LoopedSystem(ABC):
     published: ClassVar[Published] = Published()
     output: Output = "logits"
     state_is_random: bool = False
-    keeps_graph: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -210,6 +210,11 @@ class LoopedSystem(ABC):
         return n_steps
 
     @property
+    def keeps_graph(self) -> bool:
+        """Whether `rollout` keeps the graph for gradients: inside a block of `differentiable`, in its thread."""
+        return getattr(_GRAPH, "kept", False)
+
+    @property
     def device(self) -> torch.device:
         """Device of the model's parameters."""
         return next(self.model.parameters()).device
@@ -222,26 +227,9 @@ class LoopedSystem(ABC):
 
 @contextlib.contextmanager
 def differentiable(system: LoopedSystem) -> Iterator[None]:
-    """Keep the graph of a system's rollouts for gradients inside the block."""
-    before, system.keeps_graph = system.keeps_graph, True
+    """Keep the graph of this thread's rollouts for gradients inside the block."""
+    before, _GRAPH.kept = system.keeps_graph, True
     try:
         yield
     finally:
-        system.keeps_graph = before
-
-
-@contextlib.contextmanager
-def setting(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block and restore them afterwards."""
-    missing = object()
-    before = {name: vars(target).get(name, missing) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                delattr(target, name)
-            else:
-                setattr(target, name, value)
+        _GRAPH.kept = before

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare
 from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.stepwise import StepwiseSystem
+from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,47 +63,42 @@ class Dory(StepwiseSystem):
         return declare(self.model, modules, n_steps)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        with setting(self.model.config, n_recurrent_loops=n_steps):
-            return logits_of(self.model(ids, use_cache=False))
+        return logits_of(self._loops(n_steps)(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache in the mode of its configuration."""
-        with setting(self.model.config, n_recurrent_loops=n_steps):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self._loops(n_steps)(ids, **past(self.model, cache)))
 
-    @contextlib.contextmanager
-    def _only(self, first: int, end: int | None, *, norm: bool = False) -> Iterator[Any]:
+    def _loops(self, n: int) -> Any:
+        """The model with this number of loops."""
+        config = self.model.config
+        return view(self.model, (config, changed(config, n_recurrent_loops=n)))
+
+    def _only(self, first: int, end: int | None, *, norm: bool = False) -> Any:
         """The inner model with only these layers, run once without a loop."""
         from torch import nn  # lazy: loopq imports without torch
 
-        inner = self.model.model
-        own = {name: inner._modules[name] for name in ("layers", "norm")}
+        inner, config = self.model.model, self.model.config
         layers = inner.layers[first:end]
-        inner._modules["layers"] = layers
-        if not norm:
-            inner._modules["norm"] = nn.Identity()
         counts = {"num_hidden_layers": len(layers), "n_input_layers": len(layers), "n_recurrent_layers": 0}
-        try:
-            with setting(self.model.config, n_output_layers=0, n_recurrent_loops=0, **counts):
-                yield inner
-        finally:
-            inner._modules.update(own)
+        other = changed(config, n_output_layers=0, n_recurrent_loops=0, **counts)
+        parts = [(inner.layers, layers), (inner.norm, inner.norm if norm else nn.Identity())]
+        return view(inner, *parts, (config, other))
 
     def _embed(self, ids: Tensor) -> Tensor:
-        with self._only(0, self._ends[0]) as inner:
-            before: Tensor = inner(ids, use_cache=False).last_hidden_state
+        before: Tensor = self._only(0, self._ends[0])(ids, use_cache=False).last_hidden_state
         return self.model.model.norm(before)
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """The loop's layers on the normed and added input."""
         given = self.model.model.norm(state) + embedding
-        with self._only(*self._ends) as inner:
-            after: Tensor = inner(inputs_embeds=given, use_cache=False).last_hidden_state
+        after: Tensor = self._only(*self._ends)(inputs_embeds=given, use_cache=False).last_hidden_state
         return after
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """The layers after the loop, the norm and the head."""
-        with self._only(self._ends[1], None, norm=True) as inner:
-            hidden = inner(inputs_embeds=state, use_cache=False).last_hidden_state
+        last = self._only(self._ends[1], None, norm=True)
+        hidden = last(inputs_embeds=state, use_cache=False).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden)
         return logits

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.blocks import angles_of, llama_block
 from loopq.systems.declare import declare
 from loopq.systems.outputs import cache_name, cached, logits_of, past
 from loopq.systems.program import Program
 from loopq.systems.stepwise import SingleSteps
+from loopq.systems.views import changed, view
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -72,16 +73,20 @@ class HrmText(SingleSteps):
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward with `n_steps` high cycles."""
         depth = self.check_depth(n_steps)
-        with torch.set_grad_enabled(self.keeps_graph), setting(self.model.config, H_cycles=depth):
-            return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
+        model = self._with(H_cycles=depth)
+        with torch.set_grad_enabled(self.keeps_graph):
+            return logits_of(model(input_ids=self.to_device(batch.input_ids), use_cache=False))
+
+    def _with(self, **values: Any) -> Any:
+        """The model with other settings."""
+        return view(self.model, (self.model.config, changed(self.model.config, **values)))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each layer of each run of a stack."""
-        config = self.model.config
-        slots = config.num_layers_per_stack * n_steps * (self._low_cycles + 1)
+        slots = self.model.config.num_layers_per_stack * n_steps * (self._low_cycles + 1)
         ids = self.to_device(batch.input_ids[:, n_seen:])
-        with setting(config, H_cycles=n_steps, num_hidden_layers=slots):
-            return cached(self.model(input_ids=ids, **past(self.model, cache)))
+        model = self._with(H_cycles=n_steps, num_hidden_layers=slots)
+        return cached(model(input_ids=ids, **past(self.model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
         """Both stacks in order, each with its norm. z_H is kept under 0, z_L under 1."""

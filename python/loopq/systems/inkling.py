@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, Published, setting
+from loopq.systems.base import Batch, LoopedSystem, Published
 from loopq.systems.declare import declare, find_prefix
 from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.routing import routing_module, stacked_experts
+from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,10 +104,14 @@ class Inkling(LoopedSystem):
 
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
-        with torch.set_grad_enabled(self.keeps_graph), setting(self._config, loop_num_passes=depth):
-            return logits_of(self.model(ids, use_cache=False))
+        with torch.set_grad_enabled(self.keeps_graph):
+            return logits_of(self._passes(depth)(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each layer of each pass."""
-        with setting(self._config, loop_num_passes=n_steps):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self._passes(n_steps)(ids, **past(self.model, cache)))
+
+    def _passes(self, n: int) -> Any:
+        """The model with this number of passes."""
+        return view(self.model, (self._config, changed(self._config, loop_num_passes=n)))

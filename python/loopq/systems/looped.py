@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
-from loopq.layers.loop_spec import LOOP, layer_order
+from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, setting
+from loopq.systems.base import Batch
 from loopq.systems.blocks import angles_of, llama_block
 from loopq.systems.declare import declare, is_embedding
 from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.program import Program
 from loopq.systems.routing import gates, routing_module, stacked_experts
 from loopq.systems.stepwise import StepwiseSystem
+from loopq.systems.views import changed, copied, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,39 +109,19 @@ class Looped(StepwiseSystem):
         head = {"lm_head.weight": "is the input embedding, which stays as it is"} if tied else {}
         return head | gates(self.model, self._routing()) | stacked_experts(self.model)
 
-    @contextlib.contextmanager
-    def _layers(self, order: Sequence[int], *, norm: bool = True) -> Iterator[None]:
-        """Run these layers in this order inside the block. A repeated layer has two slots in a cache.
-
-        A copy of a layer shares its parameters, buffers, submodules and hooks. Only its slot number differs.
-        """
-        from torch import nn  # lazy: loopq imports without torch
-
-        inner, config = self._inner, self.model.config
-        layers = nn.ModuleList(_in_slot(inner.layers[i], slot) for slot, i in enumerate(order))
-        kinds = getattr(config, "layer_types", None)
-        changed = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
-        own = {name: inner._modules[name] for name in ("layers", "norm")}
-        inner._modules["layers"] = layers
-        if not norm:
-            inner._modules["norm"] = nn.Identity()
-        try:
-            with setting(config, num_hidden_layers=len(order), **changed):
-                yield
-        finally:
-            inner._modules.update(own)
-
     def _order(self, n: int) -> list[int]:
         return layer_order(self._loop, len(self._inner.layers), n)
 
+    def _model(self, order: Sequence[int], *, norm: bool = True) -> Any:
+        return _in_order(self.model, self._inner, order, norm)
+
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        with self._layers(self._order(n_steps)):
-            return logits_of(self.model(ids, use_cache=False))
+        return logits_of(self._model(self._order(n_steps))(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each run of a layer."""
-        with self._layers(self._order(n_steps)):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+        ids, model = self.to_device(batch.input_ids[:, n_seen:]), self._model(self._order(n_steps))
+        return cached(model(ids, **past(model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
         """The layers in order, then the norm."""
@@ -156,29 +136,95 @@ class Looped(StepwiseSystem):
         )
 
     def _embed(self, ids: Tensor) -> Tensor:
-        with self._layers(range(self._first), norm=False):
-            before: Tensor = self._inner(ids, use_cache=False).last_hidden_state
+        inner = self._model(range(self._first), norm=False).model
+        before: Tensor = inner(ids, use_cache=False).last_hidden_state
         return before
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """The loop's layers, once."""
-        with self._layers(range(self._first, self._last), norm=False):
-            after: Tensor = self._inner(inputs_embeds=state, use_cache=False).last_hidden_state
+        inner = self._model(range(self._first, self._last), norm=False).model
+        after: Tensor = inner(inputs_embeds=state, use_cache=False).last_hidden_state
         return after
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """The layers after the loop, the norm and the head."""
-        with self._layers(range(self._last, len(self._inner.layers))):
-            return logits_of(self.model(inputs_embeds=state, use_cache=False))
+        model = self._model(range(self._last, len(self._inner.layers)))
+        return logits_of(model(inputs_embeds=state, use_cache=False))
+
+
+def run_loop(model: Any) -> None:
+    """Let a decoder with `looped_layers` in its configuration run the loop when it is called or generates.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place. Its parameters keep their names.
+    """
+    model.model.__class__ = _looping(_plain(type(model.model)), _Inner)
+    if hasattr(model, "generate"):
+        model.__class__ = _looping(_plain(type(model)), _Generator)
+
+
+class _Loops:
+    """Marks the classes of models that run their loop. The class after it runs every layer once."""
+
+
+class _Inner(_Loops):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _whole(self, self).forward(*args, **kwargs)
+
+
+class _Generator(_Loops):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        # The cache takes its number of slots from the configuration, so the whole model is the one with the loop.
+        return _whole(self, self.model).generate(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _looping(plain: type, loops: type) -> type:
+    return type(f"{PREFIX}{plain.__name__}", (loops, plain), {"__module__": plain.__module__})
+
+
+def _plain(kind: type) -> type:
+    return kind.__mro__[3] if issubclass(kind, _Loops) else kind
+
+
+def _whole(module: Any, inner: Any) -> Any:
+    return _in_order(module, inner, layer_order(getattr(inner.config, LOOP), len(inner.layers)))
+
+
+def _in_order(module: Any, inner: Any, order: Sequence[int], norm: bool = True) -> Any:
+    """A module that runs these layers in this order. A repeated layer has two slots in a cache.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model, or its inner model.
+    inner : nn.Module
+        Holds the layers. A copy of a layer shares its parameters, buffers, submodules and hooks. Only its slot number
+        differs.
+    order : sequence of int
+        Numbers of layers.
+    norm : bool
+        Run the final norm.
+    """
+    from torch import nn  # lazy: loopq imports without torch
+
+    layers = nn.ModuleList(_in_slot(inner.layers[i], slot) for slot, i in enumerate(order))
+    parts = [(inner.layers, layers)] if norm else [(inner.layers, layers), (inner.norm, nn.Identity())]
+    for config in {id(m.config): m.config for m in (module, inner)}.values():
+        kinds = getattr(config, "layer_types", None)
+        other = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
+        parts.append((config, changed(config, num_hidden_layers=len(order), **other)))
+    made = view(module, *parts)
+    for part in (made, getattr(made, "model", made)):
+        part.__class__ = _plain(type(part))
+    return made
 
 
 def _in_slot(layer: nn.Module, slot: int) -> nn.Module:
     """Copy a layer so that its attention uses the given cache slot. The rest is shared with the original."""
-    made = copy.copy(layer)
-    made.__dict__["_modules"] = dict(layer._modules)
-    for name, module in layer._modules.items():
-        if hasattr(module, "layer_idx"):
-            own = copy.copy(module)
-            own.layer_idx = slot
-            made._modules[name] = own
+    parts = layer._modules.values()
+    slots = ((part, copied(part, layer_idx=slot)) for part in parts if hasattr(part, "layer_idx"))
+    made: nn.Module = view(layer, *slots)
     return made

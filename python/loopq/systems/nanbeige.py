@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import SystemContractError
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.declare import is_embedding
 from loopq.systems.llama_loops import LlamaLoops
 from loopq.systems.outputs import cached, logits_of, past
+from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,19 +78,19 @@ class Nanbeige(LlamaLoops):
         return is_embedding(self.model, "lm_head")
 
     def _loops(self, n: int) -> Any:
-        return setting(self.model.config, num_loops=n, loop_loss_weights=[])
+        """The model with this number of loops."""
+        config = self.model.config
+        return view(self.model, (config, changed(config, num_loops=n, loop_loss_weights=[])))
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        with self._loops(n_steps):
-            return logits_of(self.model(ids, use_cache=False))
+        return logits_of(self._loops(n_steps)(ids, use_cache=False))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each layer of each loop."""
-        with self._loops(n_steps):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self._loops(n_steps)(ids, **past(self.model, cache)))
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""
-        with self._loops(1):
-            after: Tensor = self.model.model(inputs_embeds=state, use_cache=False).last_hidden_state
+        after: Tensor = self._loops(1).model(inputs_embeds=state, use_cache=False).last_hidden_state
         return after

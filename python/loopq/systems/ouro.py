@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.capabilities import ExitRule
 from loopq.systems.llama_loops import LlamaLoops
 from loopq.systems.outputs import cached, logits_of, past
+from loopq.systems.views import changed, view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,14 +47,12 @@ class Ouro(LlamaLoops):
         return {"model.early_exit_gate.weight": "chooses a loop to leave at; the last one is read always"}
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        with self._loops(n_steps):
-            return logits_of(self.model(ids, use_cache=False, exit_at_step=n_steps - 1))
+        return logits_of(self._loops(n_steps)(ids, use_cache=False, exit_at_step=n_steps - 1))
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Continue with the model's cache: a slot for each layer of each loop."""
         ids = self.to_device(batch.input_ids[:, n_seen:])
-        with self._loops(n_steps):
-            return cached(self.model(ids, exit_at_step=n_steps - 1, **past(self.model, cache)))
+        return cached(self._loops(n_steps)(ids, exit_at_step=n_steps - 1, **past(self.model, cache)))
 
     def exit_rule(self) -> ExitRule:
         """Exit when the exit gate's cumulative probability reaches the threshold."""
@@ -68,15 +65,16 @@ class Ouro(LlamaLoops):
 
         return reached
 
-    @contextlib.contextmanager
-    def _loops(self, n: int) -> Iterator[None]:
+    def _loops(self, n: int) -> Any:
+        """The model with this number of loops."""
+        config = self.model.config
+        made = view(self.model, (config, changed(config, total_ut_steps=n)))
         # The inner model has a separate copy of the loop count.
-        with setting(self.model.config, total_ut_steps=n), setting(self.model.model, total_ut_steps=n):
-            yield
+        made.model.total_ut_steps = n
+        return made
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""
-        with self._loops(1):
-            out = self.model.model(inputs_embeds=state, use_cache=False)
+        out = self._loops(1).model(inputs_embeds=state, use_cache=False)
         after: Tensor = out[0].last_hidden_state
         return after

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from loopq.errors import SystemContractError
 from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, Published, setting
+from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare, find_prefix
 from loopq.systems.outputs import logits_of
 from loopq.systems.stepwise import StepwiseSystem
+from loopq.systems.views import copied
 
 _MARKER = "transformer.core_block.0.attn.c_q"
 _GATE = {"role": "gate", "treatment": "dense", "reason": "32 inputs and a row per head: nothing to save"}
@@ -95,8 +96,8 @@ class Parcae(StepwiseSystem):
         noise = self.noise(batch)
         # Steps without and with gradient.
         depth = [0, n_steps] if self.keeps_graph else [n_steps, 0]
-        with setting(self._core, initialize_state=lambda embeds: noise, _current_input_ids=ids):
-            return logits_of(self._core(ids, num_steps_pair=depth, return_logits=True))
+        core = copied(self._core, initialize_state=lambda embeds: noise, _current_input_ids=ids)
+        return logits_of(core(ids, num_steps_pair=depth, return_logits=True))
 
     def embed(self, batch: Batch) -> Any:
         """The prelude's output and the token ids, which the value embeddings need."""
@@ -108,15 +109,16 @@ class Parcae(StepwiseSystem):
         embeds, ids = embedding
         rotary = self._core.freqs_cis[:, : state.shape[1]]
         now, total = torch.tensor(t), torch.tensor(n_steps)
-        with setting(self._core, _current_input_ids=ids):
-            after: Tensor = self._core.core_block_forward(state, embeds, rotary, None, now, total)
+        core = copied(self._core, _current_input_ids=ids)
+        after: Tensor = core.core_block_forward(state, embeds, rotary, None, now, total)
         return after
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """Projection C, coda, final norm and head."""
         _, ids = embedding
-        with setting(self._core, _current_input_ids=ids, iterate_forward=lambda *rest: (state, 0, 0, state)):
-            return logits_of(self._core(ids, return_logits=True))
+        last = {"iterate_forward": lambda *rest: (state, 0, 0, state), "_current_input_ids": ids}
+        core = copied(self._core, **last)
+        return logits_of(core(ids, return_logits=True))
 
     def _embed(self, ids: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -125,6 +127,5 @@ class Parcae(StepwiseSystem):
             kept.append(embeds)
             return embeds, 0, 0, embeds
 
-        with setting(self._core, iterate_forward=loop, _current_input_ids=ids):
-            self._core(ids, return_logits=True)
+        copied(self._core, iterate_forward=loop, _current_input_ids=ids)(ids, return_logits=True)
         return kept[0]

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from loopq.errors import SystemContractError
 from loopq.layers.shared import SharedParameter
-from loopq.systems.base import Batch, setting
+from loopq.systems.base import Batch
 from loopq.systems.blocks import raven_block
 from loopq.systems.capabilities import ExitRule
 from loopq.systems.declare import declare
 from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
+from loopq.systems.views import copied
 
 BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attn.Wqkv", {"role": "attention", "fused": "q+k+v"}),
@@ -53,7 +54,7 @@ class Raven(StepwiseSystem):
 
     In the published class a depth given as plain number runs without gradient. `step` therefore calls
     `core_block_forward`, which keeps the graph. Prelude and readout run through the model's forward, with
-    `iterate_forward` replaced for the call. The step functions of the class do not fit: they build a padding mask that
+    another `iterate_forward` in a copy. The step functions of the class do not fit: they build a padding mask that
     its forward does not use, and R-Llama's fail.
     """
 
@@ -147,8 +148,8 @@ class Raven(StepwiseSystem):
         return settled
 
     def _forward_around(self, ids: Tensor, loop: Any) -> Tensor:
-        with setting(self.model, iterate_forward=loop):
-            return logits_of(self.model(ids, num_steps=1, use_cache=False))
+        model = copied(self.model, iterate_forward=loop)
+        return logits_of(model(ids, num_steps=1, use_cache=False))
 
     def _embed(self, ids: Tensor) -> Tensor:
         kept: list[Tensor] = []

@@ -280,6 +280,9 @@ pub enum Error {
         /// What the system said.
         reason: String,
     },
+    /// A runner is used by two threads at once.
+    #[error("this runner computes for another thread; give each thread a runner of its own")]
+    RunnerInUse,
     /// Somebody asked the work to stop.
     #[error("interrupted")]
     Interrupted,
@@ -302,6 +305,7 @@ impl Error {
             | Self::MergeMismatch { .. }
             | Self::CodeRange { .. }
             | Self::ChangedHessian
+            | Self::RunnerInUse
             | Self::Threads { .. } => Kind::Config,
             Self::NonFiniteRow { .. } | Self::NonFiniteMatrix { .. } => Kind::NonFinite,
             Self::BadState(_)

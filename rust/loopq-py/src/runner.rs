@@ -114,19 +114,23 @@ impl CpuRunner {
 
     /// Tokens whose keys and values are kept.
     #[getter]
-    fn seen(&self) -> usize {
-        self.runner.seen()
+    fn seen(slf: &Bound<'_, Self>) -> PyResult<usize> {
+        match slf.try_borrow() {
+            Ok(own) => Ok(own.runner.seen()),
+            Err(_) => Err(raise(slf.py(), &Error::RunnerInUse)),
+        }
     }
 
     /// Forgets all tokens.
-    fn restart(&mut self) {
-        self.runner.restart();
+    fn restart(slf: &Bound<'_, Self>) -> PyResult<()> {
+        alone(slf)?.runner.restart();
+        Ok(())
     }
 
     /// The call of one token is short and looks for no signals.
     #[pyo3(signature = (x, angles, logits, start = None, *, threads = 0))]
     fn run(
-        &mut self,
+        slf: &Bound<'_, Self>,
         py: Python<'_>,
         x: &Bound<'_, PyAny>,
         angles: &Bound<'_, PyAny>,
@@ -134,20 +138,21 @@ impl CpuRunner {
         start: Option<&Bound<'_, PyAny>>,
         threads: usize,
     ) -> PyResult<()> {
+        let own = &mut *alone(slf)?;
         let one_token = x.len()? == 1;
         let (x, angles) = (Array::<f32>::take("x", x)?, Array::<f32>::take("angles", angles)?);
         let start = start.map(|s| Array::<f32>::take("start", s)).transpose()?;
         let Some(mut logits) = writable::<f32, Ix2>(logits) else {
             return Err(PyTypeError::new_err("logits must be a writable, contiguous matrix of float32"));
         };
-        let taken: Vec<_> = self.held.iter().map(|held| Taken::of(py, held)).collect::<PyResult<_>>()?;
+        let taken: Vec<_> = own.held.iter().map(|held| Taken::of(py, held)).collect::<PyResult<_>>()?;
         let matrices: Vec<_> = taken.iter().map(Taken::matrix).collect::<PyResult<_>>()?;
         let tokens = Tokens {
             x: x.values()?,
             start: start.as_ref().map(Array::values).transpose()?,
             angles: angles.values()?,
         };
-        let (runner, logits) = (&mut self.runner, logits.as_slice_mut()?);
+        let (runner, logits) = (&mut own.runner, logits.as_slice_mut()?);
         let mut work =
             |cancel: &Cancel| runner.run(&matrices, &tokens, logits, &Execution { threads, cancel });
         if one_token {
@@ -155,6 +160,11 @@ impl CpuRunner {
         }
         allow_threads(py, work)
     }
+}
+
+/// The runner for this call alone.
+fn alone<'py>(runner: &Bound<'py, CpuRunner>) -> PyResult<PyRefMut<'py, CpuRunner>> {
+    runner.try_borrow_mut().map_err(|_| raise(runner.py(), &Error::RunnerInUse))
 }
 
 /// A weight's arrays, borrowed for a call.

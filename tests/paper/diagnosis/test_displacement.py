@@ -143,8 +143,8 @@ def test_contraction_bound_holds_on_a_linear_loop():
     assert modulus < 1
     (batch,) = data.batches(1)
     star = rollouts.trace(system, batch, 100, read=()).states[-1]
-    with under(system, new):
-        defect = float((system.step(star, system.embed(batch), 0, 1) - star).detach().norm())
+    with under(system, new) as other:
+        defect = float((other.step(star, other.embed(batch), 0, 1) - star).detach().norm())
     bound = displacement.contraction_bound(defect, modulus)
     assert found.distance.max() <= bound * (1 + 1e-9)
     with pytest.raises(ConfigError, match="L < 1"):

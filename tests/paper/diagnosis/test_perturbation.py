@@ -47,7 +47,7 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
     assert values[2] < 1e-9 * values[0]
     assert np.linalg.norm(found) == pytest.approx(size)
 
-    def loss():
+    def loss(system):
         with torch.no_grad():
             total = 0.0
             for batch in data.batches(1):
@@ -55,10 +55,10 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
                 total += torch.nn.functional.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:]).item()
         return total
 
-    plain = loss()
+    plain = loss(system)
     new = (weights.weight_of(system, system.shared_parameters(4)[0]) + found).astype(np.float32)
-    with under(system, {"adapter.weight": new}):
-        assert loss() < plain
+    with under(system, {"adapter.weight": new}) as other:
+        assert loss(other) < plain
 
 
 def test_weight_gradient_matches_a_finite_difference(system):

@@ -15,7 +15,7 @@ from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.systems.stepwise import single_steps
 
@@ -109,10 +109,11 @@ def prompt_responses(
     for changed in (False, True):
         for bypassed in (False, True):
             with contextlib.ExitStack() as stack:
+                other = system
                 if changed:
-                    stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
-                path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
-                step = StepMap(system, embedding, n_steps - 1, n_steps, path)
+                    other = stack.enter_context(Replaced(system, as_stored(system, weights, n_steps)))
+                path = stack.enter_context(Bypass(other, n_steps)) if bypassed else None
+                step = StepMap(other, embedding, n_steps - 1, n_steps, path)
                 for radius in radii:
                     differences[changed, bypassed, radius] = central_differences(
                         step, state, directions, radius

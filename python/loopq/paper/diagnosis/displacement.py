@@ -12,7 +12,7 @@ from loopq.diagnosis.rollouts import trace
 from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.spectral import on_vectors, spectral_norm
 from loopq.paper.diagnosis.stepmap import StepMap, final_state, promoted
 from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
@@ -110,7 +110,7 @@ def _one_batch(
     start = trace(system, batch, n_steps, read=()).states[-1]
     last = max(system.n_updates(n_steps) - 1, 0)
 
-    def onward() -> list[Any]:
+    def onward(system: SingleSteps) -> list[Any]:
         with torch.no_grad():
             embedding = system.embed(batch)
             states = [start]
@@ -118,9 +118,9 @@ def _one_batch(
                 states.append(system.step(states[-1], embedding, last, n_steps))
         return [s.double().flatten(1) for s in states[1:]]
 
-    reference = onward()
-    with replaced(system, as_stored(system, weights, n_steps)):
-        other = onward()
+    reference = onward(system)
+    with Replaced(system, as_stored(system, weights, n_steps)) as changed:
+        other = onward(changed)
     distance = torch.stack([(a - b).norm(dim=1) for a, b in zip(other, reference, strict=True)], 1)
     norm = torch.stack([a.norm(dim=1) for a in reference], 1)
     return distance.cpu().numpy(), norm.cpu().numpy()
@@ -148,7 +148,8 @@ def predicted(context: Context, weights: Weights) -> list[dict[str, float | None
             step = StepMap(system, embedding, last, n_steps)
             with torch.no_grad():
                 before = step(state)
-            with replaced(system, as_stored(system, weights, n_steps)):
+            with Replaced(system, as_stored(system, weights, n_steps)) as changed:
+                step = StepMap(changed, embedding, last, n_steps)
                 with torch.no_grad():
                     delta = step(state) - before
                 times, _ = step.products(state)

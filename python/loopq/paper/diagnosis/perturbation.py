@@ -12,7 +12,7 @@ from loopq.diagnosis.rollouts import run_variants
 from loopq.diagnosis.weights import Matrix, as_stored, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
@@ -115,9 +115,9 @@ def trained_low_rank(
     progress.start("train", n_updates, "updates")
     for i in range(n_updates):
         current = {n: plain[n] + (u @ v.T).detach().float().numpy() for n, (u, v) in factors.items()}
-        with replaced(system, as_stored(system, current, n_steps)):
+        with Replaced(system, as_stored(system, current, n_steps)) as other:
             gradients = _weight_gradients(
-                system, batches[i % len(batches)], n_steps, [shared[n] for n in names]
+                other, batches[i % len(batches)], n_steps, [shared[n] for n in names]
             )
         for name, gradient in gradients.items():
             u, v = factors[name]

@@ -14,7 +14,7 @@ from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import difference_in_differences, mean_interval
 from loopq.lazy import require
-from loopq.models.replace import replaced
+from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.systems.stepwise import steps_of
 
@@ -303,10 +303,11 @@ def radius_study(
                 found = {}
                 for changed, bypassed in maps:
                     with contextlib.ExitStack() as stack:
+                        other = system
                         if changed:
-                            stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
-                        bypass = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
-                        step = StepMap(system, embedding, n_steps - 1, n_steps, bypass)
+                            other = stack.enter_context(Replaced(system, as_stored(system, weights, n_steps)))
+                        bypass = stack.enter_context(Bypass(other, n_steps)) if bypassed else None
+                        step = StepMap(other, embedding, n_steps - 1, n_steps, bypass)
                         normed = with_norm and not bypassed and place == "plain"
                         found[_map_name(changed, bypassed)] = jacobian_at(
                             step, state, settings, with_norm=normed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 from loopq.evaluation.items import Item, read_items
 from loopq.evaluation.requests import longest_input
 from loopq.evaluation.tasks import Metric, score
-from loopq.models.replace import replaced
+from loopq.models.load import LoadedModel
+from loopq.models.replace import Replaced
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three, unresolved
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
@@ -49,9 +51,10 @@ def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
         variants[TURNED] = bench.solve(bench.gptq("all", *turned))
     out: dict[str, Any] = {}
     for number, (name, layers) in enumerate(variants.items()):
-        with replaced(bench.system, {k: q.in_model_orientation() for k, q in layers.items()}):
+        with Replaced(bench.system, {k: q.in_model_orientation() for k, q in layers.items()}) as other:
+            loaded = dataclasses.replace(bench.source.loaded, model=other.model, system=other)
             for task, chosen in items.items():
-                scored = partial(_score, bench, task, chosen)
+                scored = partial(_score, bench, loaded, task, chosen)
                 part = f"{bench.source.name} {task} {number}"
                 out.setdefault(name, {})[task] = bench.once(part, scored)
     return bench.head() | {"variants": out}
@@ -62,8 +65,8 @@ def measure_problems(bench: Bench) -> dict[str, Any]:
     return measure(bench, (GSM8K,))
 
 
-def _score(bench: Bench, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
-    made = score(bench.source.loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
+def _score(bench: Bench, loaded: LoadedModel, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
+    made = score(loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
     metric = made[METRICS[task]]
     sizes = None if metric.sizes is None else metric.sizes.tolist()
     return {"values": metric.values.tolist(), "sizes": sizes}

@@ -20,7 +20,7 @@ from loopq.quantizers.twin.factor import Factors, Order
 from loopq.quantizers.twin.grid import Codes, refuse_scales
 from loopq.quantizers.twin.settle import Stages, fitted, joined, settle
 from loopq.quantizers.twin.sweep import sweep
-from loopq.settings.execution import device_bytes, true_float32
+from loopq.settings.execution import device_bytes, require_float32
 
 Found = dict[str, Any]
 #: Bytes of a batch on a device that does not report its memory.
@@ -131,11 +131,14 @@ class Twin:
         ------
         SolveError, NonFiniteError, OutOfMemoryError
             The message names the layer.
+        ConfigError
+            This process rounds float32 products.
         """
+        require_float32()
         found: dict[int, Found] = {}
         for batch in batches(problems, joined=self.joined):
             try:
-                with true_float32(), torch.no_grad():
+                with torch.no_grad():
                     solved = self.run(batch)
             except torch.OutOfMemoryError as cause:
                 reason = str(cause).split(".", 1)[0]

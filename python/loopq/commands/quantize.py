@@ -80,18 +80,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     result = parser.add_mutually_exclusive_group(required=True)
     result.add_argument("--out", metavar="DIR", help="new folder for the checkpoint; for gguf a new file")
-    result.add_argument(
+    # The short help has them among its examples.
+    dry = result.add_argument(
         "--dry-run",
         action="store_true",
         help="print memory and time instead, for a folder from config.json alone; --memory then limits everything, the "
         "model included",
     )
-    result.add_argument(
+    grids = result.add_argument(
         "--table",
         type=several_bits,
         metavar="2,3,4",
         help="print size and estimated KL for each of these bits instead, from one collection",
     )
+    dry.rare = grids.rare = True  # type: ignore[attr-defined]
     for name, metavar, text in _RARE:
         parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
     parser.add_argument(

@@ -130,6 +130,7 @@ def _generated(case: Case) -> Callable[[int], Any]:
 QUICK = ("looped Llama", "Ouro", "transformers ALBERT")
 
 
+@pytest.mark.filterwarnings("ignore:not quantized")
 @pytest.mark.parametrize("work", [_quantized, _evaluated, _generated])
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]

@@ -181,10 +181,11 @@ class Observer:
             )
         return step
 
-    def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        # While a hook is set or removed, torch may call it from another thread without the keywords.
         if not self._is_rollout():
             return
-        value = args[0] if args else next(iter(kwargs.values()))
+        value = args[0] if args else next(iter((kwargs or {}).values()))
         self._observed(self._parameters[id(module.weight)], value)
 
     def _observed(self, parameter: SharedParameter, value: Tensor) -> None:

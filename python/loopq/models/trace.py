@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -134,10 +135,10 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     handles = []
     for module in model.modules():
         if id(module._parameters.get("weight")) in names:
-            handles.append(module.register_forward_pre_hook(on_call, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(_here(on_call), with_kwargs=True))
     for name in uses.lists.entered:
         count = functools.partial(uses.lists.enter, name)
-        handles.append(model.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(_here(count), with_kwargs=True))
     also = {n: p for n, p in model.named_parameters() if p.ndim > 1 and n not in weights}
     watch = Products(weights, uses.multiplied, uses.used, also)
     try:
@@ -149,6 +150,17 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     # A table of positions or steps is often read as `weight[...]`, so its rows are not outputs of a product.
     uses.looked_up |= {names[key] for key in tables if key in names}
     return uses.trace(list(weights))
+
+
+def _here(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that ignores calls of other threads."""
+    own = threading.get_ident()
+
+    def call(*args: Any) -> None:
+        if threading.get_ident() == own:
+            hook(*args)
+
+    return call
 
 
 def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
@@ -163,7 +175,7 @@ def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> li
             found.append(table)
 
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    hooks = [table.register_forward_pre_hook(note) for table in tables]
+    hooks = [table.register_forward_pre_hook(_here(note)) for table in tables]
     try:
         run()
     finally:

@@ -71,7 +71,7 @@ def system_of(system: System, *others: tuple[nn.Parameter, nn.Parameter]) -> Sys
     for one in (*modules.values(), *adapters):
         links[id(one)] = object.__new__(type(one))
     for one in (*modules.values(), *adapters):
-        vars(links[id(one)]).update({name: _deep(value, links) for name, value in vars(one).items()})
+        vars(links[id(one)]).update({name: _deep(value, links) for name, value in vars(one).copy().items()})
     made: System = links[id(system)]
     return made
 
@@ -87,8 +87,10 @@ def changed(config: Any, **values: Any) -> Any:
 def copied(module: nn.Module, **values: Any) -> Any:
     """Return a copy of a module over the same parameters, buffers and submodules, with other attributes."""
     made = object.__new__(type(module))
-    vars(made).update({name: _linked(value, {id(module): made}) for name, value in vars(module).items()})
-    vars(made).update({name: copy.copy(vars(module)[name]) for name in _OWN})
+    # Another thread may set an attribute or a hook meanwhile, so tables are copied before they are read.
+    own = vars(module).copy()
+    vars(made).update({name: _linked(value, {id(module): made}) for name, value in own.items()})
+    vars(made).update({name: own[name].copy() for name in _OWN})
     vars(made).update(values)
     return made
 
@@ -108,7 +110,7 @@ def _linked(value: Any, links: Mapping[int, Any]) -> Any:
 def _deep(value: Any, links: Mapping[int, Any]) -> Any:
     """As `_linked`, also within tables and lists, which are copied."""
     if type(value) in (dict, OrderedDict):
-        return type(value)((name, _linked(v, links)) for name, v in value.items())
+        return type(value)((name, _linked(v, links)) for name, v in value.copy().items())
     if type(value) in (list, tuple):
         return type(value)(_linked(v, links) for v in value)
     return _linked(value, links)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loopq.errors import SystemContractError
-from loopq.systems.base import Batch
+from loopq.systems.base import Batch, differentiable
 from loopq.systems.stepwise import StepwiseSystem, single_steps, steps_of
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem
 
@@ -52,5 +52,5 @@ def test_parts_start_from_the_embedding_and_keep_a_graph_only_if_asked() -> None
     assert system.n_updates(2) == 2
     assert torch.equal(system.rollout(batch, 2), embedding + 2)
     assert not system.rollout(batch, 2).requires_grad
-    system.keeps_graph = True
-    assert system.rollout(batch, 2).requires_grad
+    with differentiable(system):
+        assert system.rollout(batch, 2).requires_grad

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _BUILDING = threading.RLock()
+#: Modules of the functions that draw initial values. transformers has its own, which skip what a file gave.
+_INITS = ("torch.nn.init", "transformers.initialization")
 #: Operations that draw into a tensor.
 _DRAWS = {
     getattr(torch.Tensor, f"{name}_")
@@ -84,7 +86,7 @@ class Drawn(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
 def _drawn(func: Any, args: Any, given: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation draws into."""
-    of_init = getattr(func, "__module__", "") == "torch.nn.init" and "generator" in given
+    of_init = getattr(func, "__module__", "") in _INITS and "generator" in given
     found: Tensor | None = args[0] if args else given.get("tensor")
     return found if of_init or func in _DRAWS else None
 

@@ -23,12 +23,6 @@ def test_a_value_is_the_code_minus_the_zero_point_times_the_scale():
     assert GRID.label == "INT3, asymmetric"
 
 
-def test_it_is_the_kind_with_zero_points_and_nothing_else():
-    assert Asymmetric.holds(False, {})
-    assert not Asymmetric.holds(True, {})
-    assert not Asymmetric.holds(False, {"gguf": "q4_1"})
-
-
 def test_zero_points_of_a_group_are_a_column_of_words():
     tensors = {f"a.{name}": tensor for name, tensor in GRID.tensors(CODES, SCALES, ZEROS).items()}
     packed = tensors["a.weight_zero_point"].array()

@@ -22,19 +22,17 @@ def test_a_value_is_the_code_times_its_scale(bits):
     assert grid.dequantize(codes, scales).tolist() == expected
 
 
-def test_it_is_the_kind_without_zero_points_and_further_facts():
-    assert Integer.holds(True, {})
-    assert not Integer.holds(False, {})
-    assert not Integer.holds(True, {"levels": [-1, 1]})
-    found = grid_of(bits=4, group_size=32, symmetric=True, scale_dtype="float16")
-    assert found == Integer(4, 32, "float16")
+def test_a_description_gives_the_grid_back():
+    grid = Integer(4, 32, "float16")
+    assert grid_of(grid.described()) == grid
+    told = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float16"}
+    assert grid_of(told) == grid
+    assert grid.described() == told | {"kind": "integer"}
 
 
 def test_names_and_widths_of_gguf_blocks():
-    named = {
-        bits: (Integer(bits, 32, "float16").gguf, Integer(bits, 32, "float16").gguf_width)
-        for bits in (2, 3, 4, 8)
-    }
+    grids = {bits: Integer(bits, 32, "float16") for bits in (2, 3, 4, 8)}
+    named = {bits: (grid.gguf and grid.gguf.name, grid.gguf_width) for bits, grid in grids.items()}
     assert named == {2: ("Q2_0", 64), 3: (None, 32), 4: ("Q4_0", 32), 8: ("Q8_0", 32)}
 
 

@@ -57,12 +57,12 @@ def test_unsigned_codes_begin_at_zero_and_signed_ones_below():
     assert (Asymmetric(3, 4, "float16").offset, Asymmetric(3, 4, "float16").limits) == (0, (0, 7))
 
 
-def test_what_it_is_made_of_besides_its_kind():
-    expected = {"bits": 3, "group_size": 4, "symmetric": False, "scale_dtype": "float16"}
-    assert Asymmetric(3, 4, "float16").fields() == expected
-    assert Integer(3, 4, "float16").fields() == expected | {"symmetric": True}
-    assert Integer.given({"a": 1}) == {"a": 1}
-    assert Integer(3, 4, "float16").more() == {}
+def test_what_describes_it_is_its_kind_and_its_fields():
+    expected = {"bits": 3, "group_size": 4, "scale_dtype": "float16"}
+    made = Asymmetric(3, 4, "float16").described()
+    assert made == expected | {"kind": "asymmetric", "symmetric": False}
+    made = Integer(3, 4, "float16").described()
+    assert made == expected | {"kind": "integer", "symmetric": True}
 
 
 def test_compressed_tensors_knows_plain_integers_by_group_or_channel():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.layers.grids import even, grid_of
 from loopq.layers.grids.asymmetric import Asymmetric
 from loopq.layers.reader import TensorReader
 
@@ -24,9 +25,11 @@ def test_a_value_is_the_code_minus_the_zero_point_times_the_scale():
 
 
 def test_it_is_the_kind_with_zero_points_and_nothing_else():
-    assert Asymmetric.holds(False, {})
-    assert not Asymmetric.holds(True, {})
-    assert not Asymmetric.holds(False, {"gguf": "q4_1"})
+    given = {"bits": 3, "group_size": 4, "symmetric": False, "scale_dtype": "float16"}
+    assert even(**given) == grid_of({"kind": "asymmetric", **given}) == Asymmetric(3, 4, "float16")
+    for change in ({"symmetric": True}, {"block": "q4_1"}):
+        with pytest.raises(ConfigError, match="grid asymmetric"):
+            grid_of({"kind": "asymmetric", **given, **change})
 
 
 def test_zero_points_of_a_group_are_a_column_of_words():

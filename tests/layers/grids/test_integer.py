@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loopq.layers.grids import grid_of
+from loopq.errors import ConfigError
+from loopq.layers.grids import even, grid_of
 from loopq.layers.grids.integer import Integer
 
 
@@ -22,12 +23,12 @@ def test_a_value_is_the_code_times_its_scale(bits):
     assert grid.dequantize(codes, scales).tolist() == expected
 
 
-def test_it_is_the_kind_without_zero_points_and_further_facts():
-    assert Integer.holds(True, {})
-    assert not Integer.holds(False, {})
-    assert not Integer.holds(True, {"levels": [-1, 1]})
-    found = grid_of(bits=4, group_size=32, symmetric=True, scale_dtype="float16")
-    assert found == Integer(4, 32, "float16")
+def test_it_is_the_kind_without_zero_points():
+    given = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float16"}
+    assert even(**given) == grid_of({"kind": "integer", **given}) == Integer(4, 32, "float16")
+    for change in ({"symmetric": False}, {"table": [-1, 1]}):
+        with pytest.raises(ConfigError, match="grid integer"):
+            grid_of({"kind": "integer", **given, **change})
 
 
 def test_names_and_widths_of_gguf_blocks():
@@ -35,7 +36,9 @@ def test_names_and_widths_of_gguf_blocks():
         bits: (Integer(bits, 32, "float16").gguf, Integer(bits, 32, "float16").gguf_width)
         for bits in (2, 3, 4, 8)
     }
-    assert named == {2: ("Q2_0", 64), 3: (None, 32), 4: ("Q4_0", 32), 8: ("Q8_0", 32)}
+    assert named == {
+        2: (("Q2_0", 41, 20), 64), 3: (None, 32), 4: (("Q4_0", 2, 41), 32), 8: (("Q8_0", 7, 80), 32),
+    }  # fmt: skip
 
 
 def block(bits, width):

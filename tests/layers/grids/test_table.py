@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.layers.grids import grid_of
 from loopq.layers.grids.table import UNEVEN, Table, fitted, uneven
 
 TABLE = Table(2, 4, "float32", (-32, -8, 0, 16))
@@ -27,15 +28,14 @@ def test_a_table_of_fewer_levels_has_fewer_codes():
 
 
 def test_what_a_file_says_gives_the_table_back():
-    assert TABLE.more() == {"levels": [-32, -8, 0, 16]}
-    assert Table(2, 4, "float32", **Table.given(TABLE.more())) == TABLE
-    assert Table.given({"levels": (-1, 1)}) == {"table": (-1, 1)}
-    assert Table.holds(True, TABLE.more())
-    assert not Table.holds(False, TABLE.more())
-    assert not Table.holds(True, {})
+    told = TABLE.described()
+    assert told["table"] == [-32, -8, 0, 16]
+    assert grid_of(told) == TABLE
+    with pytest.raises(ConfigError, match="symmetric"):
+        grid_of(told | {"symmetric": False})
     for levels in ([-128, 1], [-1, 128], "no", [0.5, -1]):
-        with pytest.raises(ConfigError, match="levels"):
-            Table.given({"levels": levels})
+        with pytest.raises(ConfigError, match="table"):
+            grid_of(told | {"table": levels})
 
 
 @pytest.mark.parametrize("bits", UNEVEN)
@@ -81,7 +81,7 @@ def test_a_fitted_table_loses_less_where_the_inputs_have_energy():
 
 def test_blocks_of_iq4_nl_hold_a_sixteenth_of_the_scale():
     grid = uneven(4, 32, "float16")
-    assert grid.gguf == "IQ4_NL"
+    assert grid.gguf == ("IQ4_NL", 25, 42)
     assert uneven(3, 32, "float16").gguf is None
     codes = np.arange(-8, 8, dtype=np.int8).repeat(2)[None]
     data = grid.gguf_data(codes, np.float32([[0.75]]), None)[0]

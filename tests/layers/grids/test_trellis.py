@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
+from loopq.layers.grids import grid_of
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 
 GRID = OnTrellis(2, 4, "float16", Trellis(8, 3))
@@ -24,13 +25,11 @@ def test_a_value_depends_on_the_codes_above_it_in_its_stream():
 
 
 def test_what_a_file_says_gives_the_trellis_back():
-    told = GRID.more()
-    assert told == {"trellis": {"state_bits": 8, "stream_rows": 3, "function": "1mad"}}
-    assert OnTrellis(2, 4, "float16", **OnTrellis.given(told)) == GRID
-    assert OnTrellis.given({"trellis": GRID.trellis}) == {"trellis": GRID.trellis}
-    assert OnTrellis.holds(True, told)
-    assert not OnTrellis.holds(False, told)
-    assert not OnTrellis.holds(True, {})
+    told = GRID.described()
+    assert told["trellis"] == {"state_bits": 8, "stream_rows": 3, "function": "1mad"}
+    assert grid_of(told) == GRID
+    with pytest.raises(ConfigError, match="symmetric"):
+        grid_of(told | {"symmetric": False})
     assert GRID.label == "INT2 on a trellis"
     assert not GRID.plain
     assert not GRID.portable
@@ -39,7 +38,7 @@ def test_what_a_file_says_gives_the_trellis_back():
 @pytest.mark.parametrize("state_bits", [3, 17])
 def test_a_state_has_four_to_sixteen_bits(state_bits):
     with pytest.raises(ConfigError, match="4 to 16"):
-        OnTrellis.given({"trellis": {"state_bits": state_bits, "stream_rows": 3}})
+        grid_of(GRID.described() | {"trellis": {"state_bits": state_bits, "stream_rows": 3}})
 
 
 def test_a_state_has_two_bits_more_than_a_code_and_a_code_at_most_four():

@@ -125,7 +125,7 @@ def test_a_file_that_disagrees_with_its_index_is_refused():
     with pytest.raises(CheckpointError, match="weight_shape"):
         read(PLAIN, tensors)
     with pytest.raises(CheckpointError, match=r"^file: layer a\.b\.weight: .*symmetric"):
-        read(PLAIN, symmetric=False, levels=[-1, 1])
+        read(PLAIN, symmetric=False)
     for what in ({"bits": 7}, {"group_size": 0}, {"group_size": 1 << 31}):
         with pytest.raises(CheckpointError, match=f"^file: {next(iter(what))}: .*; allowed: "):
             read(PLAIN, **what)

@@ -9,7 +9,6 @@ from loopq.layers.grids.asymmetric import Asymmetric
 from loopq.layers.grids.fp4 import MXFP4
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.table import Fitted, Table, uneven
-from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.quantizers.grid import GridSettings
 
 
@@ -26,19 +25,16 @@ from loopq.quantizers.grid import GridSettings
     ],
 )
 def test_settings_give_their_grid(settings, grid):
-    assert settings.grid() == grid
-    assert type(settings.grid()) is type(grid)
+    assert settings.make() == grid
+    assert type(settings.make()) is type(grid)
 
 
 def test_some_levels_bring_bits_groups_or_a_fit():
-    assert isinstance(GridSettings(levels="fitted").grid(), Fitted)
-    assert not isinstance(GridSettings(levels="uneven").grid(), Fitted)
-    assert GridSettings(4, 32, levels="mxfp4").grid() == MXFP4(4, 32, "float8_e8m0fnu")
-    assert GridSettings(levels="q4_k").grid().group_size == 32
-    # An argument of a special grid goes before the levels.
-    asked = GridSettings(2, 16, levels="auto")
-    assert asked.grid(trellis=Trellis(8, 4)) == OnTrellis(2, 16, "float16", Trellis(8, 4))
-    assert isinstance(asked.grid(), Table)
+    assert isinstance(GridSettings(levels="fitted").make(), Fitted)
+    assert not isinstance(GridSettings(levels="uneven").make(), Fitted)
+    assert GridSettings(4, 32, levels="mxfp4").make() == MXFP4(4, 32, "float8_e8m0fnu")
+    assert GridSettings(levels="q4_k").make().group_size == 32
+    assert isinstance(GridSettings(2, 16, levels="auto").make(), Table)
 
 
 def test_auto_is_uneven_where_a_table_exists():
@@ -74,6 +70,6 @@ def test_other_settings_are_refused(given, match):
 
 
 def test_ends_of_what_is_allowed():
-    assert GridSettings(group_size=1).grid().group_size == 1
+    assert GridSettings(group_size=1).make().group_size == 1
     assert GridSettings(scale_bits=1).scale_bits == 1
     assert GridSettings(scale_bits=11).scale_bits == 11

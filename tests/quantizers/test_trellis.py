@@ -18,6 +18,7 @@ from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.grid import GridSettings
 from loopq.storage.schema import checked
 from tests.support import core
 from tests.support.problems import correlated, solve
@@ -276,3 +277,10 @@ def test_an_index_that_puts_other_grids_on_a_trellis_is_refused(change):
         match=r"index: layer layer\.weight: grid trellis: (symmetric is False|Trellis.* for \d bits)",
     ):
         QuantizedLayer.from_tensors(settings, TensorReader("index", other.tensors()), {})
+
+
+def test_the_method_gives_its_grid_before_a_run():
+    method = LayerConfig.of(method="trellis", bits=3).method
+    found = method.make_grid(GridSettings(3, 32))
+    assert (type(found), found.bits, found.group_size) == (OnTrellis, 3, 32)
+    assert LayerConfig.of(method="rtn").method.make_grid(GridSettings(3, 32)) == GridSettings(3, 32).make()

@@ -71,16 +71,17 @@ def test_displacement_summary():
     assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
 
 
-def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_step(system):
+def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_step(system, monkeypatch):
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
     seen = []
-    plain = system.step
+    plain = type(system).step
 
-    def step(state, embedding, t, n_steps):
+    def step(self, state, embedding, t, n_steps):
         seen.append(t)
-        return plain(state, embedding, t, n_steps)
+        return plain(self, state, embedding, t, n_steps)
 
-    system.step = step
+    # Of the class: other weights run in a copy of the adapter.
+    monkeypatch.setattr(type(system), "step", step)
     found = displacement.displacement(
         Context(system, tokens(n_prompts=3), 4, execution=Execution(batch_size=2)), new
     )

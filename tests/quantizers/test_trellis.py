@@ -120,7 +120,7 @@ def over_the_best_stream(rows, coupled):
 
 
 def test_one_column_is_near_the_best_of_all_streams():
-    """Two rows do not fill a state: all streams are tried. Seven are searched, exactly (but for the seam) if not coupled."""
+    """Two rows do not fill a state: all streams are tried. Seven are searched, exactly but for the seam if apart."""
     assert np.allclose(over_the_best_stream(2, coupled=True), 1)
     apart = np.sort(over_the_best_stream(7, coupled=False))
     assert np.allclose(apart[:16], 1, atol=1e-3)

@@ -40,8 +40,8 @@ class TrellisMethod(Method):
     damping : Damping
         Damping added to the diagonal of H.
     state_bits : int
-        Bits of the stream that a value depends on. Each additional bit lowers the error; from 13 on it doubles the search
-        time.
+        Bits of the stream that a value depends on. Each additional bit lowers the error; from 13 on it doubles the
+        search time.
 
     Notes
     -----

@@ -300,6 +300,7 @@ fn few_ways(row: &Row, paths: &mut Paths) {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::{few_ways, ways, Isa, Paths, Row, Trellis, WINDOW};
 
@@ -372,7 +373,9 @@ mod tests {
             let rows: Vec<Row> = (0..20).map(|at| row(at, 0.0)).collect();
             let mut paths = Paths::new(trellis, Isa::best(), 20, false).unwrap();
             paths.begin(Some(3), 0.0);
-            rows.iter().for_each(|row| paths.go(row));
+            for row in &rows {
+                paths.go(row);
+            }
             let (mut node, mut cost) = (2, 0.0);
             for row in rows.iter().rev() {
                 let state = paths.state(row.at, node);

@@ -12,9 +12,10 @@ use loopq_core::coordinate::{coordinate, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{Grid, ScaleType, Search, Values};
+use loopq_core::grid::{Grid, ScaleType, Search, Trellis, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
+use loopq_core::trellis::solve as solve_trellis;
 use loopq_core::{pack, Cancel, Execution, Weight};
 
 /// Numbers between -1 and 1 that look random and are the same every time.
@@ -164,6 +165,45 @@ fn descent(c: &mut Criterion) {
     group.finish();
 }
 
+/// Codes on a trellis: weights a second, rows apart or coupled.
+fn trellis(c: &mut Criterion) {
+    const ROWS: usize = 128;
+    const DIM: usize = 64;
+    let mut group = c.benchmark_group("trellis");
+    let (h, coupled) = (gram(DIM), gram(ROWS));
+    let mut eye = vec![0.0; ROWS * ROWS];
+    (0..ROWS).for_each(|i| eye[i * (ROWS + 1)] = 1.0);
+    let w = numbers(ROWS * DIM);
+    let w = Weight::new("W", &w, ROWS, DIM).unwrap();
+    let cancel = Cancel::new();
+    let on = Execution { threads: 1, cancel: &cancel };
+    let h = Symmetric::f64(&h, DIM).unwrap();
+    let factor = DampedFactor::<f64>::new(h, &[0.01; DIM], Order::Conditional, &on).unwrap();
+    let input = DampedHessian::new(h, &factor).unwrap();
+    group.throughput(Throughput::Elements((ROWS * DIM) as u64));
+    for (name, a) in [("apart", &eye), ("coupled", &coupled)] {
+        let a = Symmetric::f64(a, ROWS).unwrap();
+        let left = DampedFactor::<f64>::new(a, &[0.0; ROWS], Order::Natural, &on).unwrap();
+        let left = [DampedHessian::new(a, &left).unwrap()];
+        for (bits, state_bits) in [(2, 10), (3, 10), (4, 10), (2, 15), (3, 15), (4, 15), (2, 16)] {
+            let values = Values::Trellis(Trellis::new(bits, state_bits, 512).unwrap());
+            let grid = Grid {
+                bits,
+                group_size: DIM,
+                symmetric: true,
+                signed: false,
+                scale_type: ScaleType::F16,
+                search: Search::Mse,
+                values,
+            };
+            group.bench_function(format!("{name}/{bits} bits/{state_bits} state bits"), |bench| {
+                bench.iter(|| solve_trellis(w, &input, &left, &grid, &on).unwrap());
+            });
+        }
+    }
+    group.finish();
+}
+
 /// Eigenvalues of a Hessian, all of them.
 fn spectrum(c: &mut Criterion) {
     let mut group = c.benchmark_group("eigvalsh");
@@ -211,6 +251,6 @@ fn packing(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    targets = tiles, hessian, solve, descent, spectrum, packing
+    targets = tiles, hessian, solve, descent, trellis, spectrum, packing
 }
 criterion_main!(benches);

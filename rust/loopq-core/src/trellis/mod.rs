@@ -2,9 +2,13 @@
 //!
 //! | file | what |
 //! |---|---|
+//! | `coupled` | what paths differ in where rows are coupled |
+//! | `paths` | the best path into every node of the trellis, taken through a row |
 //! | `search` | the nearest stream to one column, its rows coupled by `A` |
 //! | `solve` | column after column, each making up for those before; then the scales |
 
+mod coupled;
+mod paths;
 mod search;
 mod solve;
 

@@ -29,6 +29,9 @@ const ENOUGH: f64 = 1e-3;
 const RIDGE: f64 = 1e-9;
 /// Scale of a group of zeros: the smallest number that half precision has.
 const SMALLEST: f64 = 1.0 / 16_777_216.0;
+/// First scales over the root mean square of their weights, for 2, 3 and 4 bits. Values of states deviate by 1.155; these
+/// shares had the least error on normal numbers with 16 state bits, and errors 1 % higher or less within .04 of them.
+const FIRST: [f64; 3] = [0.86, 0.92, 0.93];
 /// What the memory of a block is for.
 const SCRATCH: &str = "rows that are coded together";
 
@@ -142,7 +145,7 @@ impl<'a> Block<'a> {
         Ok((self.out, TrellisReport { swept, settled }))
     }
 
-    /// Root mean square of each group of a row, columns weighted by what their errors cost.
+    /// A share of the root mean square of each group of a row, columns weighted by what their errors cost.
     fn first_scales(&mut self) -> Result<()> {
         let (dim, group) = (self.w.dim(), self.group());
         let mut cost: Vec<f64> = zeros(SCRATCH, dim)?;
@@ -150,10 +153,11 @@ impl<'a> Block<'a> {
             cost[j] = pivot;
         }
         let n_groups = self.grid.n_groups(dim);
+        let share = FIRST[self.trellis.bits() as usize - 2];
         for (r, row) in self.w.values().chunks_exact(dim).enumerate() {
             for (g, (row, cost)) in row.chunks(group).zip(cost.chunks(group)).enumerate() {
                 let square: f64 = row.iter().zip(cost).map(|(&w, c)| c * f64::from(w).powi(2)).sum();
-                let wanted = (square / cost.iter().sum::<f64>()).sqrt();
+                let wanted = share * (square / cost.iter().sum::<f64>()).sqrt();
                 let round = |scale| self.grid.scale_type.round(scale);
                 let scale = if round(wanted) == 0.0 { round(SMALLEST) } else { round(wanted) };
                 if !scale.is_finite() {

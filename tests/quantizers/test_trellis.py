@@ -254,7 +254,7 @@ def test_a_checkpoint_gives_the_model_back_and_other_tools_do_not_get_it(tiny_fo
     )
     name, layer = next((n, x) for n, x in again.layers.items() if isinstance(x.grid, OnTrellis))
     rows = layer.shape[0]
-    expected = decoded(layer.codes, layer.scales, 3, 10, min(rows, 512), 8)
+    expected = decoded(layer.codes, layer.scales, 3, layer.grid.trellis.state_bits, min(rows, 512), 8)
     np.testing.assert_array_equal(layer.dequantize(), expected)
     with pytest.raises(CheckpointError, match=r"on a trellis.* compressed-tensors cannot hold"):
         loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors")

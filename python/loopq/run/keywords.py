@@ -65,7 +65,7 @@ class SolveKeywords(ExecutionKeywords, total=False):
     refit: bool
     rounds: int
     passes: int
-    state_bits: int
+    state_bits: int | None
     inputs: Literal["asymmetric", "closed-loop", "equal-rows", "open"] | Inputs
     alpha: float
     sweeps: int

@@ -109,7 +109,7 @@ class Checkpoint:
             tensors = {own: self.dense[own]} if own in self.dense else self.layers[own].tensors()
             for name, tensor in sorted(tensors.items()):
                 total.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-                total.update(np.ascontiguousarray(tensor.data))
+                total.update(np.ascontiguousarray(tensor.data).data)
         return total.hexdigest()
 
     def facts(self) -> dict[str, Any]:

@@ -270,7 +270,7 @@ class QuantizedFolder(Format):
 
     def _files(
         self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+    ) -> tuple[dict[str, bytes], Object]:
         """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
         side = dict(checkpoint.side_files)
         original = side.pop(hf_folder.CONFIG, None)
@@ -361,13 +361,13 @@ class QuantizedFolder(Format):
                 )
         if record.config is not None:
             side = {hf_folder.CONFIG: record.config.encode(), **side}
-        again = Checkpoint(restored, dense, record.ties, record.settings, side)
-        if record.native_sha256 not in (None, again.digest()):
+        made = Checkpoint(restored, dense, record.ties, record.settings, side)
+        if record.native_sha256 not in (None, made.digest()):
             raise CheckpointError(
                 f"{folder}: does not give back the checkpoint that was exported: its SHA-256 differs from the one in "
                 f"{RECORD}; export again"
             )
-        return again
+        return made
 
     def read_settings(self, path: Path) -> Object:
         """Return the settings stored by an export of loopq."""

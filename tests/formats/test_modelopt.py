@@ -16,8 +16,7 @@ from loopq.formats.rules import check_engine
 from loopq.layers.grids.fp4 import NVFP4
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import RawTensor, read_json, read_tensors, write_json, write_tensors
-from tests.support.checkpoints import checkpoint, layer
-from tests.support.formats import reseal
+from tests.support.checkpoints import checkpoint, layer, reseal
 
 
 def fp4(name="a.b.weight", exponent=-11, columns=64):

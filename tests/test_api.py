@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import warnings
 
 import numpy as np
 import pytest
@@ -126,6 +127,22 @@ def test_a_text_is_one_pattern_of_tensors_to_keep(saved_model):
 def test_one_path_is_evaluated(loaded, tokens, checkpoint_folder):
     _, found = loopq.evaluate(loaded, str(checkpoint_folder), tokens.take(0, 1))
     assert found.name == str(checkpoint_folder)
+
+
+def test_prompts_of_the_calibration_give_a_warning(loaded, tokens):
+    result = loopq.quantize(loaded, tokens.take(0, 2), **SETTINGS)
+    with pytest.warns(UserWarning, match="q: these prompts were used for calibration"):
+        full, found = loopq.evaluate(loaded, {"q": result}, tokens.take(0, 2))
+    said = found.summary()
+    assert said["prompts_sha256"] == said["calibration_sha256"] == tokens.take(0, 2).digest()
+    assert "warning" not in full.summary()
+    with pytest.warns(UserWarning, match="1 of 2 prompts were used"):
+        loopq.evaluate(loaded, {"q": result}, tokens.take(1, 3))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = loopq.evaluate(loaded, {"q": result}, tokens.take(2, 4))[1]
+    assert not seen
+    assert found.overlap.n_shared == 0
 
 
 def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpoint_folder):

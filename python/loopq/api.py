@@ -289,7 +289,8 @@ def evaluate(
     Returns
     -------
     list of Measurement
-        Full precision first, then the checkpoints in order, with their bytes.
+        Full precision first, then the checkpoints in order, with their bytes. A warning names a checkpoint whose
+        calibration used these prompts.
 
     Raises
     ------
@@ -317,6 +318,10 @@ def evaluate(
                 f"{name}: a checkpoint of system {checkpoint.settings['system']!r}; "
                 f"the model is {loaded.system.name!r}"
             )
+    shared = {name: tokens.overlap(c.settings.get("calibration")) for name, c in named.items()}
+    for name, found in shared.items():
+        if found is not None and found.warning:
+            execution.progress.warn(f"{name}: {found.warning}")
     measured = compare(
         loaded.system,
         {name: content(loaded.system, c, len(named)) for name, c in named.items()},
@@ -328,7 +333,11 @@ def evaluate(
     )
     dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
-    return [dataclasses.replace(m, n_bytes=n) for m, n in zip(measured, sizes, strict=True)]
+    overlaps = [None, *shared.values()]
+    return [
+        dataclasses.replace(m, n_bytes=n, overlap=o)
+        for m, n, o in zip(measured, sizes, overlaps, strict=True)
+    ]
 
 
 def diagnose(

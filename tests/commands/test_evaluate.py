@@ -210,3 +210,26 @@ def test_several_depths_are_one_table_and_one_picture(saved_model, quantized, tm
     shown = page.read_text()
     assert shown.count("<svg") == 1
     assert f"{rows[3]['kl']:.5f}" in shown
+
+
+def test_the_text_of_the_calibration_is_told_in_every_output(tmp_path, saved_model, command):
+    text, out, page = tmp_path / "t.txt", tmp_path / "q", tmp_path / "p.html"
+    text.write_text(" ".join(f"{n} times {n * 7} is {n * n * 7}." for n in range(400)))
+    (tmp_path / "other.txt").write_text(text.read_text()[::-1])
+    made = ("--out", out, "--group-size", 16, "--preset", "fast", "--calibration", text)
+    assert command("quantize", saved_model, *made, "--n-prompts", 8, "--seq-len", 64)[0] == 0
+    words = "prompts were used for calibration: KL is too low"
+    few = ("--n-prompts", 4, "--seq-len", 64)
+    code, shown, err = command("evaluate", saved_model, out, "--text", text, *few, "--json", "--html", page)
+    assert code == 0
+    assert f"{out}: these {words}" in err
+    found = json.loads(shown)[1]
+    assert found["warning"] == f"these {words}"
+    assert found["n_prompts_of_calibration"] == 4
+    assert found["prompts_sha256"] != found["calibration_sha256"]
+    assert f"{out}: these {words}" in page.read_text()
+    assert command("card", out, saved_model, "--text", text, "--seq-len", 128)[0] == 0
+    assert words in (out / "README.md").read_text()
+    other = command("evaluate", saved_model, out, "--text", tmp_path / "other.txt", *few, "--json")
+    assert words not in other[2]
+    assert "warning" not in other[1]

@@ -8,6 +8,7 @@ import pytest
 
 from loopq.errors import CheckpointError, LoopqError
 from loopq.formats.convert import read_any, write_as
+from loopq.formats.quantized_folder import RECORD
 from loopq.storage.files import (
     read_json,
     read_tensors,
@@ -30,6 +31,7 @@ def test_campaign(n):
 
 def test_shards_outside_the_folder_are_refused(tmp_path):
     write_as(tmp_path / "g", checkpoint(layer(8, 32)), "gptq")
+    (tmp_path / "g" / RECORD).unlink()
     names = read_tensors(tmp_path / "g" / "model.safetensors")
     (tmp_path / "g" / "model.safetensors").rename(tmp_path / "x.safetensors")
     (tmp_path / "g" / "model.safetensors.index.json").write_text(

@@ -16,7 +16,7 @@ from loopq.formats.rules import check_engine
 from loopq.layers.grids.fp4 import NVFP4
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import RawTensor, read_json, read_tensors, write_json, write_tensors
-from tests.support.checkpoints import checkpoint, layer
+from tests.support.checkpoints import checkpoint, layer, reseal
 
 
 def fp4(name="a.b.weight", exponent=-11, columns=64):
@@ -96,6 +96,7 @@ def test_a_name_that_vllm_finds_in_another_is_told(tmp_path):
 @pytest.mark.parametrize("factor", [3.0, 0.0, np.nan])
 def test_a_damaged_factor_is_refused(tmp_path, factor):
     write_as(tmp_path / "m", checkpoint(fp4()), "modelopt")
+    reseal(tmp_path / "m" / RECORD, lambda data: data.pop("files"))
     file = tmp_path / "m" / "model.safetensors"
     write_tensors(
         file, read_tensors(file) | {"a.b.weight_scale_2": RawTensor.of(np.array(factor, np.float32))}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
-from loopq.formats.convert import read_any, verify, write_as
+from loopq.formats.convert import inspect_any, read_any, verify, write_as
 from loopq.formats.quantized_folder import RECORD, matches
 from loopq.layers.layer import QuantizedLayer, TensorReader
 from loopq.layers.transforms import ChannelScale, Rotation
-from loopq.storage.files import float_to_raw, read_json, read_tensors, write_json, write_tensors
+from loopq.storage.files import float_to_raw, read_json, write_json
 from tests.support.formats import (
     CT,
     V1,
@@ -175,11 +175,8 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=match):
             read_any(record(change))
     folder = record(lambda d: None)
-    tensors = read_tensors(folder / "model.safetensors")
-    edit("a.b.qweight", lambda a: a.__setitem__((0, 0), a[0, 0] ^ 1))(tensors)
-    write_tensors(folder / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=r"layer a\.b\.weight: reads back differently"):
-        verify(folder, checkpoint(layer(64, 64, 4, 32)))
+        verify(folder, checkpoint(layer(64, 64, 4, 32, seed=1)))
 
 
 TRELLIS = {"kind": "trellis"}
@@ -241,3 +238,35 @@ def test_patterns_of_the_field_are_taken():
     for pattern in (r".*layers\.\d+\.mlp.*", r"model\.layers\.0\.(q|k|v)_proj$", r"^x\.0\.a$", r".*lm_head"):
         assert not matches(pattern, "nothing", "config")
     assert matches(r"x\.\d+\.(a|b)", "x.12.a", "config")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "marlin"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "report.jsonl", RECORD])
+def test_one_flipped_bit_of_an_export_is_refused(tmp_path, form, name):
+    made = layer(64, 128, 4, 128, name="x.a.weight")
+    write_as(tmp_path / form, checkpoint(made), form)
+    file = tmp_path / form / name
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    for use in (read_any, inspect_any):
+        with pytest.raises(CheckpointError, match=name):
+            use(tmp_path / form)
+
+
+def test_an_export_before_checksums_still_opens(tmp_path):
+    made = layer(64, 64, 4, 32, name="x.a.weight")
+    write_as(tmp_path / "q", checkpoint(made), "compressed-tensors")
+    record = tmp_path / "q" / RECORD
+    reseal(record, lambda data: [data.pop(key) for key in ("files", "native_sha256")])
+    assert read_any(tmp_path / "q").layers["x.a.weight"].same_as(made)
+
+
+def test_an_export_gives_back_the_exported_checkpoint(tmp_path):
+    made = layer(64, 64, 4, 32, name="x.a.weight")
+    write_as(tmp_path / "q", checkpoint(made), "compressed-tensors")
+    record = tmp_path / "q" / RECORD
+    assert read_json(record)["native_sha256"] == checkpoint(made).digest()
+    reseal(record, lambda data: data.update(native_sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="does not give back"):
+        read_any(tmp_path / "q")

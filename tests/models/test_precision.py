@@ -6,9 +6,15 @@ import pytest
 import torch
 
 import loopq
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.select import select
 from loopq.models import precision
 from loopq.models.load import load_model
+from loopq.settings.execution import Execution
 from loopq.storage.files import read_tensors
+from loopq.storage.model_files import is_streamed, model_tensors
+from tests.support.vendors import inkling
 
 
 @pytest.fixture
@@ -34,15 +40,49 @@ def test_a_bfloat16_model_computes_in_float32_and_is_stored_as_it_was(
     assert any("computed in float32" in line for line in loaded.report.lines()) != able
     assert load_model(spec, dtype="bfloat16").report.dtype == "bfloat16"
     loopq.quantize(loaded, tokens.take(0, 2), method="rtn", group_size=20, out=tmp_path / "out")
-    stored, found = (
-        read_tensors(tmp_path / "model" / "model.safetensors"),
-        read_tensors(tmp_path / "out" / "model.safetensors"),
-    )
+    stored = read_tensors(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {"BF16"}
+    _same_types(stored, read_tensors(tmp_path / "out" / "model.safetensors"))
+
+
+def _same_types(stored, found):
     dense = [name for name in stored if name in found]
     assert dense
     for name in dense:
-        assert found[name].dtype == stored[name].dtype == "BF16"
-        assert found[name].data.tobytes() == stored[name].data.tobytes()
+        assert (found[name].dtype, found[name].data.tobytes()) == (
+            stored[name].dtype,
+            stored[name].data.tobytes(),
+        )
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+def test_float32_on_request_leaves_types_of_the_files(spec, tmp_path, tokens, memory):
+    loaded = load_model(spec, dtype="float32", memory=memory)
+    assert is_streamed(loaded.model) == (memory is not None)
+    assert loaded.report.dtype == "float32"
+    loopq.quantize(loaded, tokens.take(0, 2), method="rtn", group_size=20, out=tmp_path / "out")
+    stored = read_tensors(tmp_path / "model" / "model.safetensors")
+    _same_types(stored, read_tensors(tmp_path / "out" / "model.safetensors"))
+    plan = Collection(loaded.system, tokens.take(0, 2), select(loaded.system, tokens), Execution(), {})
+    collect_rows(plan, tmp_path / "dump")
+    _same_types(stored, read_tensors(tmp_path / "dump" / "model" / "model.safetensors"))
+
+
+def test_values_that_a_narrow_type_lacks_stay_float32(spec):
+    model = load_model(spec, dtype="float32").model
+    name = "model.norm.weight"
+    assert model_tensors(model)[0][name].dtype == "BF16"
+    with torch.no_grad():
+        model.get_parameter(name)[0] = 1 + 2**-20
+    assert model_tensors(model)[0][name].dtype == "F32"
+
+
+def test_stacked_experts_in_float32_keep_the_type_of_the_file(tmp_path):
+    inkling().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for memory in (None, 1):
+        found = model_tensors(load_model(tmp_path / "model", dtype="float32", memory=memory).model)[0]
+        assert any(".experts." in name for name in found)
+        assert {tensor.dtype for tensor in found.values()} == {"BF16"}
 
 
 def test_what_memory_does_not_allow_is_said(spec, monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.report.card import write_card
 from tests.support.checkpoints import checkpoint, layer
@@ -23,8 +25,11 @@ def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tm
     assert code == 0
     assert f"model card: {folder / 'README.md'}" in text
     card = (folder / "README.md").read_text()
+    library = "loopq" if form == "native" else "transformers"
     assert card.startswith(
-        "---\ntags:\n- loopq\n- looped-transformer\n- 4-bit\n---\n\n# tiny-model, quantized by loopq"
+        "---\nbase_model: tiny-model\nbase_model_relation: quantized\nlicense: unknown\n"
+        f"library_name: {library}\npipeline_tag: text-generation\n"
+        "tags:\n- loopq\n- looped-transformer\n- 4-bit\n---\n\n# tiny-model, quantized by loopq"
     )
     assert "* 9 weights: INT4, groups of 16, float16 scales" in card
     assert "4 prompts, 96 tokens of embedded evaluation text, at 3 steps" in card
@@ -34,7 +39,7 @@ def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tm
     assert f"| {found['tokens']['quantiles'][50]:.3g} | {found['tokens']['quantiles'][99]:.3g} |" in card
     assert "](card.png)" in card
     assert (folder / "card.png").read_bytes().startswith(b"\x89PNG")
-    assert "loopq quantize tiny-model --like DIR --calibration TEXT --out NEW" in card
+    assert f"loopq quantize {saved_model} --like {folder} " in card
     # The card is no part of the checkpoint: what it is written from stays as it was.
     assert command("export", folder, "--out", tmp_path / "again", "--format", form)[0] == 0
     assert {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()} == before
@@ -47,6 +52,20 @@ def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_
     shutil.copytree(quantized, tmp_path / "q")
     assert command("card", tmp_path / "q", base, *FEW)[0] == 0
     assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()
+
+
+def test_the_command_of_a_card_makes_the_same_codes(saved_model, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my text.txt").write_text("one two three four five six seven. " * 60)
+    for name, text in (("a", ()), ("b", ("--calibration", "my text.txt"))):
+        made = ("--preset", "fast", "--group-size", 16, "--n-prompts", 3, "--seq-len", 24, "--n-steps", 2)
+        assert command("quantize", saved_model, "--out", name, *made, *text)[0] == 0
+        assert command("card", name, saved_model, "--system", "huginn", *FEW)[0] == 0
+        (line,) = [s for s in (tmp_path / name / "README.md").read_text().splitlines() if s[:5] == "loopq"]
+        assert " --system huginn " in line
+        assert command(*shlex.split(line)[1:])[0] == 0
+        assert read_any(tmp_path / "NEW").digest() == read_any(tmp_path / name).digest()
+        shutil.rmtree(tmp_path / "NEW")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +133,9 @@ def card(tmp_path, *measured, model=None, base=None, text=TEXT):
 
 def test_each_grid_is_counted_with_its_scales(tmp_path):
     lines = card(tmp_path)
-    assert lines[:7] == ["---", "tags:", "- loopq", "- looped-transformer", "- 2-bit", "- 4-bit", "---"]
+    told = ["license: unknown", "library_name: loopq", "pipeline_tag: text-generation"]
+    tags = ["- loopq", "- looped-transformer", "- 2-bit", "- 4-bit"]
+    assert lines[:10] == ["---", *told, "tags:", *tags, "---"]
     assert "# q, quantized by loopq" in lines
     assert "* 2 weights: INT4, groups of 32, float16 scales" in lines
     assert "* 1 weights: INT2, one scale a row, float16 scales" in lines
@@ -122,7 +143,8 @@ def test_each_grid_is_counted_with_its_scales(tmp_path):
     assert first.startswith("A looped transformer of system `made`: 3 weights of the loop quantized (720 B)")
     assert first.endswith("Format: native.")
     assert not [line for line in lines if line.startswith("|")]
-    assert "loopq quantize MODEL --like DIR --calibration TEXT --out NEW" in lines
+    (line,) = [line for line in lines if line.startswith("loopq quantize")]
+    assert line.startswith(f"loopq quantize MODEL --like {tmp_path / 'q'} ")
 
 
 def test_a_row_for_each_measurement_with_the_interval_if_known(tmp_path):
@@ -140,7 +162,7 @@ def test_a_row_for_each_measurement_with_the_interval_if_known(tmp_path):
     assert "Chunks" not in told
     assert not (tmp_path / "q" / "card.png").exists()
     assert "# y, quantized by loopq" in lines
-    assert not [line for line in lines if line.startswith("base_model")]
+    assert lines[1:4] == ["base_model: y", "base_model_relation: quantized", "license: unknown"]
 
 
 def test_hidden_states_have_a_cosine_and_no_perplexity(tmp_path):
@@ -174,4 +196,59 @@ def test_a_hub_id_is_named_with_the_licence_of_its_card(tmp_path):
     assert lines[1:4] == ["base_model: some/model", "base_model_relation: quantized", "license: mit"]
     assert "# some/model, quantized by loopq" in lines
     (base / "README.md").write_text("license: mit\n")
-    assert "license: mit" not in card(tmp_path, model="some/model", base=base)
+    assert "license: unknown" in card(tmp_path, model="some/model", base=base)
+    (base / "README.md").write_text('---\nlicense:\n- "mit"\ntags:\n- x\n---\n')
+    assert "license: mit" in card(tmp_path, model="some/model", base=base)
+    (base / "README.md").write_text("---\nlicense:\nlanguage: en\n---\n")
+    assert "license: unknown" in card(tmp_path, model="some/model", base=base)
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n")
+    lines = card(tmp_path, model="some/model", base=base)
+    assert lines[3:6] == ["license: other", "license_name: own", "license_link: LICENSE"]
+
+
+def test_a_loop_of_a_hub_model_is_listed_under_that_model(tmp_path):
+    spec = "looped:some/model[8:20]x2"
+    lines = card(tmp_path, model=spec, base=tmp_path)
+    assert lines[1] == "base_model: some/model"
+    assert "# some/model[8:20]x2, quantized by loopq" in lines
+    (line,) = [line for line in lines if line.startswith("loopq quantize")]
+    assert shlex.split(line)[2] == spec
+
+
+def test_a_folder_of_the_hubs_cache_is_its_repository(tmp_path):
+    base = tmp_path / "models--some--my-model.v2" / "snapshots" / "0123"
+    base.mkdir(parents=True)
+    for spec in (str(base), f"looped:{base}[1:3]x3"):
+        assert card(tmp_path, model=spec, base=base)[1] == "base_model: some/my-model.v2"
+
+
+@pytest.mark.parametrize("stated", ["some/model", "/tmp/m", "a b/c", 3, "x"])
+def test_a_config_may_name_the_hub_id(tmp_path, stated):
+    base = tmp_path / "my: model"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"_name_or_path": stated}))
+    expected = stated if stated == "some/model" else '"my: model"'
+    assert card(tmp_path, model=str(base), base=base)[1] == f"base_model: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "kind"),
+    [
+        ("LoopedLlamaForCausalLM", "logits", "text-generation"),
+        ("AlbertForMaskedLM", "logits", "fill-mask"),
+        ("AlbertModel", "logits", "feature-extraction"),
+        (None, "hidden", "feature-extraction"),
+        (None, "logits", "text-generation"),
+    ],
+)
+def test_the_task_follows_from_the_architecture(tmp_path, name, output, kind):
+    made = checkpoint(layer(8, 64))
+    made.side_files["config.json"] = json.dumps({} if name is None else {"architectures": [name]}).encode()
+    NATIVE.write(tmp_path / "q", made)
+    measured = (summary("full", output=output), summary("Q", output=output))
+    assert f"pipeline_tag: {kind}" in card(tmp_path, *measured, model="m")
+
+
+def test_a_warning_of_the_measurement_is_in_the_card(tmp_path):
+    lines = card(tmp_path, summary("full"), summary("Q", warning="these prompts were seen"), model="m")
+    assert "**Warning:** these prompts were seen." in lines

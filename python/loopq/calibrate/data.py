@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.calibrate.overlap import Overlap, hashes_of, overlap
 from loopq.errors import CalibrationError, ConfigError
 from loopq.systems.base import Batch
 
@@ -41,6 +42,8 @@ class TokenSet:
         Share of randomly drawn tokens.
     n_first : int
         Special tokens at the start of every window. Random tokens do not replace them.
+    unchanged : tuple of ndarray
+        The sequences before random tokens replaced some of theirs. Empty if they are the same.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -49,6 +52,7 @@ class TokenSet:
     scored_from: int = 0
     random_tokens: float = 0.0
     n_first: int = 0
+    unchanged: tuple[NDArray[np.int64], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -81,7 +85,8 @@ class TokenSet:
 
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
-        return dataclasses.replace(self, sequences=self.sequences[first:last])
+        unchanged = self.unchanged[first:last]
+        return dataclasses.replace(self, sequences=self.sequences[first:last], unchanged=unchanged)
 
     def scored(self, outputs: Tensor, output: str) -> Tensor:
         """Return the scored logits, shape (n_prompts, n_scored, vocabulary). Hidden states are returned whole."""
@@ -112,7 +117,9 @@ class TokenSet:
             chosen[: self.n_first] = False
             changed.append(np.where(chosen, drawn, ids))
         source = f"{self.source}, {100 * share:.3g} % of its tokens random"
-        return dataclasses.replace(self, sequences=tuple(changed), source=source, random_tokens=share)
+        return dataclasses.replace(
+            self, sequences=tuple(changed), source=source, random_tokens=share, unchanged=self.sequences
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return plain data for the report."""
@@ -122,8 +129,18 @@ class TokenSet:
             "n_prompts": len(self.sequences),
             "n_tokens": self.n_tokens,
             "sha256": self.digest(),
+            "prompt_hashes": hashes_of(
+                self._plain(self.unchanged or self.sequences), cut=self.packing != "prompts"
+            ),
         }
         return found | ({"random_tokens": self.random_tokens} if self.random_tokens else {})
+
+    def _plain(self, sequences: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        return [ids[self.n_first :] for ids in sequences]
+
+    def overlap(self, calibration: Any) -> Overlap | None:
+        """Compare the prompts with those of a calibration, the entry of a checkpoint's settings. See `overlap`."""
+        return overlap(self._plain(self.sequences), self.digest(), calibration)
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
         """Yield the prompts in order. A batch has neighbours of equal length, at most `batch_size`."""

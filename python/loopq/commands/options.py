@@ -444,6 +444,16 @@ def load(args: argparse.Namespace) -> LoadedModel:
     return load_model(args.model, **loading(args))
 
 
+def source_words(args: argparse.Namespace) -> list[str]:
+    """The words of a command line that name the model of `add_source` and say how to load it."""
+    words = [] if args.model is None else [str(args.model)]
+    for name in ("python", "depth", "system", "revision", "dtype"):
+        value = getattr(args, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    allowed = [name for name in ("trust_remote_code", "allow_pickle") if getattr(args, name)]
+    return words + [f"--{name.replace('_', '-')}" for name in allowed]
+
+
 def load_source(args: argparse.Namespace) -> LoadedModel:
     """Load the model of `add_source` for quantization, including one quantized by another tool."""
     if args.python is None and args.model is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.overlap import Overlap
 from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
@@ -62,6 +63,8 @@ class Measurement:
         Bytes of all weights, quantized or not, where known.
     by_token : float64 ndarray of shape (3, n_seeds, n_scored), optional
         KL, same top-1 token and negative log-likelihood of every scored position. Only for chunks.
+    overlap : Overlap, optional
+        Prompts that were used for the calibration of these weights, where known.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Measurement:
     output: str
     n_bytes: int | None = None
     by_token: NDArray[np.float64] | None = None
+    overlap: Overlap | None = None
 
     @property
     def perplexity(self) -> float:
@@ -102,6 +106,8 @@ class Measurement:
             data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         if self.n_bytes is not None:
             data["n_bytes"] = self.n_bytes
+        if self.overlap is not None:
+            data |= self.overlap.to_json()
         return data | ({} if self.by_token is None else spread(*self.by_token.reshape(3, -1)))
 
     def kl_interval(self) -> Interval | None:

@@ -142,6 +142,8 @@ class Format(ABC):
         Options of `write`.
     loads : str
         Line of Python that loads the model, for the model card.
+    library : str
+        The hub's name of the library that loads it, for the model card.
     """
 
     name: ClassVar[str]
@@ -152,6 +154,7 @@ class Format(ABC):
     holds_tables: ClassVar[bool] = False
     options: ClassVar[tuple[Option, ...]] = ()
     loads: ClassVar[str] = "import loopq  # loopq.load(DIR)"
+    library: ClassVar[str] = "loopq"
 
     @property
     def from_checkpoint(self) -> bool:

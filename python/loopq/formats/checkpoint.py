@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,16 @@ class Checkpoint:
         wrong = [what for what, same in equal.items() if not same]
         if wrong:
             raise CheckpointError(f"{where}: {wrong[0]}: reads back differently from what was written")
+
+    def digest(self) -> str:
+        """SHA-256 over the names, types, shapes and bytes of all tensors, as loopq's own format stores them."""
+        total = hashlib.sha256()
+        for own in sorted({*self.layers, *self.dense}):
+            tensors = {own: self.dense[own]} if own in self.dense else self.layers[own].tensors()
+            for name, tensor in sorted(tensors.items()):
+                total.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+                total.update(np.ascontiguousarray(tensor.data).data)
+        return total.hexdigest()
 
     def facts(self) -> dict[str, Any]:
         """Describe the content as plain data, with the layers as solved."""

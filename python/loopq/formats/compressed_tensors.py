@@ -53,6 +53,7 @@ class CompressedTensors(QuantizedFolder):
 
     name: ClassVar[str] = "compressed-tensors"
     loads: ClassVar[str] = "# transformers and vLLM load this folder as it is"
+    library: ClassVar[str] = "transformers"
     ragged: ClassVar[tuple[Ragged, ...]] = ("split",)
     has_floats: ClassVar[bool] = True
     reason: ClassVar[str] = (

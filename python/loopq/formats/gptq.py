@@ -54,6 +54,7 @@ class GPTQFolder(QuantizedFolder):
     one_group_size: ClassVar[bool] = True
     version: ClassVar[int] = 1
     loads: ClassVar[str] = "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is"
+    library: ClassVar[str] = "transformers"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Whether the config names GPTQ of this version. A missing version means version 1."""

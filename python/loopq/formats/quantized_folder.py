@@ -36,9 +36,9 @@ from loopq.formats.float_codes import plain
 from loopq.layers.grids import without_kind
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.storage.files import RawTensor, inside, json_bytes, read_json
-from loopq.storage.model_files import write_files
-from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
+from loopq.storage.files import RawTensor, inside, read_json, write_json
+from loopq.storage.model_files import FileEntry, check_files, write_files
+from loopq.storage.schema import Name, Object, Sha256, checked, parse_json, sealed, shown, unsealed
 from loopq.terminal.table import render, size
 
 RECORD = "loopq_export.json"
@@ -60,7 +60,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Record:
-    """Content of `loopq_export.json`: everything that a format loses."""
+    """Content of `loopq_export.json`: everything that a format loses, and the checksums of what it holds.
+
+    `files` lists all other files of the folder. `native_sha256` is the checksum of the checkpoint that was exported
+    (`Checkpoint.digest`). Exports before these two entries have neither.
+    """
 
     loopq_version: str
     target: str
@@ -69,6 +73,8 @@ class Record:
     layers: tuple[LayerSettings, ...]
     ties: dict[Name, Name]
     config: str | None
+    files: tuple[FileEntry, ...] = ()
+    native_sha256: Sha256 | None = None
 
 
 class QuantizedFolder(Format):
@@ -250,9 +256,9 @@ class QuantizedFolder(Format):
         for name, (_, *copies) in owners.items():
             if copies:
                 notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
-        files = self._files(source, ragged, self.config(export))
+        files, record = self._files(source, ragged, self.config(export))
         n_bytes_all = sum(t.data.size for t in tensors.values())
-        fill = partial(write_files, tensors=tensors, files=files, metadata={"format": "pt"})
+        fill = partial(_write_sealed, tensors=tensors, files=files, record=record)
         write_folder(self, out, source, n_bytes_all, fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
         return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
@@ -262,8 +268,10 @@ class QuantizedFolder(Format):
             raise ConfigError("nothing to export: the checkpoint has no quantized layer")
         return self.prepare_all(checkpoint.layers, ragged)
 
-    def _files(self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object) -> dict[str, bytes]:
-        """Everything but the tensors: config.json in the order of its keys, side files byte for byte, the record."""
+    def _files(
+        self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object
+    ) -> tuple[dict[str, bytes], Object]:
+        """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
         side = dict(checkpoint.side_files)
         original = side.pop(hf_folder.CONFIG, None)
         config = {} if original is None else parse_json(original, hf_folder.CONFIG, finite=False)
@@ -276,17 +284,17 @@ class QuantizedFolder(Format):
             "layers": [without_kind(layer.settings()) for layer in checkpoint.layers.values()],
             "ties": checkpoint.ties,
             "config": None if original is None else original.decode(),
+            "native_sha256": checkpoint.digest(),
         }
         own = {
             hf_folder.CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-            RECORD: json_bytes(sealed(RECORD_FORMAT, record)),
             store.REPORT: store.report_lines(checkpoint.layers.values()).encode(),
             **self.more_files(quantization),
         }
-        clash = sorted({*own, hf_folder.SHARDS} & set(side))
+        clash = sorted({*own, RECORD, hf_folder.SHARDS} & set(side))
         if clash:
             raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {self.name} uses itself")
-        return side | own
+        return side | own, record
 
     def read(self, path: Path) -> Checkpoint:
         """Read a folder from any tool.
@@ -294,6 +302,8 @@ class QuantizedFolder(Format):
         For files that loopq did not export, `settings["system"]` is None. Ties then come from the model itself, and
         there is no run report.
         """
+        # Before anything is read from them.
+        record = _read_record(path) if (path / RECORD).exists() else None
         config, quantization = hf_folder.read_config(path)
         quantization = quantization or {}
         stored = hf_folder.read_all_tensors(path)
@@ -309,8 +319,8 @@ class QuantizedFolder(Format):
         side = hf_folder.side_files(
             path, frozenset({RECORD, store.REPORT, hf_folder.CARD, hf_folder.PICTURE})
         )
-        if (path / RECORD).exists():
-            return self._recorded(path, layers, dense, side).check(path)
+        if record is not None:
+            return self._recorded(path, record, layers, dense, side).check(path)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         # Checked as strictly as loopq's own files, because it becomes one of them.
         kept = parse_json(json.dumps(quantization), f"{path / hf_folder.CONFIG}: {hf_folder.KEY}")
@@ -320,12 +330,12 @@ class QuantizedFolder(Format):
     def _recorded(
         self,
         folder: Path,
+        record: Record,
         layers: dict[str, QuantizedLayer],
         dense: dict[str, RawTensor],
         side: dict[str, bytes],
     ) -> Checkpoint:
         """Undo an export of loopq with the help of its record."""
-        record = _read_record(folder)
         if record.target != self.name:
             raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
         reports = store.read_report(folder / store.REPORT)
@@ -351,7 +361,13 @@ class QuantizedFolder(Format):
                 )
         if record.config is not None:
             side = {hf_folder.CONFIG: record.config.encode(), **side}
-        return Checkpoint(restored, dense, record.ties, record.settings, side)
+        made = Checkpoint(restored, dense, record.ties, record.settings, side)
+        if record.native_sha256 not in (None, made.digest()):
+            raise CheckpointError(
+                f"{folder}: does not give back the checkpoint that was exported: its SHA-256 differs from the one in "
+                f"{RECORD}; export again"
+            )
+        return made
 
     def read_settings(self, path: Path) -> Object:
         """Return the settings stored by an export of loopq."""
@@ -430,9 +446,26 @@ def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
 
 
+def _write_sealed(
+    folder: Path, *, tensors: Mapping[str, RawTensor], files: Mapping[str, bytes], record: Mapping[str, Any]
+) -> None:
+    """Write a folder's files, then the record with the checksum of each."""
+    entries = write_files(folder, tensors, files, {"format": "pt"})
+    write_json(folder / RECORD, sealed(RECORD_FORMAT, {**record, "files": entries}))
+
+
 def _read_record(folder: Path) -> Record:
+    """Read the record of an export.
+
+    Raises
+    ------
+    CheckpointError
+        It is damaged, or a file of the folder is not as it was exported. The message names the file.
+    """
     data = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
-    return checked(Record, data, folder / RECORD)
+    record = checked(Record, data, folder / RECORD)
+    check_files(folder, record.files)
+    return record
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:

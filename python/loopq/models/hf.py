@@ -14,7 +14,9 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
+from loopq.models.precision import hold
 from loopq.settings.execution import available_bytes
+from loopq.storage.model_files import types_of
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -132,8 +134,8 @@ def load_hf(
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """
     transformers = require("transformers")
-    stored = config.get(hf_folder.KEY)
-    if isinstance(stored, Mapping) and stored.get("quant_method") == hf_folder.METHOD:
+    told = config.get(hf_folder.KEY)
+    if isinstance(told, Mapping) and told.get("quant_method") == hf_folder.METHOD:
         raise CheckpointError(
             f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
             "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
@@ -170,7 +172,9 @@ def load_hf(
         "repaired": repair_buffers(model),
         "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
     }
-    find_names(model, hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else ())
+    stored = hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+    find_names(model, stored)
+    hold(model, types_of(stored))
     return model, findings
 
 

@@ -15,7 +15,7 @@ from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class, load_registered, register_model
 from loopq.models.plain import plain
-from loopq.models.precision import widen
+from loopq.models.precision import to_float32, widen
 from loopq.storage.files import read_json
 from loopq.storage.model_files import source_of
 from loopq.storage.schema import checked
@@ -264,7 +264,7 @@ def load_model(
     allow_pickle : bool
         Allow weights in pickle files (``*.bin``). Reading them can run code.
     dtype : {"float32", "bfloat16", "float16"}, optional
-        Cast the model. By default the checkpoint's type, but computing in float32 if the processor lacks bfloat16.
+        Type to compute in: the checkpoint's, or float32 if the processor lacks bfloat16. Outputs keep narrower types.
     device : str
         Device of the model.
     revision : str, optional
@@ -303,7 +303,7 @@ def load_model(
 
         with building(), Drawn(seed=0):
             model, findings = load_registered(folder, config, registered, allow_pickle)
-        model = model.to(dtype=wanted)
+        model = to_float32(model) if dtype == "float32" else model.to(dtype=wanted)
     else:
         model, findings = hf.load_hf(
             folder,

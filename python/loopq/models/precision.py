@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from loopq.lazy import require
 from loopq.settings.execution import available_bytes
 from loopq.storage.model_files import HELD_AS
+from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +30,20 @@ def multiplies_bfloat16() -> bool:
     return not flags or bool(_FLAGS & flags[0])
 
 
+def to_float32(model: nn.Module) -> nn.Module:
+    """Let a model compute in float32. `loopq.storage.model_files.model_tensors` still gives the types it had."""
+    torch = require("torch")
+    names, kinds = names_of(model), {torch.float16: "F16", torch.bfloat16: "BF16"}
+    state = model.state_dict(keep_vars=True)
+    hold(model, {names.in_file(n): kinds[t.dtype] for n, t in state.items() if t.dtype in kinds})
+    return model.float()
+
+
+def hold(model: nn.Module, types: Mapping[str, str]) -> None:
+    """Set types of tensors in a model's files (`loopq.storage.model_files.types_of`)."""
+    setattr(model, HELD_AS, {**getattr(model, HELD_AS, {}), **types})
+
+
 def widen(model: nn.Module) -> str:
     """Let a bfloat16 model compute in float32 on processors with slow bfloat16. Return the note to report.
 
@@ -45,6 +61,5 @@ def widen(model: nn.Module) -> str:
             f"this processor has no instructions for bfloat16: float32 is about five times as fast, but takes "
             f"{need / 2**30:.1f} GiB more and {free / 2**30:.1f} are free"
         )
-    model.float()
-    setattr(model, HELD_AS, dict.fromkeys(names, torch.bfloat16))
+    to_float32(model)
     return "bfloat16 weights, computed in float32: this processor has no instructions for bfloat16"

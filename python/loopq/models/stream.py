@@ -12,7 +12,7 @@ from loopq.errors import CheckpointError
 from loopq.models.experts import Experts, unfuse
 from loopq.models.files import find_names
 from loopq.storage.files import RawTensor
-from loopq.storage.model_files import raw, set_source, to_torch
+from loopq.storage.model_files import narrowed, raw, set_source, to_torch, types_of
 from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Stream(Mapping[str, RawTensor]):
             find_names(model, tensors)
         self._model, self._names, self._device = model, names_of(model), torch.device("cpu")
         state = model.state_dict(keep_vars=True)
+        self._types = types_of(tensors)
         self._shapes = _Shapes(model, dict(model.named_parameters(remove_duplicate=False)))
         self._members: dict[str, Any] = layers_of(model)
         self._tied = _tied(state, self._members)
@@ -133,7 +134,7 @@ class Stream(Mapping[str, RawTensor]):
         state = self._model.state_dict(keep_vars=True)
         mine = {n: t.data for n, t in state.items() if (self._place(n) or "") == prefix}
         stored = names_of(self._model).stored(self._model, mine)
-        return {name: raw(tensor, copy=False) for name, tensor in stored.items()}
+        return {name: raw(narrowed(name, tensor, self._types), copy=False) for name, tensor in stored.items()}
 
     def _read(self, keys: Mapping[str, RawTensor]) -> dict[str, Tensor]:
         """Tensors of the model, with stacked experts, from some of the files."""

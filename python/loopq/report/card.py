@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.convert import inspect_any
-from loopq.formats.hf_folder import CARD, PICTURE
+from loopq.formats.hf_folder import CARD, CONFIG, PICTURE, read_config
+from loopq.layers.loop_spec import parse_spec
 from loopq.report.style import INK, SERIES, canvas, label, styled
 from loopq.storage.files import remove_leftovers, write_text
 from loopq.terminal.table import size
@@ -19,6 +21,14 @@ from loopq.terminal.table import size
 #: Its tag and the end of its title, by which a card of loopq's is known again.
 _TAG, _TITLE = "loopq", "quantized by loopq"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+#: Folder of the hub's cache.
+_CACHED = re.compile(r"[/\\]models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\]")
+#: Entries of a card about its licence.
+_LICENCE = re.compile(
+    r"""^(license|license_name|license_link): *(?:\n *- *)?["']?([\w.:/-]+)["']? *$""", re.MULTILINE
+)
+#: Files that calibration prompts are read from, by their ending.
+_TEXT = re.compile(r"[^,]+\.(txt|jsonl|parquet|npy)")
 
 
 def write_card(
@@ -27,6 +37,7 @@ def write_card(
     base: Path | None,
     measured: Sequence[Mapping[str, Any]],
     text: Mapping[str, Any],
+    words: Sequence[str] = (),
 ) -> Path:
     """Write README.md into a checkpoint folder, with a picture if chunks were measured.
 
@@ -35,14 +46,16 @@ def write_card(
     folder : Path
         Checkpoint of any format that loopq reads.
     model : str or None
-        The user's name of the full-precision model. The card shows a hub id, or a folder's last part. None means that
-        nothing was measured. The card then has the checkpoint folder's name.
+        The user's name of the full-precision model. The card shows its hub id, or a folder's last part. None means that
+        nothing was measured. The card then has the checkpoint folder's name, unless config.json has a hub id.
     base : Path, optional
-        The model's folder. Its card may name a licence.
+        The model's folder. Its card may name a licence, and its path or config.json a hub id.
     measured : sequence of mapping
         `Measurement.summary` of full precision and of the checkpoint, with "kl_95" if available. May be empty.
     text : mapping
         `TokenSet.describe` of the prompts, with "n_steps" and "n_seeds".
+    words : sequence of str
+        Words of the command line that name the model and its options. The default is `model`.
 
     Returns
     -------
@@ -58,21 +71,20 @@ def write_card(
     for name in (CARD, PICTURE):
         remove_leftovers(folder, name)
     found = inspect_any(folder)
-    name = (
-        folder.name
-        if model is None
-        else model
-        if _HUB_ID.fullmatch(model) and base is not None and not Path(model).exists()
-        else Path(model).name
-    )
-    lines = [*_front(found, name, _licence(base)), f"# {name}, {_TITLE}", ""]
+    config = read_config(folder)[0] if (folder / CONFIG).is_file() else {}
+    origin, loop = _origin(model, base, config)
+    name = folder.name if origin is None else f"{origin}{loop}"
+    kind = _pipeline(config, measured)
+    lines = [*_front(found, origin, _licence(base), kind), f"# {name}, {_TITLE}", ""]
     lines += [*_what(found), ""]
     if measured:
         lines += [*_table(measured), "", _measured_on(text), ""]
+        lines += [line for m in measured if "warning" in m for line in (f"**Warning:** {m['warning']}.", "")]
     if measured and "tokens" in measured[-1]:
         _picture(folder / PICTURE, measured[-1]["tokens"])
         lines += [f"![KL by token]({PICTURE})", ""]
-    lines += [*_made(found, name if model is not None else "MODEL"), ""]
+    words = words or [model or "MODEL"]
+    lines += [*_made(found, shlex.join(words), shlex.quote(str(folder))), ""]
     path = folder / CARD
     return write_text(path, "\n".join(lines))
 
@@ -94,13 +106,47 @@ def check_card(folder: Path) -> None:
         raise ConfigError(f"{path}: not a card that loopq wrote; move it away, or leave the card out")
 
 
-def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str]:
+def _origin(model: str | None, base: Path | None, config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The hub id of the base model, or else the name of its folder, and the text of its loop.
+
+    Without a model the hub id that config.json names, if any.
+    """
+    spec = "" if model is None else model
+    name = parse_spec(spec)[0]
+    loop = spec.removeprefix("looped:").removeprefix(name)
+    if _HUB_ID.fullmatch(name) and base is not None and not Path(name).exists():
+        return name, loop
+    cached = None if base is None else _CACHED.search(f"{base.absolute()}/")
+    if cached is not None:
+        return f"{cached[1]}/{cached[2]}", loop
+    stated = (read_config(base)[0] if base is not None and (base / CONFIG).is_file() else config).get(
+        "_name_or_path"
+    )
+    if isinstance(stated, str) and _HUB_ID.fullmatch(stated):
+        return stated, loop
+    return (None if model is None else Path(name).resolve().name), loop
+
+
+def _pipeline(config: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> str:
+    """The hub's name of the model's task, by its architecture or by its output."""
+    first = next(iter(config.get("architectures") or []), "")
+    if str(first).endswith(("ForMaskedLM", "ForPreTraining")):
+        return "fill-mask"
+    causal = str(first).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    hidden = bool(measured) and measured[0]["output"] == "hidden"
+    return "feature-extraction" if not causal and (first or hidden) else "text-generation"
+
+
+def _front(found: Mapping[str, Any], origin: str | None, licence: Sequence[str], kind: str) -> list[str]:
+    """The entries by which the hub lists a quantized model under its base."""
     bits = sorted({layer["bits"] for layer in found["layers"]})
-    named = "/" in name
+    origin = None if origin is None else origin if re.fullmatch(r"[\w./-]+", origin) else json.dumps(origin)
     return [
         "---",
-        *([f"base_model: {name}", "base_model_relation: quantized"] if named else []),
-        *([f"license: {licence}"] if licence else []),
+        *([f"base_model: {origin}", "base_model_relation: quantized"] if origin else []),
+        *licence,
+        f"library_name: {FORMATS.get(found['format']).library}",
+        f"pipeline_tag: {kind}",
         "tags:",
         *(f"- {tag}" for tag in (_TAG, "looped-transformer", *(f"{b}-bit" for b in bits))),
         "---",
@@ -108,14 +154,14 @@ def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str
     ]
 
 
-def _licence(base: Path | None) -> str | None:
-    """The licence in the base model's card."""
+def _licence(base: Path | None) -> list[str]:
+    """The licence in the base model's card, as lines of a card. The hub knows `unknown` too."""
     card = None if base is None else base / CARD
-    if card is None or not card.is_file():
-        return None
-    front = card.read_text("utf-8", errors="replace").split("---")
-    stated = re.search(r"^license: *([\w.-]+) *$", front[1], re.MULTILINE) if len(front) > 2 else None
-    return stated[1] if stated else None
+    front = (
+        [] if card is None or not card.is_file() else card.read_text("utf-8", errors="replace").split("---\n")
+    )
+    stated = dict(_LICENCE.findall(front[1])) if len(front) > 2 else {}
+    return [f"{key}: {value}" for key, value in ({"license": "unknown"} | stated).items()]
 
 
 def _what(found: Mapping[str, Any]) -> list[str]:
@@ -192,25 +238,37 @@ def _measured_on(text: Mapping[str, Any]) -> str:
     )
 
 
-def _made(found: Mapping[str, Any], name: str) -> list[str]:
+def _made(found: Mapping[str, Any], model: str, folder: str) -> list[str]:
+    """The command that makes the checkpoint again, with its settings."""
     settings = found["settings"]
     if "quantization" not in settings:
         return ["Not quantized by loopq: its settings are not known."]
     text = settings["calibration"]
+    digest = f" (SHA-256 of the tokens {text['sha256'][:16]})" if "sha256" in text else ""
     return [
         "## How it was made",
         "",
-        f"Calibrated on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']} (SHA-256 of the "
-        f"tokens {text['sha256'][:16]}), {settings['n_steps']} steps, seed {settings['seed']}. The same again, or of "
-        "another model:",
+        f"Calibrated on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}{digest}, "
+        f"{settings['n_steps']} steps, seed {settings['seed']}. The same again, or of another model:",
         "",
         "```sh",
-        f"loopq quantize {name} --like DIR --calibration TEXT --out NEW",
+        f"loopq quantize {model} --like {folder} {_prompts(text)} --out NEW",
         "```",
         "",
-        "`quantization` of `loopq inspect DIR --json`:",
+        f"`quantization` of `loopq inspect {folder} --json`:",
         "",
         "```json",
         json.dumps(settings["quantization"], indent=1, sort_keys=True),
         "```",
     ]
+
+
+def _prompts(text: Mapping[str, Any]) -> str:
+    """Options for the same prompts. TEXT stands for those that no file names."""
+    file = _TEXT.match(text["source"])
+    embedded = text["source"].startswith("embedded")
+    words = [] if embedded else ["--calibration", file[0] if file else "TEXT"]
+    words += ["--n-prompts", str(text["n_prompts"])]
+    if text.get("packing") == "windows":
+        words += ["--seq-len", str(text["n_tokens"] // text["n_prompts"])]
+    return shlex.join(words)

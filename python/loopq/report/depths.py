@@ -37,6 +37,7 @@ def write_depths(
         f"{text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}. KL and agreement: to full "
         "precision at the same depth. Tokens per second: one text on the machine that measured."
     )
+    told = dict.fromkeys(f" {row['name']}: {row['warning']}." for row in rows if "warning" in row)
     hidden = rows[0]["output"] == "hidden"
     heads = ["loops", "weights", "squared relative error" if hidden else "KL [nats per token]"]
     heads += ["cosine" if hidden else "same token [%]", "tokens per second"]
@@ -50,7 +51,9 @@ def write_depths(
     ]  # fmt: skip
     picture = _picture(rows, heads[2:])
     body = section("depths", picture.title, picture.svg() + table("Depths", heads, cells))
-    return write_text(Path(out), page_html(f"{model} by number of loops", intro, body, {"rows": list(rows)}))
+    return write_text(
+        Path(out), page_html(f"{model} by number of loops", intro + "".join(told), body, {"rows": list(rows)})
+    )
 
 
 def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture:

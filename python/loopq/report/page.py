@@ -106,6 +106,7 @@ def _intro(diagnosis: Data | None, measured: Data | None) -> str:
             f"Measured on {on['n_prompts']} prompts, {on['n_tokens']:,} tokens of {on['source']}, {on['n_steps']} "
             f"steps, initial states of each: {on['n_seeds']}, the same for all weights."
         )
+        lines += [f"{s['name']}: {s['warning']}." for s in measured["weights"] if "warning" in s]
     if diagnosis:
         model, data = diagnosis["model"], diagnosis["data"]
         size = f", {model['n_parameters']:,} parameters" if model["n_parameters"] else ""

@@ -25,12 +25,12 @@ from loopq.storage.names import names_of
 from loopq.storage.schema import Count, Name, Sha256, checked
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 TENSORS = "model.safetensors"
-#: Attribute of a model that computes in other types than its checkpoint: the stored type of each such tensor.
+#: Attribute of a model: `types_of` its files. It may compute in wider types.
 HELD_AS = "_loopq_held_as"
+_NARROW = ("F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,22 @@ def to_torch(tensor: RawTensor) -> Tensor:
     return out
 
 
+def types_of(tensors: Mapping[str, RawTensor]) -> dict[str, str]:
+    """Types of the tensors in a model's files. "" has that of tensors with other names, if one 16-bit type occurs."""
+    types = {name: tensor.dtype for name, tensor in tensors.items()}
+    narrow = {*types.values()} & {*_NARROW}
+    return types | ({"": narrow.pop()} if len(narrow) == 1 else {})
+
+
+def narrowed(name: str, tensor: Tensor, types: Mapping[str, str]) -> Tensor:
+    """Return a float32 tensor in the 16-bit type of its file if this changes no value. Others stay as they are."""
+    torch, kind = require("torch"), types.get(name, types.get("", ""))
+    if kind not in _NARROW or tensor.dtype != torch.float32:
+        return tensor
+    small = tensor.to(getattr(torch, DTYPES[kind]))
+    return small if small.float().equal(tensor) else tensor
+
+
 _SOURCE = "loopq_stream"
 
 
@@ -98,12 +114,14 @@ def stored_state(model: nn.Module) -> Mapping[str, Tensor]:
 def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, str]]:
     """Read every tensor of a model's state once, under its first name. Further names refer to that name.
 
-    The bytes are the model's own and change when it is modified (`loopq.models.replace` does not modify it).
+    A tensor that was widened to float32 when it was loaded has the type of its file (`narrowed`). The bytes are the
+    model's own and change when it is modified (`loopq.models.replace` does not modify it).
     """
     if is_streamed(model):
         return vars(model)[_SOURCE], {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
+    held: dict[str, str] = dict(getattr(model, HELD_AS, {}))
     first: dict[int, str] = {}
     for name, tensor in stored_state(model).items():
         source = first.setdefault(id(tensor), name)
@@ -113,18 +131,19 @@ def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, 
             raw(tensor[:0] if tensor.ndim else tensor)
         else:
             ties[name] = source
-    return _State(tensors, getattr(model, HELD_AS, {})), ties
+            # A file may store a tied tensor under another of its names.
+            held |= {source: held[name]} if name in held and source not in held else {}
+    return _State(tensors, held), ties
 
 
 class _State(Mapping[str, RawTensor]):
     """Tensors of a model's state, converted to their stored types on access. All at once would be a second model."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], held: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], held: Mapping[str, str]) -> None:
         self._tensors, self._held = tensors, held
 
     def __getitem__(self, name: str) -> RawTensor:
-        tensor = self._tensors[name]
-        return raw(tensor.to(self._held.get(name, tensor.dtype)), copy=False)
+        return raw(narrowed(name, self._tensors[name], self._held), copy=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

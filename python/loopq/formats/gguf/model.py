@@ -75,6 +75,7 @@ class GGUF(Format):
     """One file of llama.cpp: a Llama-shaped loop, quantized or not."""
 
     name: ClassVar[str] = "gguf"
+    library: ClassVar[str] = "gguf"
     takes: ClassVar[Literal["checkpoint", "model", "dump"]] = "model"
     one_file: ClassVar[bool] = True
     reads: ClassVar[bool] = False

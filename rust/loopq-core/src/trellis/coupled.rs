@@ -3,15 +3,13 @@
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::{dots, Isa, Short};
-use crate::trellis::paths::{Row, SCRATCH};
+use crate::trellis::row::{Row, SCRATCH, WINDOW};
 use crate::Result;
 
 /// Errors in one [`Short`].
 const SHORT: usize = size_of::<Short>() / size_of::<f32>();
 /// Parts of the errors of a path.
-const SHORTS: usize = 4;
-/// Errors of a path that are told apart from those of the others.
-pub(super) const WINDOW: usize = SHORTS * SHORT;
+const SHORTS: usize = WINDOW / SHORT;
 /// About as many paths stay open where rows are coupled.
 const OPEN: usize = 1024;
 /// Costs that are looked at to find the one which so many are below.

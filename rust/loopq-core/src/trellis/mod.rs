@@ -2,13 +2,15 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `coupled` | what paths differ in where rows are coupled |
+//! | `coupled` | state of each path where rows are coupled |
 //! | `paths` | the best path into every node of the trellis, taken through a row |
+//! | `row` | one row, and how many others are coupled with it |
 //! | `search` | the nearest stream to one column, its rows coupled by `A` |
 //! | `solve` | column after column, each making up for those before; then the scales |
 
 mod coupled;
 mod paths;
+mod row;
 mod search;
 mod solve;
 

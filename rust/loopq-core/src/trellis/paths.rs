@@ -11,11 +11,10 @@
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::{per_isa, Isa};
-use crate::trellis::coupled::{limit, Coupled, INFINITE, WINDOW};
+use crate::trellis::coupled::{limit, Coupled, INFINITE};
+use crate::trellis::row::{Row, SCRATCH};
 use crate::Result;
 
-/// What the memory of a search is for.
-pub(super) const SCRATCH: &str = "paths through a trellis";
 /// Nodes that are gone through together: their costs stay in the first-level cache.
 const BLOCK: usize = 128;
 
@@ -31,24 +30,6 @@ pub(super) struct Paths {
     /// First codes of states, by row and node.
     history: Vec<u8>,
     coupled: Option<Coupled>,
-}
-
-/// A row that all paths go through, with the next one in mind.
-pub(super) struct Row {
-    /// Place in the search.
-    pub(super) at: usize,
-    pub(super) scale: f32,
-    pub(super) target: f32,
-    /// Root of the row's pivot.
-    pub(super) root: f32,
-    /// Coupling of the next row with those in the window, by slot.
-    pub(super) coupling: [f32; WINDOW],
-    /// What the next row's value should be but for the errors in the window.
-    pub(super) wanted: f32,
-    /// Root of the next row's pivot.
-    pub(super) next_root: f32,
-    /// Whether every path stays open, near the end, where the cheapest may not lead to it.
-    pub(super) all: bool,
 }
 
 impl Paths {
@@ -302,7 +283,8 @@ fn few_ways(row: &Row, paths: &mut Paths) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::{few_ways, ways, Isa, Paths, Row, Trellis, WINDOW};
+    use super::{few_ways, ways, Isa, Paths, Row, Trellis};
+    use crate::trellis::row::WINDOW;
 
     /// Numbers between -2 and 2 that look random.
     fn number(i: usize) -> f32 {

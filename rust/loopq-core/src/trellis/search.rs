@@ -8,8 +8,8 @@ use crate::factor::DampedFactor;
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::Isa;
-use crate::trellis::coupled::WINDOW;
-use crate::trellis::paths::{Paths, Row, SCRATCH};
+use crate::trellis::paths::Paths;
+use crate::trellis::row::{Row, SCRATCH, WINDOW};
 use crate::Result;
 
 /// Rows at both sides of the seam that decide the bits shared by the two ends of a stream.

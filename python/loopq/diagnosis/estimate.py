@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.rollouts import trace
 from loopq.diagnosis.sections import SECTIONS
+from loopq.storage.schema import Object
 
 
-def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
+def estimate(context: Context, run: Sequence[str]) -> Object:
     """Estimate the time and memory of the sections.
 
     Returns

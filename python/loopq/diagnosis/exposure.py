@@ -23,6 +23,7 @@ from loopq.diagnosis.weights import (
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import mean_interval
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def injection_weights(
     return {NONE: {}, EXPOSED: exposed, CORE: core, ALL: every, GAUSSIAN: noisy}
 
 
-def controlled_injection(context: Context, config: LayerConfig) -> dict[str, Any]:
+def controlled_injection(context: Context, config: LayerConfig) -> Object:
     """Round parts of the loop and compare, with paired and with unpaired initial states (Li, Table 3).
 
     Returns
@@ -92,7 +93,7 @@ def controlled_injection(context: Context, config: LayerConfig) -> dict[str, Any
     variants = injection_weights(
         context.system, context.n_steps, config, rounder=context.rounder, noise_seed=seed
     )
-    runs: dict[str, Any] = {
+    runs: Object = {
         "settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}
     }
     paired = run_variants(context, variants, label="paired")
@@ -105,7 +106,7 @@ def controlled_injection(context: Context, config: LayerConfig) -> dict[str, Any
     return runs
 
 
-def _curves(found: Comparison) -> dict[str, Any]:
+def _curves(found: Comparison) -> Object:
     out = found.to_json()
     if found.matches is not None:
         out["final_agreement"] = mean_interval(found.agreement[:, -1], n_resamples=10_000).to_json()
@@ -122,7 +123,7 @@ def _recovered(variants: Mapping[str, Comparison]) -> float | None:
 
 def group_size_sweep(
     context: Context, config: LayerConfig, group_sizes: Sequence[int] = (32, 64, 128, 256, -1)
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """Round the whole loop at several group sizes and compare at every step (Li, Table 17).
 
     Returns
@@ -141,7 +142,7 @@ def group_size_sweep(
 
 def adapter_output_ratio(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, *, seed: int = 0, batch_size: int = 8
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Object]:
     """Size of each exposed layer's output relative to the step's input state (Li, App. O).
 
     Returns

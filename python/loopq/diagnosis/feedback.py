@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnosis.rollouts import RolloutTrace, relative_error, trace
 from loopq.diagnosis.weights import (
+    Matrix,
     Rounder,
     Weights,
     as_stored,
@@ -26,6 +27,7 @@ from loopq.evaluation.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class FeedbackCurve:
     agreement: Floats | None
     n_seeds: int
 
-    def to_json(self, seed: int = 0) -> dict[str, Any]:
+    def to_json(self, seed: int = 0) -> Object:
         """Curves, their monotonicity, and the ratio of both ends with its prompt bootstrap.
 
         `ratio` is None where a prompt's error is exactly 0 at one end.
@@ -202,7 +204,7 @@ def _one_batch(
 
 def split_weights(
     system: LoopedSystem, n_steps: int, config: LayerConfig, rounder: Rounder = core_rounder
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Matrix]]:
     """Round each exposed layer once. Apply the rounded values to all columns or to one input block (Li, App. E).
 
     Without an exposed layer, all layers are rounded.
@@ -216,7 +218,7 @@ def split_weights(
     parameters = system.shared_parameters(n_steps)
     exposed = [p for p in parameters if p.exposed]
     full = rounded(system, exposed or quantizable(parameters), config, rounder)
-    variants: dict[str, dict[str, Any]] = {"all columns": dict(full)}
+    variants: dict[str, dict[str, Matrix]] = {"all columns": dict(full)}
     for p in exposed:
         for block, columns in input_blocks(p).items():
             part = keep_columns(weight_of(system, p), full[p.name], columns)
@@ -230,7 +232,7 @@ def feedback_study(
     *,
     lambdas: Sequence[float] = LAMBDAS,
     seeds: Sequence[int] = (0, 1, 2),
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Object]:
     """Run the intervention for several rounding settings on the variants of `split_weights`.
 
     Parameters
@@ -244,7 +246,7 @@ def feedback_study(
         Setting -> columns -> `FeedbackCurve.to_json`.
     """
     used = seeds if context.system.state_is_random else seeds[:1]
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Object] = {}
     for setting, config in configs.items():
         variants = split_weights(context.system, context.n_steps, config, context.rounder)
         out[setting] = {

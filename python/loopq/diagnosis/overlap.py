@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnosis.rollouts import trace
 from loopq.errors import ConfigError
+from loopq.storage.schema import Object
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -68,7 +69,7 @@ def state_moments(
 
 def subspace_survey(
     moments: Mapping[int, Mapping[int, Floats]], ks: Sequence[int] = (32, 64)
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """Overlap of consecutive steps for every seed, and of every pair of seeds at each step.
 
     Parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ import loopq._native as native
 from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import pearson
+from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ def step_proxies(error: NDArray[np.float32], hessians: StepHessians, threads: in
     return np.array([native.proxy(error, None, hessians.matrix([t]), threads) for t in hessians.steps])
 
 
-def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
+def summarise_proxies(per_layer: Mapping[str, Floats]) -> Object:
     """Sum per-step proxies over layers (Li, App. J).
 
     Parameters
@@ -67,7 +67,7 @@ def channel_rms(hessian: Floats, n_rows: int) -> Floats:
     return rms
 
 
-def magnitude_stability(hessians: StepHessians) -> dict[str, Any]:
+def magnitude_stability(hessians: StepHessians) -> Object:
     """Pearson correlation of channel magnitudes between the first step and each later one (Li, Sec. 4).
 
     Magnitudes are root mean squares from the Hessian's diagonal. None where a side is constant.

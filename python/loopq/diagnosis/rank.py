@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]
 
@@ -103,7 +104,7 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
 
 def describe_spectrum(
     values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01
-) -> dict[str, Any]:
+) -> Object:
     """Describe one spectrum: ranks by threshold, effective and stable rank, trace, directions above the damping."""
     return {
         "rank": thresholded_rank(values),
@@ -135,7 +136,7 @@ def layer_ranks(
     blocks: Mapping[str, slice] | None = None,
     steps: Sequence[int] | None = None,
     threads: int = 0,
-) -> dict[str, Any]:
+) -> Object:
     """Ranks and step-0 shares of one layer's input (Li, Sec. 4).
 
     Parameters
@@ -164,7 +165,7 @@ def layer_ranks(
     stored = list(hessians.steps)
     counted = sorted({stored[0], stored[-1], *(stored if steps is None else steps)})
 
-    def survey(part: slice) -> dict[str, Any]:
+    def survey(part: slice) -> Object:
         return _survey(hessians, part, counted, threads)
 
     out = survey(slice(0, hessians.dim))
@@ -173,7 +174,7 @@ def layer_ranks(
     return out
 
 
-def count(hessian: Floats, threads: int = 0) -> dict[str, Any]:
+def count(hessian: Floats, threads: int = 0) -> Object:
     """Count the eigenvalues above `FOCAL` times the largest without computing them.
 
     Returns
@@ -187,12 +188,12 @@ def count(hessian: Floats, threads: int = 0) -> dict[str, Any]:
     return {"rank": rank, "trace": trace, "largest": largest, "stable_rank": stable}
 
 
-def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads: int) -> dict[str, Any]:
+def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads: int) -> Object:
     steps = list(hessians.steps)
     dim = len(range(*part.indices(hessians.dim)))
     traces = [float(hessians.diagonal([step])[part].sum()) for step in steps]
     found = {step: count(hessians.matrix([step])[part, part], threads) for step in counted}
-    out: dict[str, Any] = {
+    out: Object = {
         "dim": dim,
         "per_step": [
             {"step": s, "rank": c["rank"], "trace": c["trace"], "n_rows": hessians.n_rows(s)}
@@ -214,7 +215,7 @@ def layer_spectra(
     thresholds: Sequence[float] = THRESHOLDS,
     damping: float = 0.01,
     threads: int = 0,
-) -> dict[str, Any]:
+) -> Object:
     """Eigenvalues of one layer's input at the first and the last step and of the sum over all (Li, Fig. 5).
 
     Parameters

@@ -14,6 +14,7 @@ from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
 from loopq.models.replace import Replaced
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
@@ -130,9 +131,9 @@ class Comparison:
         mean: Floats = values.mean(axis=0)
         return mean
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Object:
         """Means over prompts at every step, the pooled agreement, and each prompt's values at the `last` step."""
-        out: dict[str, Any] = {
+        out: Object = {
             "steps": list(self.steps),
             "last": {"output_error": self.output_error[:, -1].tolist()},
             "n_prompts": len(self.positions),

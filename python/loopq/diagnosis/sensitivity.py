@@ -14,6 +14,7 @@ from loopq.diagnosis.weights import quantizable, rounded
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import spearman
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.schema import Object
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -26,7 +27,7 @@ Floats = NDArray[np.float64]
 
 def ablation(
     context: Context, config: LayerConfig, *, parameters: Sequence[SharedParameter] | None = None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Object]:
     """Round one layer at a time and measure the change of the output (Li, Table 16).
 
     Parameters
@@ -57,9 +58,9 @@ def ablation(
     return {name: _ablated(run) for name, run in found.items()}
 
 
-def _ablated(run: Comparison) -> dict[str, Any]:
+def _ablated(run: Comparison) -> Object:
     error = run.curve("output_error")
-    out: dict[str, Any] = {
+    out: Object = {
         "by_prompt": run.output_error.mean(axis=1).tolist(),
         "changed": None,
         "changed_last": None,
@@ -173,7 +174,7 @@ def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
     return found
 
 
-def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -> dict[str, Any]:
+def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -> Object:
     """Rank the layers by several measures and correlate these with one of them.
 
     Parameters

@@ -27,6 +27,7 @@ from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.schema import Object
 from loopq.systems.base import LoopedSystem
 from loopq.systems.stepwise import steps_of
 from loopq.terminal.progress import Progress
@@ -39,13 +40,13 @@ VERSION = 1
 class _Outcome:
     """Results by section, unavailable parts with the reason, the estimate, and seconds by section."""
 
-    done: dict[str, Any]
+    done: Object
     unavailable: list[dict[str, str]]
-    estimate: dict[str, Any]
+    estimate: Object
     seconds: dict[str, float]
 
 
-def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str = "") -> dict[str, Any]:
+def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str = "") -> Object:
     """Diagnose a looped model.
 
     Parameters
@@ -109,7 +110,7 @@ def diagnose_dump(
     config: DiagnoseConfig | None = None,
     execution: Execution | None = None,
     rounder: Rounder = core_rounder,
-) -> dict[str, Any]:
+) -> Object:
     """Diagnose a calibration dump by ranks, spectra, proxies and magnitudes. Needs SciPy but not torch.
 
     Parameters
@@ -146,10 +147,10 @@ def diagnose_dump(
     return _assemble(model, layers, dict(m.calibration), settings, _Outcome(done, unavailable, {}, seconds))
 
 
-def json_settings(config: DiagnoseConfig, execution: Execution) -> dict[str, Any]:
+def json_settings(config: DiagnoseConfig, execution: Execution) -> Object:
     """Settings as plain data, with the execution settings that a report names."""
     how = {"batch_size": execution.batch_size, "seed": execution.seed, "threads": execution.threads}
-    plain: dict[str, Any] = clean(config.to_json() | how)
+    plain: Object = clean(config.to_json() | how)
     return plain
 
 
@@ -204,22 +205,20 @@ def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, s
     return parts
 
 
-def _resumed(
-    journal: Journal, section: str, progress: Progress, compute: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+def _resumed(journal: Journal, section: str, progress: Progress, compute: Callable[[], Object]) -> Object:
     saved = journal.find(section)
     if saved is not None:
         progress.note(f"{section}: read from {journal.folder}")
-        found: dict[str, Any] = saved.facts["data"]
+        found: Object = saved.facts["data"]
         return found
-    fresh: dict[str, Any] = clean(compute())
+    fresh: Object = clean(compute())
     journal.save(section, data=fresh)
     return fresh
 
 
 def _layers(
     parameters: Sequence[SharedParameter], done: Mapping[str, Any], config: DiagnoseConfig
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     ranks = done.get("ranks", {})
     ablation = done.get("ablation", {})
     ratio = _feedback_ratio(done.get("feedback", {}))
@@ -228,7 +227,7 @@ def _layers(
     for p in parameters:
         group = ranks.get("input_groups", {}).get(p.name)
         layer_ranks = ranks.get("layers", {}).get(group)
-        layer: dict[str, Any] = {
+        layer: Object = {
             "name": p.name,
             "owners": list(p.owners),
             "role": p.role,
@@ -280,13 +279,13 @@ def setting_name(bits: int, group_size: int) -> str:
 
 
 def _assemble(
-    model: dict[str, Any],
-    layers: list[dict[str, Any]],
-    data: dict[str, Any],
-    settings: dict[str, Any],
+    model: Object,
+    layers: list[Object],
+    data: Object,
+    settings: Object,
     outcome: _Outcome,
-) -> dict[str, Any]:
-    found: dict[str, Any] = clean(
+) -> Object:
+    found: Object = clean(
         {
             "format": FORMAT,
             "version": VERSION,

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from loopq.diagnosis.blindness import ALL, ONE, RTN, model_ratio
+from loopq.storage.schema import Object
 
 # Step 0 is said to miss directions when a typical later step has this many times as many.
 LATE_GAIN = 2.0
 DOMINANT_SHARE = 0.9
 
 
-def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str, Any]:
+def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> Object:
     """Judge one layer.
 
     Parameters

@@ -6,7 +6,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
 from loopq.storage.names import names_of
+from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.declare import parameter_of
 
@@ -90,9 +91,9 @@ class Measurement:
             return None
         return float(self.nll.mean()) / math.log(2.0) / self.bytes_per_token
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Object:
         """Plain data: means over all prompts, and over the prompts of each seed."""
-        data: dict[str, Any] = {
+        data: Object = {
             "name": self.name,
             "output": self.output,
             "kl": float(self.kl.mean()),
@@ -116,9 +117,7 @@ class Measurement:
         return mean_interval(per_prompt) if per_prompt.size > 1 else None
 
 
-def spread(
-    kl: NDArray[np.float64], same: NDArray[np.float64], nll: NDArray[np.float64]
-) -> dict[str, dict[str, Any]]:
+def spread(kl: NDArray[np.float64], same: NDArray[np.float64], nll: NDArray[np.float64]) -> dict[str, Object]:
     """Summarize KL divergences by position as llama.cpp's llama-perplexity does.
 
     Parameters

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from loopq.errors import ConfigError
 from loopq.lazy import require
+from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +54,7 @@ class Interval:
     n_resamples: int = 0
     seed: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Object:
         """Plain data for a report."""
         return asdict(self)
 

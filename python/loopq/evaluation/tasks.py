@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +21,7 @@ from loopq.evaluation.stats import Interval, bootstrap, mcnemar_exact, paired_pr
 from loopq.inference.generate import Decoder, Generation
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
+from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress
 
 #: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
@@ -86,7 +86,7 @@ class Metric:
         )
         return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
 
-    def to_json(self, before: Metric | None) -> dict[str, Any]:
+    def to_json(self, before: Metric | None) -> Object:
         """Plain data: every item's value, the interval, and the change from `before` where given."""
         change, p_value = (None, None) if before is None else self.change(before)
         return {
@@ -225,7 +225,7 @@ def measure_tasks(
     execution: Execution | None = None,
     *,
     n_steps: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """Score several sets of weights on the same items and compare the others with the first.
 
     Parameters

@@ -6,7 +6,7 @@ A cost is KL(full precision || quantized) in nats for a position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
+from loopq.storage.schema import Object
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def loop_fisher(
     errors = {t.name: _errors(system, t.parameter, [candidates[key] for key in keys[t.name]]) for t in tasks}
     journal = journal or Journal(None)
     piece = journal.find("fisher")
-    saved: dict[str, Any] = piece.facts if piece else {"totals": {}, "positions": 0, "done": 0}
+    saved: Object = piece.facts if piece else {"totals": {}, "positions": 0, "done": 0}
     side = Directions(errors, {n: torch.tensor(v, dtype=torch.float64) for n, v in saved["totals"].items()})
     seed, at_once = execution.seed, execution.batch_size
     backward = Backward(system, tokens, depth, n_draws, seed, at_once, n_positions=int(saved["positions"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopq.errors import CheckpointError, model_code
 from loopq.lazy import require
@@ -15,7 +15,7 @@ from loopq.models.files import find_names
 from loopq.models.load import LoadedModel, choose_system, describe, text_encoder
 from loopq.models.plain import plain
 from loopq.storage.files import read_json
-from loopq.storage.schema import checked, parse_json
+from loopq.storage.schema import Object, checked, parse_json
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import ModelClass
 
@@ -45,7 +45,7 @@ def build_model(
     if "config.json" not in side_files:
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
     where = "config.json of the checkpoint"
-    config = checked(dict[str, Any], parse_json(side_files["config.json"], where, finite=False), where)
+    config = checked(Object, parse_json(side_files["config.json"], where, finite=False), where)
     registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, "the checkpoint", trust_remote_code)
@@ -77,7 +77,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
         If the configuration has no class, or needs code that is not trusted.
     """
     torch = require("torch")
-    config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
+    config = checked(Object, read_json(folder / "config.json", finite=False), folder / "config.json")
     registered = find_class(config, system, folder / "config.json")
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
@@ -87,9 +87,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     return choose_system(model.eval(), system)
 
 
-def _built(
-    registered: ModelClass | None, folder: Path, config: dict[str, Any], trust_remote_code: bool
-) -> nn.Module:
+def _built(registered: ModelClass | None, folder: Path, config: Object, trust_remote_code: bool) -> nn.Module:
     from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
 
     with building(), Drawn(seed=0):

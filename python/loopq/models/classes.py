@@ -15,6 +15,7 @@ from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.settings.execution import available_bytes
+from loopq.storage.schema import Object
 from loopq.systems import SYSTEMS
 from loopq.systems.capabilities import Builds, Encode, ModelClass, Tensors
 
@@ -29,7 +30,7 @@ _CLASSES: dict[str, ModelClass] = {}
 
 def register_model(
     model_type: str,
-    build: Callable[[dict[str, Any]], nn.Module],
+    build: Callable[[Object], nn.Module],
     *,
     encode: Encode | None = None,
     rename: Callable[[Tensors], Tensors] | None = None,
@@ -86,7 +87,7 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
 
 def load_registered(
     folder: Path, config: Mapping[str, Any], found: ModelClass, allow_pickle: bool
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[nn.Module, Object]:
     """Build a registered model and fill it from the files beside its ``config.json``.
 
     Returns

@@ -29,6 +29,7 @@ from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import model_tensors
+from loopq.storage.schema import Object
 
 # Li, Table 25: the adapter has 10 % damping, the core 1 %.
 ADAPTER_DAMPING = 0.1
@@ -96,7 +97,7 @@ class Bench:
     saved: Journal | None = None
     prompts: PreparedModel | None = None
 
-    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def once(self, name: str, make: Callable[[], Object]) -> Object:
         """Part of a table, read if an earlier run of the same command saved it, else computed and saved."""
         piece = self.saved.find(name) if self.saved else None
         if piece is not None:
@@ -153,7 +154,7 @@ class Bench:
         )
 
     @cached_property
-    def alone(self) -> dict[str, Any]:
+    def alone(self) -> Object:
         """Diagnosis with each layer rounded alone. Two tables have it, also where a resumed run makes the second."""
         context = self.context(work=self.saved.folder if self.saved else None)
         return diagnose(context, only=["ablation"], name=self.model.name)
@@ -207,7 +208,7 @@ class Bench:
         """Quantize from the collected Hessians, or collect them as the settings' inputs require."""
         return solve_from(self.collected.plan(config), self.collected, self.sums)
 
-    def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> dict[str, Any]:
+    def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> Object:
         """Quantize with each of several settings and compare with full precision on the held-out prompts.
 
         Returns
@@ -243,12 +244,12 @@ class Bench:
             weights, texts, self.settings.to_json(), self.execution.seed, self.depth, str(self.source.data)
         )
 
-    def head(self) -> dict[str, Any]:
+    def head(self) -> Object:
         """Common entries of every result."""
         return {"model": self.source.name, "n_steps": self.depth, "output": self.system.output}
 
 
-def _plain(m: Measurement, n_bytes: int | None) -> dict[str, Any]:
+def _plain(m: Measurement, n_bytes: int | None) -> Object:
     hidden = m.output == "hidden"
 
     def values(array: Any) -> list[float]:

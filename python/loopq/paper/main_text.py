@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from loopq.evaluation.stats import Interval, cluster_rate, gap_closed, mean_interval, student
 from loopq.paper.compared import closer, ratio
 from loopq.paper.shown import Claim, ShownTable
+from loopq.storage.schema import Object
 
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
@@ -19,7 +20,7 @@ N_RESAMPLES = 10_000
 Floats = NDArray[np.float64]
 
 
-def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(found: Sequence[Mapping[str, Any]]) -> Object:
     """Compute the record of a run: every number of the tables, with its interval.
 
     Parameters
@@ -37,10 +38,10 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"models": models, "training_seeds": _training_seeds(models)}
 
 
-def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_model(found: Mapping[str, Any]) -> Object:
     """Intervals, comparisons and verdicts of one model."""
     kept = ("model", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
-    out: dict[str, Any] = {k: found[k] for k in kept}
+    out: Object = {k: found[k] for k in kept}
     bits = _to_bits(found["bytes_per_token"])
     if found["full_precision"] is not None:
         out["bits_per_byte"] = _interval(bits(np.array(found["full_precision"])))
@@ -88,11 +89,11 @@ def _variant(
     rtn: Floats,
     base_nll: Sequence[float] | None,
     bits: Callable[[Floats], Floats],
-) -> dict[str, Any]:
+) -> Object:
     kl = _per_prompt(variant["kl"])
     gaps = [gap_closed(float(np.mean(k)), float(rtn.mean()), 0.0) for k in variant["kl"]]
     left = _json(ratio(kl, rtn))
-    out: dict[str, Any] = {
+    out: Object = {
         "n_bytes": variant["n_bytes"],
         "kl": _interval(kl),
         "agreement": _interval(_per_prompt(variant["agreement"])),
@@ -123,7 +124,7 @@ def comparisons(model: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[s
     return {f"{a} / {b}": closer(model, f"{a} better than {b}", kl[a], kl[b]) for a, b in pairs}
 
 
-def words(claims: Mapping[str, Claim]) -> dict[str, Any]:
+def words(claims: Mapping[str, Claim]) -> Object:
     """Decide from `comparisons` whether the ordering of Li, Table 2 holds.
 
     Returns
@@ -146,7 +147,7 @@ def words(claims: Mapping[str, Claim]) -> dict[str, Any]:
     }
 
 
-def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[Object]:
     """Gap closed over models of one kind that differ in their training seed."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for m in models:
@@ -169,10 +170,10 @@ def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return out
 
 
-def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _states(found: Mapping[str, Any] | None) -> Object | None:
     if found is None:
         return None
-    out: dict[str, Any] = {"probe": found["probe"], "weights": {}}
+    out: Object = {"probe": found["probe"], "weights": {}}
     for name, row in found.items():
         if name == "probe":
             continue

@@ -17,6 +17,8 @@ from loopq.settings.execution import Execution
 from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopq.layers.shared import SharedParameter
     from loopq.systems.base import LoopedSystem
 
@@ -75,8 +77,8 @@ def _loud(
 
     Channels below the median there are left out because a share of almost no energy carries no information.
     """
-    here: dict[str, Any] = {}
-    total: dict[str, Any] = {}
+    here: dict[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
 
     def add(p: SharedParameter, step: int, rows: Any) -> None:
         energy = rows.double().square()

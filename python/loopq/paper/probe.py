@@ -17,6 +17,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.diagnosis.rollouts import trace
 from loopq.lazy import require
 from loopq.models.replace import Replaced, Weights
+from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.terminal.progress import Progress, Silent
 
@@ -114,7 +115,7 @@ def measure_states(
     tokens: TokenSet,
     probe: Probe,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Object:
     """Measure several sets of weights on masked prompts: states by step, and the probe's predictions.
 
     Parameters

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import loopq
 from loopq.diagnosis.survey import clean
@@ -19,6 +18,7 @@ from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order
 from loopq.report.markup import figure_html, page_html, table
 from loopq.storage.files import write_json, write_text
 from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress
 
 FORMAT = 3
@@ -54,7 +54,7 @@ class Made:
         lines += [*self.shown.lines, *(claim.line() for claim in self.shown.claims)]
         return lines + [f"{model}: not measured: {why}" for model, why in self.refused.items()]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Object:
         """Plain data."""
         return {
             "labels": list(self.entry.labels),

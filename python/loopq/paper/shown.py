@@ -10,6 +10,7 @@ from loopq.errors import ConfigError
 from loopq.evaluation.stats import Interval
 from loopq.report.style import Picture
 from loopq.settings.registry import Registry
+from loopq.storage.schema import Object
 from loopq.terminal.table import render
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Claim:
         word = {True: "holds", False: "does not hold", None: "is left open"}[self.holds]
         return f"{self.model}: {self.text}: {word} ({'; '.join(filter(None, (self.found, self.undecided)))})"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Object:
         """Plain data."""
         return {"model": self.model, "text": self.text, "holds": self.holds, "found": self.found}
 
@@ -160,7 +161,7 @@ class PaperTable:
     labels: tuple[str, ...]
     title: str
     paper: str
-    measure: Callable[[Bench], dict[str, Any]] | None
+    measure: Callable[[Bench], Object] | None
     show: Callable[[Sequence[Found]], Shown]
     refuses: Callable[[Bench], str | None] = lambda bench: None
     one_step: bool = False

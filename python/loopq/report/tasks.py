@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from loopq.storage.schema import Object
 from loopq.terminal.table import render, short
 
 
-def task_table(rows: Sequence[dict[str, Any]]) -> str:
+def task_table(rows: Sequence[Object]) -> str:
     """Return the table of tasks, with a line for each metric and set of weights, and notes on cut contexts."""
 
-    def cells(row: dict[str, Any], key: str) -> tuple[str | None, str | None]:
+    def cells(row: Object, key: str) -> tuple[str | None, str | None]:
         found, share = row[key], row["sizes"] is None
         if found is None:
             return None, None

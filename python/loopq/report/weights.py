@@ -10,6 +10,7 @@ from typing import Any
 from loopq.formats.checkpoint import Checkpoint
 from loopq.report.markup import Cell, bar, listed, number, paragraph, table
 from loopq.report.style import short_name, short_names
+from loopq.storage.schema import Object
 from loopq.terminal.table import size
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -17,7 +18,7 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _N_NAMES = 12
 
 
-def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[dict[str, Any]]:
+def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[Object]:
     """Return the treatment of each tensor of a checkpoint, quantized ones first.
 
     Parameters
@@ -34,7 +35,7 @@ def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[dict[str
         "method", "steps", "error" and "error_rtn". "error" is ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration
         rows X. "error_rtn" is the error of rounding to nearest. Other tensors have "dtype" and "reason".
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Object] = []
     for layer in checkpoint.layers.values():
         row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.grid.bits,
                "grid": layer.grid.label, "group_size": layer.grid.group_size}  # fmt: skip
@@ -50,7 +51,7 @@ def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[dict[str
     return rows
 
 
-def solved(report: Mapping[str, Any]) -> dict[str, Any]:
+def solved(report: Mapping[str, Any]) -> Object:
     """Method, steps and errors from a layer's report. None for missing ones."""
     return {
         "method": report.get("method_done"),

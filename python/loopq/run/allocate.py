@@ -22,6 +22,7 @@ from loopq.run.outside import tell_left
 from loopq.run.plan import Plan, alike
 from loopq.run.solving import solve_from, solve_outside
 from loopq.settings.steps import Calibration
+from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 
 #: Bytes of a tensor's entry in the head of a safetensors file besides its name, and tensors of a quantized layer.
@@ -29,7 +30,7 @@ _ENTRY, _TENSORS = 61, 3
 #: Possible bits of the matrices outside the loop, unless they stay unchanged.
 _OUTSIDE: tuple[Literal[8, 4], ...] = (8, 4)
 #: The settings, the grid's label and the bytes of layers on one grid.
-_Found = dict[str, tuple[dict[str, Any], str, int]]
+_Found = dict[str, tuple[Object, str, int]]
 
 
 def allocate(plan: Plan, source: ModelSource) -> Plan:
@@ -127,7 +128,7 @@ def _solved(
     part: Plan,
     source: ModelSource,
     name: str,
-    grids: Sequence[tuple[dict[str, Any], Plan]],
+    grids: Sequence[tuple[Object, Plan]],
     found: Sequence[_Found],
 ) -> dict[tuple[str, str], NDArray[np.float32]]:
     """Solve the layers of a part on each grid. Return the weights, and add the rest to `found`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import BITS, PER_CHANNEL
 from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, parse_text, setting
 from loopq.settings.execution import parse_bytes
+from loopq.storage.schema import Object
 
 
 def parse_budget(text: str) -> float | int:
@@ -63,7 +64,7 @@ class Fit(Settings):
         if not self.budget > 0:
             raise ConfigError(f"budget must be above 0; got {self.budget!r}")
 
-    def grids(self, symmetric: bool = True) -> list[dict[str, Any]]:
+    def grids(self, symmetric: bool = True) -> list[Object]:
         """Return the settings of every allowed grid. Codes with zero points have even levels."""
         return [
             {"bits": bits, "group_size": group, "levels": levels}
@@ -97,7 +98,7 @@ class Candidate:
     layers: tuple[str, ...]
     n_bytes: int
     cost: float
-    choice: Mapping[str, dict[str, Any]]
+    choice: Mapping[str, Object]
 
 
 def choose(candidates: Sequence[Candidate], budget: int, fixed: int = 0) -> list[Candidate]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.hessians import Hessians
@@ -20,6 +19,7 @@ from loopq.run.plan import Plan
 from loopq.run.source import Source
 from loopq.settings.execution import Execution, at_most
 from loopq.storage.journal import fingerprint
+from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 
 
@@ -64,7 +64,7 @@ class DumpSource(Source):
         """As in `Source`."""
         return self.dump.side_files()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Object:
         """As in `Source`."""
         manifest = self.dump.manifest
         return {

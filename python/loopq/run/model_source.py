@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from loopq.calibrate.collect import collected
 from loopq.calibrate.data import TokenSet
@@ -32,6 +31,7 @@ from loopq.run.source import Source
 from loopq.settings.execution import PLANNED, Execution, available_bytes, device_bytes, resident_bytes
 from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
+from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 
@@ -114,7 +114,7 @@ class ModelSource(Source):
         """As in `Source`."""
         return self.job.side_files
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Object:
         """As in `Source`."""
         system = self.job.system
         named = names_of(system.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.calibrate.rollouts import Collection
 from loopq.layers.shared import SharedParameter
@@ -13,6 +12,7 @@ from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan
+from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 from loopq.systems.declare import declare
@@ -41,7 +41,7 @@ def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[Sh
     known |= {name.rpartition(".")[0] for name in system.left_out()}
     # A tied weight uses its first name.
     first = {name for name, _ in system.model.named_parameters()}
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, Object]] = []
     for module, holder in system.model.named_modules():
         weight = holder._parameters.get("weight")
         if module in known or f"{module}.weight" not in first:

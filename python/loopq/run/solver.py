@@ -23,7 +23,7 @@ from loopq.run.plan import rounding_like
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
 from loopq.settings.execution import Execution, available_bytes
 from loopq.storage.journal import Journal
-from loopq.storage.schema import checked
+from loopq.storage.schema import Object, checked
 from loopq.storage.weights import ModelWeights
 
 #: Maximum rows of a weight for the losses of a report. They take less than a tenth of a sweep of GPTQ.
@@ -121,7 +121,7 @@ class Solver:
             known = any(found.n_rows(t) for t in task.steps)
             shared.hessian = weighted(found, task, step_weights(found, task) if known else None)
         summed = shared.hessian if task.input_group else None
-        facts: dict[str, Any] = {}
+        facts: Object = {}
         if summed and task.parameter.routed_in:
             facts = {"method_asked": task.config.method.name, "step_rows": list(summed.rows.values())}
             task = _as_routed(task, summed, metric)
@@ -178,7 +178,7 @@ class _Prepared(NamedTuple):
     task: Task
     problem: Problem
     summed: WeightedHessian | None
-    facts: dict[str, Any]
+    facts: Object
 
 
 @dataclass
@@ -232,12 +232,12 @@ def account(
     weight: NDArray[np.float32],
     summed: WeightedHessian | None,
     threads: int,
-) -> dict[str, Any]:
+) -> Object:
     """Return the report entries of a layer besides those of its quantizer."""
     config = task.config
     damping = getattr(config.method, "damping", None) if summed else None
     stored = layer.dequantize()
-    facts: dict[str, Any] = {
+    facts: Object = {
         "method_asked": config.method.name,
         "bits": layer.grid.bits,
         "group_size": layer.grid.group_size,

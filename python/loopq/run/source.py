@@ -16,6 +16,7 @@ from loopq.run.ranks import Ranks
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 
 Layers = dict[str, QuantizedLayer]
@@ -45,7 +46,7 @@ class Source(ABC):
         """Config and tokenizer files of the model."""
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Object:
         """Return the facts for a checkpoint: system, depth, seed and calibration set."""
 
     @abstractmethod

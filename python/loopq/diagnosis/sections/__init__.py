@@ -11,6 +11,7 @@ from typing import Any
 
 from loopq.diagnosis.context import Context
 from loopq.settings.registry import Registry
+from loopq.storage.schema import Object
 
 Found = Mapping[str, Any]
 
@@ -41,7 +42,7 @@ class Section:
         A sentence about the result for the terminal. Empty where the layers' verdicts report it.
     """
 
-    run: Callable[[Context], dict[str, Any]]
+    run: Callable[[Context], Object]
     order: int
     loop: str = ""
     square: bool = False

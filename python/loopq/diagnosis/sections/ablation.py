@@ -12,15 +12,16 @@ from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.diagnosis.weights import quantizable, weight_of
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
+from loopq.storage.schema import Object
 
 
-def ablation(context: Context) -> dict[str, Any]:
+def ablation(context: Context) -> Object:
     """Single-layer ablation, random-direction gain and Hessian trace, side by side (Li, Table 16)."""
     config = context.config
     tokens = context.tokens.take(0, config.n_ablation_prompts)
     chosen = quantizable(context.parameters)
 
-    def rounded_alone(group_size: int) -> dict[str, dict[str, Any]]:
+    def rounded_alone(group_size: int) -> dict[str, Object]:
         return sensitivity.ablation(context.on(tokens), config.layer(group_size), parameters=chosen)
 
     found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)

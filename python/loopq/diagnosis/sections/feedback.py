@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.feedback import feedback_study
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
+from loopq.storage.schema import Object
 
 
-def feedback(context: Context) -> dict[str, Any]:
+def feedback(context: Context) -> Object:
     """Feedback intervention on the exposed layers, whole and by input block, or on all layers (Li, App. E)."""
     config = context.config
     settings = {"per channel": config.layer(PER_CHANNEL), "grouped": config.layer(config.group_size)}

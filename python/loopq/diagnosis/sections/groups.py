@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.exposure import group_size_sweep
 from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.storage.schema import Object
 
 
-def groups(context: Context) -> dict[str, Any]:
+def groups(context: Context) -> Object:
     """Group-size sweep of the whole loop (Li, Table 17)."""
     config = context.config
     rows = group_size_sweep(context.on(context.prompts), config.layer(config.group_size), config.group_sizes)

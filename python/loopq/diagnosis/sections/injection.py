@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.exposure import controlled_injection
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
+from loopq.storage.schema import Object
 
 
-def injection(context: Context) -> dict[str, Any]:
+def injection(context: Context) -> Object:
     """Controlled injection, per channel and grouped (Li, Table 3)."""
     config = context.config
-    out: dict[str, Any] = {}
+    out: Object = {}
     for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
         out[name] = controlled_injection(context.on(context.prompts), config.layer(g))
     return out

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis import overlap
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.exposure import adapter_output_ratio
 from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import single_steps
 
 
-def overlaps(context: Context) -> dict[str, Any]:
+def overlaps(context: Context) -> Object:
     """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
     seed, batch_size = context.execution.seed, context.execution.batch_size
     seeds = (seed, seed + 1) if context.system.state_is_random else (seed,)

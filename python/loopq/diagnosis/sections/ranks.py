@@ -20,6 +20,7 @@ from loopq.diagnosis.weights import Matrix, Rounder, input_blocks, weight_of
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
+from loopq.storage.schema import Object
 
 # Input groups with their Hessians in memory together, and a function that returns the Hessians of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]
@@ -52,7 +53,7 @@ class _Inputs:
     weight: Callable[[SharedParameter], Matrix]
 
 
-def ranks(context: Context) -> dict[str, Any]:
+def ranks(context: Context) -> Object:
     """Measure ranks, spectra, proxies and magnitudes of all observed inputs (Li, Tables 1, 18, 19 and 22)."""
     sums = context.sums()
 
@@ -71,7 +72,7 @@ def ranks(context: Context) -> dict[str, Any]:
     return _ranks(inputs, context.config, context.rounder, context.execution)
 
 
-def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
+def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> Object:
     """The same measurements from a calibration dump."""
     m = dump.manifest
     weights = dump.weights()
@@ -89,17 +90,17 @@ def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: 
     return _ranks(inputs, config, rounder, execution)
 
 
-def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
+def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> Object:
     observed, input_groups = inputs.observed, inputs.input_groups
     threads, progress = execution.threads, execution.progress
     by_name = {p.name: p for p in observed}
     exposed = [input_groups[p.name] for p in observed if p.exposed]
-    layers: dict[str, Any] = {}
-    magnitudes: dict[str, Any] = {}
-    proxies: dict[str, Any] = {}
-    outputs: dict[str, Any] = {}
-    per_channel: dict[str, Any] = {}
-    losses: dict[str, Any] = {}
+    layers: Object = {}
+    magnitudes: Object = {}
+    proxies: Object = {}
+    outputs: Object = {}
+    per_channel: Object = {}
+    losses: Object = {}
     for names, take in inputs.passes:
         progress.start("ranks", len(names), "inputs")
         for name in names:
@@ -150,7 +151,7 @@ def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution:
     }
 
 
-def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
+def _proxy_sum(per_layer: Mapping[str, Any]) -> Object:
     """Sum over the layers with the most common number of steps; `left_out` names the others."""
     lengths = [len(v) for v in per_layer.values()]
     usual = max(set(lengths), key=lengths.count)

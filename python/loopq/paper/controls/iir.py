@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.paper.controls.rounding import round_signed
+from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]
 
@@ -83,7 +84,7 @@ def radius(matrix: Floats) -> float:
     return float(np.abs(np.linalg.eigvals(matrix)).max())
 
 
-def row(name: str, bits: int, form: str = "companion") -> dict[str, Any]:
+def row(name: str, bits: int, form: str = "companion") -> Object:
     """Quantize one filter at one number of bits: A alone, and B, C and D together.
 
     Returns
@@ -104,9 +105,7 @@ def row(name: str, bits: int, form: str = "companion") -> dict[str, Any]:
     return head | sizes | {"stable": not after > 1.0}
 
 
-def table(
-    forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS
-) -> list[dict[str, Any]]:
+def table(forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS) -> list[Object]:
     """All filters at all numbers of bits. The companion rows are Li, Table 20.
 
     Notes

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.paper.controls.rounding import round_signed
+from loopq.storage.schema import Object
 
 if TYPE_CHECKING:
     from torch import nn
@@ -245,7 +246,7 @@ def component_study(
     components: Sequence[str] = ("A_log", "in_proj", "x_proj", "out_proj"),
     seeds: Sequence[int] = (0, 1, 2),
     early_late: tuple[int, int] = (8, 32),
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """Perturb one component of one layer at a time and compare the layer's states (Li, App. N).
 
     Parameters
@@ -313,7 +314,7 @@ def identity_sweep(
     error_norm: float,
     alphas: Sequence[float] = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     seeds: Sequence[int] = (0, 1, 2),
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of a given norm (Li, Table 21).
 
     Parameters

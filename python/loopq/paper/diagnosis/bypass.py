@@ -17,6 +17,7 @@ from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, holm, sign_f
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import single_steps
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def bypass_study(
     seeds: Sequence[int] = (0, 1, 2),
     states: Sequence[str] = ("plain", "bypassed"),
     n_resamples: int = 10_000,
-) -> dict[str, Any]:
+) -> Object:
     """Measure how much an identity path around the exposed layer reduces the effect of its error (Li, App. K).
 
     Parameters
@@ -172,7 +173,7 @@ def bypass_study(
     used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
     progress = context.execution.progress
     progress.start("bypass", len(tokens.sequences) * len(used) * len(states), "prompts")
-    rows: list[dict[str, Any]] = []
+    rows: list[Object] = []
     with promoted(system.model):
         for place in states:
             table = np.zeros((len(used), len(tokens.sequences), len(radii), 2, 2))
@@ -199,7 +200,7 @@ def bypass_study(
     }
 
 
-def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[dict[str, Any]]:
+def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[Object]:
     """Summarise the array (n_seeds, n_prompts, n_radii, 2, 2) of relative and rms values without and with bypass."""
     prompts = table.mean(axis=0)
     raw = [sign_flip(np.log(prompts[:, k, 0, 1] / prompts[:, k, 0, 0])) for k in range(len(radii))]

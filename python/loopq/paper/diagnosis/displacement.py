@@ -15,6 +15,7 @@ from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.spectral import on_vectors, spectral_norm
 from loopq.paper.diagnosis.stepmap import StepMap, final_state, promoted
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Displacement:
         first = int(outside[-1]) + 2 if outside.size else 1
         return first if first < len(mean) else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Object:
         """Means over prompts at every update, and the update where they settle."""
         mean = self.distance.mean(axis=0)
         growth = float(np.median(self.growth())) if self.distance.shape[1] > 1 else None

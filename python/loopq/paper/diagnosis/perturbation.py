@@ -14,10 +14,13 @@ from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.schema import Object
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopq.diagnosis.context import Context
     from loopq.layers.shared import SharedParameter
     from loopq.systems.base import LoopedSystem
@@ -130,7 +133,7 @@ def trained_low_rank(
 
 def _weight_gradients(
     system: LoopedSystem, batch: Any, n_steps: int, parameters: Sequence[SharedParameter]
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     torch = require("torch")
     system = single_steps(system)
     tensors = [parameter_of(system.model, p) for p in parameters]
@@ -214,7 +217,7 @@ def perturbation_study(
     rank: int = 4,
     seeds: Sequence[int] = (0, 1, 2),
     n_updates: int = 50,
-) -> dict[str, Any]:
+) -> Object:
     """Compare perturbations of one norm at the exposed layers and in the core, states paired (Li, Table 15).
 
     Parameters

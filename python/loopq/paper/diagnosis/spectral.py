@@ -16,6 +16,7 @@ from loopq.evaluation.stats import difference_in_differences, mean_interval
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
@@ -244,12 +245,12 @@ def start_vectors(dim: int, n: int = 2, seed: int = 0) -> list[Floats]:
 
 def jacobian_at(
     step: StepMap, state: Tensor, settings: ArnoldiSettings | None = None, *, with_norm: bool = False
-) -> dict[str, Any]:
+) -> Object:
     """Spectral radius of a step at one prompt's state, and its spectral norm if `with_norm`."""
     step.check(state)
     product = on_vectors(step.products(state)[0], state)
     dim = state.numel()
-    out: dict[str, Any] = asdict(spectral_radius(product, dim, start_vectors(dim), settings))
+    out: Object = asdict(spectral_radius(product, dim, start_vectors(dim), settings))
     if with_norm:
         out["norm"] = spectral_norm(product, on_vectors(step.transposed(state), state), dim)
     return out
@@ -262,7 +263,7 @@ def radius_study(
     with_bypass: bool = True,
     with_norm: bool = True,
     settings: ArnoldiSettings | None = None,
-) -> dict[str, Any]:
+) -> Object:
     """Spectral radii of the full-precision and the changed step, with and without the bypass (Li, App. K).
 
     Parameters
@@ -336,10 +337,10 @@ def _operating_state(system: LoopedSystem, batch: Batch, n_steps: int, bypassed:
         return final_state(system, batch, n_steps, bypass)
 
 
-def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, Any]:
+def _summary(entries: Sequence[Object], with_bypass: bool) -> Object:
     # A prompt with a rejected estimate is counted and left out as a whole, so that maps stay paired.
     good = [e for e in entries if all(m["accepted"] for m in e["maps"].values())]
-    out: dict[str, Any] = {"n_prompts": len(entries), "n_accepted": len(good), "maps": {}, "did": None}
+    out: Object = {"n_prompts": len(entries), "n_accepted": len(good), "maps": {}, "did": None}
     if not good:
         return out
     radii = {name: np.array([e["maps"][name]["radius"] for e in good]) for name in good[0]["maps"]}
@@ -360,11 +361,11 @@ def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, 
     return out
 
 
-def _interval(values: Floats) -> dict[str, Any]:
+def _interval(values: Floats) -> Object:
     return mean_interval(values, n_resamples=N_RESAMPLES).to_json()
 
 
-def _acceptance(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _acceptance(entries: Sequence[Object]) -> Object:
     maps = [m for e in entries for m in e["maps"].values()]
     return {
         "n_maps": len(maps),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
+from loopq.storage.schema import Object
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
 
@@ -275,7 +276,7 @@ def _plain_attention() -> Iterator[None]:
         yield
 
 
-def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> dict[str, Any]:
+def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> Object:
     """Compare the Jacobian J of a step with the product of its factors at a state (Li, Eq. 2).
 
     Returns
@@ -289,7 +290,7 @@ def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> dict[str, An
     system, adapter = step.system, exposed_adapter(step.system, step.n_steps)
     owners = [p.owners[0] for p in system.shared_parameters(step.n_steps) if not p.exposed]
     names = dict.fromkeys(m[1] for owner in owners if (m := re.match(r"(.+?\.\d+)\.", owner)))
-    maps: dict[str, Any] = {}
+    maps: Object = {}
 
     def keep(name: str, block: Any, args: Any, kwargs: Any) -> None:
         def of_input(x: Tensor) -> Tensor:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 
 TITLE = "Agreement by step"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Run full precision and the three variants of the main table from the same states."""
     weights = {n: {k: q.dequantize() for k, q in bench.solve(c).items()} for n, c in three(bench).items()}
     found = run_variants(bench.context(), weights)

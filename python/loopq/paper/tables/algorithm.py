@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,16 +12,17 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, most, three
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
+from loopq.storage.schema import Object
 
 TITLE = "Trajectory calibration, layer by layer"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Sum tr(dW H_t dW^T) over the steps for rounding, one-step and trajectory solutions of every layer."""
     selection = bench.collected.job.selection
     observed = {p.name: p for p in selection.observed}
     solved = {name: bench.solve(config) for name, config in three(bench).items()}
-    layers: dict[str, Any] = {}
+    layers: Object = {}
     for name, p in observed.items():
         weight, h = weight_of(bench.system, p), bench.sums.accumulators[selection.input_groups[name]]
         losses = {}

@@ -11,6 +11,7 @@ from loopq.evaluation.stats import bootstrap
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, N_RESAMPLES, ONE, RTN, below, show_variants, span, unresolved
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.storage.schema import Object
 
 LAST = "GPTQ, last step"
 ASYMMETRIC = "RTN, asymmetric grid"
@@ -18,7 +19,7 @@ AWQ = ("AWQ, step 0", "AWQ, last step", "AWQ, all steps")
 TITLE = "Calibration step of GPTQ and AWQ"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Calibrate either method on the first step, the last step and all steps."""
     last = str(bench.depth - 1)
     awq = dict(zip(AWQ, (bench.awq(steps) for steps in ("first", last, "all")), strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
+from loopq.run.source import Layers
+from loopq.storage.schema import Object
 
 TITLE = "Tasks: ARC, HellaSwag, LAMBADA, WikiText-2"
 PROBLEMS = "Problems of GSM8K behind eight solved ones"
@@ -39,17 +40,17 @@ ARTICLES = 10
 N_PROBLEM = 1024
 
 
-def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
+def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> Object:
     """Score every variant on the same items of every task. Each variant's scores are saved at once."""
     data, n = bench.source.data, bench.settings.n_evaluation
     assert data is not None
     limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in tasks}
     items = {task: read_items(task, data, limit) for task, limit in limits.items()}
-    variants: dict[str, Any] = {FULL: {}} | {name: bench.solve(c) for name, c in three(bench).items()}
+    variants: dict[str, Layers] = {FULL: {}} | {name: bench.solve(c) for name, c in three(bench).items()}
     if bench.adapters:
         turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)
         variants[TURNED] = bench.solve(bench.gptq("all", *turned))
-    out: dict[str, Any] = {}
+    out: Object = {}
     for number, (name, layers) in enumerate(variants.items()):
         with Replaced(bench.system, {k: q.in_model_orientation() for k, q in layers.items()}) as other:
             loaded = dataclasses.replace(bench.source.loaded, model=other.model, system=other)
@@ -60,12 +61,12 @@ def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
     return bench.head() | {"variants": out}
 
 
-def measure_problems(bench: Bench) -> dict[str, Any]:
+def measure_problems(bench: Bench) -> Object:
     """Score every variant on the same problems."""
     return measure(bench, (GSM8K,))
 
 
-def _score(bench: Bench, loaded: LoadedModel, task: str, chosen: Sequence[Item]) -> dict[str, Any]:
+def _score(bench: Bench, loaded: LoadedModel, task: str, chosen: Sequence[Item]) -> Object:
     made = score(loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
     metric = made[METRICS[task]]
     sizes = None if metric.sizes is None else metric.sizes.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -22,11 +21,12 @@ from loopq.paper.compared import (
     without_logits,
 )
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Bits per byte of text"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize into the three variants of the main table."""
     return bench.measure(three(bench)) | {"text": bench.model.evaluation.digest()}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Calibration data and solver"
 WIKITEXT = "WikiText-2 train, 128 x {} tokens"
@@ -27,7 +27,7 @@ PAPER = (
 )
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Read the settings that this model's layers get in the trajectory row."""
     tokens = bench.model.calibration
     tasks = bench.collected.plan(bench.gptq("all")).tasks

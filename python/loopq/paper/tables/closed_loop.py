@@ -10,6 +10,7 @@ from loopq.evaluation.stats import bootstrap
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, N_RESAMPLES, RTN, below, ratio, show_variants, span
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.storage.schema import Object
 
 CLOSED = "GPTQ, all steps, closed loop"
 TITLE = "Hessians of the quantized rollout"
@@ -17,7 +18,7 @@ TITLE = "Hessians of the quantized rollout"
 MARGIN = 1.1
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize to INT3 from the full-precision rollout, and again from the quantized one."""
     return bench.measure(
         {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import ALL, RTN, answers, below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.quantizers.config import Override
+from loopq.storage.schema import Object
 
 KEPT = "adapter dense, the rest RTN"
 MIXED = "adapter all steps and rotated, core one step"
@@ -16,7 +15,7 @@ TURNED = "GPTQ, all steps, adapter rotated"
 TITLE = "Components left out one by one"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize with the adapter kept, calibrated or rotated separately from the core."""
     names = bench.adapters
     dense = tuple(Override(n, {"method": "dense"}) for n in names)

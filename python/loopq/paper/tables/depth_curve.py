@@ -15,19 +15,20 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.schema import Object
 from loopq.terminal.table import short
 
 TITLE = "Agreement and KL by the number of recurrences"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Run rollouts of every depth, with all weights of the loop rounded with one scale per row."""
     context = bench.context()
     rows = depth_curve(context, range(1, bench.depth + 1), context.config.layer(-1))
     return bench.head() | {"rows": rows}
 
 
-def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) -> list[dict[str, Any]]:
+def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) -> list[Object]:
     """Round the whole loop and compare rollouts of several depths, each with the unchanged model.
 
     Returns

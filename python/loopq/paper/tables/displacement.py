@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from loopq.paper.compared import N_RESAMPLES, most, span
 from loopq.paper.diagnosis.displacement import predicted
 from loopq.paper.diagnosis.exposed import rounded_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 
 TITLE = "Displacement of the rounded loop, and its prediction"
@@ -21,7 +21,7 @@ TITLE = "Displacement of the rounded loop, and its prediction"
 FACTOR = 1.5
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Round per channel and in groups. Continue both loops, and predict their distance."""
     context = bench.context()
     sizes = {"per channel": PER_CHANNEL, "grouped": bench.settings.group_size}

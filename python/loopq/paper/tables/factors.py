@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, span
 from loopq.paper.diagnosis.stepmap import StepMap, factors, final_state, promoted
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 from loopq.systems.stepwise import single_steps
 
 TITLE = "Factors of a step's Jacobian"
@@ -19,7 +19,7 @@ TITLE = "Factors of a step's Jacobian"
 EQUAL = 1e-3
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Factors of the last step at each prompt's final state."""
     context, rows = bench.context(), []
     last = max(single_steps(bench.system).n_updates(bench.depth) - 1, 0)

@@ -9,11 +9,12 @@ from loopq.diagnosis.sections.groups import groups
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Group size of rounding"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Round the whole loop at each group size and compare at every step."""
     tokens = bench.model.evaluation
     return bench.head() | groups(bench.context(n_prompts=len(tokens.sequences)))

@@ -11,6 +11,7 @@ from loopq.diagnosis.rank import layer_ranks, spectrum, thresholded_rank
 from loopq.paper.bench import Bench
 from loopq.paper.compared import RTN, answers, below, curves, grown, table
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 from loopq.terminal.table import short
 
 TITLE = "Calibration horizon"
@@ -26,7 +27,7 @@ def _name(n_cal: int) -> str:
     return f"GPTQ, {n_cal} step{'s' if n_cal > 1 else ''}"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Calibrate on the first 1, 2, 4 and more steps. Count the rank of the layer that gains most."""
     chosen = horizons(bench.depth)
     found = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})

@@ -7,10 +7,12 @@ from typing import Any
 
 from loopq.diagnosis.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
 from loopq.diagnosis.rollouts import run_variants
+from loopq.diagnosis.weights import Weights
 from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Controlled injection: one scale per row in parts of the loop"
 GROUPED = f"groups of {CURE_GROUP}"
@@ -23,12 +25,12 @@ WORDS = {
 }
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Compare every step's prediction with full precision, from the same initial state and from another one."""
     context = bench.context()
     found = {}
 
-    def weights(group_size: int) -> dict[str, Any]:
+    def weights(group_size: int) -> dict[str, Weights]:
         config = context.config.layer(group_size)
         return injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, answers, below, show_variants, three
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.storage.schema import Object
 
 EQUAL = "GPTQ, all steps, rows of one"
 TITLE = "INT3: rounding, one step, equal rows, full trajectory"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize into four variants at INT3. The equal-rows variant spreads the rows of one step over the trajectory."""
     return bench.measure(three(bench, bits=3) | {EQUAL: bench.gptq("all", bits=3, inputs="equal-rows")})
 

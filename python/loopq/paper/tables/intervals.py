@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.evaluation.stats import Interval, wilson
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, three, without_logits
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Wilson intervals of the scores"
 # Correct answers of 1,319 (Li, Tables 2 and 24), with the interval that the paper prints.
@@ -25,7 +25,7 @@ PAPER = (
 N_PAPER = 1319
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize into the three variants of the main table and count correct last tokens."""
     return bench.measure(three(bench))
 

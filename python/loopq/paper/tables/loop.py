@@ -10,11 +10,12 @@ from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.loopfigure import draw
 from loopq.report.style import short_names
+from loopq.storage.schema import Object
 
 TITLE = "The loop and its layers"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """List the layers of a step, and measure the damage of each one alone. It colours the drawing."""
     return bench.head() | {"drawing": {k: bench.alone[k] for k in ("model", "layers")}}
 

@@ -22,6 +22,7 @@ from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown
 from loopq.paper.tables.rank_survey import rank_survey
+from loopq.storage.schema import Object
 
 #: Prompts of PL-BERT, whose rollout costs thirty times as much.
 FEWER = {"n_calibration": 32, "n_evaluation": 24}
@@ -31,7 +32,7 @@ N_PROBE = 96
 Weights = dict[str, NDArray[np.float32]]
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize into the three variants on two grids, from several sets of calibration prompts.
 
     Returns
@@ -48,7 +49,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     model, began = bench.prompts or bench.source.prompts(sizes), time.monotonic()
     weights: dict[str, Weights] = {}
     n_bytes: dict[str, int] = {}
-    facts: dict[str, Any] = {}
+    facts: Object = {}
     for one in _seeds(bench, model, s.n_seeds):
         selection = one.collected.job.selection
         for (bits, group, variant), layers in _solve(one).items():
@@ -121,7 +122,7 @@ def _names(bits: int, group: int, variant: str, n_seeds: int) -> list[str]:
     return [_name(bits, group, variant, seed) for seed in range(1 if variant == RTN else n_seeds)]
 
 
-def _by_seed(measured: Sequence[Measurement]) -> dict[str, Any]:
+def _by_seed(measured: Sequence[Measurement]) -> Object:
     def gather(field: Callable[[Measurement], NDArray[np.float64]]) -> list[Any]:
         return [_rounded(field(m)) for m in measured]
 
@@ -137,7 +138,7 @@ def _rounded(values: NDArray[np.float64]) -> list[float]:
     return [float(f"{v:.8g}") for v in values[0]]
 
 
-def _states(bench: Bench, model: PreparedModel, weights: Mapping[str, Weights]) -> dict[str, Any] | None:
+def _states(bench: Bench, model: PreparedModel, weights: Mapping[str, Weights]) -> Object | None:
     """Hidden states by step, and what a probe reads from them. None for systems with logits."""
     if bench.system.output != "hidden" or not bench.system.has_steps:
         return None

@@ -13,13 +13,14 @@ from loopq.paper.compared import closer, curves, higher
 from loopq.paper.controls import ssm
 from loopq.paper.controls.rounding import round_signed
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Errors in a selective scan"
 # Li, App. N uses 5 prompts, and token positions 8 and 32 for the growth.
 N_PROMPTS, EARLY_LATE = 5, (8, 32)
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Round one component of the middle layer at a time, and add an identity term to its recurrence."""
     model = bench.system.model
     mixers = ssm.find_mixers(model)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import answers, below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.paper.tables.components import refuses
 from loopq.quantizers.config import Override
+from loopq.storage.schema import Object
 
 PLAIN, TURNED, CALIBRATED = "RTN", "RTN, adapter rotated", "GPTQ, all steps, adapter rotated"
 TITLE = "Per-channel rounding with and without rotation"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Quantize with one scale per row."""
     row = {"group_size": -1}
     turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)

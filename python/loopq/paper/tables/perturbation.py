@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,11 +10,12 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import higher, without_exposed
 from loopq.paper.diagnosis.sections.perturbation import perturbations
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Perturbations other than rounding"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Perturb adapter or core by updates of one norm and by noise of one output error, states paired."""
     return bench.head() | perturbations(bench.context())
 

@@ -10,12 +10,13 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import curves, grown
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
+from loopq.storage.schema import Object
 
 TITLE = "Rank of each layer's input, step by step"
 HEADER = ("model", "input of", "width", "step 0", "of width", "step 1", "last step", "all steps", "gain")
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Count eigenvalues above 1e-3 of the largest at every step over the same positions, and of the sum."""
     layers = {}
     for p in bench.collected.job.selection.distinct_inputs:

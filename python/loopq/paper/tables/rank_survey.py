@@ -12,12 +12,13 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, below, closed, grown, three
 from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.storage.schema import Object
 
 TITLE = "Rank survey and recovery"
 HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one step against RTN", "gap closed")
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Count ranks, and quantize into the three variants of the main table."""
     survey = rank_survey(bench.sums, bench.collected.job.selection, bench.execution.threads)
     return bench.measure(three(bench)) | {"ranks": survey}
@@ -42,7 +43,7 @@ def _readers_class(names: Sequence[str]) -> str:
     return "+".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
-def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dict[str, Any]:
+def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> Object:
     """Rank of every input Hessian at step 0, at the last step and over the trajectory (Li, Table 18).
 
     Returns
@@ -76,7 +77,7 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dic
     return {"threshold": FOCAL, "layers": layers, "bottleneck": lowest["layer"]}
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found) -> Object:
     layers = {layer["layer"]: layer for layer in found["ranks"]["layers"]}
     low = layers[found["ranks"]["bottleneck"]]
     top = max(layers.values(), key=lambda layer: layer["gain"] or 0.0)

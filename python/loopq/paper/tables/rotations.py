@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.paper.bench import Bench
 from loopq.paper.compared import below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.paper.tables.components import refuses
 from loopq.quantizers.config import Override
+from loopq.storage.schema import Object
 
 NONE = "INT4 GPTQ, no rotation"
 KINDS = {"Hadamard 512": "hadamard:512", "Hadamard 32": "hadamard:32", "random 512": "random:512"}
 TITLE = "Rotations of the adapter's input, one scale per row"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Calibrate INT4 over the trajectory and round INT8, per channel, under each rotation."""
     int4, int8 = ({"bits": bits, "group_size": -1} for bits in (4, 8))
     variants = {NONE: bench.gptq("all", **int4), "INT8 RTN, no rotation": bench.rtn(**int8)}

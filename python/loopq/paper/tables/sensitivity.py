@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,13 +11,14 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
+from loopq.storage.schema import Object
 
 TITLE = "Layers by three measures of sensitivity"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Round each layer alone. Measure random-direction gain and Hessian trace."""
-    found: dict[str, Any] = bench.alone["sections"]["ablation"]
+    found: Object = bench.alone["sections"]["ablation"]
     return bench.head() | found | {"exposed": [p.name for p in bench.context().exposed]}
 
 

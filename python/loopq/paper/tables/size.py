@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.run.config import QuantConfig
+from loopq.storage.schema import Object
 
 TITLE = "Size of the weights, and time of collection"
 # Outputs, inputs and count of Huginn's shared projections (Li, App. Q): adapter, and four blocks of four.
@@ -26,7 +26,7 @@ def huginn_bytes(padded: bool) -> int:
     return total
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Add up the bytes of the model's layers. Time Hessians of step 0 and of all steps in CPU seconds."""
     layers = bench.solve(bench.rtn())
     dense = sum(2 * p.in_features * p.out_features for p in bench.collected.job.selection.observed)

@@ -16,6 +16,7 @@ from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTabl
 from loopq.report.style import short_name
 from loopq.run.config import QuantConfig
 from loopq.run.model_source import ModelSource
+from loopq.storage.schema import Object
 
 TITLE = "Eigenvalues by threshold, prompts and steps"
 # The paper compares 50 prompts with 1,000. This table compares a quarter of the prompts with all.
@@ -23,7 +24,7 @@ SHARE = 4
 FEW, MANY, STEPS = "a quarter, step 0", "all prompts, step 0", "a quarter, all steps"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Take the adapter, or else the input with the fewest directions, and the first attention input."""
     tokens = bench.model.calibration
     few = _sums(bench, tokens.take(0, max(1, len(tokens.sequences) // SHARE)))

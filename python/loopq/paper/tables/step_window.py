@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from loopq import _native as native
-from loopq.diagnosis.weights import weight_of
+from loopq.diagnosis.weights import Matrix, weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, RTN, below, most, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.run.config import QuantConfig
 from loopq.run.source import Layers
+from loopq.storage.schema import Object
 
 SKIP = "GPTQ, without step 0"
 # The paper's five values. 1 / N would be the plain sum.
@@ -20,15 +22,12 @@ ALPHAS = ("0.05", "0.10", "0.15", "0.20", "0.25")
 TITLE = "Calibration without step 0"
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench) -> Object:
     """Leave step 0 out, or weigh it by alpha against the mean of the others. Compare the late step's proxy too."""
-    layers: dict[str, Any] = {
-        RTN: bench.rtn(),
-        ALL: bench.solve(bench.gptq("all")),
-        SKIP: bench.solve(bench.gptq("1:")),
-    }
+    whole, skip = bench.solve(bench.gptq("all")), bench.solve(bench.gptq("1:"))
+    layers: dict[str, QuantConfig | Layers] = {RTN: bench.rtn(), ALL: whole, SKIP: skip}
     layers |= {f"GPTQ, alpha = {a}": bench.gptq("all", step_weights=f"alpha={a}") for a in ALPHAS}
-    wins, of = _late(bench, layers[SKIP], layers[ALL])
+    wins, of = _late(bench, skip, whole)
     return bench.measure(layers) | {"late_wins": wins, "late_of": of}
 
 
@@ -38,7 +37,7 @@ def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
     shared = {p.name: p for p in bench.collected.job.selection.observed if p.invocations == bench.depth}
     last = bench.depth - 1
 
-    def errors(layers: Layers) -> dict[str, Any]:
+    def errors(layers: Layers) -> dict[str, Matrix]:
         return {
             n: np.ascontiguousarray(layers[n].dequantize() - weight_of(bench.system, p), dtype=np.float32)
             for n, p in shared.items()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.bypass import bypass_study
 from loopq.paper.diagnosis.exposed import rounded_exposed
+from loopq.storage.schema import Object
 
 
-def bypasses(context: Context) -> dict[str, Any]:
+def bypasses(context: Context) -> Object:
     """Identity-bypass control (Li, App. K)."""
     config = context.config
     return bypass_study(

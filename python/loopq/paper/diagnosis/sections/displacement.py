@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.displacement import displacement
 from loopq.paper.diagnosis.exposed import rounded_exposed
+from loopq.storage.schema import Object
 
 
-def displacements(context: Context) -> dict[str, Any]:
+def displacements(context: Context) -> Object:
     """Displacement from the final state of full precision (Li, App. L)."""
     config = context.config
     out = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Found, Section
 from loopq.errors import ConfigError
@@ -11,12 +9,13 @@ from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.exposed import rounded_exposed
 from loopq.paper.diagnosis.spectral import radius_study
 from loopq.paper.diagnosis.stepmap import Bypass
+from loopq.storage.schema import Object
 
 # Jacobian products of one map: about 300 for each of two start vectors and 60 for the norm.
 _PRODUCTS = 2 * 300 + 60
 
 
-def jacobian(context: Context) -> dict[str, Any]:
+def jacobian(context: Context) -> Object:
     """Spectral radius and norm of the step, with and without the identity bypass (Li, App. K)."""
     tokens = context.tokens.take(0, context.config.n_jacobian_prompts)
     return radius_study(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.perturbation import perturbation_study
+from loopq.storage.schema import Object
 
 
-def perturbations(context: Context) -> dict[str, Any]:
+def perturbations(context: Context) -> Object:
     """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
     config = context.config
     return perturbation_study(

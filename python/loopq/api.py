@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
 from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluation.compare import compare, content
 from loopq.formats.checkpoint import Checkpoint
@@ -374,7 +375,6 @@ def diagnose(
     dict
         Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
     """
-    from loopq.diagnosis.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
     execution, take = divided(options, Execution(), Take())

@@ -12,6 +12,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, execution, load
 from loopq.commands.plan import forecasts
 from loopq.errors import ConfigError
+from loopq.models.check import check_model
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
 from loopq.terminal.table import render
@@ -32,8 +33,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks. The exit code is 1 if one fails."""
-    from loopq.models.check import check_model
-
     if args.plan:
         return _plan(args)
     loaded = load(args)

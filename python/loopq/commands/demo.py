@@ -14,8 +14,11 @@ from loopq.commands import COMMANDS, Command, variants
 from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
 from loopq.diagnosis.config import DiagnoseConfig
+from loopq.diagnosis.context import Context
+from loopq.diagnosis.survey import diagnose
 from loopq.lazy import require
 from loopq.models.load import LoadedModel, load_model
+from loopq.report.comparison import write_comparison
 from loopq.report.page import write_data, write_page
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line
@@ -70,8 +73,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize the embedded model with each variant and print the comparison."""
-    from loopq.report.comparison import write_comparison
-
     if args.html:
         return _pages(args)
     if args.page:
@@ -154,9 +155,6 @@ def pages(
     list of str
         Skipped models, with the reason.
     """
-    from loopq.diagnosis.context import Context  # lazy: keeps the other commands quick
-    from loopq.diagnosis.survey import diagnose  # lazy: keeps the other commands quick
-
     execution = execution or Execution()
     out.mkdir(parents=True, exist_ok=True)
     written, left_out = [], []

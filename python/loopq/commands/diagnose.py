@@ -23,6 +23,7 @@ from loopq.commands.options import (
 )
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.sections import in_order
+from loopq.diagnosis.survey import diagnose_dump
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.report.page import write_data, write_page
@@ -89,8 +90,6 @@ def config_of(args: argparse.Namespace) -> DiagnoseConfig:
 
 
 def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
-    from loopq.diagnosis.survey import diagnose_dump
-
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
     return diagnose_dump(Path(args.model), config=config, execution=execution(args, progress=progress))

@@ -11,6 +11,7 @@ from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import hf_folder, native
 from loopq.formats.base import Format
 from loopq.formats.convert import format_of
 from loopq.run.config import QuantConfig
@@ -28,8 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Identify the content and print it."""
-    from loopq.formats import native
-
     path = Path(args.folder)
     if (path / "manifest.json").is_file() and not (path / native.INDEX).is_file():
         dump = Dump(path)
@@ -55,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _format(path: Path) -> Format:
     """The format of a checkpoint, or a suggestion of what the user meant."""
-    from loopq.formats import hf_folder
-
     try:
         return format_of(path)
     except CheckpointError:

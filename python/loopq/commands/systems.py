@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from loopq.commands import COMMANDS, Command
+from loopq.models.check import systems_table
+from loopq.models.needs import needs
 from loopq.terminal.table import render
 
 
@@ -20,8 +22,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of the systems, or the requirements of models."""
-    from loopq.models.check import systems_table
-
     if args.models:
         print("\n\n".join(map(_needs, args.models)))
         return 0
@@ -39,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _needs(model: str) -> str:
-    from loopq.models.needs import needs
-
     lines = needs(model)
     width = max(len(subject) for subject, _ in lines)
     return "\n".join(f"{subject:{width}}  {text}" for subject, text in lines)

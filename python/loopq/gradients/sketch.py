@@ -301,7 +301,6 @@ class Both(Outputs):
         self._drawn: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
 
     def begin(self, prompt: int, draw: int) -> None:
-        """As in `Side`."""
         super().begin(prompt, draw)
         self._number = prompt * self.sketch.n_draws + draw
         self._thin.clear()

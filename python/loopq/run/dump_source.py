@@ -51,21 +51,17 @@ class DumpSource(Source):
 
     @property
     def execution(self) -> Execution:
-        """As in `Source`."""
         return self.how
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """As in `Source`."""
         return self.dump.weights()
 
     @cached_property
     def side_files(self) -> Mapping[str, bytes]:
-        """As in `Source`."""
         return self.dump.side_files()
 
     def facts(self) -> Object:
-        """As in `Source`."""
         manifest = self.dump.manifest
         return {
             "system": manifest.system,
@@ -76,7 +72,6 @@ class DumpSource(Source):
         }
 
     def key(self, plan: Plan) -> str:
-        """As in `Source`."""
         m = self.dump.manifest
         return fingerprint(plan.config.to_json(), m.model, m.rows, m.files, m.metrics)
 

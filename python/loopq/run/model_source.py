@@ -96,7 +96,6 @@ class ModelSource(Source):
 
     @property
     def execution(self) -> Execution:
-        """As in `Source`."""
         return self.job.execution
 
     @property
@@ -106,16 +105,13 @@ class ModelSource(Source):
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """As in `Source`."""
         return ModelWeights.of_model(self.job.system.model)
 
     @property
     def side_files(self) -> Mapping[str, bytes]:
-        """As in `Source`."""
         return self.job.side_files
 
     def facts(self) -> Object:
-        """As in `Source`."""
         system = self.job.system
         named = names_of(system.model)
         odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight") and p.owners]
@@ -130,11 +126,9 @@ class ModelSource(Source):
         }
 
     def key(self, plan: Plan) -> str:
-        """As in `Source`."""
         return self.job.fingerprint(plan.config.to_json())
 
     def plan(self, config: QuantConfig) -> Plan:
-        """As in `Source`."""
         return plan_model(config, self.job)
 
     def prepare(self, plan: Plan) -> Plan:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from loopq import zoo
+from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -18,6 +19,11 @@ from loopq.commands.options import (
     loading,
 )
 from loopq.errors import ConfigError
+from loopq.paper.bench import Bench, BenchSettings
+from loopq.paper.models import Sizes, open_source
+from loopq.paper.planted import plant
+from loopq.paper.run import in_order, make, write
+from loopq.paper.shown import TABLES, find
 from loopq.terminal.progress import Line, Progress
 from loopq.terminal.table import render
 
@@ -29,8 +35,6 @@ _N_PLANT = 4
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from loopq.paper.bench import BenchSettings
-
     parser.add_argument(
         "table",
         metavar="TABLE",
@@ -76,9 +80,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print, then write the record."""
-    from loopq.paper.run import in_order, make, write
-    from loopq.paper.shown import find
-
     if args.table is None:
         return _list()
     names = in_order() if args.table == ALL else [find(args.table)[0]]
@@ -96,24 +97,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from loopq.paper.run import in_order
-    from loopq.paper.shown import TABLES
-
     rows = [(name, ", ".join(TABLES.get(name).labels), TABLES.get(name).title) for name in in_order()]
     print(render(("name", "in the paper", "title"), rows))
     print("\n`loopq reproduce NAME [MODEL ...]` measures one of them, `loopq reproduce all` every one.")
     return 0
 
 
-def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress) -> list[Any]:
+def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress) -> list[Bench]:
     """Load all models before measuring any, so that a wrong name fails at once."""
-    from loopq import zoo
-    from loopq.calibrate.plbert import PLBERT, data_folder
-    from loopq.paper.bench import Bench, BenchSettings
-    from loopq.paper.models import Sizes, open_source
-    from loopq.paper.planted import plant
-    from loopq.paper.shown import TABLES
-
     if all(TABLES.get(name).measure is None for name in tables):
         return []
     data = data_folder(args.data)

@@ -64,7 +64,7 @@ def slots() -> None:
 
 
 def _time(
-    layer: Projection, shape: planner.GemmShape, plan: planner.Plan, tokens: int, copy: float
+    layer: Projection, shape: planner.GemmShape, plan: planner.NarrowPlan, tokens: int, copy: float
 ) -> tuple[str, str]:
     """Issue slots as a share of those that the stream leaves, and bandwidth as a share of the copy's."""
     rate = copy / planner.H200.multiprocessors / GHZ / 1e9

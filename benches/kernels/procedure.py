@@ -17,7 +17,7 @@ from benches.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, P
 from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
 from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
 from loopq.cuda.load import Backend, Captured
-from loopq.cuda.plan import Plan
+from loopq.cuda.plan import NarrowPlan
 from loopq.cuda.w4a16 import dequantize_packed, spread_scales
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import median_ratio
@@ -125,7 +125,7 @@ class Int4Layer:
         x: torch.Tensor,
         out: torch.Tensor,
         workspace: Workspace,
-        plan: Plan | None = None,
+        plan: NarrowPlan | None = None,
     ) -> None:
         in_features = self.projection.in_features
         product = Product(x, self.qweight, self.scales, None, None, in_features, self.group_size)

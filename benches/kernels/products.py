@@ -25,7 +25,7 @@ from benches.kernels.procedure import (
 from benches.kernels.shapes import Projection
 from loopq.cuda.launch import Product, Workspace, launch_dequantize, workspace_for
 from loopq.cuda.load import Backend
-from loopq.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, Plan, make_plan, token_tiles_for
+from loopq.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, make_plan, token_tiles_for
 from loopq.errors import ConfigError
 
 __all__ = ["compare_products", "find_threshold", "sweep_cuts"]
@@ -53,7 +53,7 @@ def record_int4(
     tokens: int,
     procedure: Procedure,
     *,
-    plan: Plan | None = None,
+    plan: NarrowPlan | None = None,
 ) -> Recording:
     """Graph of int4 products over copies of the weight that do not fit the L2 together."""
     layer, group_size = copies[0].projection, copies[0].group_size
@@ -290,7 +290,7 @@ def _plans(
     slices: Sequence[int],
     warps: Sequence[int],
     depths: Sequence[int],
-) -> dict[Plan, bool]:
+) -> dict[NarrowPlan, bool]:
     """Plans to try, and whether the planner picks them."""
     shape = GemmShape(layer.out_features, 0, layer.in_features, group_size, token_tiles_for(tokens))
     found = {make_plan(shape, backend.limits, backend.ring_stages): True}

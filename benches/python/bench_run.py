@@ -32,7 +32,8 @@ import torch
 from record import write
 
 from loopq.inference.generate import Decoder, Generation
-from loopq.inference.linear import QuantEmbedding, QuantLinear
+from loopq.inference.linear import QuantLinear
+from loopq.inference.quantized import QuantEmbedding
 from loopq.inference.runner import Runner
 from loopq.layers.grid import Bits
 from loopq.models.load import load_model

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from loopq.inference.layout import Activations, Backend, Held, PackedLayer
+from loopq.inference.layout import Activations, Held, Layout, PackedLayer
 from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grids.integer import Integer
 from tests.support.checkpoints import layer
@@ -18,7 +18,7 @@ def test_every_layout_has_the_methods_of_a_backend(name):
     backend = LAYOUTS[name]
     assert set(backend.devices) <= {"cpu", "cuda", "meta"}
     for method in ("fits", "pack", "unpack", "rows", "multiply"):
-        expected = list(inspect.signature(getattr(Backend, method)).parameters)[1:]
+        expected = list(inspect.signature(getattr(Layout, method)).parameters)[1:]
         assert list(inspect.signature(getattr(backend, method)).parameters) == expected, method
 
 

@@ -12,8 +12,8 @@ import torch
 import loopq
 from loopq.errors import CheckpointError, ConfigError, KernelError
 from loopq.formats.checkpoint import Checkpoint
-from loopq.inference.linear import QuantEmbedding, QuantLinear
-from loopq.inference.quantized import install
+from loopq.inference.linear import QuantLinear
+from loopq.inference.quantized import QuantEmbedding, install
 from loopq.layers.grids import even
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer

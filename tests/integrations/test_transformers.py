@@ -16,7 +16,8 @@ from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import read_all_tensors
-from loopq.inference.linear import QuantEmbedding, QuantLinear
+from loopq.inference.linear import QuantLinear
+from loopq.inference.quantized import QuantEmbedding
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.models.hf import unfuse
 from tests.support.interop import models

@@ -89,13 +89,13 @@ def test_the_entry_point_registers_classes_that_there_are(monkeypatch, own_mappi
 
 def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_mapping):
     transformers = pytest.importorskip("transformers")
-    from loopq.integrations.vllm.configs import HuginnConfig, OuroConfig
+    from loopq.integrations.vllm.configs import OuroConfig, RavenConfig
 
-    for kind in (HuginnConfig, OuroConfig):
+    for kind in (RavenConfig, OuroConfig):
         transformers.AutoConfig.register(kind.model_type, kind, exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(vllm.HUGINN))
     read = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(read, HuginnConfig)
+    assert isinstance(read, RavenConfig)
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "head_dim")
     assert [getattr(read, name) for name in names] == [256, 4, 4, 512, 64]
     assert read.mean_recurrence == 6

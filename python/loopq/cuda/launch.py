@@ -17,7 +17,7 @@ from loopq.cuda.load import Backend, Kernel
 from loopq.cuda.plan import (
     TOKENS_PER_LAUNCH,
     GemmShape,
-    Plan,
+    NarrowPlan,
     Variant,
     fold_of,
     make_plan,
@@ -213,13 +213,13 @@ def launch_gemm(
     out: torch.Tensor,
     workspace: Workspace,
     *,
-    plan: Plan | TiledPlan | None = None,
+    plan: NarrowPlan | TiledPlan | None = None,
 ) -> None:
     """Launch the product for x (rows, width) into out (rows, out_features).
 
     Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller checks types and shapes
     (`Product.checked`, or the rollout runner's constructor). This function checks what only a kernel needs. `plan`
-    replaces the cheapest cut: a `Plan` for up to 32 rows, else a `TiledPlan`.
+    replaces the cheapest cut: a `NarrowPlan` for up to 32 rows, else a `TiledPlan`.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def launch_gemm(
     rows, types = x.shape[0], (ACTIVATIONS[x.dtype] + table, SCALES[p.scales.dtype])
     launched: _Launch
     if rows > TOKENS_PER_LAUNCH:
-        assert not isinstance(plan, Plan), "a cut for at most 32 tokens"
+        assert not isinstance(plan, NarrowPlan), "a cut for at most 32 tokens"
         cut = plan or make_tiled_plan(layer, rows, backend.limits, *types, stages=backend.ring_stages)
         launched = _Launch.tiled(cut)
     else:
@@ -272,7 +272,7 @@ class _Launch:
     reads_weights_once: bool
 
     @classmethod
-    def narrow(cls, cut: Plan, shape: GemmShape, rows: int, activation: str, scales: str) -> _Launch:
+    def narrow(cls, cut: NarrowPlan, shape: GemmShape, rows: int, activation: str, scales: str) -> _Launch:
         variant = Variant(activation, shape.token_tiles, cut.fold, cut.stages, scales)
         return cls(
             Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", variant.defines, partial(prove, variant)),
@@ -324,7 +324,7 @@ _GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 
 def _cut_in_two(
     variant: Variant | TiledVariant, layer: tuple[int, int, int, int], backend: Backend
-) -> tuple[int, Plan | TiledPlan, Workspace]:
+) -> tuple[int, NarrowPlan | TiledPlan, Workspace]:
     """Tokens that fill a block of the variant, a cut into two slices, and their workspace."""
     if isinstance(variant, TiledVariant):
         tokens = WARP_TOKENS * variant.token_warps

@@ -123,7 +123,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NarrowPlan:
     """Grid (`blocks` along the outputs, `slices` along K), warps per block, ring depth and shared memory."""
 
     blocks: int
@@ -176,13 +176,13 @@ def _stage_bytes(fold: int) -> int:
     return _STAGE_WEIGHT_BYTES + (4, 2, 1, 1)[fold] * 128
 
 
-def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
+def _shared_bytes(plan: NarrowPlan, tokens: int, token_tiles: int) -> int:
     x = tokens * (plan.slice_tiles * TILE_ROWS * 2 + 16)
     ring = plan.stages * _stage_bytes(plan.fold)
     return x + plan.warps * (token_tiles * _SLOT_BYTES + ring)
 
 
-def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits) -> float:
+def _clocks(shape: GemmShape, plan: NarrowPlan, token_tiles: int, device: DeviceLimits) -> float:
     """Estimated time of the busiest block: loading x, then weights, then joining the slices."""
     pairs = -(-shape.pairs // plan.blocks)
     stages = -(-plan.slice_tiles // _STAGE_TILES)
@@ -198,7 +198,7 @@ def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits
     return stream + x_alone + join_clocks(pairs, plan, token_tiles)
 
 
-def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
+def join_clocks(pairs: int, plan: NarrowPlan, token_tiles: int) -> float:
     """Estimated clocks for adding up the slices of a block's `pairs` pairs."""
     if plan.slices == 1:
         return 0.0
@@ -214,7 +214,7 @@ def make_plan(
     device: DeviceLimits,
     stages: int | None = None,
     slices: int | None = None,
-) -> Plan:
+) -> NarrowPlan:
     """The cheapest cut that fits the device.
 
     Parameters
@@ -234,7 +234,7 @@ def make_plan(
     class_tiles = 2 if shape.token_tiles <= 2 else 4
     shallowest = 3 if device.capability >= (9, 0) else 2
     depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
-    best: tuple[float, Plan] | None = None
+    best: tuple[float, NarrowPlan] | None = None
     most_slices = min(_MAX_SLICES, shape.stages, device.multiprocessors)
     # A slice without a stage would divide by zero.
     allowed = range(1, most_slices + 1)
@@ -244,7 +244,7 @@ def make_plan(
         work = (shape.pairs // blocks) * (shape.stages // n_slices)
         most = max(1, min(max_warps(class_tiles), work))
         for warps in range(most, max(0, min(most, 4) - 1), -1):
-            plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift)
+            plan = NarrowPlan(blocks, n_slices, warps, 0, slice_tiles, fold, shift)
             depth = _deepest(plan, depths, class_tiles, device)
             if depth is None:
                 continue
@@ -261,7 +261,7 @@ def make_plan(
     return replace(best[1], stages=depth)
 
 
-def _deepest(plan: Plan, depths: tuple[int, ...], token_tiles: int, device: DeviceLimits) -> int | None:
+def _deepest(plan: NarrowPlan, depths: tuple[int, ...], token_tiles: int, device: DeviceLimits) -> int | None:
     for depth in depths:
         if depth * _stage_bytes(plan.fold) < token_tiles * _SLOT_BYTES:
             continue

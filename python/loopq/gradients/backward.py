@@ -23,7 +23,8 @@ from loopq.systems.base import Batch, LoopedSystem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.gradients.sketch import Side, Taps
+    from loopq.gradients.sketch import Side
+    from loopq.gradients.taps import Taps
 
     Join = Callable[[Callable[[], None]], None]
 
@@ -49,7 +50,7 @@ class Backward:
 
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
         """Pass gradients of some prompts to a side. After each, yield the number of finished prompts."""
-        from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
+        from loopq.gradients.taps import Taps  # lazy: loopq imports without torch
         from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
         batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from loopq.inference.transforms import InputTransform
     from loopq.layers.grid import Grid
 
-__all__ = ["Activations", "Backend", "Held", "PackedLayer"]
+__all__ = ["Activations", "Held", "Layout", "PackedLayer"]
 
 #: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
 Activations = Literal["float", "int8"]
@@ -56,7 +56,7 @@ class PackedLayer(Protocol):
         """Return the weight in float32, (out, in)."""
 
 
-class Backend(Protocol):
+class Layout(Protocol):
     """Memory layout of codes, with its product routine. It holds no tensors.
 
     Another backend is another entry of `loopq.inference.linear.LAYOUTS`. No other code knows how codes are stored.

@@ -16,7 +16,7 @@ from loopq.cuda.plan import fold_of
 from loopq.cuda.w4a16 import spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
 from loopq.inference.cpu import CpuPanels
-from loopq.inference.layout import Activations, Backend, Held, PackedLayer
+from loopq.inference.layout import Activations, Held, Layout, PackedLayer
 from loopq.inference.transforms import InputTransform
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.table import Leveled
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from loopq.layers.grid import Grid
     from loopq.layers.layer import QuantizedLayer
 
-__all__ = ["LAYOUTS", "QuantEmbedding", "QuantLinear"]
+__all__ = ["LAYOUTS", "QuantLinear"]
 
 
 class _Int4Tiles:
@@ -97,7 +97,7 @@ class _PlainCodes:
 
 
 # Without a given layout, a layer takes the first that fits.
-LAYOUTS: dict[str, Backend] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
+LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
 
 
 def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
@@ -397,44 +397,6 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             f"layout={self.layout!r}, "
             f"activations={self.activations!r}, bias={self.bias is not None}"
         )
-
-
-class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Embedding table over integer codes.
-
-    Parameters
-    ----------
-    table : QuantLinear
-        Plain grid without a transform, (vocabulary, width). For a tied head, the head's layer.
-    dtype : torch.dtype
-        Type of the returned rows. It follows the model's.
-    """
-
-    like: torch.Tensor
-
-    def __init__(self, table: QuantLinear, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.table = table
-        self.num_embeddings, self.embedding_dim = table.out_features, table.in_features
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """All rows, computed at each use."""
-        return self.table.dequantize().to(self.like.dtype)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantEmbedding:
-        """Gets its own codes if a tied head, on a GPU, has the kernel's words, which have no rows."""
-        super()._apply(fn, recurse)
-        if self.table.layout == "lq-w4":
-            own = self.table
-            self.table = QuantLinear("codes", own.codes(), own.scales, held=own.held)
-        return self
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (..., width) for integer ids (...)."""
-        found = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
-        return found.view(*ids.shape, self.embedding_dim)
 
 
 def _bias(bias: torch.Tensor | NDArray[Any] | None, out_features: int) -> torch.Tensor | None:

@@ -5,17 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
-from loopq.inference.linear import QuantEmbedding, QuantLinear
+from loopq.inference.linear import QuantLinear
 from loopq.layers.layer import QuantizedLayer
-from loopq.lazy import require
 from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from loopq.inference.layout import Activations
+
+
+class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Embedding table over integer codes.
+
+    Parameters
+    ----------
+    table : QuantLinear
+        Plain grid without a transform, (vocabulary, width). For a tied head, the head's layer.
+    dtype : torch.dtype
+        Type of the returned rows. It follows the model's.
+    """
+
+    like: torch.Tensor
+
+    def __init__(self, table: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self.num_embeddings, self.embedding_dim = table.out_features, table.in_features
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All rows, computed at each use."""
+        return self.table.dequantize().to(self.like.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantEmbedding:
+        """Gets its own codes if a tied head, on a GPU, has the kernel's words, which have no rows."""
+        super()._apply(fn, recurse)
+        if self.table.layout == "lq-w4":
+            own = self.table
+            self.table = QuantLinear("codes", own.codes(), own.scales, held=own.held)
+        return self
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (..., width) for integer ids (...)."""
+        found = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
+        return found.view(*ids.shape, self.embedding_dim)
 
 
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
@@ -82,12 +123,11 @@ def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) ->
 
 
 def _is_table(module: nn.Module) -> bool:
-    return type(module) is require("torch").nn.Embedding and module.max_norm is None
+    return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
     """Why a layer keeps a dequantized weight. Empty if its modules are replaced."""
-    torch = require("torch")
     others = [module for module in owners if not _is_table(module)]
     strange = {type(module).__name__ for module in others if type(module) is not torch.nn.Linear}
     if strange:

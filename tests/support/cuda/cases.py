@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loopq.cuda.layout import level_bytes, pack_w4
-from loopq.cuda.plan import H200, TOKENS_PER_LAUNCH, GemmShape, Plan, Variant, fold_of, token_tiles_for
+from loopq.cuda.plan import H200, TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, Variant, fold_of, token_tiles_for
 from loopq.cuda.tiled import TiledPlan, TiledVariant, make_tiled_plan
 from tests.support.cuda.emulation import run_gemm
 
@@ -77,7 +77,7 @@ class Case:
         return Variant(self.activation, token_tiles_for(self.tokens), fold, self.stages, self.scales)
 
     @property
-    def plan(self) -> Plan | TiledPlan:
+    def plan(self) -> NarrowPlan | TiledPlan:
         """The case's own cut; of a tiled product only its slices and its ring are free."""
         fold, shift = fold_of(self.group)
         if self.tiled:
@@ -87,7 +87,7 @@ class Case:
         shape = GemmShape(self.n, self.k_begin, self.end, self.group, 1)
         slices = min(self.slices, shape.stages)
         tiles = min(2 * -(-shape.stages // slices), shape.tiles)
-        return Plan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift)
+        return NarrowPlan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loopq.cuda.plan import ACTIVATION_TYPES, Plan, Variant
+from loopq.cuda.plan import ACTIVATION_TYPES, NarrowPlan, Variant
 from loopq.cuda.tiled import TiledPlan, TiledVariant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,13 +111,13 @@ class Sizes:
     token_tiles: int
 
     @classmethod
-    def of(cls, variant: Variant | TiledVariant, plan: Plan | TiledPlan, tokens: int, n: int) -> Sizes:
+    def of(cls, variant: Variant | TiledVariant, plan: NarrowPlan | TiledPlan, tokens: int, n: int) -> Sizes:
         if isinstance(variant, TiledVariant):
             assert isinstance(plan, TiledPlan)
             workspace = (plan.partial_floats, plan.units)
             grid = (plan.blocks, plan.slices)
             return cls(grid, variant.threads, plan.shared_bytes, *workspace, 8 * variant.token_warps)
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, NarrowPlan)
         pairs = (n // 16 + 1) // 2
         floats = plan.slices * pairs * 256 * variant.token_tiles if plan.slices > 1 else 0
         shared = plan.shared_bytes(tokens, variant.token_tiles)
@@ -126,7 +126,7 @@ class Sizes:
 
 def run_gemm(
     variant: Variant | TiledVariant,
-    plan: Plan | TiledPlan,
+    plan: NarrowPlan | TiledPlan,
     *,
     x: np.ndarray,
     weights: np.ndarray,

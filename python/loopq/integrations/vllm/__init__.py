@@ -18,7 +18,7 @@ VLLM = "0.32"
 #: Names in a ``config.json`` under "architectures", and the classes that run them, each behind its module here.
 MODELS = {
     "OuroForCausalLM": "models:Ouro",
-    "RavenForCausalLM": "models:Raven",
+    "RavenForCausalLM": "models:RavenLM",
     "DoryForCausalLM": "dory:Dory",
     "LoopedLlamaForCausalLM": "models:LoopedLlama",
     "LoopedMistralForCausalLM": "models:LoopedMistral",

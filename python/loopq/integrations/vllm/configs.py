@@ -18,7 +18,7 @@ class OuroConfig(PretrainedConfig):
     model_type = "ouro"
 
 
-class HuginnConfig(PretrainedConfig):
+class RavenConfig(PretrainedConfig):
     """The ``config.json`` of Huginn and R-Llama: other names for width and heads."""
 
     model_type = "huginn_raven"
@@ -74,7 +74,7 @@ class InklingFullConfig(InklingConfig):
 #: Configurations by an architecture that uses them.
 CONFIGS: dict[str, tuple[type[PretrainedConfig], ...]] = {
     "OuroForCausalLM": (OuroConfig,),
-    "RavenForCausalLM": (HuginnConfig,),
+    "RavenForCausalLM": (RavenConfig,),
     "DoryForCausalLM": (DoryConfig,),
     "Inkling2LoopForCausalLM": (InklingConfig, InklingFullConfig),
 }

@@ -24,7 +24,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import maybe_prefix
 
 from loopq.errors import ConfigError
-from loopq.integrations.vllm.models import BY_TOKEN, Causal, Loops, table
+from loopq.integrations.vllm.loops import BY_TOKEN, Causal, Loops, table
 
 
 def _unit(x: Tensor) -> Tensor:

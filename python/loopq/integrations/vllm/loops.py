@@ -1,0 +1,160 @@
+"""Looped models in vLLM: one copy of the weights, and a key/value cache for each call of an attention layer.
+
+vLLM's usual code builds the first loop's layers. `again` gives the layers of a later loop: the same modules around an
+attention with its own cache. Tensor parallelism, quantized products and paged caches come from vLLM. Pipeline
+parallelism is rejected because each loop would pass through all machines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+
+Weights = Iterable[tuple[str, Tensor]]
+#: Arguments of an inner model whose dimension counts tokens.
+BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
+
+
+def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
+    """Return a module that shares all parameters but has its own attention with its own key/value cache.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A layer with one attention.
+    name : str
+        vLLM's name of that cache. It must contain one number that no other cache uses.
+    vllm_config : VllmConfig
+        Configuration that the layer was built with.
+    """
+    if isinstance(module, Attention):
+        return Attention(
+            module.num_heads,
+            module.head_size,
+            module.impl.scale,
+            num_kv_heads=module.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=module.quant_config,
+            per_layer_sliding_window=module.sliding_window,
+            attn_type=module.attn_type,
+            prefix=name,
+        )
+    if not any(isinstance(part, Attention) for part in module.modules()):
+        return module
+    twin = copy.copy(module)
+    twin._modules = {key: again(part, name, vllm_config) for key, part in module._modules.items()}
+    return twin
+
+
+class Loops(nn.Module):
+    """Layers in execution order. Each appears once under its name.
+
+    Parameters
+    ----------
+    layers : nn.ModuleList
+        The layers.
+    order : list of int
+        Layer numbers in execution order. A repeated layer is a twin from `again`.
+    name : str
+        Prefix of the layers' names, before the number.
+    first_slot : int
+        Number of the first twin's cache.
+    vllm_config : VllmConfig
+        Configuration that the layers were built with.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, order: list[int], name: str, first_slot: int, vllm_config: VllmConfig
+    ) -> None:
+        super().__init__()
+        for number, layer in layers.named_children():
+            self.add_module(number, layer)
+        seen: set[int] = set()
+        twins: list[nn.Module] = []
+        run = []
+        for number in order:
+            layer = layers[number]
+            if number in seen:
+                layer = again(layer, f"{name}.{first_slot + len(twins)}.attn", vllm_config)
+                twins.append(layer)
+            seen.add(number)
+            run.append(layer)
+        # Kept outside PyTorch's modules, so every parameter has a single name, that of the checkpoint.
+        self._run = tuple(run)
+        caches = [part for twin in twins for part in twin.modules() if isinstance(part, Attention)]
+        self.add_module("caches", nn.ModuleList(caches))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._run)
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+
+def table(vllm_config: VllmConfig, width: int, prefix: str) -> VocabParallelEmbedding:
+    """Token embedding of an inner model."""
+    vocabulary = vllm_config.model_config.hf_config.vocab_size
+    return VocabParallelEmbedding(vocabulary, width, quant_config=vllm_config.quant_config, prefix=prefix)
+
+
+class Causal(nn.Module, SupportsQuant):
+    """Interface of a causal model in vLLM. Subclasses provide the inner model."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.model_config.hf_config
+        self.build(vllm_config, prefix)
+        self.lm_head = ParallelLMHead(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if self.config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.embedding)
+        self.logits_processor = LogitsProcessor(self.config.vocab_size)
+
+    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
+        """Build the inner model."""
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> Any:
+        """The inner model."""
+        raise NotImplementedError
+
+    @property
+    def embedding(self) -> Any:
+        """The token embedding."""
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (n_tokens, d)."""
+        return self.embedding(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """States (n_tokens, d) that the head reads."""
+        return self.inner(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits (n_tokens, vocabulary)."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the tensors of a checkpoint."""
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from loopq.cuda.load import Backend, Captured
 from loopq.cuda.plan import NarrowPlan
 from loopq.cuda.w4a16 import dequantize_packed, spread_scales
 from loopq.errors import ConfigError
-from loopq.evaluation.stats import median_ratio
+from loopq.paper.stats import median_ratio
 
 if TYPE_CHECKING:
     pass

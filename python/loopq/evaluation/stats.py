@@ -1,7 +1,7 @@
-"""Statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
+"""Statistics of measurements: intervals, an exact test, bootstraps over prompts, correlation.
 
-SciPy computes the standard statistics. This module adapts them to the tables' units (answers, prompts, repetitions)
-and names. Every random procedure takes a seed and a number of resamples and returns both, so a report can be repeated.
+SciPy computes the standard statistics. This module adapts them to the units of measurements (answers, prompts).
+Every random procedure takes a seed and a number of resamples and returns both, so a report can be repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 N_RESAMPLES = 100_000
 # Values in one batch of resamples. Limits memory and does not change results.
-_CHUNK = 4_000_000
+CHUNK = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Interval:
         return asdict(self)
 
 
-def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
+def sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
+    """Values as one row. All are finite, and above 0 where `positive`."""
     array = np.asarray(values, dtype=np.float64).reshape(-1)
     if array.size == 0:
         raise ConfigError(f"{name}: no values")
@@ -70,13 +71,15 @@ def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
     return array
 
 
-def _same_length(*arrays: Floats) -> None:
+def same_length(*arrays: Floats) -> None:
+    """Refuse paired values of different lengths."""
     sizes = [a.size for a in arrays]
     if len(set(sizes)) != 1:
         raise ConfigError(f"paired values need equal lengths; got {', '.join(map(str, sizes))}")
 
 
-def _level(level: float) -> float:
+def checked_level(level: float) -> float:
+    """Nominal coverage between 0 and 1."""
     if not 0.0 < level < 1.0:
         raise ConfigError(f"level must lie between 0 and 1; got {level}")
     return level
@@ -106,7 +109,7 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
         raise ConfigError(
             f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
         )
-    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(_level(level), "wilson")
+    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(checked_level(level), "wilson")
     low, high = float(found.low), float(found.high)
     return Interval(successes / trials, low, high, level, "Wilson score interval over answers", trials)
 
@@ -152,7 +155,9 @@ def paired_proportion_difference(
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
-    low, high = np.quantile((draws[:, 0] - draws[:, 1]) / n, [(1 - _level(level)) / 2, (1 + level) / 2])
+    low, high = np.quantile(
+        (draws[:, 0] - draws[:, 1]) / n, [(1 - checked_level(level)) / 2, (1 + level) / 2]
+    )
     return Interval(
         (b - c) / n, float(low), float(high), level, "paired bootstrap over answers", n, n_resamples, seed
     )
@@ -183,8 +188,8 @@ def bootstrap(
     -----
     A single unit always resamples to itself. The interval then equals the estimate and carries no information.
     """
-    arrays = [_sample(c, method) for c in columns]
-    _same_length(*arrays)
+    arrays = [sample(c, method) for c in columns]
+    same_length(*arrays)
     n = arrays[0].size
     estimate = low = high = float(statistic(*arrays, axis=-1))
     if n > 1:
@@ -194,8 +199,8 @@ def bootstrap(
             paired=True,
             vectorized=True,
             n_resamples=n_resamples,
-            batch=max(1, _CHUNK // n),
-            confidence_level=_level(level),
+            batch=max(1, CHUNK // n),
+            confidence_level=checked_level(level),
             method="percentile",
             rng=np.random.default_rng(seed),
         )
@@ -210,61 +215,6 @@ def mean_interval(
     return bootstrap([values], np.mean, level, n_resamples, seed)
 
 
-def student(values: ArrayLike, level: float = 0.95) -> Interval:
-    """Student's t interval of a mean over few independent repetitions, such as seeds.
-
-    Parameters
-    ----------
-    values : array_like, shape (n,)
-        One value per repetition, at least 2.
-    level : float
-        Nominal coverage.
-
-    Raises
-    ------
-    ConfigError
-        Fewer than 2 values.
-
-    Notes
-    -----
-    mean +- t_{n-1} s / sqrt(n) with s the sample standard deviation. For three values t is 4.3, so the interval is
-    wide.
-
-    Examples
-    --------
-    >>> i = student([0.50, 0.52, 0.54])
-    >>> round(i.low, 3), round(i.high, 3)
-    (0.47, 0.57)
-    """
-    x = _sample(values, "values")
-    if x.size < 2:
-        raise ConfigError(f"Student's interval needs at least 2 values; got {x.size}")
-    t = float(require("scipy.stats").t.ppf((1 + _level(level)) / 2, x.size - 1))
-    half = t * float(x.std(ddof=1)) / float(np.sqrt(x.size))
-    mean = float(x.mean())
-    return Interval(mean, mean - half, mean + half, level, "Student's t over repetitions", int(x.size))
-
-
-def cluster_rate(
-    hits: ArrayLike, sizes: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Interval:
-    """Prompt-cluster bootstrap of a rate pooled over positions (Li, App. J).
-
-    Parameters
-    ----------
-    hits, sizes : array_like of shape (n_prompts,)
-        Agreeing positions of each prompt, and all its positions. Prompts are resampled whole.
-    """
-    return bootstrap(
-        [hits, sizes],
-        lambda h, n, axis: h.sum(axis) / n.sum(axis),
-        level,
-        n_resamples,
-        seed,
-        "prompt-cluster bootstrap, positions pooled",
-    )
-
-
 def geometric_mean_ratio(
     numerator: ArrayLike,
     denominator: ArrayLike,
@@ -273,9 +223,9 @@ def geometric_mean_ratio(
     seed: int = 0,
 ) -> Interval:
     """Prompt bootstrap of the geometric mean of per-prompt ratios (Li, App. E)."""
-    top = np.log(_sample(numerator, "numerator", positive=True))
-    bottom = np.log(_sample(denominator, "denominator", positive=True))
-    _same_length(top, bottom)
+    top = np.log(sample(numerator, "numerator", positive=True))
+    bottom = np.log(sample(denominator, "denominator", positive=True))
+    same_length(top, bottom)
     return bootstrap(
         [top - bottom],
         lambda x, axis: np.exp(x.mean(axis)),
@@ -284,95 +234,6 @@ def geometric_mean_ratio(
         seed,
         "bootstrap over prompts of a geometric mean of ratios",
     )
-
-
-def median_ratio(
-    numerator: ArrayLike,
-    denominator: ArrayLike,
-    level: float = 0.95,
-    n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
-    return bootstrap(
-        [_sample(numerator, "numerator", positive=True), _sample(denominator, "denominator", positive=True)],
-        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
-        level,
-        n_resamples,
-        seed,
-        "paired bootstrap over trials of a ratio of medians",
-    )
-
-
-def difference_in_differences(
-    plain_reference: ArrayLike,
-    plain_treated: ArrayLike,
-    other_reference: ArrayLike,
-    other_treated: ArrayLike,
-    level: float = 0.95,
-    n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (Li, App. K)."""
-    return bootstrap(
-        [plain_reference, plain_treated, other_reference, other_treated],
-        lambda a, b, c, d, axis: (d - c).mean(axis) - (b - a).mean(axis),
-        level,
-        n_resamples,
-        seed,
-        "bootstrap over prompts of a difference in differences",
-    )
-
-
-def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> float:
-    """Two-sided sign-flip test that paired effects are symmetric around 0 (Li, App. K).
-
-    Parameters
-    ----------
-    effects : array_like, shape (n_prompts,)
-        One signed effect for each prompt.
-    n_resamples : int
-        Number of random sign patterns. If there are at most as many patterns (2^n), all are counted.
-    seed : int
-        Seed of the patterns.
-
-    Returns
-    -------
-    float
-        Share of patterns with |sum| at least the observed one. The Monte Carlo estimate includes the observed pattern,
-        (1 + hits) / (1 + n_resamples), so it is never 0. 1 for a single effect.
-    """
-    x = _sample(effects, "effects")
-    if x.size == 1:
-        return 1.0
-    found = require("scipy.stats").permutation_test(
-        (x,),
-        lambda values, axis: np.abs(values.sum(axis)),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=n_resamples,
-        batch=max(1, _CHUNK // x.size),
-        alternative="greater",
-        rng=np.random.default_rng(seed),
-    )
-    return float(found.pvalue)
-
-
-def holm(p_values: ArrayLike) -> Floats:
-    """Holm's step-down adjustment. Keeps the order of the input.
-
-    Notes
-    -----
-    For the j-th smallest of m values, counted from 1: p_(i) -> max_{j <= i} min(1, (m - j + 1) p_(j)).
-    """
-    p = _sample(p_values, "p values")
-    if (p < 0).any() or (p > 1).any():
-        raise ConfigError("p values lie between 0 and 1")
-    order = np.argsort(p, kind="stable")
-    adjusted = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(p.size, 0, -1)))
-    out = np.empty_like(p)
-    out[order] = adjusted
-    return out
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
@@ -386,8 +247,8 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def _correlation(function: str, x: ArrayLike, y: ArrayLike) -> float:
-    a, b = _sample(x, "x"), _sample(y, "y")
-    _same_length(a, b)
+    a, b = sample(x, "x"), sample(y, "y")
+    same_length(a, b)
     if a.size < 2:
         return float("nan")
     stats = require("scipy.stats")
@@ -395,21 +256,3 @@ def _correlation(function: str, x: ArrayLike, y: ArrayLike) -> float:
         # SciPy warns about a constant side and returns NaN, as documented here.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         return float(getattr(stats, function)(a, b).statistic)
-
-
-def gap_closed(value: float, rtn: float, base: float) -> float:
-    """Share of the gap between rounding and full precision that a method closes (Li, Table 2).
-
-    Parameters
-    ----------
-    value, rtn, base : float
-        Raw metric of the method, of round-to-nearest and of full precision. Either direction may be better.
-
-    Returns
-    -------
-    float
-        (value - rtn) / (base - rtn): 1 at full precision, 0 at round-to-nearest, negative if worse.
-    """
-    if base == rtn:
-        raise ConfigError(f"round-to-nearest equals full precision ({base}): there is no gap to close")
-    return (value - rtn) / (base - rtn) + 0.0  # never -0.0

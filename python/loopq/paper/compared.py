@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from loopq.evaluation.stats import (
     Interval,
     bootstrap,
-    gap_closed,
     geometric_mean_ratio,
     mcnemar_exact,
     mean_interval,
@@ -19,6 +18,7 @@ from loopq.evaluation.stats import (
     wilson,
 )
 from loopq.paper.shown import Claim, Found, Shown, ShownTable
+from loopq.paper.stats import gap_closed
 from loopq.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.terminal.table import short
 

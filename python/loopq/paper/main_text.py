@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluation.stats import Interval, cluster_rate, gap_closed, mean_interval, student
+from loopq.evaluation.stats import Interval, mean_interval
 from loopq.paper.compared import closer, ratio
 from loopq.paper.shown import Claim, ShownTable
+from loopq.paper.stats import cluster_rate, gap_closed, student
 from loopq.storage.schema import Object
 
 GRIDS = ((4, 128), (3, 32))

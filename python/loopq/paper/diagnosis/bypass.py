@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError
-from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
+from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.paper.stats import holm, sign_flip
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import single_steps
 

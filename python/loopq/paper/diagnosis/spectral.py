@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError
-from loopq.evaluation.stats import difference_in_differences, mean_interval
+from loopq.evaluation.stats import mean_interval
 from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.paper.stats import difference_in_differences
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 

@@ -102,13 +102,11 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
     return {"above": int((values > mu).sum()), "degrees": degrees, "relative_mu": mu / top}
 
 
-def describe_spectrum(
-    values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01
-) -> Object:
+def describe_spectrum(values: Floats, damping: float = 0.01) -> Object:
     """Describe one spectrum: ranks by threshold, effective and stable rank, trace, directions above the damping."""
     return {
         "rank": thresholded_rank(values),
-        "ranks": {f"{tau:g}": thresholded_rank(values, tau) for tau in thresholds},
+        "ranks": {f"{tau:g}": thresholded_rank(values, tau) for tau in THRESHOLDS},
         "effective_rank": effective_rank(values),
         "stable_rank": stable_rank(values),
         "trace": float(values.sum()),
@@ -117,11 +115,13 @@ def describe_spectrum(
     }
 
 
-def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float]]:
-    """Points of a spectrum plot: all eigenvalues, or `max_points` at most, evenly spaced in log index."""
+def curve(values: Floats) -> dict[str, list[float]]:
+    """Points of a spectrum plot: all eigenvalues, or 400 at most, evenly spaced in log index."""
     n = len(values)
     index = (
-        np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
+        np.arange(n)
+        if n <= _MAX_POINTS
+        else np.unique(np.geomspace(1, n, _MAX_POINTS).round().astype(int)) - 1
     )
     return {"index": (index + 1).tolist(), "value": values[index].tolist()}
 
@@ -212,7 +212,6 @@ def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads
 
 def layer_spectra(
     hessians: StepHessians,
-    thresholds: Sequence[float] = THRESHOLDS,
     damping: float = 0.01,
     threads: int = 0,
 ) -> Object:
@@ -222,8 +221,6 @@ def layer_spectra(
     ----------
     hessians : StepHessians
         Per-step Hessians over the same token positions.
-    thresholds : sequence of float
-        Thresholds of the rank counts.
     damping : float
         Damping of the solver, for `felt_directions`.
     threads : int
@@ -238,7 +235,7 @@ def layer_spectra(
     out = {}
     for name, chosen in (("first", steps[:1]), ("last", steps[-1:]), ("all", steps)):
         values = spectrum(hessians.matrix(chosen), threads)
-        out[name] = curve(values) | describe_spectrum(values, thresholds, damping)
+        out[name] = curve(values) | describe_spectrum(values, damping)
     return out
 
 

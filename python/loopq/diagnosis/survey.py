@@ -21,7 +21,7 @@ from loopq.diagnosis.estimate import estimate as estimate_sections
 from loopq.diagnosis.sections import SECTIONS, in_order
 from loopq.diagnosis.sections.ranks import dump_ranks
 from loopq.diagnosis.verdict import judge, summary
-from loopq.diagnosis.weights import Rounder, core_rounder, input_blocks
+from loopq.diagnosis.weights import input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
@@ -109,7 +109,6 @@ def diagnose_dump(
     *,
     config: DiagnoseConfig | None = None,
     execution: Execution | None = None,
-    rounder: Rounder = core_rounder,
 ) -> Object:
     """Diagnose a calibration dump by ranks, spectra, proxies and magnitudes. Needs SciPy but not torch.
 
@@ -121,14 +120,12 @@ def diagnose_dump(
         Settings.
     execution : Execution, optional
         Threads and progress.
-    rounder : callable
-        Takes a weight and its settings, returns the dequantized weight.
     """
     config, execution = config or DiagnoseConfig(), execution or Execution()
     dump = Dump(folder, threads=execution.threads)
     m = dump.manifest
     began = time.monotonic()
-    done = {"ranks": clean(dump_ranks(dump, config, rounder, execution))}
+    done = {"ranks": clean(dump_ranks(dump, config, execution))}
     seconds = {"ranks": round(time.monotonic() - began, 3)}
     reason = "a dump holds activations and weights, not the model's code: no rollout can be run"
     unavailable = [{"section": s, "reason": reason} for s in in_order() if s != "ranks"]

@@ -21,6 +21,8 @@ from loopq.storage.schema import Object
 Floats = NDArray[np.float64]
 
 N_RESAMPLES = 100_000
+#: Nominal coverage of every interval.
+LEVEL = 0.95
 # Values in one batch of resamples. Limits memory and does not change results.
 CHUNK = 4_000_000
 
@@ -78,22 +80,8 @@ def same_length(*arrays: Floats) -> None:
         raise ConfigError(f"paired values need equal lengths; got {', '.join(map(str, sizes))}")
 
 
-def checked_level(level: float) -> float:
-    """Nominal coverage between 0 and 1."""
-    if not 0.0 < level < 1.0:
-        raise ConfigError(f"level must lie between 0 and 1; got {level}")
-    return level
-
-
-def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
+def wilson(successes: int, trials: int) -> Interval:
     """Wilson score interval of a proportion (Li, Table 24).
-
-    Parameters
-    ----------
-    successes, trials : int
-        Counts.
-    level : float
-        Nominal coverage.
 
     Notes
     -----
@@ -109,9 +97,9 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
         raise ConfigError(
             f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
         )
-    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(checked_level(level), "wilson")
+    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(LEVEL, "wilson")
     low, high = float(found.low), float(found.high)
-    return Interval(successes / trials, low, high, level, "Wilson score interval over answers", trials)
+    return Interval(successes / trials, low, high, LEVEL, "Wilson score interval over answers", trials)
 
 
 def mcnemar_exact(b: int, c: int) -> float:
@@ -135,7 +123,7 @@ def mcnemar_exact(b: int, c: int) -> float:
 
 
 def paired_proportion_difference(
-    b: int, c: int, n: int, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+    b: int, c: int, n: int, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
     """Paired bootstrap of a difference of two proportions measured on the same items (Li, Table 10).
 
@@ -155,18 +143,15 @@ def paired_proportion_difference(
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
-    low, high = np.quantile(
-        (draws[:, 0] - draws[:, 1]) / n, [(1 - checked_level(level)) / 2, (1 + level) / 2]
-    )
+    low, high = np.quantile((draws[:, 0] - draws[:, 1]) / n, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(
-        (b - c) / n, float(low), float(high), level, "paired bootstrap over answers", n, n_resamples, seed
+        (b - c) / n, float(low), float(high), LEVEL, "paired bootstrap over answers", n, n_resamples, seed
     )
 
 
 def bootstrap(
     columns: Sequence[ArrayLike],
     statistic: Callable[..., Any],
-    level: float = 0.95,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
     method: str = "bootstrap over prompts",
@@ -179,8 +164,8 @@ def bootstrap(
         One value per unit in each column. Units are resampled whole.
     statistic : callable
         `statistic(*columns, axis)` reduces the axis of the units.
-    level, n_resamples, seed
-        Coverage, number of resamples, seed.
+    n_resamples, seed : int
+        Number of resamples, and their seed.
     method : str
         Name for the report.
 
@@ -200,25 +185,22 @@ def bootstrap(
             vectorized=True,
             n_resamples=n_resamples,
             batch=max(1, CHUNK // n),
-            confidence_level=checked_level(level),
+            confidence_level=LEVEL,
             method="percentile",
             rng=np.random.default_rng(seed),
         )
         low, high = (float(end) for end in found.confidence_interval)
-    return Interval(estimate, low, high, level, method, n, n_resamples, seed)
+    return Interval(estimate, low, high, LEVEL, method, n, n_resamples, seed)
 
 
-def mean_interval(
-    values: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Interval:
+def mean_interval(values: ArrayLike, n_resamples: int = N_RESAMPLES, seed: int = 0) -> Interval:
     """Prompt bootstrap of a mean, every prompt with equal weight."""
-    return bootstrap([values], np.mean, level, n_resamples, seed)
+    return bootstrap([values], np.mean, n_resamples, seed)
 
 
 def geometric_mean_ratio(
     numerator: ArrayLike,
     denominator: ArrayLike,
-    level: float = 0.95,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
@@ -229,7 +211,6 @@ def geometric_mean_ratio(
     return bootstrap(
         [top - bottom],
         lambda x, axis: np.exp(x.mean(axis)),
-        level,
         n_resamples,
         seed,
         "bootstrap over prompts of a geometric mean of ratios",

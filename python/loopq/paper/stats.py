@@ -8,25 +8,23 @@ from numpy.typing import ArrayLike
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import (
     CHUNK,
+    LEVEL,
     N_RESAMPLES,
     Floats,
     Interval,
     bootstrap,
-    checked_level,
     sample,
 )
 from loopq.lazy import require
 
 
-def student(values: ArrayLike, level: float = 0.95) -> Interval:
+def student(values: ArrayLike) -> Interval:
     """Student's t interval of a mean over few independent repetitions, such as seeds.
 
     Parameters
     ----------
     values : array_like, shape (n,)
         One value per repetition, at least 2.
-    level : float
-        Nominal coverage.
 
     Raises
     ------
@@ -47,14 +45,14 @@ def student(values: ArrayLike, level: float = 0.95) -> Interval:
     x = sample(values, "values")
     if x.size < 2:
         raise ConfigError(f"Student's interval needs at least 2 values; got {x.size}")
-    t = float(require("scipy.stats").t.ppf((1 + checked_level(level)) / 2, x.size - 1))
+    t = float(require("scipy.stats").t.ppf((1 + LEVEL) / 2, x.size - 1))
     half = t * float(x.std(ddof=1)) / float(np.sqrt(x.size))
     mean = float(x.mean())
-    return Interval(mean, mean - half, mean + half, level, "Student's t over repetitions", int(x.size))
+    return Interval(mean, mean - half, mean + half, LEVEL, "Student's t over repetitions", int(x.size))
 
 
 def cluster_rate(
-    hits: ArrayLike, sizes: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+    hits: ArrayLike, sizes: ArrayLike, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
     """Prompt-cluster bootstrap of a rate pooled over positions (Li, App. J).
 
@@ -66,7 +64,6 @@ def cluster_rate(
     return bootstrap(
         [hits, sizes],
         lambda h, n, axis: h.sum(axis) / n.sum(axis),
-        level,
         n_resamples,
         seed,
         "prompt-cluster bootstrap, positions pooled",
@@ -76,7 +73,6 @@ def cluster_rate(
 def median_ratio(
     numerator: ArrayLike,
     denominator: ArrayLike,
-    level: float = 0.95,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
@@ -84,7 +80,6 @@ def median_ratio(
     return bootstrap(
         [sample(numerator, "numerator", positive=True), sample(denominator, "denominator", positive=True)],
         lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
-        level,
         n_resamples,
         seed,
         "paired bootstrap over trials of a ratio of medians",
@@ -96,7 +91,6 @@ def difference_in_differences(
     plain_treated: ArrayLike,
     other_reference: ArrayLike,
     other_treated: ArrayLike,
-    level: float = 0.95,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
@@ -104,7 +98,6 @@ def difference_in_differences(
     return bootstrap(
         [plain_reference, plain_treated, other_reference, other_treated],
         lambda a, b, c, d, axis: (d - c).mean(axis) - (b - a).mean(axis),
-        level,
         n_resamples,
         seed,
         "bootstrap over prompts of a difference in differences",

@@ -117,18 +117,14 @@ def steps_apart(tasks: Sequence[Task]) -> bool:
     return any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
 
 
-def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
-    """Cost of all solves in multiply-adds of a Hessian's accumulation. Layers with one input share a factor.
-
-    With `method`, all layers with a Hessian count as solved by it.
-    """
+def solve_work(tasks: Sequence[Task]) -> float:
+    """Cost of all solves in multiply-adds of a Hessian's accumulation. Layers with one input share a factor."""
     factors: dict[tuple[str | None, Method], float] = {}
     rest = 0.0
     for task in tasks:
-        solver = method if method and task.input_group else task.config.method
-        per_factor, per_column, per_weight = solver.work
+        per_factor, per_column, per_weight = task.config.method.work
         width, rows = task.parameter.in_features, task.parameter.out_features
-        factors[task.input_group, solver] = per_factor * width**3
+        factors[task.input_group, task.config.method] = per_factor * width**3
         rest += rows * width * (per_column * width + per_weight)
     return sum(factors.values()) + rest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import SystemContractError
@@ -17,12 +16,12 @@ SYSTEMS: Registry[type[LoopedSystem]] = Registry("system", "loopq.systems")
 __all__ = ["SYSTEMS", "Batch", "LoopedSystem", "find_system", "fitting_systems"]
 
 
-def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
-    """Return the adapters that fit a model by its structure. By default all adapters are tried."""
-    return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
+def fitting_systems(model: nn.Module) -> list[type[LoopedSystem]]:
+    """Return the adapters that fit a model by its structure."""
+    return [cls for _, cls in SYSTEMS if cls.matches(model)]
 
 
-def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:
+def find_system(model: nn.Module) -> LoopedSystem:
     """Return the adapter that fits the model.
 
     Raises
@@ -30,7 +29,7 @@ def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedS
     SystemContractError
         If none fits, or more than one does.
     """
-    fitting = fitting_systems(model, names)
+    fitting = fitting_systems(model)
     if len(fitting) == 1:
         return fitting[0](model)
     kind = type(model).__name__

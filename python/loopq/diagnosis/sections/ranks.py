@@ -16,7 +16,7 @@ from loopq.diagnosis.blindness import solved_losses
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
-from loopq.diagnosis.weights import Matrix, Rounder, input_blocks, weight_of
+from loopq.diagnosis.weights import Matrix, Rounder, core_rounder, input_blocks, weight_of
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
@@ -72,7 +72,7 @@ def ranks(context: Context) -> Object:
     return _ranks(inputs, context.config, context.rounder, context.execution)
 
 
-def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> Object:
+def dump_ranks(dump: Dump, config: DiagnoseConfig, execution: Execution) -> Object:
     """The same measurements from a calibration dump."""
     m = dump.manifest
     weights = dump.weights()
@@ -87,7 +87,7 @@ def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: 
 
     observed = [p for p in m.parameters if p.name in groups]
     inputs = _Inputs(observed, groups, [(list(m.rows), take)], weight)
-    return _ranks(inputs, config, rounder, execution)
+    return _ranks(inputs, config, core_rounder, execution)
 
 
 def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> Object:

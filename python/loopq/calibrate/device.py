@@ -28,13 +28,6 @@ class DeviceSums:
     Between blocks the sum is the core's (docs/formats/hessian.md): integers in units of 2^-60. It is independent of
     the process, part or call that adds a block. Within a block the device's library orders the products. Therefore
     the bits depend on the kind of device. They equal the core's only where no product is rounded.
-
-    Parameters
-    ----------
-    dim : int
-        Columns of a row.
-    per_step : bool
-        Keep each step separate.
     """
 
     def __init__(self, dim: int, *, per_step: bool) -> None:
@@ -119,19 +112,7 @@ def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 
 class Sums:
-    """Sums of rows on their device: the core sums on the CPU, `DeviceSums` elsewhere.
-
-    Parameters
-    ----------
-    dim : int
-        Columns of a row.
-    steps : sequence of int
-        Summed steps.
-    per_step : bool
-        Keep each step separate.
-    threads : int
-        Threads of the core.
-    """
+    """Sums of rows on their device: the core sums on the CPU, `DeviceSums` elsewhere."""
 
     def __init__(self, dim: int, steps: Sequence[int], *, per_step: bool, threads: int) -> None:
         self._dim, self._steps, self._per_step, self._threads = dim, steps, per_step, threads

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 class EqualRows:
     """Hessians of a trajectory from the number of rows of a single step.
 
-    Parameters
-    ----------
-    job : Collection
-        Model, prompts, seed and selection.
-
     Notes
     -----
     Every token position is used at one step only. Of N successive positions each goes to a different one of the N

@@ -54,15 +54,7 @@ def plbert_folder(data: Path | None) -> Path:
 
 
 def load_plbert(data: Path | None, **loading: Any) -> LoadedModel:
-    """Load PL-BERT. Its weights are stored compressed.
-
-    Parameters
-    ----------
-    data : Path or None
-        Data folder.
-    **loading
-        Options of `loopq.models.load.load_model`.
-    """
+    """Load PL-BERT. Its weights are stored compressed."""
     source = plbert_folder(data)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

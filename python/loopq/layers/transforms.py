@@ -80,11 +80,6 @@ def _paley(n: int) -> NDArray[np.int8] | None:
 def hadamard(n: int) -> NDArray[np.int8] | None:
     """Return a Hadamard matrix: entries +-1, rows orthogonal.
 
-    Parameters
-    ----------
-    n : int
-        Order.
-
     Returns
     -------
     ndarray, int8, shape (n, n), or None

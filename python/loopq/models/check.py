@@ -287,15 +287,6 @@ class _Probe:
 def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 0) -> CheckReport:
     """Check that loopq's adapter fits a model.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The model from `loopq.models.load.load_model`.
-    n_steps : int, optional
-        Depth. The model's default when absent.
-    seed : int
-        Seed of prompts and initial states.
-
     Returns
     -------
     CheckReport

@@ -22,13 +22,6 @@ class Depths(LoopedSystem):
 
     The steps of a weight are its calls at the first depth, then those at the second, and so on. Sums over all steps
     are therefore sums over all depths. Gradients come from the outputs of all depths.
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        Adapter of the model.
-    depths : sequence of int
-        Two or more different depths.
     """
 
     def __init__(self, system: LoopedSystem, depths: Sequence[int]) -> None:

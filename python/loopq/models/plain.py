@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a plain module with the same names and weights.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The module. It does not change.
-
     Returns
     -------
     model : nn.Module

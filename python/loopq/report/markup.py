@@ -18,19 +18,7 @@ _N_SHADES, _N_COLUMNS = 7, 24
 
 
 def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None = None) -> str:
-    """Return a whole page.
-
-    Parameters
-    ----------
-    title : str
-        Heading.
-    intro : str
-        A line below it.
-    body : str
-        HTML.
-    data : mapping, optional
-        The page's data, for download.
-    """
+    """Return a whole page."""
     save = script = ""
     if data is not None:
         save = ' <a class="save" download="loopq.json" href="#data">Save the data as JSON</a>'

@@ -24,11 +24,6 @@ def available() -> list[str]:
 def folder(name: str) -> Path:
     """Return the folder of an embedded model: ``config.json``, ``model.safetensors`` and its card.
 
-    Parameters
-    ----------
-    name : str
-        One of `available`.
-
     Returns
     -------
     Path

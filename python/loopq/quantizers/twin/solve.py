@@ -31,13 +31,7 @@ ROW_BYTES = 160
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """Layers that run together: the same number of rows for each input, on one grid.
-
-    Parameters
-    ----------
-    inputs : list of list of Problem
-        The layers of each input.
-    """
+    """Layers that run together: the same number of rows for each input, on one grid."""
 
     inputs: list[list[Problem]]
 

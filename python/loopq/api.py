@@ -69,8 +69,8 @@ def quantize(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Embedded model, folder, hub id, loaded model, or any torch module that takes token ids. Published classes have
-        an adapter. For other modules loopq runs the model once and discovers its loop.
+        Embedded model, folder, hub id, loaded model, or any torch module that takes token ids. Where no adapter knows a
+        module's class, loopq runs it once and discovers its loop.
     calibration : TokenSet, token ids, path, or None
         Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`).
     config : QuantConfig, optional
@@ -78,11 +78,11 @@ def quantize(
     out : path, optional
         Folder for the checkpoint. The same call resumes an interrupted run.
     n_steps : int or several, optional
-        Depth of the rollout; the model's own when absent. With several depths each prompt runs at each depth. Steps
-        count on from one depth to the next (`loopq.models.depths.Depths`).
+        Depth of the rollout; the model's own when absent. With several each prompt runs at each depth, and steps count
+        on from one to the next (`loopq.models.depths.Depths`).
     write : str or callable, optional
-        Name of a format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format
-        that cannot hold the result is refused before the run. The default is loopq's own format.
+        Format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format that
+        cannot hold the result is refused before the run. The default is loopq's own format.
     ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
     keep : str or sequence of str
@@ -90,9 +90,9 @@ def quantize(
     requantize : bool
         Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
     **options
-        Settings by their flat names. They replace those of `config`. Settings of `QuantConfig` ("bits", "method",
-        "steps", ...) and "preset" are allowed. Settings of `Execution` ("threads", "seed", "memory", ...) are too.
-        "n_prompts", "seq_len" and "random_tokens" apply to prompts. By default 0.05 of a text's tokens are random.
+        "preset" and settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
+        `Execution` ("threads", "seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's
+        tokens by default) apply to prompts.
 
     Returns
     -------
@@ -283,7 +283,7 @@ def evaluate(
     n_steps : int, optional
         Depth. The model's own depth is the default.
     seeds : sequence of int
-        Seeds of the initial states. A prompt has the same initial state for every set of weights.
+        Seeds of the initial states, the same for every set of weights.
     **options
         "n_prompts" and "seq_len", and settings of `Execution`.
 
@@ -307,25 +307,20 @@ def evaluate(
     ['full precision', 'INT4']
     """
     execution, take = divided(options, Execution(), Take())
-    if isinstance(checkpoints, str | Path):
-        checkpoints = [checkpoints]
-    named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
+    files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
+    named = files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
     for name, checkpoint in named.items():
-        # Files of other tools lack this entry. Their names and shapes are compared with the model's.
-        if checkpoint.settings["system"] not in (None, loaded.system.name):
-            raise CheckpointError(
-                f"{name}: a checkpoint of system {checkpoint.settings['system']!r}; "
-                f"the model is {loaded.system.name!r}"
-            )
+        _refuse_other_system(name, checkpoint, loaded.system)
     shared = {name: tokens.overlap(c.settings.get("calibration")) for name, c in named.items()}
     for name, found in shared.items():
         if found is not None and found.warning:
             execution.progress.warn(f"{name}: {found.warning}")
+    weights = {name: content(loaded.system, c, len(named)) for name, c in named.items()}
     measured = compare(
         loaded.system,
-        {name: content(loaded.system, c, len(named)) for name, c in named.items()},
+        weights,
         tokens,
         n_steps=n_steps,
         seeds=seeds,
@@ -339,6 +334,13 @@ def evaluate(
         dataclasses.replace(m, n_bytes=n, overlap=o)
         for m, n, o in zip(measured, sizes, overlaps, strict=True)
     ]
+
+
+def _refuse_other_system(name: str, checkpoint: Checkpoint, system: LoopedSystem) -> None:
+    stored = checkpoint.settings["system"]
+    # Files of other tools lack this entry. Their names and shapes are compared with the model's.
+    if stored not in (None, system.name):
+        raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
 
 
 def diagnose(

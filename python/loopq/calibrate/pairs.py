@@ -163,12 +163,7 @@ def collect_pairs(
 
     def pair(input_group: str, step: int, rows: Tensor) -> None:
         reference = first.pop((input_group, step))
-        if reference.shape != rows.shape:
-            raise CalibrationError(
-                f"layer {input_group}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
-                f"{tuple(reference.shape)} in the full-precision one: the model's work depends on its values; "
-                "calibrate with inputs of the full-precision rollout alone"
-            )
+        _check(input_group, step, reference, rows)
         sums[input_group].add(step, torch.cat([reference, rows.float()], dim=1))
 
     changed = Replaced(job.system, weights)
@@ -185,3 +180,12 @@ def collect_pairs(
         for _ in other:
             raise CalibrationError("the two rollouts have different numbers of batches")
     return {name: PairedSums(both.finish(), parameters[name].in_features) for name, both in sums.items()}
+
+
+def _check(input_group: str, step: int, reference: Tensor, rows: Tensor) -> None:
+    if reference.shape != rows.shape:
+        raise CalibrationError(
+            f"layer {input_group}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
+            f"{tuple(reference.shape)} in the full-precision one: the model's work depends on its values; "
+            "calibrate with inputs of the full-precision rollout alone"
+        )

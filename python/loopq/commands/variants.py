@@ -56,24 +56,18 @@ def run(
     best : bool
         Add preset best, which takes longer than all others together.
     grids : sequence of (int, int)
-        Bits and group size of each grid. All variants use them.
-    seeds : sequence of int
-        Initial states of the evaluation. All variants share them.
-    metric_seeds : sequence of int
-        Initial states and drawn labels of the loop metric. Variants with the loop metric are solved once per seed, and
-        their figures are means.
+        Bits and group size of each grid.
+    seeds, metric_seeds : sequence of int
+        Initial states of the evaluation, and initial states and drawn labels of the loop metric. Variants with the loop
+        metric are solved once per seed, and their figures are means.
     calibration, evaluation : Take
         Number and length of prompts. Variants without the loop metric use the unchanged text.
-    execution : Execution, optional
-        Threads and progress.
 
     Returns
     -------
     dict
-        "reference" is the measurement of full precision. "grids" holds the measurements and bytes of the variants for
-        each grid. "layers" holds the layer reports of the last variant on the first grid. The settings follow. With at
-        least two metric seeds, variants with the loop metric also have "kl_by_metric_seed" and the standard deviation
-        "kl_sd".
+        "reference" is the measurement of full precision. "grids" has those of the variants, with bytes, and with
+        "kl_by_metric_seed" and "kl_sd" where a loop metric has several draws. "layers" are reports of the last variant.
 
     Raises
     ------

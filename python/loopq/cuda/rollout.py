@@ -370,12 +370,6 @@ def reference_rollout(
 ) -> torch.Tensor:
     """Reference version of `RolloutRunner.run`: the same operations and roundings in torch, on any device.
 
-    Parameters
-    ----------
-    parts : LoopParts
-    state, embedding : torch.Tensor, shape (sequences, tokens, width)
-    n_steps : int
-
     Returns
     -------
     torch.Tensor, shape (sequences, tokens, width)

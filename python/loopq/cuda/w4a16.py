@@ -174,40 +174,31 @@ def w4a16_linear(
     Parameters
     ----------
     x : torch.Tensor, bfloat16 or float16 (any floating type on the CPU), shape (..., width)
-        Inputs ``k_begin .. k_begin + width`` of the layer. Both ends are multiples of 32. A GPU needs unit stride
-        along the width, 16-byte alignment, and a uniform row stride that is a multiple of 8.
+        Inputs ``k_begin .. k_begin + width``, multiples of 32. A GPU needs unit stride along the width, 16-byte
+        alignment, and a uniform row stride that is a multiple of 8.
     qweight : torch.Tensor, int32, shape (out / 16, ceil(in / 64) * 128)
         See `loopq.cuda.layout.pack_w4`.
     scales : torch.Tensor, float32, bfloat16 or float16, shape (ceil(in / group_size), out)
-    bias : torch.Tensor or None, float32, shape (out,)
-    addend : torch.Tensor or None, float32, shape (..., out)
+    bias, addend : torch.Tensor or None, float32, shapes (out,) and (..., out)
         Added to the float32 sum before it is rounded.
-    in_features : int
-        Width of the whole layer. x may cover a part of it.
+    in_features, k_begin : int
+        Width of the whole layer, and the first input in x, which may cover a part of it.
     group_size : int
         32, 64, 128 or a larger power of two. -1 for one scale per output.
-    k_begin : int
-        First input in x.
     out_dtype : torch.dtype or None
         x's type (default) or float32.
     levels : sequence of 16 int or None
         Levels of a table in sixteenths of the scale, from -127 to 127, in the order of the codes.
 
-    Returns
-    -------
-    torch.Tensor, shape (..., out)
-
     Raises
     ------
-    KernelError
-        If a tensor has the wrong device, type, shape, stride or alignment. Also if the device is too old.
-    MissingExtraError
-        On a CUDA device without a matching CuPy.
+    KernelError, MissingExtraError
+        A tensor has the wrong device, type, shape, stride or alignment; the device is too old, or has no CuPy.
 
     Notes
     -----
-    Codes are exact. Each group has a float32 sum, which is scaled and added to the other groups in float32. The result
-    is rounded once. Above `INT4_KERNEL_TOKENS` tokens on a GPU, ``s q`` is rounded to x's type first.
+    Codes are exact. Sums of groups are scaled and added in float32, and the result is rounded once. Above
+    `INT4_KERNEL_TOKENS` tokens on a GPU, ``s q`` is rounded to x's type first.
 
     Examples
     --------
@@ -218,9 +209,8 @@ def w4a16_linear(
     tensor(16.)
     """
     if x.device.type not in _DEVICES:
-        raise refuse(
-            f"x is on {x.device}; there are implementations for {', '.join(_DEVICES)}: move x and the layer"
-        )
+        known = ", ".join(_DEVICES)
+        raise refuse(f"x is on {x.device}; there are implementations for {known}: move x and the layer")
     out: torch.Tensor = torch.ops.loopq.w4a16_linear(
         x, qweight, scales, bias, addend, in_features, group_size, k_begin, out_dtype, levels
     )

@@ -171,7 +171,7 @@ def compare(
     system : LoopedSystem
         Adapter of the full-precision model.
     variants : mapping of str to weights
-        Differing parameters by the variant's name, oriented as the model stores them (`systems.replace.replaced`).
+        Differing parameters by the variant's name, oriented as the model stores them (`models.replace.placed`).
     tokens : TokenSet
         Held-out prompts with at least two tokens each from the first scored position. Hidden states are compared at
         all positions.
@@ -182,7 +182,7 @@ def compare(
     count_bytes : callable, optional
         UTF-8 bytes of token ids (`LoadedModel.count_bytes`). Bits per byte needs it.
     execution : Execution, optional
-        Prompts per batch, and progress by the prompt. The seed of the batches is not used; `seeds` sets the states.
+        Prompts per batch, and progress by the prompt. Its seed is not used.
 
     Returns
     -------
@@ -192,20 +192,37 @@ def compare(
     Raises
     ------
     ConfigError
-        If a prompt has fewer than two scored tokens: it then has no token to predict.
+        A prompt has fewer than two scored tokens, so no token to predict.
     """
-    execution, first = execution or Execution(), tokens.scored_from
-    progress = execution.progress
+    first = tokens.scored_from
     if min(s.size for s in tokens.sequences) < first + 2:
-        raise ConfigError(
-            "every evaluation prompt needs at least two tokens" + f" after {first}" * (first > 0)
-        )
+        after = f" after {first}" * (first > 0)
+        raise ConfigError(f"every evaluation prompt needs at least two tokens{after}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    names = ["full precision", *variants]
-    held = {name: placed(system, weights) for name, weights in variants.items()}
-    scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
+    scores, each = _scores(system, variants, tokens, depth, seeds, execution or Execution())
+    width = _bytes_per_token(tokens, count_bytes)
+    return [
+        Measurement(
+            name, kl, agreement, nll, answered, width, system.output, None, _joined(each[name], len(seeds))
+        )
+        for name, (kl, agreement, nll, answered) in scores.items()
+    ]
+
+
+def _scores(
+    system: LoopedSystem,
+    variants: Mapping[str, Weights],
+    tokens: TokenSet,
+    depth: int,
+    seeds: Sequence[int],
+    execution: Execution,
+) -> tuple[dict[str, NDArray[np.float64]], dict[str, list[NDArray[np.float64]]]]:
+    """Scores (4, n_seeds, n_prompts) of full precision and every variant, and those by position."""
+    first, progress = tokens.scored_from, execution.progress
+    held = {"full precision": None} | {name: placed(system, weights) for name, weights in variants.items()}
+    scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in held}
     # Chunks have equal length, and the per-position values are small next to the logits.
-    each: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
+    each: dict[str, list[NDArray[np.float64]]] = {name: [] for name in held}
     chunks = tokens.packing == "chunks" and system.output == "logits"
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
     for row, seed in enumerate(seeds):
@@ -214,24 +231,18 @@ def compare(
             if batch.prompts[0] == 0 and row == 0:
                 progress.note(at_most(_more_bytes(system, reference, variants)))
             columns = list(batch.prompts)
-            for name in names:
-                out = _of(system, held.get(name), reference, batch, depth)
+            for name, weights in held.items():
+                out = _of(system, weights, reference, batch, depth)
                 scores[name][:, row, columns], values = _score(system, reference, out, batch, first, chunks)
                 del out
                 each[name] += [values] if chunks else []
             progress.advance(len(columns))
     progress.stop()
-    width = _bytes_per_token(tokens, count_bytes)
-    kept = {
-        name: np.concatenate(each[name], axis=1).reshape(3, len(seeds), -1) if chunks else None
-        for name in names
-    }
-    found = []
-    for name in names:
-        kl, agreement, nll, answered = scores[name]
-        of_name = Measurement(name, kl, agreement, nll, answered, width, system.output, by_token=kept[name])
-        found.append(of_name)
-    return found
+    return scores, each
+
+
+def _joined(each: Sequence[NDArray[np.float64]], n_seeds: int) -> NDArray[np.float64] | None:
+    return np.concatenate(each, axis=1).reshape(3, n_seeds, -1) if each else None
 
 
 def _of(system: LoopedSystem, weights: Weights | None, reference: Tensor, batch: Batch, depth: int) -> Tensor:

@@ -45,35 +45,23 @@ def layer_errors(
         Prompts. The first `N_PROMPTS` run.
     n_steps : int, optional
         Depth. The system's default when absent.
-    seed : int
-        Seed of the initial states, the same for all weights.
-    batch_size : int
-        Prompts per batch.
-    progress : Progress, optional
-        Advanced by every rollout.
+    seed, batch_size : int
+        Seed of the initial states, the same for all weights, and prompts per batch.
 
     Returns
     -------
     dict of str to dict
-        For each variant "moved" and "own". Both map a layer name to one number per call, None if not finite.
+        For each variant "moved" and "own": a layer's name to one number per call, None if not finite.
 
     Notes
     -----
-    X and Y = X W^T are a layer's inputs and outputs at step t of the full-precision rollout. X^ are the inputs of the
-    quantized rollout and W^ is the quantized weight. The value "moved" is the error accumulated through the loop,
-    ||X^ W^^T - Y||_F / ||Y||_F. The value "own" is the part that this weight adds, ||X (W^ - W)^T||_F / ||Y||_F. The
-    sums use at most `N_ROWS` evenly spaced rows of each call. Biases are left out.
+    X and Y = X W^T are a layer's inputs and outputs at step t of the full-precision rollout, X^ and W^ those of the
+    quantized one. "moved" is the error accumulated through the loop, ||X^ W^^T - Y||_F / ||Y||_F, and "own" the part
+    that this weight adds, ||X (W^ - W)^T||_F / ||Y||_F. Sums use at most `N_ROWS` evenly spaced rows, without biases.
     """
     progress = progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    chosen = [
-        p
-        for p in system.shared_parameters(depth)
-        # A quantized rollout may route other tokens to an expert, so its rows cannot be compared.
-        if p.orientation != "table"
-        and not p.routed_in
-        and any(p.name in weights for weights in variants.values())
-    ]
+    chosen = [p for p in system.shared_parameters(depth) if _comparable(p, variants)]
     sums = {(name, p.name): [[0.0] * 3 for _ in range(p.invocations)] for name in variants for p in chosen}
     variants = {name: placed(system, weights) for name, weights in variants.items()}
     batches = list(tokens.take(0, N_PROMPTS).batches(batch_size, seed))
@@ -88,15 +76,18 @@ def layer_errors(
                 _add(sums[name, p.name], system, p, weights, plain[p.name], other[p.name])
             progress.advance()
     progress.stop()
-    return {
-        name: {
-            "moved": {p.name: [_ratio(moved, of) for moved, _, of in sums[name, p.name]] for p in chosen},
-            "own": {
-                p.name: [_ratio(own, of) for _, own, of in sums[name, p.name]] for p in chosen if p.name in weights
-            },
-        }
-        for name, weights in variants.items()
-    }  # fmt: skip
+    found: dict[str, LayerErrors] = {name: {"moved": {}, "own": {}} for name in variants}
+    for (name, layer), calls in sums.items():
+        found[name]["moved"][layer] = [_ratio(moved, of) for moved, _, of in calls]
+        if layer in variants[name]:
+            found[name]["own"][layer] = [_ratio(own, of) for _, own, of in calls]
+    return found
+
+
+def _comparable(p: SharedParameter, variants: Mapping[str, Weights]) -> bool:
+    # A quantized rollout may route other tokens to an expert, so its rows cannot be compared.
+    plain = p.orientation != "table" and not p.routed_in
+    return plain and any(p.name in weights for weights in variants.values())
 
 
 def _rows(

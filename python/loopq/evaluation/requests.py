@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048
@@ -84,14 +88,11 @@ def log_likelihoods(
         A model with logits.
     requests : sequence of (context ids, continuation ids)
         As from `encode_pair`. A whole text is scored after the token of `prefix_id`.
-    n_steps : int, optional
-        Depth. The system's default when absent.
-    longest : int, optional
-        Tokens of the longest input. `longest_input` when absent. A window has one token more because its last token is
-        only predicted.
+    n_steps, longest : int, optional
+        Depth, and tokens of the longest input (`longest_input`). A window has one more, which is only predicted.
     execution : Execution, optional
-        Seed of the initial states. All requests use the states of prompt 0, token by token, so neither order nor
-        batches change a score. Batches hold windows of equal length, without padding. Progress counts windows.
+        Seed of the initial states. All requests use the states of prompt 0, token by token, in batches of equal length,
+        so neither order nor batches change a score.
     label : str
         Name of the stage.
 
@@ -99,20 +100,15 @@ def log_likelihoods(
     -------
     list of (float, bool)
         Sum of log p(token | tokens before it) over the continuation in nats. The flag tells whether each token is the
-        most probable one. An empty continuation gives (0, True).
+        most probable one. An empty continuation gives (0, True). Arithmetic is float64.
 
     Raises
     ------
     NonFiniteError
-        If the model's logits give a value that is not finite.
-
-    Notes
-    -----
-    Log-probabilities are computed in float64 from the model's logits.
+        The logits hold NaN.
     """
     torch = require("torch")
     system, how = loaded.system, execution or Execution()
-    progress = how.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     size = (longest or longest_input(loaded)) + 1
     windows = [(i, *window) for i, request in enumerate(requests) for window in windows_of(*request, size)]
@@ -121,22 +117,25 @@ def log_likelihoods(
     if not windows:
         return found
     tokens = TokenSet(tuple(np.array(ids, dtype=np.int64) for _, ids, _ in windows), "requests", "prompts")
-    progress.start(label, len(windows), "texts")
+    how.progress.start(label, len(windows), "texts")
     for numbers in tokens.plan(how.batch_size):
         ids = torch.from_numpy(np.stack([tokens.sequences[k] for k in numbers]))
         with torch.no_grad(), model_code(f"rollout of {ids.shape[1] - 1} tokens"):
             logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), how.seed, by_token=True), depth)
-        for row, number in enumerate(numbers):
-            i, _, n = windows[number]
-            logp, target = logits[row, -n:].double().log_softmax(-1), system.to_device(ids[row, -n:])
-            value, greedy = found[i]
-            value += float(logp.gather(-1, target[:, None]).sum())
+        for row, (i, _, n) in enumerate(windows[number] for number in numbers):
+            value, greedy = _scored(logits[row, -n:], system.to_device(ids[row, -n:]))
+            found[i] = found[i][0] + value, found[i][1] and greedy
             if math.isnan(value):
                 raise NonFiniteError(f"request {i}: the log-likelihood is not a number: the logits hold NaN")
-            found[i] = value, greedy and bool((logp.argmax(-1) == target).all())
-        progress.advance(len(numbers))
-    progress.stop()
+        how.progress.advance(len(numbers))
+    how.progress.stop()
     return found
+
+
+def _scored(logits: Tensor, target: Tensor) -> tuple[float, bool]:
+    """Log-likelihood of tokens, and whether each is the most probable one."""
+    logp = logits.double().log_softmax(-1)
+    return float(logp.gather(-1, target[:, None]).sum()), bool((logp.argmax(-1) == target).all())
 
 
 def n_generated(n_tokens: int, longest: int) -> int:

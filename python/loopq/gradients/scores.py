@@ -20,11 +20,13 @@ from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
-from loopq.storage.schema import Object
 from loopq.systems.base import LoopedSystem
+from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from loopq.gradients.directions import Directions
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
 #: in full precision.
@@ -42,7 +44,7 @@ def loop_fisher(
     execution: Execution | None = None,
     journal: Journal | None = None,
 ) -> Costs:
-    """Predict the cost of each candidate from gradients. One backward pass per prompt serves every layer and candidate.
+    """Predict the cost of each candidate from gradients. One backward pass per prompt serves all.
 
     Parameters
     ----------
@@ -52,14 +54,12 @@ def loop_fisher(
         Key (parameter name, label) and the layer's quantized weight. The weight has the model's orientation.
     tokens : TokenSet
         Prompts. Each needs one backward pass per draw.
-    n_steps : int, optional
-        Depth. The model's own depth is the default.
-    n_draws : int
-        Label draws for each prompt.
+    n_steps, n_draws : int
+        Depth (the model's own when absent), and label draws for each prompt.
     execution : Execution, optional
-        Its seed determines initial states and labels. Its progress receives every prompt.
+        Its seed determines initial states and labels.
     journal : Journal, optional
-        Journal for the sums after every prompt. A killed run resumes from it.
+        Keeps the sums after every prompt. A killed run resumes from it.
 
     Notes
     -----
@@ -69,31 +69,44 @@ def loop_fisher(
         KL ~ 1/2 E <g, D>^2 / n_positions,  D = W^ - W.
 
     This is the quadratic term of the KL in the direction D. Scores of different positions are uncorrelated, so one
-    gradient per prompt is enough. Since g runs through the remaining steps, it includes the effect of the loop on an
-    error. It measures exposure, not the layer's own output error.
+    gradient per prompt is enough. It runs through the remaining steps, and so measures exposure, not the layer's own
+    output error.
     """
-    import torch  # lazy: loopq imports without torch
 
     from loopq.gradients.directions import Directions
 
     if system.output != "logits":
-        raise ConfigError(
-            f"system {system.name!r} gives hidden states: labels cannot be drawn; use measured scores"
-        )
+        what = f"system {system.name!r} gives hidden states"
+        raise ConfigError(f"{what}: labels cannot be drawn; use measured scores")
     execution = execution or Execution()
-    progress = execution.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     layers = {name for name, _ in candidates}
     tasks = [Task(p, LayerConfig(), (), None) for p in system.shared_parameters(depth) if p.name in layers]
     keys = {t.name: [key for key in candidates if key[0] == t.name] for t in tasks}
     errors = {t.name: _errors(system, t.parameter, [candidates[key] for key in keys[t.name]]) for t in tasks}
-    journal = journal or Journal(None)
-    piece = journal.find("fisher")
-    saved: Object = piece.facts if piece else {"totals": {}, "positions": 0, "done": 0}
-    side = Directions(errors, {n: torch.tensor(v, dtype=torch.float64) for n, v in saved["totals"].items()})
-    seed, at_once = execution.seed, execution.batch_size
-    backward = Backward(system, tokens, depth, n_draws, seed, at_once, n_positions=int(saved["positions"]))
-    done, n_prompts = int(saved["done"]), len(tokens.sequences)
+    side = Directions(errors, {})
+    backward = Backward(system, tokens, depth, n_draws, execution.seed, execution.batch_size)
+    _run(backward, side, tasks, journal or Journal(None), execution.progress)
+    for t in tasks:
+        if t.name not in side.totals and not t.parameter.routed_in:
+            raise SystemContractError(f"no gradient reaches {t.name}: use measured scores")
+    share = 0.5 / (n_draws * backward.n_positions)
+    # An expert without a gradient costs nothing.
+    found = {key: t for n, own in keys.items() for key, t in zip(own, side.totals.get(n, ()), strict=False)}
+    return {key: share * float(found.get(key, 0.0)) for key in candidates}
+
+
+def _run(
+    backward: Backward, side: Directions, tasks: Sequence[Task], journal: Journal, progress: Progress
+) -> None:
+    """Add up the gradients of all prompts, from the saved sums on."""
+    import torch  # lazy: loopq imports without torch
+
+    done, n_prompts = 0, len(backward.tokens.sequences)
+    if piece := journal.find("fisher"):
+        saved = piece.facts
+        side.totals.update({n: torch.tensor(v, dtype=torch.float64) for n, v in saved["totals"].items()})
+        done, backward.n_positions = int(saved["done"]), int(saved["positions"])
     progress.start("fisher", n_prompts, "prompts")
     progress.advance(done)
     for number in backward.run(side, tasks, done, n_prompts):
@@ -103,13 +116,6 @@ def loop_fisher(
             progress.advance(number - done)
             done = number
     progress.stop()
-    for t in tasks:
-        if t.name not in side.totals and not t.parameter.routed_in:
-            raise SystemContractError(f"no gradient reaches {t.name}: use measured scores")
-    share = 0.5 / (n_draws * backward.n_positions)
-    # An expert without a gradient costs nothing.
-    found = {n: side.totals.get(n, torch.zeros(len(own), dtype=torch.float64)) for n, own in keys.items()}
-    return {key: share * float(found[key[0]][keys[key[0]].index(key)]) for key in candidates}
 
 
 def _errors(system: LoopedSystem, p: SharedParameter, values: Sequence[NDArray[np.float32]]) -> Tensor:

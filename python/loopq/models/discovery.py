@@ -108,10 +108,6 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         Takes the batch, runs one rollout and returns its output. By default the model is called with the ids, without
         cache.
 
-    Returns
-    -------
-    Discovery
-
     Examples
     --------
     >>> import torch
@@ -142,17 +138,17 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     loop = {name: rows for name, rows in found.repeated.items() if name not in gate and name not in tied}
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
     others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate | tied
-    hidden = set(found.uncalled) - found.once
+    hidden = (set(found.uncalled) - found.once) | set(gate)
     # Padding rows may make a head larger than the table.
     is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
+    left_out = {n: why for n, why in others.items() if n in hidden or why in (_UNCLEAR, _TIED)}
     return Discovery(
         tuple(loop),
         loop,
         n_prompts,
         n_tokens,
         others,
-        {n: why for n, why in others.items() if n in hidden or n in gate or why in (_UNCLEAR, _TIED)}
-        | stacked_experts(model),
+        left_out | stacked_experts(model),
         {name: found.watched[name] for name in loop if name in found.watched},
         {name: routed[name] for name in loop if name in routed},
         "logits" if is_logits else "hidden",

@@ -107,21 +107,19 @@ def forecast(
     Parameters
     ----------
     system : LoopedSystem
-        Adapter of a model. The model may be without values (device "meta").
+        Adapter of a model, which may be without values (device "meta").
     config : QuantConfig
         Settings. An open metric counts as "loop".
     tokens : TokenSet
         Calibration set. Only the number of tokens matters.
     execution : Execution
-        Threads, batch size, and the memory limit. Here the limit covers everything. Without it
-        the limit is nine tenths of the free memory.
+        Threads, batch size, and the memory limit, which covers everything here; nine tenths of the free memory if open.
     n_steps : int, optional
         Depth. The model's own depth is the default.
 
     Notes
     -----
-    Layers of one module with one width are assumed to read one input. Each expert gets its share of the tokens
-    according to the number of experts per token.
+    Layers of one module with one width are assumed to read one input. Experts share the tokens evenly.
     """
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
     tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("loop")).tasks
@@ -130,9 +128,7 @@ def forecast(
     largest = max(sums.values(), default=0)
     solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
     weights, layer = _weights(system)
-    free = available_bytes()
-    planned = weights if free is None else int(PLANNED * free)
-    limit = planned if execution.memory is None else execution.memory
+    limit = _limit(execution, weights)
     held, at_once = weights, 1
     if weights + solve + largest + _largest_metric(tasks, tokens, 1) > limit:
         held, at_once = layer, execution.batch_size if layer < weights else 1
@@ -153,19 +149,28 @@ def forecast(
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
     if held < weights:
-        again = sum(
-            (p.invocations - 1) * _numbers(p) * parameter_of(system.model, p).element_size()
-            for p in parameters
-        )
+        read = weights + _read_again(system, parameters)
         visits = -(-len(tokens.sequences) // execution.batch_size)
         visits += 2 * -(-metric.n_gradients // execution.batch_size)
-        seconds["reading weights"] = n_passes * visits * (weights + again) / _DISK
+        seconds["reading weights"] = n_passes * visits * read / _DISK
     most = min(total, room) + solve
     return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
 
 
+def _limit(execution: Execution, weights: int) -> int:
+    free = available_bytes()
+    planned = weights if free is None else int(PLANNED * free)
+    return planned if execution.memory is None else execution.memory
+
+
 def _largest_metric(tasks: Sequence[Task], tokens: TokenSet, at_once: int) -> int:
     return max((metric_cost([t], tokens, at_once).memory for t in tasks), default=0)
+
+
+def _read_again(system: LoopedSystem, parameters: Sequence[SharedParameter]) -> int:
+    """Bytes of a visit after the first one of each layer."""
+    each = ((p, parameter_of(system.model, p).element_size()) for p in parameters)
+    return sum((p.invocations - 1) * _numbers(p) * size for p, size in each)
 
 
 def _numbers(p: SharedParameter) -> int:

@@ -270,7 +270,7 @@ def component_study(
         An entry for each layer, component and perturbation. `error_norm` is the size of the error. `growth` is the
         ratio of the median relative errors. Each prompt has absolute and relative error and state norm by token.
     """
-    early, late = early_late
+    late = early_late[1]
     if any(len(p) <= late for p in prompts):
         raise ConfigError(f"prompts need more than {late} tokens; the shortest has {min(map(len, prompts))}")
     mixers = find_mixers(model)
@@ -294,19 +294,18 @@ def component_study(
                     diverge(perturbed_capture(model, layer, name, delta, ids).states(), ref)
                     for ids, ref in zip(prompts, reference, strict=True)
                 ]
-                start = float(np.median([r.relative[early] for r in runs]))
-                end = float(np.median([r.relative[late] for r in runs]))
-                out.append(
-                    {
-                        "layer": layer,
-                        "component": name,
-                        "perturbation": kind,
-                        "error_norm": float(np.linalg.norm(delta)),
-                        "growth": end / start if start > 0 else None,
-                        "prompts": [{k: getattr(r, k).tolist() for k in CURVES} for r in runs],
-                    }
-                )
+                what = {"layer": layer, "component": name, "perturbation": kind}
+                out.append(what | _grown(runs, delta, early_late))
     return out
+
+
+def _grown(runs: Sequence[Divergence], error: Floats, early_late: tuple[int, int]) -> Object:
+    start, end = (float(np.median([r.relative[at] for r in runs])) for at in early_late)
+    return {
+        "error_norm": float(np.linalg.norm(error)),
+        "growth": end / start if start > 0 else None,
+        "prompts": [{k: getattr(r, k).tolist() for k in CURVES} for r in runs],
+    }
 
 
 def identity_sweep(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.weights import Weights, as_stored
+from loopq.diagnosis.weights import Weights
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
 from loopq.lazy import require
-from loopq.models.replace import Replaced
-from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
 from loopq.paper.stats import holm, sign_flip
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import single_steps
@@ -110,16 +108,10 @@ def prompt_responses(
     differences: dict[tuple[bool, bool, float], Any] = {}
     for changed in (False, True):
         for bypassed in (False, True):
-            with contextlib.ExitStack() as stack:
-                other = system
-                if changed:
-                    other = stack.enter_context(Replaced(system, as_stored(system, weights, n_steps)))
-                path = stack.enter_context(Bypass(other, n_steps)) if bypassed else None
-                step = StepMap(other, embedding, n_steps - 1, n_steps, path)
+            with last_step(system, embedding, n_steps, weights if changed else None, bypassed) as step:
                 for radius in radii:
-                    differences[changed, bypassed, radius] = central_differences(
-                        step, state, directions, radius
-                    )
+                    found = central_differences(step, state, directions, radius)
+                    differences[changed, bypassed, radius] = found
     out = []
     for radius in radii:
         base = [differences[False, path, radius] for path in (False, True)]
@@ -144,8 +136,7 @@ def bypass_study(
     Parameters
     ----------
     context : Context
-        A model with a single-step function and one exposed adapter layer, and prompts. The rollout at this depth gives
-        the operating state.
+        A model with a single-step function and one exposed adapter layer, prompts, and the depth of operating states.
     weights : weights
         Replaced weights of the changed map, outputs first.
     radii : sequence of float
@@ -155,17 +146,15 @@ def bypass_study(
     seeds : sequence of int
         Seeds of the initial states. Only the first is used where the state is not random.
     states : sequence of {"plain", "bypassed"}
-        Operating states. They are final states of the full-precision rollout without and with the bypass.
-    n_resamples : int
-        Bootstrap resamples.
+        Operating states: final states of the full-precision rollout without and with the bypass.
 
     Returns
     -------
     dict
         `rows` has an entry per operating state and radius, with the mean D0 and D1. The attenuation is 1 - geometric
-        mean of the prompts' D1/D0, with its bootstrap interval. The RMS mismatch before normalising has its
-        attenuation too. The sign-flip p is Holm-adjusted over the radii. `bypass_agreement` compares the
-        full-precision rollouts with and without the bypass. It is low for a model trained without one.
+        mean of the prompts' D1/D0, with its bootstrap interval, as is that of the RMS mismatch before normalising. The
+        sign-flip p is Holm-adjusted over the radii. `bypass_agreement` compares the full-precision rollouts with and
+        without the bypass. It is low for a model trained without one.
     """
     if not radii or min(radii) <= 0:
         raise ConfigError(f"radii must be above 0; got {list(radii)}")
@@ -177,28 +166,21 @@ def bypass_study(
     rows: list[Object] = []
     with promoted(system.model):
         for place in states:
+            at_bypassed = place == "bypassed"
             table = np.zeros((len(used), len(tokens.sequences), len(radii), 2, 2))
             for i, seed in enumerate(used):
                 for j, batch in enumerate(tokens.batches(1, seed)):
                     found = prompt_responses(
-                        system, batch, n_steps, weights, radii, n_directions, place == "bypassed"
+                        system, batch, n_steps, weights, radii, n_directions, at_bypassed
                     )
-                    for k, response in enumerate(found):
-                        table[i, j, k] = response.relative(), response.rms()
+                    table[i, j] = [(response.relative(), response.rms()) for response in found]
                     progress.advance()
             rows += _rows(place, table, radii, n_resamples)
         agreement = _bypass_agreement(system, tokens, n_steps, used[0])
     progress.stop()
-    return {
-        "rows": rows,
-        "bypass_agreement": agreement,
-        "settings": {
-            "radii": list(radii),
-            "n_directions": n_directions,
-            "seeds": list(used),
-            "n_prompts": len(tokens.sequences),
-        },
-    }
+    settings = {"radii": list(radii), "n_directions": n_directions, "seeds": list(used)}
+    settings["n_prompts"] = len(tokens.sequences)
+    return {"rows": rows, "bypass_agreement": agreement, "settings": settings}
 
 
 def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[Object]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.rollouts import run_variants
+from loopq.diagnosis.rollouts import Comparison, run_variants
 from loopq.diagnosis.weights import Matrix, as_stored, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
@@ -223,18 +223,15 @@ def perturbation_study(
     Parameters
     ----------
     context : Context
-        Model, evaluation prompts, depth, and prompts of the trained update. That update needs prompts, logits and a
-        single-step function. The context's seed is not used. Initial states have seed 0.
-    config : LayerConfig
-        Rounding that sets the norm of the rank-k updates by its error at the exposed layers.
-    grouped : LayerConfig
-        Rounding that sets the output error of the Gaussian noise, separately for each layer.
-    rank : int
-        Rank of the updates.
+        Model, evaluation prompts, depth, and prompts of the trained update, which needs logits and a single-step
+        function. Initial states have seed 0.
+    config, grouped : LayerConfig
+        Rounding whose error at the exposed layers is the norm of the rank-k updates, and rounding whose output error
+        is that of the Gaussian noise, separately for each layer.
+    rank, n_updates : int
+        Rank of the updates, and Adam updates of the trained one.
     seeds : sequence of int
         Draws of the random updates.
-    n_updates : int
-        Adam updates of the trained update.
 
     Returns
     -------
@@ -244,49 +241,56 @@ def perturbation_study(
     context = context.seeded(0)
     system, train = context.system, context.train
     parameters = {p.name: p for p in context.parameters}
-    where = locations(list(parameters.values()))
-    if not where:
-        raise ConfigError(
-            f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
-        )
+    where = _two_locations(system, list(parameters.values()))
     plain = {name: weight_of(system, parameters[name]) for names in where.values() for name in names}
     changed, target = (
         rounded(system, [parameters[name] for name in plain], c, context.rounder) for c in (config, grouped)
     )
     errors = {name: changed[name].astype(np.float64) - plain[name] for name in where["exposed"]}
-    size = float(np.sqrt(sum(np.sum(e**2) for e in errors.values())))
+    size = _norm(errors)
+    trainable = steps_of(system) and system.output == "logits"
     updates: dict[tuple[str, str, int], Updates] = {}
     for place, names in where.items():
         for seed in seeds:
             shapes = {n: plain[n].shape for n in names}
             updates[f"random rank {rank}", place, seed] = random_low_rank(shapes, size, rank, seed)
-            updates["output-matched noise", place, seed] = {
-                n: output_matched_noise(plain[n], target[n], seed=seed)[0] for n in names[:1]
-            }
-        if train is not None and steps_of(system) and system.output == "logits":
-            updates[f"trained rank {rank}", place, seeds[0]] = trained_low_rank(
-                context.on(train), names, size, rank=rank, n_updates=n_updates
-            )
+            noise = output_matched_noise(plain[names[0]], target[names[0]], seed=seed)[0]
+            updates["output-matched noise", place, seed] = {names[0]: noise}
+        if train is not None and trainable:
+            trained = trained_low_rank(context.on(train), names, size, rank=rank, n_updates=n_updates)
+            updates[f"trained rank {rank}", place, seeds[0]] = trained
     variants = {
         f"{kind}/{place}/{seed}": {n: (plain[n] + d).astype(np.float32) for n, d in update.items()}
         for (kind, place, seed), update in updates.items()
     }
     runs = run_variants(context, variants, read=(context.n_steps,), label="perturb")
-    rows = []
-    for (kind, place, seed), update in updates.items():
-        found = runs[f"{kind}/{place}/{seed}"].to_json()
-        rows.append(
-            {
-                "perturbation": kind,
-                "location": place,
-                "seed": seed,
-                "norm": float(np.sqrt(sum(np.sum(d**2) for d in update.values()))),
-                "agreement": found["agreement"][-1] if found["agreement"] else None,
-                "output_error": found["output_error"][-1],
-                "last": found["last"],
-            }
-        )
+    rows = [
+        {"perturbation": k, "location": place, "seed": seed} | _moved(update, runs[f"{k}/{place}/{seed}"])
+        for (k, place, seed), update in updates.items()
+    ]
     return {"norm": size, "locations": where, "rows": rows}
+
+
+def _two_locations(system: LoopedSystem, parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
+    if found := locations(parameters):
+        return found
+    raise ConfigError(
+        f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
+    )
+
+
+def _norm(update: Updates) -> float:
+    return float(np.sqrt(sum(np.sum(d**2) for d in update.values())))
+
+
+def _moved(update: Updates, run: Comparison) -> Object:
+    found = run.to_json()
+    return {
+        "norm": _norm(update),
+        "agreement": found["agreement"][-1] if found["agreement"] else None,
+        "output_error": found["output_error"][-1],
+        "last": found["last"],
+    }
 
 
 def _known(names: Sequence[str], shared: Mapping[str, SharedParameter]) -> None:

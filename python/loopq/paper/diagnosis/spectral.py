@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.weights import Weights, as_stored
+from loopq.diagnosis.weights import Weights
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import mean_interval
 from loopq.lazy import require
-from loopq.models.replace import Replaced
-from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
 from loopq.paper.stats import difference_in_differences
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
@@ -274,10 +272,9 @@ def radius_study(
         and start vector. The operating state is the final state of the rollout.
     weights : weights
         Replaced weights of the changed map, outputs first.
-    with_bypass : bool
-        Also measure both maps with the identity bypass, and all four at the bypassed rollout's final state.
-    with_norm : bool
-        Also measure sigma_1 of the full-precision and the changed map, without the bypass.
+    with_bypass, with_norm : bool
+        Also measure both maps with the identity bypass, and all four at the bypassed rollout's final state; also
+        measure sigma_1 of the full-precision and the changed map, without the bypass.
     settings : ArnoldiSettings, optional
         Those of Li, App. K when absent.
 
@@ -286,14 +283,12 @@ def radius_study(
     dict
         `prompts` has an entry per prompt and operating state. `states` has the mean radii for each operating state,
         the number of prompts above 1, and the difference in differences with its interval. `acceptance` counts the
-        accepted estimates. It also gives the largest residual and the largest disagreement.
+        accepted estimates, with the largest residual and disagreement.
     """
     system, tokens, n_steps = context.system, context.tokens, context.n_steps
     seed, progress = context.execution.seed, context.execution.progress
     if steps_of(system) is None:
-        raise ConfigError(
-            f"system {system.name!r} has no single-step function: a step has no Jacobian that can be measured"
-        )
+        raise ConfigError(f"system {system.name!r} has no single-step function, so no Jacobian of a step")
     places = ("plain", "bypassed") if with_bypass else ("plain",)
     maps = [(False, False), (True, False), *([(False, True), (True, True)] if with_bypass else [])]
     progress.start("jacobian", len(tokens.sequences) * len(places) * len(maps), "maps")
@@ -304,24 +299,19 @@ def radius_study(
                 embedding, state = _operating_state(system, batch, n_steps, place == "bypassed")
                 found = {}
                 for changed, bypassed in maps:
-                    with contextlib.ExitStack() as stack:
-                        other = system
-                        if changed:
-                            other = stack.enter_context(Replaced(system, as_stored(system, weights, n_steps)))
-                        bypass = stack.enter_context(Bypass(other, n_steps)) if bypassed else None
-                        step = StepMap(other, embedding, n_steps - 1, n_steps, bypass)
-                        normed = with_norm and not bypassed and place == "plain"
-                        found[_map_name(changed, bypassed)] = jacobian_at(
-                            step, state, settings, with_norm=normed
-                        )
+                    normed = with_norm and not bypassed and place == "plain"
+                    with last_step(
+                        system, embedding, n_steps, weights if changed else None, bypassed
+                    ) as step:
+                        at = jacobian_at(step, state, settings, with_norm=normed)
+                    found[_map_name(changed, bypassed)] = at
                     progress.advance()
                 entries.append({"prompt": batch.prompts[0], "state": place, "maps": found})
     progress.stop()
+    by_place = {place: [e for e in entries if e["state"] == place] for place in places}
     return {
         "prompts": entries,
-        "states": {
-            place: _summary([e for e in entries if e["state"] == place], with_bypass) for place in places
-        },
+        "states": {place: _summary(found, with_bypass) for place, found in by_place.items()},
         "acceptance": _acceptance(entries),
         "settings": asdict(settings or ArnoldiSettings()) | {"n_starts": 2, "seed": seed},
     }

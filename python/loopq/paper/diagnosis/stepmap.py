@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from loopq.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
+from loopq.models.replace import Replaced
 from loopq.storage.schema import Object
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
@@ -274,6 +276,18 @@ def _plain_attention() -> Iterator[None]:
     torch = require("torch")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         yield
+
+
+@contextlib.contextmanager
+def last_step(
+    system: LoopedSystem, embedding: Any, n_steps: int, weights: Weights | None, bypassed: bool
+) -> Iterator[StepMap]:
+    """The last step as a map of states, with other weights and with the bypass if asked for."""
+    with contextlib.ExitStack() as stack:
+        if weights is not None:
+            system = stack.enter_context(Replaced(system, as_stored(system, weights, n_steps)))
+        path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
+        yield StepMap(system, embedding, n_steps - 1, n_steps, path)
 
 
 def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> Object:

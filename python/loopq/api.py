@@ -44,6 +44,8 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
+    from loopq.calibrate.data import TokenSet
+    from loopq.calibrate.overlap import Overlap
     from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
     from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
@@ -311,12 +313,7 @@ def evaluate(
     named = files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
-    for name, checkpoint in named.items():
-        _refuse_other_system(name, checkpoint, loaded.system)
-    shared = {name: tokens.overlap(c.settings.get("calibration")) for name, c in named.items()}
-    for name, found in shared.items():
-        if found is not None and found.warning:
-            execution.progress.warn(f"{name}: {found.warning}")
+    overlaps = [_overlap(name, c, loaded.system, tokens, execution) for name, c in named.items()]
     weights = {name: content(loaded.system, c, len(named)) for name, c in named.items()}
     measured = compare(
         loaded.system,
@@ -329,18 +326,22 @@ def evaluate(
     )
     dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
-    overlaps = [None, *shared.values()]
-    return [
-        dataclasses.replace(m, n_bytes=n, overlap=o)
-        for m, n, o in zip(measured, sizes, overlaps, strict=True)
-    ]
+    rows = zip(measured, sizes, [None, *overlaps], strict=True)
+    return [dataclasses.replace(m, n_bytes=n, overlap=o) for m, n, o in rows]
 
 
-def _refuse_other_system(name: str, checkpoint: Checkpoint, system: LoopedSystem) -> None:
+def _overlap(
+    name: str, checkpoint: Checkpoint, system: LoopedSystem, tokens: TokenSet, execution: Execution
+) -> Overlap | None:
+    """Refuse a checkpoint of another system, and warn if it was calibrated on these prompts."""
     stored = checkpoint.settings["system"]
     # Files of other tools lack this entry. Their names and shapes are compared with the model's.
     if stored not in (None, system.name):
         raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
+    found = tokens.overlap(checkpoint.settings.get("calibration"))
+    if found is not None and found.warning:
+        execution.progress.warn(f"{name}: {found.warning}")
+    return found
 
 
 def diagnose(

@@ -88,7 +88,7 @@ def quantize(
     ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
     keep : str or sequence of str
-        Patterns of tensors in the model's files that stay bit for bit unchanged. Codes of a quantized file may too.
+        Patterns of tensors in the model's files, codes too, that stay bit for bit unchanged.
     requantize : bool
         Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
     **options

@@ -7,6 +7,7 @@ import torch
 
 from loopq.cuda import fused
 from loopq.errors import KernelError
+from tests.support.cuda import twins
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.rollout import (
     assert_rounds_alike,
@@ -31,20 +32,20 @@ def test_add_norm(width: int, second: bool, with_residual: bool, dtype: torch.dt
     y = torch.full((2, width + 16), torch.nan, dtype=dtype)
     z = torch.full((2, width), torch.nan, dtype=dtype) if second else None
     fused.add_norm(EmulatedBackend(), a, residual, w1, y[:, :width], None if z is None else (w2, z), 1e-6)
-    expected_y, expected_z = fused.add_norm_ref(a, residual, w1, w2, 1e-6)
+    expected_y, expected_z = twins.add_norm_ref(a, residual, w1, w2, 1e-6)
     assert_rounds_alike(y[:, :width], expected_y)
     assert torch.isnan(y[:, width:]).all()
     if z is not None:
         assert expected_z is not None
         # z starts from the kernel's own rounded y, which may differ from the reference's in a last bit.
-        again = fused.add_norm_ref(y[:, :width], None, w2, None, 1e-6)[0] if w2 is not None else None
+        again = twins.add_norm_ref(y[:, :width], None, w2, None, 1e-6)[0] if w2 is not None else None
         assert again is not None
         assert_rounds_alike(z, again)
 
 
 def test_add_norm_in_place() -> None:
     stream, branch, w1, w2 = draw(3, 96), draw(3, 96, seed=1), draw(96, seed=2), draw(96, seed=3)
-    expected, _ = fused.add_norm_ref(branch, stream, w1, w2, 1e-6)
+    expected, _ = twins.add_norm_ref(branch, stream, w1, w2, 1e-6)
     normed = torch.empty_like(stream)
     fused.add_norm(EmulatedBackend(), branch, stream, w1, stream, (w2, normed), 1e-6)
     assert_rounds_alike(stream, expected)
@@ -65,7 +66,7 @@ def test_rope_attention(sequences: int, tokens: int, heads: int, head: int, dtyp
     out = torch.full((rows, max(8, heads * head)), torch.nan, dtype=dtype)[:, : heads * head]
     for qk_bias in (None, bias):
         fused.rope_attention(EmulatedBackend(), qkv, qk_bias, rotation, out, heads, tokens)
-        expected = fused.rope_attention_ref(qkv, qk_bias, rotation, heads, tokens)
+        expected = twins.rope_attention_ref(qkv, qk_bias, rotation, heads, tokens)
         difference = (out.float() - expected.float()).abs().max()
         assert difference <= 2 * spacing(dtype) * expected.float().abs().max()
 
@@ -82,7 +83,7 @@ def test_attention_reference_against_torch() -> None:
         for t in (q, k)
     )
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = fused.rope_attention_ref(qkv, None, rotation, heads, tokens)
+    out = twins.rope_attention_ref(qkv, None, rotation, heads, tokens)
     torch.testing.assert_close(out, expected.transpose(0, 1).reshape(tokens, -1), rtol=1e-5, atol=1e-6)
 
 
@@ -92,7 +93,7 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = draw(rows, 2 * width, dtype=dtype) * 4
     out = torch.full((rows, width), torch.nan, dtype=dtype)
     fused.swiglu(EmulatedBackend(), gate_up, out)
-    assert_rounds_alike(out, fused.swiglu_ref(gate_up))
+    assert_rounds_alike(out, twins.swiglu_ref(gate_up))
     expected = torch.nn.functional.silu(gate_up[:, :width].float()) * gate_up[:, width:].float()
     torch.testing.assert_close(out.float(), expected, rtol=2 * spacing(dtype), atol=1e-6)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
+from loopq.cuda.rollout import LoopParts, RolloutRunner
 from loopq.errors import ConfigError, KernelError
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.rollout import (
@@ -18,6 +18,7 @@ from tests.support.cuda.rollout import (
     huginn_like,
     relative,
 )
+from tests.support.cuda.twins import reference_rollout
 from tests.support.linear import linear_of
 
 pytestmark = pytest.mark.kernels

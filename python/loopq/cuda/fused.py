@@ -130,23 +130,6 @@ def add_norm(
     )
 
 
-def add_norm_ref(
-    a: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`add_norm` in torch: float32 inside, y and z rounded once each, z computed from the rounded y."""
-
-    def norm(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        factor = 1.0 / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + epsilon)
-        return (v * factor * weight.float()).to(a.dtype)
-
-    y = norm(a.float() + (0.0 if residual is None else residual.float()), weight1)
-    return y, None if weight2 is None else norm(y.float(), weight2)
-
-
 def rope_attention(
     backend: Backend,
     qkv: torch.Tensor,
@@ -209,28 +192,6 @@ def rope_attention(
     )
 
 
-def rope_attention_ref(
-    qkv: torch.Tensor, qk_bias: torch.Tensor | None, rotation: torch.Tensor, n_heads: int, n_tokens: int
-) -> torch.Tensor:
-    """`rope_attention` in torch: float32 inside, one rounding at the end."""
-    rows = qkv.shape[0]
-    head = qkv.shape[1] // (3 * n_heads)
-    q, k, v = qkv.float().view(rows // n_tokens, n_tokens, 3, n_heads, head).permute(2, 0, 3, 1, 4)
-    if qk_bias is not None:
-        bias = qk_bias.float().view(2, 1, n_heads, 1, head)
-        q, k = q + bias[0], k + bias[1]
-    cosine, sine = rotation[:n_tokens].unbind(-1)
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
-
-    score = (turn(q) * head**-0.5) @ turn(k).transpose(-1, -2)
-    future = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=qkv.device).triu(1)
-    weight = torch.softmax(score.masked_fill(future, float("-inf")), dim=-1)
-    return (weight @ v).transpose(1, 2).reshape(rows, n_heads * head).to(qkv.dtype)
-
-
 def swiglu(backend: Backend, gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """``out = silu(gate) * up`` for gate_up (rows, 2 * width), gate first.
 
@@ -258,9 +219,3 @@ def swiglu(backend: Backend, gate_up: torch.Tensor, out: torch.Tensor) -> None:
             *(_stride(t) for t in (gate_up, out)),
         ),
     )
-
-
-def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` in torch: float32 inside, one rounding at the end."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)

@@ -15,16 +15,12 @@ import torch
 from loopq.cuda.fused import (
     MAX_ATTENTION_TOKENS,
     add_norm,
-    add_norm_ref,
     rope_attention,
-    rope_attention_ref,
     rotation_table,
     swiglu,
-    swiglu_ref,
 )
 from loopq.cuda.launch import Workspace, launch_gemm, workspace_for
 from loopq.cuda.load import Backend, Captured
-from loopq.cuda.w4a16 import w4a16_linear_ref
 from loopq.errors import ConfigError, KernelError
 
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -363,37 +359,3 @@ def _check_layer(layer: Any) -> None:
         raise ConfigError(
             f"{type(layer).__name__}: the rollout runner takes QuantLinear, or linear layers without bias"
         )
-
-
-def reference_rollout(
-    parts: LoopParts, state: torch.Tensor, embedding: torch.Tensor, n_steps: int
-) -> torch.Tensor:
-    """Reference version of `RolloutRunner.run`: the same operations and roundings in torch, on any device.
-
-    Returns
-    -------
-    torch.Tensor, shape (sequences, tokens, width)
-    """
-    sequences, tokens, width = state.shape
-    s, e = state.reshape(-1, width), embedding.reshape(-1, width)
-    for _ in range(n_steps):
-        x = _product_ref(parts.adapter, torch.cat((s, e), dim=-1))
-        h = add_norm_ref(x, None, parts.blocks[0].norms[0], None, parts.epsilon)[0]
-        for index, block in enumerate(parts.blocks):
-            following = parts.blocks[index + 1].norms[0] if index + 1 < len(parts.blocks) else None
-            qkv = _product_ref(block.wqkv, h)
-            attended = rope_attention_ref(qkv, block.qk_bias, parts.rotation, parts.n_heads, tokens)
-            branch = _product_ref(block.proj, attended)
-            x, normed = add_norm_ref(branch, x, block.norms[1], block.norms[2], parts.epsilon)
-            assert normed is not None
-            branch = _product_ref(block.mlp_proj, swiglu_ref(_product_ref(block.fc, normed)))
-            x, h_next = add_norm_ref(branch, x, block.norms[3], following, parts.epsilon)
-            h = x if h_next is None else h_next
-        s = x
-    return s.view(sequences, tokens, width)
-
-
-def _product_ref(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    if _holds_codes(layer):
-        return w4a16_linear_ref(layer.product(x))
-    return (x.float() @ layer.weight.detach().float().t()).to(x.dtype)

@@ -60,8 +60,6 @@ def collect_rows(
 
     Parameters
     ----------
-    job : Collection
-        Model and prompts.
     out : Path
         Folder of the dump. It must be new or hold the same unfinished dump.
     rows_dtype : {"float32", "float16", "bfloat16"}, optional

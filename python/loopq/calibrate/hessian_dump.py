@@ -142,8 +142,6 @@ def collect_hessians(
 
     Parameters
     ----------
-    job : Collection
-        Model and prompts.
     out : Path
         Folder of the dump. It must be new or hold the same unfinished dump.
     steps : sequence of int, optional

@@ -21,8 +21,6 @@ class HessianSet:
 
     Parameters
     ----------
-    job : Collection
-        Model and prompts.
     steps : mapping of str to list of int
         Summed steps of each input group.
     per_step : bool
@@ -99,8 +97,6 @@ class HessianSet:
             Input groups of this pass.
         work : Path, optional
             Folder for periodic snapshots of the sums. A pass resumes from snapshots of the same work.
-        label : str
-            Name of the stage.
         """
         parts = Parts(self._pass(input_groups), work)
         done = len(parts.saved().batches)

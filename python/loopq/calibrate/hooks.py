@@ -39,8 +39,6 @@ class Observer:
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     parameters : sequence of SharedParameter
         Parameters to watch. Others are ignored.
     sink : callable
@@ -270,14 +268,10 @@ def find_input_groups(
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     parameters : sequence of SharedParameter
         Parameters to group.
     batch : Batch
         Prompts of one small rollout. All its inputs stay in memory until it ends.
-    n_steps : int
-        Depth.
 
     Returns
     -------

@@ -129,8 +129,6 @@ def collect_pairs(
 
     Parameters
     ----------
-    job : Collection
-        Model, prompts, seed and selection.
     input_groups : sequence of str
         Input groups to observe. Others are skipped.
     weights : mapping of str to ndarray, float32

@@ -124,8 +124,6 @@ def run_rollouts(
         Takes the number of a batch before it runs. Return false to skip the batch.
     first : int
         Batch to begin with. Earlier batches come last.
-    label : str
-        Name of the stage.
     progress : Progress, optional
         Receives every prompt; the job's own when absent.
     """

@@ -87,8 +87,6 @@ def select(
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     tokens : TokenSet
         Calibration prompts. The first one is run.
     n_steps : int, optional

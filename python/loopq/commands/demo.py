@@ -145,8 +145,6 @@ def pages(
         Folder for `NAME.html` and `NAME.json`. It is created if needed.
     data : Path, optional
         Data folder with `models/plbert_kokoro`. Without it PL-BERT is skipped, and the second result says so.
-    execution : Execution, optional
-        Threads and progress.
 
     Returns
     -------

@@ -23,12 +23,8 @@ class Context:
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     tokens : TokenSet
         Prompts.
-    n_steps : int
-        Depth.
     config : DiagnoseConfig
         Settings.
     rounder : callable

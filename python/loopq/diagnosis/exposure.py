@@ -46,10 +46,6 @@ def injection_weights(
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
-    n_steps : int
-        Depth.
     config : LayerConfig
         Bits and group size of the rounding. Li, Table 3 uses INT4 per channel.
     rounder : callable

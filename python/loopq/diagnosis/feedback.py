@@ -56,8 +56,6 @@ def intervened(
         The model's adapter, with a single-step function.
     batch : Batch
         The reference's batch.
-    n_steps : int
-        Depth.
     reference : RolloutTrace
         Rollout of the same batch with the reference weights.
     strength : float
@@ -143,8 +141,6 @@ def feedback_curve(
         Feedback strengths between 0 and 1.
     seeds : sequence of int
         Seeds of the initial states, the same for all strengths. One is enough where the state is not random.
-    label : str
-        Name of the stage.
 
     Raises
     ------

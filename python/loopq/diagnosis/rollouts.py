@@ -54,8 +54,6 @@ def trace(
         The model's adapter. Without a step function only the final output is recorded.
     batch : Batch
         Prompts.
-    n_steps : int
-        Depth.
     read : sequence of int, optional
         Step counts with an output, 1 to n_steps. All when absent.
     """

@@ -118,8 +118,6 @@ def diagnose_dump(
         Dump of rows, or of Hessians stored step by step.
     config : DiagnoseConfig, optional
         Settings.
-    execution : Execution, optional
-        Threads and progress.
     """
     config, execution = config or DiagnoseConfig(), execution or Execution()
     dump = Dump(folder, threads=execution.threads)

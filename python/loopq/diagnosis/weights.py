@@ -35,8 +35,6 @@ def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str,
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     weights : mapping of str to float32 ndarray of shape (out_features, in_features)
         New weights by the name of the shared parameter.
     n_steps : int
@@ -86,8 +84,6 @@ def rounded(
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     parameters : sequence of SharedParameter
         Parameters to round.
     config : LayerConfig

@@ -93,8 +93,6 @@ def log_likelihoods(
     execution : Execution, optional
         Seed of the initial states. All requests use the states of prompt 0, token by token, in batches of equal length,
         so neither order nor batches change a score.
-    label : str
-        Name of the stage.
 
     Returns
     -------
@@ -155,8 +153,6 @@ def generate_until(
 
     Parameters
     ----------
-    loaded : LoadedModel
-        The model.
     context : str
         Text before it. It is cut at its left if both together exceed the longest input.
     decoder : Decoder

@@ -129,8 +129,6 @@ def collect_metrics(
         Calibration prompts.
     tasks : sequence of Task
         Layers of the run. Layers without a loop metric are skipped.
-    n_steps : int
-        Depth.
     execution : Execution
         Seed of initial states, draws and thin matrices; progress.
     journal : Journal

@@ -21,12 +21,8 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     batch : Batch
         Prompts. Their seeds determine the initial states.
-    n_steps : int
-        Depth.
 
     Returns
     -------

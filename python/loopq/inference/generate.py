@@ -59,15 +59,6 @@ class Generation(Settings):
 class Decoder:
     """Logits of the next token, for repeated calls on a growing text.
 
-    Parameters
-    ----------
-    system : LoopedSystem
-        The model's adapter.
-    n_steps : int
-        Depth.
-    settings : Generation
-        Seed and early exit.
-
     Attributes
     ----------
     no_cache : str
@@ -274,10 +265,6 @@ def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: i
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
-    n_steps : int
-        Depth.
     prompt : sequence of int
         Token ids. Half of them are read first and some of the others follow.
     n_tokens : int
@@ -319,8 +306,6 @@ def generate(
 
     Parameters
     ----------
-    loaded : LoadedModel
-        The model.
     prompt : sequence of int
         Token ids of the prompt.
     decoder : Decoder

@@ -123,13 +123,6 @@ def _numbers(prompt: str) -> list[int]:
 def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
     """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Gives the tokenizer.
-    ids : sequence of int
-        Token ids.
-
     Returns
     -------
     str

@@ -58,8 +58,6 @@ class Replaced(Generic[System]):
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
     weights : mapping of str to float32 ndarray or output of `placed`
         Parameter name to new values, oriented as in the model.
     """

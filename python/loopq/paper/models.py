@@ -23,8 +23,6 @@ class PreparedModel:
     ----------
     name : str
         Its name in the table.
-    loaded : LoadedModel
-        The model.
     calibration : TokenSet
         Prompts for Hessians and gradients.
     tuning_held_out : TokenSet
@@ -63,8 +61,6 @@ class OpenedModel:
     ----------
     name : str
         Its name in the table.
-    loaded : LoadedModel
-        The model.
     data : Path or None
         Data folder.
     calibration, text : Path or None

@@ -25,8 +25,6 @@ class ShownTable:
 
     Parameters
     ----------
-    title : str
-        Heading.
     text : str
         Explanation of the columns.
     header : tuple of str

@@ -66,8 +66,6 @@ class Picture:
     ----------
     name : str
         Short name, unique on the page.
-    title : str
-        Heading.
     caption : str
         Content of the figure and its meaning, in sentences.
     figure : Any

@@ -23,8 +23,6 @@ class MetricOfDump:
 
     Parameters
     ----------
-    job : Collection
-        Model and prompts.
     n_prompts, n_draws : int
         Number of prompts for gradients. Each has `n_draws` label draws.
     steps : mapping of str to tuple of int

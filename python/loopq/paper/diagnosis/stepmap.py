@@ -81,8 +81,6 @@ class Bypass:
     ----------
     system : LoopedSystem
         The model's adapter, with a single-step function. Its one exposed layer has outputs of the state's shape.
-    n_steps : int
-        Depth.
 
     Raises
     ------

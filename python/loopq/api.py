@@ -12,8 +12,8 @@ from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
-from loopq.errors import CheckpointError, ConfigError
-from loopq.evaluation.compare import compare, content
+from loopq.errors import ConfigError
+from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
@@ -44,8 +44,6 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
-    from loopq.calibrate.data import TokenSet
-    from loopq.calibrate.overlap import Overlap
     from loopq.evaluation.compare import Measurement
     from loopq.inference.layout import Activations
     from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
@@ -313,35 +311,16 @@ def evaluate(
     named = files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
-    overlaps = [_overlap(name, c, loaded.system, tokens, execution) for name, c in named.items()]
+    overlaps = [overlap(name, c, loaded.system, tokens, execution) for name, c in named.items()]
     weights = {name: content(loaded.system, c, len(named)) for name, c in named.items()}
+    count = loaded.count_bytes
     measured = compare(
-        loaded.system,
-        weights,
-        tokens,
-        n_steps=n_steps,
-        seeds=seeds,
-        count_bytes=loaded.count_bytes,
-        execution=execution,
+        loaded.system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=execution
     )
     dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
     rows = zip(measured, sizes, [None, *overlaps], strict=True)
     return [dataclasses.replace(m, n_bytes=n, overlap=o) for m, n, o in rows]
-
-
-def _overlap(
-    name: str, checkpoint: Checkpoint, system: LoopedSystem, tokens: TokenSet, execution: Execution
-) -> Overlap | None:
-    """Refuse a checkpoint of another system, and warn if it was calibrated on these prompts."""
-    stored = checkpoint.settings["system"]
-    # Files of other tools lack this entry. Their names and shapes are compared with the model's.
-    if stored not in (None, system.name):
-        raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
-    found = tokens.overlap(checkpoint.settings.get("calibration"))
-    if found is not None and found.warning:
-        execution.progress.warn(f"{name}: {found.warning}")
-    return found
 
 
 def diagnose(

@@ -345,6 +345,26 @@ def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:
     return np.stack([v.cpu().numpy() for v in (error, cosine, unknown, unknown)])
 
 
+def overlap(
+    name: str, checkpoint: Checkpoint, system: LoopedSystem, tokens: TokenSet, execution: Execution
+) -> Overlap | None:
+    """Return the prompts that a checkpoint was calibrated on, and warn of them.
+
+    Raises
+    ------
+    CheckpointError
+        The checkpoint is of another system.
+    """
+    stored = checkpoint.settings["system"]
+    # Files of other tools lack this entry. Their names and shapes are compared with the model's.
+    if stored not in (None, system.name):
+        raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
+    found = tokens.overlap(checkpoint.settings.get("calibration"))
+    if found is not None and found.warning:
+        execution.progress.warn(f"{name}: {found.warning}")
+    return found
+
+
 def content(system: LoopedSystem, checkpoint: Checkpoint, n_checkpoints: int = 1) -> Weights:
     """Weights of the quantized layers, and other tensors that differ from the model's.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from benches.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
 from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
@@ -20,7 +21,7 @@ from loopq.cuda.load import Backend, Captured
 from loopq.cuda.plan import NarrowPlan
 from loopq.cuda.w4a16 import dequantize_packed, spread_scales
 from loopq.errors import ConfigError
-from loopq.paper.stats import median_ratio
+from loopq.evaluation.stats import Interval, bootstrap, sample
 
 if TYPE_CHECKING:
     pass
@@ -273,7 +274,23 @@ def paired_trials(
     return times
 
 
+def median_ratio(
+    numerator: ArrayLike,
+    denominator: ArrayLike,
+    n_resamples: int = _N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
+    return bootstrap(
+        [sample(numerator, "numerator", positive=True), sample(denominator, "denominator", positive=True)],
+        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
+        n_resamples,
+        seed,
+        "paired bootstrap over trials of a ratio of medians",
+    )
+
+
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
     """Ratio of median times ``first / second`` over paired trials, with its 95 % interval, for a record."""
-    found = median_ratio(first, second, n_resamples=_N_RESAMPLES)
+    found = median_ratio(first, second)
     return {"ratio": found.estimate, "low": found.low, "high": found.high}

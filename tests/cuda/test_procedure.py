@@ -212,3 +212,30 @@ def test_overlap_that_changes_bits_is_noticed() -> None:
     same = bench_rollout.same_bits_overlapping
     assert same(EmulatedBackend(), EmulatedBackend(), size=size, n_steps=1, seeds=1)
     assert not same(EmulatedBackend(), Racing(), size=size, n_steps=1, seeds=1)
+
+
+def test_latency_ratio_of_the_paper():
+    found = bench.median_ratio([303.9] * 50, [250.9] * 50, n_resamples=100)
+    assert round(found.estimate, 3) == 1.211
+    assert bench.median_ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0], n_resamples=100).estimate == 2.0
+
+
+def test_ratio_of_medians_covers_the_truth():
+    """Paired trials share their noise: the interval of the ratio is narrow, and it holds the true 1.5."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(60):
+        noise = rng.lognormal(0.0, 0.2, 50)
+        first, second = 1.5 * noise * rng.lognormal(0, 0.02, 50), noise * rng.lognormal(0, 0.02, 50)
+        found = bench.median_ratio(first, second, n_resamples=500, seed=trial)
+        assert found.low <= found.estimate <= found.high
+        assert found.high - found.low < 0.2
+        held += found.low <= 1.5 <= found.high
+    assert held >= 51
+    assert bench.median_ratio(first, second, seed=3) == bench.median_ratio(first, second, seed=3)
+
+
+@pytest.mark.parametrize(("first", "second"), [([1.0], [0.0]), ([0.0], [1.0])])
+def test_ratios_need_times_above_zero(first, second):
+    with pytest.raises(ConfigError, match="above 0"):
+        bench.median_ratio(first, second)

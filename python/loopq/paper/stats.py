@@ -70,22 +70,6 @@ def cluster_rate(
     )
 
 
-def median_ratio(
-    numerator: ArrayLike,
-    denominator: ArrayLike,
-    n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
-    return bootstrap(
-        [sample(numerator, "numerator", positive=True), sample(denominator, "denominator", positive=True)],
-        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
-        n_resamples,
-        seed,
-        "paired bootstrap over trials of a ratio of medians",
-    )
-
-
 def difference_in_differences(
     plain_reference: ArrayLike,
     plain_treated: ArrayLike,

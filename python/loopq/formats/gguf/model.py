@@ -81,6 +81,7 @@ class GGUF(Format):
     one_file: ClassVar[bool] = True
     reads: ClassVar[bool] = False
     holds_tables: ClassVar[bool] = True
+    outside: ClassVar[str | None] = "q6_k"
     options: ClassVar[tuple[Option, ...]] = (
         Option(
             "vocabulary",
@@ -161,7 +162,7 @@ class GGUF(Format):
         lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
         if len(shape.order) > len(set(shape.order)):
             lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
-        lines += [*shape.notes, *words.notes]
+        lines += [*shape.notes, *words.notes, *_floats(source, stored)]
         lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
         return WrittenFile(out, self.name, tuple(lines))
 
@@ -219,6 +220,18 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, _Stored
     for name, tensor in checkpoint.dense.items():
         found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
         yield from ((target, found) for target in shape.tensors(name))
+
+
+def _floats(source: Checkpoint, stored: Mapping[str, _Stored]) -> list[str]:
+    """Tell the bytes of embedding and head that llama.cpp's own quantizer would have rounded."""
+    heads = [name for name in ("token_embd.weight", "output.weight") if name in stored]
+    wide = [name for name in heads if stored[name][0].name in _DENSE]
+    if not source.layers or not wide:
+        return []
+    n_bytes = sum(stored[name][1].nbytes for name in wide)
+    return [
+        f"note: {' and '.join(wide)} not quantized: {size(n_bytes)}; quantize with --outside q6_k, as llama.cpp does"
+    ]
 
 
 def _check_head(shape: Shape, ties: Mapping[str, str]) -> None:

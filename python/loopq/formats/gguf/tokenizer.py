@@ -11,7 +11,7 @@ from loopq.errors import CheckpointError
 from loopq.formats.gguf import sentencepiece
 from loopq.formats.gguf.pretokens import name_of, steps
 from loopq.formats.gguf.sentencepiece import Pieces
-from loopq.storage.schema import checked, parse_json, shown
+from loopq.storage.schema import Object, checked, parse_json, shown
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -50,8 +50,8 @@ class _Model:
 class _Json:
     model: _Model
     added_tokens: tuple[_Added, ...] = ()
-    normalizer: dict[str, Any] | None = None
-    pre_tokenizer: dict[str, Any] | None = None
+    normalizer: Object | None = None
+    pre_tokenizer: Object | None = None
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ def _json(kind: Any, data: bytes, name: str) -> Any:
     return checked(kind, parse_json(data, name, finite=False), name, others=True)
 
 
-def settings(side_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def settings(side_files: Mapping[str, bytes], name: str) -> Object:
     """Return one of a tokenizer's JSON files. Empty if it is not there."""
-    found: dict[str, Any] = _json(dict[str, Any], side_files.get(name, b"{}"), name)
+    found: Object = _json(Object, side_files.get(name, b"{}"), name)
     return found
 
 
 def _added(side_files: Mapping[str, bytes]) -> list[_Added]:
     """Tokens that further files add."""
     listed = settings(side_files, CONFIG).get("added_tokens_decoder") or {}
-    found = [{"id": _number(i), **checked(dict[str, Any], token, CONFIG)} for i, token in listed.items()]
+    found = [{"id": _number(i), **checked(Object, token, CONFIG)} for i, token in listed.items()]
     plain = settings(side_files, "added_tokens.json")
     known = {one["id"] for one in found}
     found += [{"id": i, "content": text} for text, i in plain.items() if i not in known]

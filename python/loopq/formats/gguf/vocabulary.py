@@ -11,7 +11,7 @@ from loopq.errors import CheckpointError
 from loopq.formats.gguf.encoding import Ends, compare
 from loopq.formats.gguf.file import open_gguf, package, told
 from loopq.formats.gguf.tokenizer import CONFIG, FILE, LEAST, NORMAL, UNUSED, Tokenizer, settings
-from loopq.storage.schema import shown
+from loopq.storage.schema import Object, shown
 
 _TOKENS, _TYPES, _SCORES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores"))
 _NONE = "none"
@@ -122,7 +122,7 @@ def _own(
             raise CheckpointError(f"{cause}; {_INSTEAD}") from None
     of = package().GGUFValueType
     n = max(own.texts) + 1
-    found: dict[str, Any] = {"model": own.model}
+    found: Object = {"model": own.model}
     if own.model == "gpt2":
         found["pre"] = own.pre
     found["tokens"] = [own.texts.get(i, f"[PAD{i}]") for i in range(n)]

@@ -119,7 +119,7 @@ def quantize(
     config, execution, take = divided(options, config or QuantConfig(), Execution(), CalibrationTake())
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
-    config = config.for_format(own_format)
+    config = config.for_format(own_format, target.outside)
     team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
     with output(out, execution, write, shared=team is not None) as (execution, finish):
         loaded, depth = at_depths(_open_source(model, requantize), n_steps)

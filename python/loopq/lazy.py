@@ -13,6 +13,7 @@ _EXTRA = {
     "huggingface_hub": "hf",
     "lm_eval": "eval",
     "gguf": "gguf",
+    "tokenizers": "gguf",
     "matplotlib": "report",
     "pyarrow": "parquet",
     "scipy": "stats",

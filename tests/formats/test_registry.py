@@ -67,7 +67,7 @@ def test_no_code_outside_formats_compares_a_name_of_a_format():
 
 def test_quantize_writes_a_file_of_llama_cpp(llama, tmp_path, capsys):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
-    loopq.quantize(spec(llama), IDS, out=tmp_path / "q", **GRID)
+    loopq.quantize(spec(llama), IDS, out=tmp_path / "q", outside="q6_k", **GRID)
     loopq.export(tmp_path / "q", tmp_path / "by-way.gguf", "gguf")
     loopq.quantize(spec(llama), IDS, out=tmp_path / "d" / "named.gguf", write="gguf", **GRID)
     by_way = (tmp_path / "by-way.gguf").read_bytes()

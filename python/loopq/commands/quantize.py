@@ -122,7 +122,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
     if args.out is None:
-        config = quant_config(args, adopt_like(args)).for_format(quantized_format(args.format).own)
+        target = quantized_format(args.format)
+        config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
         return dry_run(args, config) if args.dry_run else table(args, config)
     job = _Job.of(args)
     ranks, shown = ranks_of_environment()
@@ -167,7 +168,7 @@ class _Job:
         target = quantized_format(args.format)
         options = target.taken(format_options(args))
         check_out(Path(args.out))
-        config = quant_config(args, adopt_like(args)).for_format(target.own)
+        config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
         if args.html:
             require("matplotlib")
             check_place(args.html)

@@ -138,6 +138,8 @@ class Format(ABC):
         Whether loopq reads it back as a checkpoint.
     holds_tables : bool
         Whether it holds quantized embedding tables.
+    outside : str, optional
+        Type of matrices outside the loop, unless the settings name one.
     options : tuple of Option
         Options of `write`.
     loads : str
@@ -152,6 +154,7 @@ class Format(ABC):
     one_file: ClassVar[bool] = False
     reads: ClassVar[bool] = True
     holds_tables: ClassVar[bool] = False
+    outside: ClassVar[str | None] = None
     options: ClassVar[tuple[Option, ...]] = ()
     loads: ClassVar[str] = "import loopq  # loopq.load(DIR)"
     library: ClassVar[str] = "loopq"

@@ -91,7 +91,8 @@ def read_model(source: str | Path) -> Checkpoint:
         return read_any(folder)
     config, _ = hf_folder.read_config(folder)
     config = with_loop(config, loop) if loop else config
-    side_files = {hf_folder.CONFIG: json.dumps(config).encode()}
+    side_files = hf_folder.side_files(folder, frozenset(), hf_folder.SIDE_FILES)
+    side_files[hf_folder.CONFIG] = json.dumps(config).encode()
     dense = hf_folder.read_all_tensors(folder)
     return Checkpoint({}, dense, {}, {"system": None}, side_files).check(folder)
 

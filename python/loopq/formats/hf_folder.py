@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,12 @@ def read_config(folder: Path) -> tuple[Object, Object | None]:
     return config, None if found is None else checked(dict[str, Any], found, f"{folder / CONFIG}: {KEY}")
 
 
-def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
+def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] = ("*",)) -> dict[str, bytes]:
     """Read the files beside the weights: tokenizer, remote code, generation config."""
     weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, HF_QUANT_CONFIG, *leave_out}
     names = [p.name for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
+    kept = [n for n in kept if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
 
 

@@ -55,10 +55,10 @@ class QuantConfig(Settings):
         Leave these layers dense. Patterns match names.
     rank_threshold : float, optional
         Threshold of the rank in the report, relative to the largest eigenvalue of H. No rank is computed when absent.
-    outside : {4, 8, "q4_k", "q5_k", "q6_k", "q8_0"}, optional
+    outside : {4, 8, "q4_k", "q5_k", "q6_k", "q8_0", "none"}, optional
         Bits, or GGUF type, of the matrices outside the loop. These are embedding tables, heads, and layers before and
-        after it. They are rounded to nearest with searched scales. They stay unchanged when absent. Only loopq's own
-        format and GGUF support it.
+        after it. They are rounded to nearest with searched scales. They stay unchanged with "none", and when absent. In
+        a GGUF file they are q6_k when absent, or q8_0 beside 8 bits. Only loopq's own format and GGUF support it.
     fit : Fit, optional
         Choice of each layer's grid and of the storage of matrices outside the loop, within a file size.
     """
@@ -69,7 +69,7 @@ class QuantConfig(Settings):
     include: tuple[str, ...] = setting((), option=False)
     exclude: tuple[str, ...] = setting((), option=False)
     rank_threshold: float | None = setting(None, at_least=0.0, at_most=0.99)
-    outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0"] | None = setting(None)
+    outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0", "none"] | None = setting(None)
     fit: Fit | None = optional(Fit, "fit")
 
     def __post_init__(self) -> None:
@@ -119,8 +119,12 @@ class QuantConfig(Settings):
         overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
         return dataclasses.replace(self, layer=layer, overrides=overrides)
 
-    def for_format(self, own: bool) -> QuantConfig:
-        """Return the settings with even levels wherever they are "auto", unless loopq's own format is written."""
+    def for_format(self, own: bool, outside: Any = None) -> QuantConfig:
+        """Return the settings of a format where they are left to it.
+
+        Unless loopq's own format is written, levels that are "auto" become even. `outside` is the format's own choice,
+        and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by itself.
+        """
         if own:
             return self
 
@@ -128,9 +132,11 @@ class QuantConfig(Settings):
             return {**changes, "levels": "even"} if changes.get("levels") == AUTO else changes
 
         overrides = tuple(Override(o.pattern, even(o.changes)) for o in self.overrides)
-        return dataclasses.replace(
-            self, layer=self.layer.changed(**even(self.layer.flat())), overrides=overrides
-        )
+        layer = self.layer.changed(**even(self.layer.flat()))
+        chosen = self.outside
+        if chosen is None and self.fit is None and outside is not None:
+            chosen = "q8_0" if layer.grid.make().bits == 8 else outside
+        return dataclasses.replace(self, layer=layer, overrides=overrides, outside=chosen)
 
     def for_layer(self, name: str) -> LayerConfig:
         """Return the settings of the layer called `name`.
@@ -192,5 +198,5 @@ def refuse_outside(config: QuantConfig, who: str, instead: str) -> None:
     ConfigError
         The message says who does not support it, and what to do instead.
     """
-    if config.outside is not None:
+    if config.outside not in (None, "none"):
         raise ConfigError(f"outside rounds embedding tables and heads too, which {who}: {instead}")

@@ -70,7 +70,7 @@ class SolveKeywords(ExecutionKeywords, total=False):
     alpha: float
     sweeps: int
     rank_threshold: float | None
-    outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0"] | None
+    outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0", "none"] | None
     fit: float | int | Fit | None
     fit_score: Literal["ablation", "fisher"]
     fit_bits: Sequence[int]

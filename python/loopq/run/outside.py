@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 from loopq.calibrate.rollouts import Collection
+from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
@@ -58,29 +61,47 @@ def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
 
     These are the weights of linear layers and embedding tables that the adapter does not list. They run once per token,
     outside the loop, so their error does not accumulate. At 8 bits it is far below the cost of the loop's own bits.
-    Scales are searched, and groups are those of the run's grid.
+    Scales are searched, and groups are those of the run's grid. Where rows are no whole blocks of a GGUF type, the type
+    is Q8_0, as in llama.cpp.
     """
-    asked = config.outside
-    if asked is None:
+    if config.outside in (None, "none"):
         return ()
-    grid = config.layer.grid
-    if isinstance(asked, str):
-        grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
-    else:
+    found = []
+    for p in outside(job.system, job.selection.parameters):
+        grid = _grid(config, p.in_features)
+        if grid is not None:
+            found.append(Task(p, LayerConfig(grid=grid, method=RTN(scale_search="mse")), (), None))
+    return tuple(found)
+
+
+def _grid(config: QuantConfig, columns: int) -> GridSettings | None:
+    """Return the grid of a matrix outside the loop. None if no type of GGUF has such rows."""
+    grid, asked = config.layer.grid, config.outside
+    if isinstance(asked, int):
         # Tables and floats have at most 4 bits.
         levels = grid.chosen if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
-        if grid.make().bits != asked:  # a type of GGUF has bits of its own
-            grid = dataclasses.replace(grid, levels="even")
-    layer = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
-    return tuple(Task(p, layer, (), None) for p in outside(job.system, job.selection.parameters))
+        # A type of GGUF has bits of its own.
+        return grid if grid.make().bits == asked else dataclasses.replace(grid, levels="even")
+    for levels in (str(asked), "q8_0"):
+        found = dataclasses.replace(grid, bits=4, group_size=128, levels=levels, symmetric=True)
+        with contextlib.suppress(ConfigError):
+            found.make().check_columns(columns)
+            if columns % found.make().gguf_width == 0:
+                return found
+    return None
 
 
 def tell_left(plan: Plan, job: Collection, weights: ModelWeights) -> None:
     """Report matrices outside the loop that a run with `outside` leaves unchanged, with the adapter's reason."""
-    if plan.config.outside is None:
+    if plan.config.outside in (None, "none"):
         return
     rounded = {t.name for t in plan.outside}
+    for p in outside(job.system, job.selection.parameters):
+        if p.name not in rounded:
+            job.execution.progress.note(
+                f"not rounded outside the loop: {p.name}: rows of {p.in_features} are no whole blocks of a GGUF type"
+            )
     for name, reason in job.system.left_out().items():
         known = name in weights.tensors and name not in rounded
         shape = weights.tensors[name].shape if known else ()

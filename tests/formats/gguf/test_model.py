@@ -324,3 +324,36 @@ def test_a_mixed_file_is_called_by_its_type_of_lowest_place(tmp_path):
     one = looped(levels="q4_0")[1].layers["model.layers.0.mlp.up_proj.weight"]
     write_as(tmp_path / "m.gguf", dataclasses.replace(found, layers={**found.layers, one.name: one}), "gguf")
     assert gguf.GGUFReader(tmp_path / "m.gguf").fields["general.file_type"].contents() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({"levels": "q4_0"}, {"token_embd": "Q6_K", "output": "Q6_K"}),
+        ({"bits": 8, "group_size": 32}, {"token_embd": "Q8_0", "output": "Q8_0"}),
+        ({"levels": "q4_0", "outside": "none"}, {"token_embd": "F32", "output": "F32"}),
+        ({"levels": "q4_0", "hidden_size": 96}, {"token_embd": "Q8_0", "output": "Q8_0"}),
+    ],
+)
+def test_embedding_and_head_are_rounded_by_default(tmp_path, settings, kinds):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    width = settings.pop("hidden_size", 256)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=width, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    model, out = f"looped:{tmp_path / 'm'}[1:2]x2", tmp_path / "m.gguf"
+    loopq.quantize(model, [list(range(20))] * 2, out=out, write="gguf", method="rtn", **settings)
+    facts = FORMATS.get("gguf").facts(out)
+    found = {t["name"].removesuffix(".weight"): t["type"] for t in facts["tensors"]}
+    assert kinds.items() <= found.items()
+
+
+def test_export_tells_the_bytes_of_a_float_embedding(tmp_path):
+    _, checkpoint = looped(leave=("lm_head", "embed"))
+    write_as(tmp_path / "q", checkpoint, "native")
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
+    assert any("token_embd.weight and output.weight not quantized" in line for line in lines)

@@ -18,6 +18,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
 from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, package, told
 from loopq.formats.gguf.shape import ARCHITECTURES, Shape
+from loopq.formats.gguf.vocabulary import Vocabulary
 from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
@@ -80,8 +81,13 @@ class GGUF(Format):
     one_file: ClassVar[bool] = True
     reads: ClassVar[bool] = False
     holds_tables: ClassVar[bool] = True
+    outside: ClassVar[str | None] = "q6_k"
     options: ClassVar[tuple[Option, ...]] = (
-        Option("vocabulary", "copy the tokenizer of this GGUF file of the model", metavar="FILE"),
+        Option(
+            "vocabulary",
+            "copy the tokenizer of this GGUF file in the place of the model's own; none: no tokenizer",
+            metavar="FILE",
+        ),
     )
 
     def holds(self, path: Path) -> bool:
@@ -112,8 +118,7 @@ class GGUF(Format):
             _check_type(name, dtype)
             shape.tensors(name)
         _check_head(shape, planned.ties)
-        if vocabulary is not None:
-            _tokenizer(Path(vocabulary))
+        Vocabulary.of(planned.side_files, shape.config, vocabulary)
 
     def write(
         self,
@@ -134,32 +139,30 @@ class GGUF(Format):
             Checkpoint. Without a quantized layer its tensors are written unchanged.
         also : callable, optional
             Not called because loopq does not read the file.
-        vocabulary : path, optional
-            GGUF file to copy the tokenizer from (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the
-            model).
+        vocabulary : path or "none", optional
+            GGUF file to copy the tokenizer from, in the place of the model's own. "none" leaves it out.
         **options
             None.
 
         Raises
         ------
         CheckpointError
-            If llama.cpp does not support the architecture or grid. The message names the layer and a remedy.
+            If llama.cpp does not support the architecture, grid or tokenizer. The message names a remedy.
         """
         check_new(out)
         shape = Shape.read(source.side_files).check_whole()
         _check_head(shape, source.ties)
+        words = Vocabulary.of(source.side_files, shape.config, vocabulary)
         stored = dict(_stored(source, shape))
         with replacing(out) as temporary:
             with told(out):
-                _write(temporary, shape, stored, vocabulary)
+                _write(temporary, shape, stored, words.entries)
             n_compared = _compare(temporary, source, shape)
         n_bytes = out.stat().st_size
         lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
         if len(shape.order) > len(set(shape.order)):
             lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
-        lines += shape.notes
-        if vocabulary is None:
-            lines.append("note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF")
+        lines += [*shape.notes, *words.notes, *_floats(source, stored)]
         lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
         return WrittenFile(out, self.name, tuple(lines))
 
@@ -219,6 +222,18 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, _Stored
         yield from ((target, found) for target in shape.tensors(name))
 
 
+def _floats(source: Checkpoint, stored: Mapping[str, _Stored]) -> list[str]:
+    """Tell the bytes of embedding and head that llama.cpp's own quantizer would have rounded."""
+    heads = [name for name in ("token_embd.weight", "output.weight") if name in stored]
+    wide = [name for name in heads if stored[name][0].name in _DENSE]
+    if not source.layers or not wide:
+        return []
+    n_bytes = sum(stored[name][1].nbytes for name in wide)
+    return [
+        f"note: {' and '.join(wide)} not quantized: {size(n_bytes)}; quantize with --outside q6_k, as llama.cpp does"
+    ]
+
+
 def _check_head(shape: Shape, ties: Mapping[str, str]) -> None:
     if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in ties:
         raise CheckpointError("lm_head.weight is tied, and config.json says tie_word_embeddings: false")
@@ -240,7 +255,9 @@ def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> _Stored:
     return _DENSE["BF16"], bytes_of[order]
 
 
-def _write(path: Path, shape: Shape, stored: Mapping[str, _Stored], vocabulary: str | Path | None) -> None:
+def _write(
+    path: Path, shape: Shape, stored: Mapping[str, _Stored], words: Mapping[str, tuple[Any, ...]]
+) -> None:
     gguf = package()
     writer, of = gguf.GGUFWriter(path, shape.name), gguf.GGUFValueType
     config = shape.config
@@ -259,11 +276,8 @@ def _write(path: Path, shape: Shape, stored: Mapping[str, _Stored], vocabulary: 
         writer.add_key_value(f"{shape.name}.{key}", value, kind)
     writer.add_file_type(min((kind for kind, _ in stored.values()), key=lambda kind: kind.place).number)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if vocabulary is None:
-        writer.add_tokenizer_model("none")
-    else:
-        for entry in _tokenizer(Path(vocabulary)):
-            writer.add_key_value(*entry)
+    for name, entry in words.items():
+        writer.add_key_value(name, *entry)
     for name, (stands, data) in stored.items():
         raw = gguf.GGMLQuantizationType[stands.name]
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
@@ -271,15 +285,6 @@ def _write(path: Path, shape: Shape, stored: Mapping[str, _Stored], vocabulary: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _tokenizer(path: Path) -> list[tuple[Any, ...]]:
-    """Every key of another GGUF's tokenizer: name, value, type and, for an array, the element type."""
-    fields = [f for name, f in open_gguf(path).fields.items() if name.startswith("tokenizer.")]
-    if not fields:
-        raise CheckpointError(f"{path}: a GGUF without a tokenizer")
-    with told(path):
-        return [(f.name, f.contents(), *[*f.types, None][:2]) for f in fields]
 
 
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from loopq.storage.files import (
     remove_leftovers,
     remove_own,
     replacing,
+    write_json,
     write_tensors,
     write_text,
 )
@@ -229,6 +233,62 @@ def test_an_output_that_no_system_can_make_is_refused_in_one_line(tmp_path, monk
     assert "\0" not in str(refused.value)
     assert not (tmp_path / "x").exists()
     assert tmp_path.is_dir()
+
+
+def _stand(place, kind, other):
+    """Put something else than a plain file in a place. Never in /dev: a fault would break the machine."""
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(place))
+    elif kind == "device":
+        if os.geteuid():
+            pytest.skip("only root makes devices")
+        os.mknod(place, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to({"link": other, "dangling": "nowhere", "descriptor": "/proc/self/fd/1"}[kind])
+
+
+_WRITERS = {
+    "text": lambda path: write_text(path, "new"),
+    "json": lambda path: write_json(path, {}),
+    "tensors": lambda path: write_tensors(path, {}),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes and links need rights there")
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "link", "dangling", "descriptor"])
+@pytest.mark.parametrize("writer", _WRITERS)
+def test_no_output_replaces_what_is_no_plain_file(tmp_path, monkeypatch, writer, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").write_text("years of work")
+    _stand(Path("out"), kind, "kept")
+    before = os.lstat("out")
+    with pytest.raises(LoopqError, match=r"out: is a .*; name a file"):
+        _WRITERS[writer](tmp_path / "out")
+    assert os.lstat("out").st_mode == before.st_mode
+    assert os.lstat("out").st_ino == before.st_ino
+    assert (tmp_path / "kept").read_text() == "years of work"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes need rights there")
+def test_a_pipe_that_comes_during_the_writing_stays(tmp_path):
+    with pytest.raises(LoopqError, match="is a pipe"), replacing(tmp_path / "out") as temporary:
+        temporary.touch()
+        os.mkfifo(tmp_path / "out")
+    assert stat.S_ISFIFO((tmp_path / "out").lstat().st_mode)
+
+
+def test_a_file_with_a_second_name_keeps_its_bytes_there(tmp_path):
+    (tmp_path / "kept").write_text("years of work")
+    os.link(tmp_path / "kept", tmp_path / "out")
+    write_text(tmp_path / "out", "new")
+    assert (tmp_path / "kept").read_text() == "years of work"
+    assert (tmp_path / "out").read_text() == "new"
 
 
 @pytest.mark.parametrize("name", ["", ".", "a\0b"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -136,6 +137,55 @@ def test_a_lock_that_is_no_plain_file_is_refused_and_nothing_behind_it_is_touche
             raise AssertionError("held")
     assert kept.exists() == (kind == "link")
     assert not kept.exists() or kept.read_text() == "years of work"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the file itself is the lock there")
+@pytest.mark.parametrize(
+    ("text", "linked", "why"),
+    [
+        ("years of work", True, "hard link"),
+        ("", True, "hard link"),
+        (json.dumps({"host": "a", "pid": 1}), True, "hard link"),
+        ("notes of the user\n", False, "something else than a lock"),
+        ("{}", False, "something else than a lock"),
+        ("[" * 9000, False, "something else than a lock"),
+        (json.dumps({"host": "a", "pid": 1}) + " " * 9000, False, "something else than a lock"),
+    ],
+)
+def test_a_file_that_is_no_lock_is_refused_and_keeps_its_bytes(tmp_path, text, linked, why):
+    place = tmp_path / ".q.lock"
+    place.write_text(text)
+    if linked:
+        os.link(place, tmp_path / "other")
+    with pytest.raises(LoopqError, match=why), locked(tmp_path / "q"):
+        raise AssertionError("held")
+    assert place.read_text() == text
+    assert os.lstat(place).st_nlink == 1 + linked
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the file itself is the lock there")
+def test_a_lock_of_another_user_is_refused_and_stays(tmp_path, monkeypatch):
+    (tmp_path / ".q.lock").touch()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(LoopqError, match="belongs to another user"), locked(tmp_path / "q"):
+        raise AssertionError("held")
+    assert (tmp_path / ".q.lock").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock is not used there")
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_folder_without_locks_is_named_and_gets_no_file(tmp_path, monkeypatch, code, before):
+    def flock(handle, how):
+        raise OSError(code, os.strerror(code))
+
+    if before:
+        (tmp_path / ".q.lock").touch()
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with pytest.raises(LoopqError, match="the file system has no locks"), locked(tmp_path / "q"):
+        raise AssertionError("held")
+    assert (tmp_path / ".q.lock").exists() == before
 
 
 def left(place):

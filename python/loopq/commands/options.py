@@ -24,7 +24,7 @@ from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.ranks import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution
-from loopq.storage.files import nearest
+from loopq.storage.files import check_replaceable, nearest
 from loopq.terminal.progress import Line, Progress, Silent
 
 
@@ -426,8 +426,7 @@ def format_options(args: argparse.Namespace) -> dict[str, Any]:
 def check_place(file: str | Path) -> None:
     """Reject an unwritable file before any computation."""
     path = Path(file)
-    if path.is_dir():
-        raise ConfigError(f"{file}: is a folder; name a file")
+    check_replaceable(path, ConfigError)
     place = nearest(path.parent)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")

@@ -15,7 +15,7 @@ from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD, CONFIG, PICTURE, read_config
 from loopq.layers.loop_spec import parse_spec
 from loopq.report.style import INK, SERIES, canvas, label, styled
-from loopq.storage.files import remove_leftovers, write_text
+from loopq.storage.files import remove_leftovers, replacing, write_text
 from loopq.terminal.table import size
 
 #: Its tag and the end of its title, by which a card of loopq's is known again.
@@ -221,7 +221,8 @@ def _picture(path: Path, tokens: Mapping[str, Any]) -> None:
         axes.axvline(tokens["kl"], color=INK, linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
         label(axes, "KL of a token to full precision [nats], dotted: mean", "tokens with a larger KL [%]")
-        figure.savefig(path, dpi=120, metadata={"Software": None})
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
 
 
 def _measured_on(text: Mapping[str, Any]) -> str:

@@ -332,13 +332,40 @@ def check_named(out: Path, error: type[LoopqError] = LoopqError) -> None:
         raise error(f"{str(out)!r}: the folder that the command runs in, or one above it; give a new name")
 
 
+def check_replaceable(path: Path, error: type[LoopqError] = LoopqError) -> None:
+    """Refuse an output file in whose place something else than a plain file stands.
+
+    A rename over a device, a pipe or a link would remove it, even for the whole machine if it lies in /dev.
+
+    Raises
+    ------
+    LoopqError
+        Error of the given class, also for a path without its own name.
+    """
+    check_named(path, error)
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        # Nothing stands there, or the write says why it cannot be seen.
+        return
+    kinds = ((stat.S_ISLNK, "link"), (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISREG, ""))
+    kind = next((name for test, name in kinds if test(mode)), "device or socket")
+    if kind:
+        raise error(f"{path}: is a {kind}; name a file that is new, or a plain one")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` and rename it over `path` if the block succeeds.
 
     Readers see the old or the new file, never a part. An error leaves nothing behind.
+
+    Raises
+    ------
+    LoopqError
+        A device, pipe, link or folder stands there, or the file cannot be written.
     """
-    check_named(path)
+    check_replaceable(path)
     temporary = _temporary(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,6 +373,8 @@ def replacing(path: Path) -> Iterator[Path]:
         # Without a sync first, the rename may reach the disk before the data.
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+        # Again, because the block may have taken hours.
+        check_replaceable(path)
         temporary.replace(path)
     except OSError as cause:
         raise LoopqError(f"{path}: cannot be written ({cause.strerror or cause})") from cause

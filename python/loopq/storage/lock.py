@@ -21,6 +21,8 @@ from loopq.storage.files import check_named, check_new, is_own, runs, second
 if sys.platform != "win32":
     import fcntl
 
+#: Maximum bytes of a lock: host and process of its holder.
+MAX_LOCK = 4096
 #: Locks that `kept` holds, by thread, and whether a killed run had left them.
 _MINE: dict[tuple[Path, int], bool] = {}
 
@@ -163,19 +165,51 @@ def _hold(path: Path) -> tuple[int, bool]:
             if path.is_symlink():
                 raise _no_file(path) from cause
             raise
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise _no_file(path)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as cause:
+            _flock(path, handle, left)
+            # After the lock, so that no holder is just writing its name.
+            _check_lock(path, handle)
+        except LoopqError:
             os.close(handle)
-            raise _taken(path) from cause
+            raise
         # Its last holder may have removed it between the two calls.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.lstat()):
                 return handle, left
         os.close(handle)
+
+
+def _check_lock(path: Path, handle: int) -> None:
+    """Refuse an open file that no run of this user left as a lock. Its bytes would be lost."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise _no_file(path)
+    text = os.pread(handle, MAX_LOCK + 1, 0)
+    if found.st_nlink > 1:
+        why = "has a second name (a hard link)"
+    elif sys.platform != "win32" and found.st_uid != os.geteuid():
+        why = "belongs to another user"
+    elif text and (len(text) > MAX_LOCK or not _owner(text)[0]):
+        why = "holds something else than a lock of loopq"
+    else:
+        return
+    raise LoopqError(f"{path}: stands where the lock of an output goes and {why}; move it away")
+
+
+def _flock(path: Path, handle: int, left: bool) -> None:
+    """Lock an open file. A folder that knows no locks keeps no new file."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as cause:
+        raise _taken(path) from cause
+    except OSError as cause:
+        if not left:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise LoopqError(
+            f"{path.parent}: the file system has no locks (flock: {cause.strerror or cause}), which keep two runs "
+            "from writing one output; name an output on another disk"
+        ) from cause
 
 
 def _no_file(path: Path) -> LoopqError:

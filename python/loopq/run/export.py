@@ -44,6 +44,10 @@ _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
 }
 
 
+#: Errors of a checkpoint whose model cannot be built or run here.
+_NO_LOGITS = (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError)
+
+
 @dataclass(frozen=True)
 class Exported:
     """Result of an export, and its comparison with the model before.
@@ -150,7 +154,7 @@ def exported(
         nonlocal difference, reason
         try:
             before = _logits(source, proof, asked)
-        except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
+        except _NO_LOGITS as error:
             # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
             reason = str(error).splitlines()[0]
             return
@@ -158,12 +162,19 @@ def exported(
         if difference != 0.0:
             raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
+    def compute() -> str:
+        try:
+            _logits(source, proof, asked)
+        except _NO_LOGITS as error:
+            return str(error).splitlines()[0]
+        return ""
+
     written = target.write(
         out, source, also=compare_logits, **given, **({"forced": forced} if forced else {})
     )
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
     if asked is not None and not reason:
-        lines += asked.lines(out, source, lambda: _logits(source, proof, asked), force=gate.force)
+        lines += asked.lines(out, source, compute, force=gate.force)
     if reason or not target.reads:
         return Exported(written, 0, None, reason, lines)
     return Exported(written, proof.n_prompts, difference, "", lines)

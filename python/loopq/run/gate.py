@@ -102,8 +102,9 @@ class Asked:
     def lines(
         self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
     ) -> tuple[str, ...]:
-        """Ask the engines that are installed, and say who read the file. `compute` sets the logits if they are absent, or
-        returns why it cannot.
+        """Ask the engines that are installed, and say who read the file.
+
+        `compute` sets the logits if they are absent, or returns why it cannot.
 
         Raises
         ------

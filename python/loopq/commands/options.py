@@ -15,6 +15,7 @@ from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
 from loopq.formats.base import Option
 from loopq.formats.convert import settings_of
+from loopq.formats.rules import READS
 from loopq.inference.restore import open_any, open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
@@ -420,8 +421,6 @@ def add_format(
 
 def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
     """Add what decides whether a file is written, and which engines read it afterwards."""
-    from loopq.formats.rules import READS
-
     engine = parser.add_argument(
         "--engine",
         choices=tuple(READS),
@@ -440,7 +439,7 @@ def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
     engine.rare = force.rare = verify.rare = rare  # type: ignore[attr-defined]
 
 
-def gate_options(args: argparse.Namespace) -> dict[str, Any]:
+def gate_options(args: argparse.Namespace) -> Mapping[str, Any]:
     """Read the options of `add_gate`."""
     return {"engine": args.engine, "force": args.force, "verify": args.verify == "yes"}
 

@@ -63,9 +63,7 @@ class Record:
     """Content of `loopq_export.json`: everything that a format loses, and the checksums of what it holds.
 
     `files` lists all other files of the folder. `native_sha256` is the checksum of the checkpoint that was exported
-    (`Checkpoint.digest`). Exports before these two entries have neither.
-
-    `forced` says why no engine reads the folder right, if it was written all the same.
+    (`Checkpoint.digest`). Exports before these two entries have neither. `forced` says why no engine reads it right.
     """
 
     loopq_version: str
@@ -241,10 +239,7 @@ class QuantizedFolder(Format):
         forced: str | None = None,
         **options: Any,
     ) -> WrittenLayers:
-        """Write the folder. `ragged` selects the policy for a last group shorter than the others.
-
-        `forced` goes into the record.
-        """
+        """Write the folder. `ragged`: policy for a last group shorter than others. The record holds `forced`."""
         owners = _owners(source)
         prepared = self._prepared(source, ragged)
         tensors: dict[str, RawTensor] = {}

@@ -164,7 +164,7 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class Support:
     """What is known of systems in an engine.
 
     Parameters
@@ -226,68 +226,68 @@ _LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 _PLUGIN = "loopq's plugin (loopq.integrations.vllm)"
 #: The first entry of an engine, a system and a format holds; without one the engine does not run the system.
 ENTRIES = (
-    Entry(
+    Support(
         "transformers", ("dory", "inkling"), "optimum leaves layers as initialised", "5.24 with optimum 2.3: run",
         _PAIRS, _GPTQ, runs=False, silent=True,
     ),
-    Entry(
+    Support(
         "transformers", ("mamba", "zamba"), "its own class reads weights that packed layers do not have", "5.24: run",
         _PAIRS, (*_GPTQ, *_CT), runs=False,
     ),
-    Entry("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
-    Entry("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
-    Entry(
+    Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
+    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
+    Support(
         "transformers", ("inkling",), "unquantized modules are taken for quantized", "5.24: run", _PAIRS, _CT,
         runs=False,
     ),
-    Entry("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
-    Entry(
+    Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
+    Support(
         "transformers", ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint",
         "4.57.6: run", code=True,
     ),
-    Entry("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
-    Entry("transformers", ("looped",), _ONCE, "5.24: run", _PAIRS, runs=False, silent=True),
-    Entry("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
-    Entry("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
-    Entry("vllm", ("dory",), f"{_PLUGIN}, files with the published names", "0.32 on a CPU: run", _VLLM, _CT),
-    Entry("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
-    Entry("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
-    Entry("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),
-    Entry("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
-    Entry("vllm", ("zamba",), "Zamba2, its own class", "source read"),
-    Entry("vllm", ("mamba",), "its own class", "source read"),
-    Entry("vllm", ("generic",), "where vLLM has the class", "source read"),
-    Entry(
+    Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
+    Support("transformers", ("looped",), _ONCE, "5.24: run", _PAIRS, runs=False, silent=True),
+    Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
+    Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
+    Support("vllm", ("dory",), f"{_PLUGIN}, files with the published names", "0.32 on a CPU: run", _VLLM, _CT),
+    Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
+    Support("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
+    Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),
+    Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
+    Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
+    Support("vllm", ("mamba",), "its own class", "source read"),
+    Support("vllm", ("generic",), "where vLLM has the class", "source read"),
+    Support(
         "vllm", ("hrm_text",), "its file has gate, q, k and v as one matrix, an export of loopq as transformers "
         "splits them", "source read", runs=False,
     ),
-    Entry(
+    Support(
         "vllm", ("inkling",), "vLLM up to 0.33 has no class for it, and loopq's plugin none either", "0.32: run",
         "tests/interop/test_vllm.py::test_inkling_is_refused_with_the_version_that_it_needs", runs=False,
     ),
-    Entry("sglang", ("nanbeige",), "its own class", "SGLang #32151"),
-    Entry("sglang", ("iquest",), "its own class; its gates are loaded since SGLang #38193", "source read"),
-    Entry("sglang", ("generic",), "where SGLang has the class", "source read"),
-    Entry(
+    Support("sglang", ("nanbeige",), "its own class", "SGLang #32151"),
+    Support("sglang", ("iquest",), "its own class; its gates are loaded since SGLang #38193", "source read"),
+    Support("sglang", ("generic",), "where SGLang has the class", "source read"),
+    Support(
         "sglang", ("ouro",), "its fallback to transformers breaks the cache of the loops", "SGLang #32894", runs=False
     ),
-    Entry("gptqmodel", ("hrm_text",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
-    Entry("gptqmodel", ("ouro",), "its own definition of the class", "source read"),
-    Entry("gptqmodel", ("generic",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
-    Entry("llama.cpp", ("nanbeige",), "its own class (llama.cpp #25994)", "xllamacpp 2026.10: run", _LLAMA),
-    Entry("llama.cpp", ("hrm_text",), "its own class (llama.cpp #27625)", "xllamacpp 2026.10: run", _PAIRS),
-    Entry("llama.cpp", ("looped",), "Llama, the loop written out", "xllamacpp 2026.10: run", _PAIRS),
-    Entry("llama.cpp", ("generic",), "Llama alone", "source read"),
-    Entry(
+    Support("gptqmodel", ("hrm_text",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
+    Support("gptqmodel", ("ouro",), "its own definition of the class", "source read"),
+    Support("gptqmodel", ("generic",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
+    Support("llama.cpp", ("nanbeige",), "its own class (llama.cpp #25994)", "xllamacpp 2026.10: run", _LLAMA),
+    Support("llama.cpp", ("hrm_text",), "its own class (llama.cpp #27625)", "xllamacpp 2026.10: run", _PAIRS),
+    Support("llama.cpp", ("looped",), "Llama, the loop written out", "xllamacpp 2026.10: run", _PAIRS),
+    Support("llama.cpp", ("generic",), "Llama alone", "source read"),
+    Support(
         "llama.cpp", ("dory",), "its release of October 2026 has no such architecture; the vendor's has, and the file "
         "is checked against its converter and its graph", "xllamacpp 2026.10: run", _PAIRS, runs=False,
     ),
-    Entry(
+    Support(
         "llama.cpp", ("ouro",), "its release of October 2026 has no such architecture", "xllamacpp 2026.10: run",
         runs=False,
     ),
     *(
-        Entry(engine, ("looped",), _ONCE, "source read", runs=False) for engine in ("sglang", "gptqmodel")
+        Support(engine, ("looped",), _ONCE, "source read", runs=False) for engine in ("sglang", "gptqmodel")
     ),
 )  # fmt: skip
 #: Systems of loopq whose classes no engine has.
@@ -300,7 +300,7 @@ EMBEDDED = "loopq-zoo-"
 
 def entry_of(
     engine: str, system: str, format_name: str, config: Mapping[str, Any] | None = None
-) -> Entry | None:
+) -> Support | None:
     """Return what is known of an engine, a system, a format and a model's config.json. None if nothing is."""
     return next((entry for entry in ENTRIES if entry.about(engine, system, format_name, config)), None)
 

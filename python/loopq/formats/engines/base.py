@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq
-
 #: Largest difference that rounding explains, as a part of the largest logit, by the type that an engine computes in.
 #: "int8": products with activations rounded to 8 bits.
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05, "int8": 0.15}
@@ -143,7 +141,7 @@ def ask(engine: str, questions: Sequence[Question], python: str = sys.executable
         for folder, question in zip(folders, questions, strict=True):
             question.put(folder, engine)
         # The process has this loopq, and leaves no code of a model in the user's cache.
-        paths = [str(Path(loopq.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "HF_HUB_OFFLINE": "1",

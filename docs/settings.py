@@ -16,6 +16,7 @@ from loopq.formats import FORMATS
 from loopq.inference.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
+from loopq.run.gate import Gate, Proof
 from loopq.settings.declare import Leaf, Settings, leaves, lowered
 from loopq.settings.execution import Execution
 
@@ -108,10 +109,10 @@ def keywords() -> str:
         ("ExecutionKeywords", ("TypedDict",), "how a run is carried out", _typed(Execution)),
         ("TakeKeywords", ("TypedDict",), "number and length of prompts", take),
         ("SolveKeywords", ("ExecutionKeywords",), "`solve`", preset | _typed(QuantConfig)),
-        ("QuantizeKeywords", ("SolveKeywords", "TakeKeywords"), "`quantize`", more),
+        ("QuantizeKeywords", ("SolveKeywords", "TakeKeywords"), "`quantize`", more | _typed(Gate)),
         ("MeasureKeywords", ("TakeKeywords", "ExecutionKeywords"), "`evaluate` and `diagnose`", {}),
         ("GenerateKeywords", ("TypedDict",), "`generate`", _typed(Generation)),
-        ("ExportKeywords", ("TypedDict",), "`export`: options of formats", texts),
+        ("ExportKeywords", ("TypedDict",), "`export`", texts | _typed(Gate) | _typed(Proof)),
     ]
     return _MODULE + "".join(map(_class, *zip(*own, strict=True)))
 

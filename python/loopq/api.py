@@ -27,7 +27,8 @@ from loopq.models.load import LoadedModel
 from loopq.run.allocate import allocate
 from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
-from loopq.run.export import quantized_format, refuse_early
+from loopq.run.export import exported, quantized_format, refuse_early
+from loopq.run.gate import Gate
 from loopq.run.kept import Kept
 from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
@@ -92,7 +93,7 @@ def quantize(
     **options
         "preset" and settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
         `Execution` ("threads", "seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's
-        tokens by default) apply to prompts.
+        tokens by default) apply to prompts, "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
 
     Returns
     -------
@@ -116,9 +117,13 @@ def quantize(
     >>> len(result.layers) > 0
     True
     """
-    config, execution, take = divided(options, config or QuantConfig(), Execution(), CalibrationTake())
+    config, execution, take, gate = divided(
+        options, config or QuantConfig(), Execution(), CalibrationTake(), Gate()
+    )
     target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     own_format = target.own and not callable(write)
+    if isinstance(write, str):
+        write = None if target.own else lambda solved: exported(solved, Path(str(out)), target.name, gate)
     config = config.for_format(own_format, target.outside)
     team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
     with output(out, execution, write, shared=team is not None) as (execution, finish):
@@ -127,7 +132,7 @@ def quantize(
         if keep:
             steps = loaded.system.n_steps if depth is None else depth
             config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
-        refuse_early(loaded, config, target.name, depth)
+        refuse_early(loaded, config, target.name, depth, gate)
         plan, source = _prepared(loaded, calibration, take, config, depth, execution)
         checkpoint = carry_out(plan, source, lambda solved: finish(kept.put(solved)), team)
     assert checkpoint is not None

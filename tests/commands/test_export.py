@@ -39,9 +39,9 @@ def test_export_refuses_before_it_writes(quantized, tmp_path, command):
     )
     code, _, err = command(*args)
     assert code == 1
-    assert "sglang does not run huginn: no support is known" in err
+    assert "sglang does not run huginn (loopq-zoo-huginn): no support is known" in err
     assert not (tmp_path / "e").exists()
-    code, text, _ = command(*args[:-1], "transformers")
+    code, text, _ = command(*args, "--force")
     assert code == 0
     assert "read back from disk" in text
 

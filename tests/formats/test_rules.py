@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
-from loopq.formats.rules import READS, RULES, RUNS, WHY_NOT, check_engine
+from loopq.formats.rules import ENTRIES, KNOWN, NOWHERE, READS, RULES, check_engine, entry_of, readers
 from loopq.systems import SYSTEMS
 from tests.support.interop import models
 
@@ -84,8 +84,10 @@ def test_what_no_rule_speaks_of_is_taken():
         for form in formats:
             grid = {"levels": "nvfp4", "group_size": 16} if form == "modelopt" else {}
             plain = layers(**{name: dict(grid) for name in names})
-            check_engine(engine, form, plain, None)
-            check_engine(engine, form, plain, next(iter(RUNS[engine])))
+            systems = {s for e in ENTRIES if e.engine == engine for s in e.systems}
+            runs = [s for s in sorted(systems) if (entry := entry_of(engine, s, form)) and entry.runs]
+            assert runs
+            check_engine(engine, form, plain, runs[0])
 
 
 def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
@@ -101,11 +103,43 @@ def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
 
 
 def test_the_tables_name_systems_engines_and_formats_that_there_are():
-    names = set(SYSTEMS.names())
-    assert {s for systems in RUNS.values() for s in systems} | {s for _, s in WHY_NOT} <= names
-    assert set(RUNS) == set(READS)
+    own = {name for name, system in SYSTEMS if system.__module__.startswith("loopq.")}
+    assert own == KNOWN
+    assert not set(NOWHERE) & {system for entry in ENTRIES for system in entry.systems}
+    assert all(set(entry.formats) <= set(READS[entry.engine]) for entry in ENTRIES)
     for rule in RULES:
         assert all(set(rule.formats) & set(READS[engine]) for engine in rule.engines)
+
+
+@pytest.mark.parametrize("test", sorted({entry.test for entry in ENTRIES if entry.test}))
+def test_an_entry_names_a_test_that_there_is(test):
+    file, _, name = test.partition("::")
+    assert f"def {name}(" in (_DOCS.parent / file).read_text("utf-8")
+
+
+def test_what_no_engine_reads_right_is_refused_with_every_reason():
+    plain = layers(mlp__down_proj={})
+    assert readers("compressed-tensors", plain, "dory", {"model_type": "dory"}) == ("transformers", "vllm")
+    with pytest.raises(CheckpointError) as error:
+        readers("compressed-tensors", plain, "looped", {"model_type": "olmoe"})
+    for engine in ("transformers", "vllm", "sglang"):
+        assert f"{engine} does not run looped (olmoe)" in str(error.value)
+    assert "--force" in str(error.value)
+    with pytest.raises(
+        CheckpointError, match=r"every layer once.* without an error\. vllm can read compressed"
+    ):
+        readers("compressed-tensors", plain, "looped", {"model_type": "llama"})
+    with pytest.raises(CheckpointError, match="no engine reads gptq"):
+        readers("gptq", plain, "parcae", {})
+
+
+def test_what_no_engine_opens_and_embedded_models_are_not_refused():
+    plain = layers(mlp__down_proj={})
+    assert readers("native", plain, "parcae", {}) == ()
+    assert readers("marlin", plain, "parcae", {}) == ()
+    assert readers("gptq", plain, "parcae", {"model_type": "loopq-zoo-parcae"}) == ()
+    # Another package's system is tried by the engines themselves.
+    assert readers("gptq", plain, "mine", {}) == ("transformers", "vllm", "sglang", "gptqmodel")
 
 
 def test_the_page_is_what_the_rules_print():

@@ -233,7 +233,7 @@ def test_a_checkpoint_is_opened_again_and_exported_under_the_names_of_the_files(
     packed = loopq.load(tmp_path / "q", quantized=True).system.rollout(batch, 2)
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
     for form in ("compressed-tensors", "gptq"):
-        loopq.export(tmp_path / "q", tmp_path / form, form)
+        loopq.export(tmp_path / "q", tmp_path / form, form, force=True)
         assert read_any(tmp_path / form).layers.keys() == read_any(tmp_path / "q").layers.keys()
     # All matrices of the files, with their names: what is quantized has a scale beside its codes.
     names = set(load_file(tmp_path / "model" / "model.safetensors"))

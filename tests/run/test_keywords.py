@@ -12,6 +12,7 @@ from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.inference.generate import Generation
 from loopq.run import keywords
 from loopq.run.config import flat_names
+from loopq.run.gate import Gate
 from loopq.settings.execution import Execution
 from tests.support.interpreters import ROOT
 
@@ -37,7 +38,7 @@ def test_keywords_are_those_that_the_functions_take():
     how, prompts = set(Execution().flat()), set(CalibrationTake().flat())
     run = flat_names() | {"preset"}
     for kind, taken in (
-        (keywords.QuantizeKeywords, run | how | prompts),
+        (keywords.QuantizeKeywords, run | how | prompts | set(Gate().flat())),
         (keywords.SolveKeywords, run | how),
         (keywords.MeasureKeywords, set(Take().flat()) | how),
         (keywords.GenerateKeywords, set(Generation().flat())),

@@ -32,7 +32,7 @@ def test_round_trip_keeps_the_files_names(paired: bool, tmp_path: Path) -> None:
     assert len(result.layers) == 4 * 8
     first = "backbone.layers.2.mixer.g_proj.weight" if paired else "backbone.layers.1.self_attn.g_proj.weight"
     assert first in result.layers
-    written = loopq.export(result, tmp_path / "ct", "compressed-tensors")
+    written = loopq.export(result, tmp_path / "ct", "compressed-tensors", verify=False)
     assert written.difference == 0.0
 
 

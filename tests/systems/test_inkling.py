@@ -149,7 +149,7 @@ def test_published_experts_in_nvfp4_and_mxfp8_are_a_source(tmp_path: Path) -> No
 def test_export_holds_gates_whose_files_have_no_module_for_them(tmp_path: Path) -> None:
     inkling().save_pretrained(tmp_path / "inkling")
     result = loopq.quantize(tmp_path / "inkling", tokens(2), group_size=16, method="rtn")
-    written = loopq.export(result, tmp_path / "ct", "compressed-tensors")
+    written = loopq.export(result, tmp_path / "ct", "compressed-tensors", force=True, verify=False)
     assert written.difference == 0.0
     stored = map_tensors(tmp_path / "ct" / "model.safetensors")
     assert "model.llm.layers.2.controllers.k.down_proj.weight_packed" in stored

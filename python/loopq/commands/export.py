@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_format, format_options
-from loopq.formats.rules import READS
+from loopq.commands.options import add_format, add_gate, format_options, gate_options
 from loopq.run.export import export
 
 
@@ -22,11 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--out", required=True, metavar="DIR", help="new folder; for gguf and imatrix a new file"
     )
     add_format(parser)
-    parser.add_argument(
-        "--engine",
-        choices=tuple(READS),
-        help="refuse, before anything is written, what this engine is known to refuse (docs/formats/engines.md)",
-    )
+    add_gate(parser)
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -37,8 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and print its size."""
     options = format_options(args)
-    trusted, engine = args.trust_remote_code, args.engine
-    done = export(args.folder, args.out, args.format, trust_remote_code=trusted, engine=engine, **options)
+    options |= {"trust_remote_code": args.trust_remote_code, **gate_options(args)}
+    done = export(args.folder, args.out, args.format, **options)
     print("\n".join(done.lines()))
     return 0
 

@@ -15,6 +15,7 @@ from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
 from loopq.formats.base import Option
 from loopq.formats.convert import settings_of
+from loopq.formats.rules import READS
 from loopq.inference.restore import open_any, open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
@@ -416,6 +417,31 @@ def add_format(
             help=f"for {', '.join(names)}: {option.help}",
         ).rare = quantized  # type: ignore[attr-defined]
     parser.set_defaults(format_options=[option.name for option in readers])
+
+
+def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
+    """Add what decides whether a file is written, and which engines read it afterwards."""
+    engine = parser.add_argument(
+        "--engine",
+        choices=tuple(READS),
+        help="refuse, before the work, what this engine is known to refuse or to load wrongly "
+        "(docs/formats/engines.md); without it, what no engine reads right",
+    )
+    force = parser.add_argument(
+        "--force", action="store_true", help="write such a file all the same, and say so in it"
+    )
+    verify = parser.add_argument(
+        "--verify",
+        choices=("yes", "no"),
+        default="yes",
+        help="let every installed engine load the file and compare its logits (default %(default)s)",
+    )
+    engine.rare = force.rare = verify.rare = rare  # type: ignore[attr-defined]
+
+
+def gate_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Read the options of `add_gate`."""
+    return {"engine": args.engine, "force": args.force, "verify": args.verify == "yes"}
 
 
 def format_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from loopq.commands.evaluate import for_page, measure, print_measured
 from loopq.commands.options import (
     add_execution,
     add_format,
+    add_gate,
     add_quantizer,
     add_source,
     add_text,
@@ -28,6 +29,7 @@ from loopq.commands.options import (
     check_place,
     each_depth,
     format_options,
+    gate_options,
     given,
     load_source,
     quant_config,
@@ -49,6 +51,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
 from loopq.run.config import QuantConfig
 from loopq.run.export import Exported, exported, quantized_format, refuse_early
+from loopq.run.gate import Gate, Proof
 from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out, kept, work_folder
@@ -110,6 +113,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser, several=True)
     add_format(parser, default=NATIVE.name, quantized=True)
+    add_gate(parser, rare=True)
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -174,7 +178,8 @@ class _Job:
             check_place(args.html)
         loaded = load_source(args)
         n_steps, depths = args.n_steps, each_depth(args)
-        refuse_early(loaded, config, args.format, depths[-1].n_steps, **options)
+        gate = Gate(**gate_options(args))
+        refuse_early(loaded, config, args.format, depths[-1].n_steps, gate, **options)
         tokens = calibration_tokens(
             loaded, args.calibration, calibration_take(args), matters=config.reads_text
         )
@@ -222,9 +227,10 @@ class _Job:
         return result, lines
 
     def _export(self, checkpoint: Checkpoint) -> Exported:
-        args, trusted = self.args, self.args.trust_remote_code
+        args, gate = self.args, Gate(**gate_options(self.args))
+        proof = Proof(trust_remote_code=args.trust_remote_code)
         try:
-            return exported(checkpoint, self.out, args.format, trust_remote_code=trusted, **self.options)
+            return exported(checkpoint, self.out, args.format, gate, proof, **self.options)
         except LoopqError:
             print(
                 f"{work_folder(self.out)}: what was solved is kept here: the same command with another --format goes "

@@ -63,7 +63,7 @@ class Record:
     """Content of `loopq_export.json`: everything that a format loses, and the checksums of what it holds.
 
     `files` lists all other files of the folder. `native_sha256` is the checksum of the checkpoint that was exported
-    (`Checkpoint.digest`). Exports before these two entries have neither.
+    (`Checkpoint.digest`). Exports before these two entries have neither. `forced` says why no engine reads it right.
     """
 
     loopq_version: str
@@ -75,6 +75,7 @@ class Record:
     config: str | None
     files: tuple[FileEntry, ...] = ()
     native_sha256: Sha256 | None = None
+    forced: str | None = None
 
 
 class QuantizedFolder(Format):
@@ -235,9 +236,10 @@ class QuantizedFolder(Format):
         *,
         also: Check | None = None,
         ragged: Ragged | None = None,
+        forced: str | None = None,
         **options: Any,
     ) -> WrittenLayers:
-        """Write the folder. `ragged` selects the policy for a last group shorter than the others."""
+        """Write the folder. `ragged`: policy for a last group shorter than others. The record holds `forced`."""
         owners = _owners(source)
         prepared = self._prepared(source, ragged)
         tensors: dict[str, RawTensor] = {}
@@ -257,6 +259,7 @@ class QuantizedFolder(Format):
             if copies:
                 notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
         files, record = self._files(source, ragged, self.config(export))
+        record |= {"forced": forced} if forced else {}
         n_bytes_all = sum(t.data.size for t in tensors.values())
         fill = partial(_write_sealed, tensors=tensors, files=files, record=record)
         write_folder(self, out, source, n_bytes_all, fill, also)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
@@ -15,7 +16,7 @@ from loopq.layers.layer import QuantizedLayer
 Layers = Mapping[str, QuantizedLayer]
 
 #: Day of the newest entry.
-DATE = "2026-11-23"
+DATE = "2026-11-27"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
@@ -116,6 +117,11 @@ RULES = (
         "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.grid.symmetric),
     ),
     Rule(
+        ("transformers",), _CT, "layers of unlike grids of Dory: the file names them by its own names",
+        "one grid, with a group size that divides every width",
+        "transformers 5.24 with compressed-tensors 0.20: run (left as initialised)", _mixed(_grid), ("dory",),
+    ),
+    Rule(
         ("transformers",), _CT,
         "asymmetric layers: 4.57 never, 5.23 only with CompressedTensorsConfig(dequantize=True)",
         "the native checkpoint with `import loopq.integrations.transformers`, or a symmetric grid",
@@ -133,10 +139,17 @@ RULES = (
         _where(lambda x: x.grid.bits == 4 and _width(x) not in (32, 64, 128, 256)),
     ),
     Rule(
+        ("transformers", "gptqmodel"), _GPTQ, "layers of HRM-Text by the names of its published files",
+        "--format compressed-tensors, or the native checkpoint",
+        "GPTQModel 7.7 and optimum 2.3: run (left as initialised, or \"Missing required quantized weights\")",
+        lambda layers: [n for n in layers if ".attn." in n], ("hrm_text",),
+    ),
+    Rule(
         ("transformers", "gptqmodel"), _GPTQ, "3 bits with outputs that are no multiple of 32",
         "4 bits for the layer, or --exclude it",
         "GPTQModel 7.7 and optimum 2.3: run (\"qzeros expects columns divisible by 3\")",
-        _where(lambda x: x.grid.bits == 3 and x.shape[0] % 32 != 0),
+        # One row stands for a layer before the run.
+        _where(lambda x: x.grid.bits == 3 and x.shape[0] > 1 and x.shape[0] % 32 != 0),
     ),
     Rule(
         ("gptqmodel",), _GPTQ, "groups of fewer than 16 columns", "a group size of 16 or more that divides in_features",
@@ -149,63 +162,156 @@ RULES = (
     ),
 )  # fmt: skip
 
-#: Systems that an engine runs, and how; one that is not named is not run.
-RUNS: Mapping[str, Mapping[str, str]] = {
-    "transformers": {
-        **dict.fromkeys(
-            ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint, on 4.57.6"
-        ),
-        **dict.fromkeys(("hrm_text", "zamba", "mamba", "albert"), "its own class"),
-        "generic": "where the model is one of transformers'",
-    },
-    "vllm": {
-        **dict.fromkeys(("ouro", "huginn"), "loopq's plugin (loopq.integrations.vllm): run on 0.32"),
-        "rllama": "loopq's plugin (loopq.integrations.vllm): Llama's blocks, run on 0.32; not OLMo's",
-        "looped": "loopq's plugin (loopq.integrations.vllm): Llama, Mistral, Qwen2, Qwen3; run on 0.32",
-        "dory": "loopq's plugin (loopq.integrations.vllm), files with the published names: run on 0.32; the class that "
-        "0.33 has takes full precision alone",
-        "nanbeige": "transformers backend (vLLM #56071)",
-        "iquest": "its own class (vLLM #31575): run on 0.32",
-        "zamba": "Zamba2, its own class",
-        "mamba": "its own class",
-        "generic": "where vLLM has the class",
-    },
-    "sglang": {
-        "nanbeige": "its own class (SGLang #32151)",
-        "iquest": "its own class; its gates are loaded since SGLang #38193",
-        "generic": "where SGLang has the class",
-    },
-    "gptqmodel": {
-        "hrm_text": "layers in numbered blocks, by transformers' class",
-        "ouro": "its own definition of the class, not tried",
-        "generic": "layers in numbered blocks, by transformers' class",
-    },
-    "llama.cpp": {
-        "hrm_text": "its own class (llama.cpp #27625): run (xllamacpp 2026.10)",
-        "dory": "its own class: checked against its converter and its graph, not run",
-        "nanbeige": "its own class (llama.cpp #25994): run (xllamacpp 2026.10)",
-        "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
-        "generic": "Llama alone",
-    },
-}
-#: Why a system that people ask for is not run.
-WHY_NOT: Mapping[tuple[str, str], str] = {
-    (
-        "vllm",
-        "hrm_text",
-    ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
-    ("vllm", "inkling"): "vLLM up to 0.33 has no class for it, and loopq's plugin none either",
-    ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
-    ("llama.cpp", "ouro"): "its release of October 2026 has no such architecture",
-    **dict.fromkeys(
-        [(engine, "looped") for engine in ("transformers", "sglang", "gptqmodel")],
-        "it would run every layer once: it does not read looped_layers",
+
+@dataclass(frozen=True)
+class Support:
+    """What is known of systems in an engine.
+
+    Parameters
+    ----------
+    engine : str
+        A name in `READS`.
+    systems : tuple of str
+        Adapters' names.
+    how : str
+        What runs them. Where nothing does, the reason.
+    known : str
+        Version, and "run" or "source read".
+    test : str
+        The test that ran it, "FILE::NAME". It is empty if none did.
+    formats : tuple of str
+        Formats that it is about. All that the engine reads if empty.
+    kinds : tuple of str
+        Values of `model_type` in config.json that it is about. All if empty.
+    code : bool
+        Whether it is about folders with code of their own alone (`auto_map` in config.json).
+    runs : bool
+        Whether the engine gives the loop's logits.
+    silent : bool
+        Whether it gives other logits without an error. Such a file is written only for a named engine.
+    """
+
+    engine: str
+    systems: tuple[str, ...]
+    how: str
+    known: str
+    test: str = ""
+    formats: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    code: bool = False
+    runs: bool = True
+    silent: bool = False
+
+    def about(self, engine: str, system: str, format_name: str, config: Mapping[str, Any] | None) -> bool:
+        """Whether it is about a system in a format and an engine. Without `config` any will do."""
+        if (
+            engine != self.engine
+            or system not in self.systems
+            or format_name not in (self.formats or (format_name,))
+        ):
+            return False
+        if config is None:
+            return True
+        return (not self.kinds or config.get("model_type") in self.kinds) and (
+            not self.code or "auto_map" in config
+        )
+
+
+_PAIRS = "tests/formats/engines/test_pairs.py::test_a_pair_gives_equal_logits_or_is_refused"
+_VLLM = "tests/interop/test_vllm.py::test_vllm_computes_every_loop"
+_LLAMA = "tests/formats/gguf/test_model.py::test_logits_of_llama_cpp"
+_ONCE = "it runs every layer once: it does not read looped_layers"
+#: Dense models whose layers the plugin runs in a loop.
+_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
+_PLUGIN = "loopq's plugin (loopq.integrations.vllm)"
+#: The first entry of an engine, a system and a format holds; without one the engine does not run the system.
+ENTRIES = (
+    Support(
+        "transformers", ("dory", "inkling"), "optimum leaves layers as initialised", "5.24 with optimum 2.3: run",
+        _PAIRS, _GPTQ, runs=False, silent=True,
     ),
-}
+    Support(
+        "transformers", ("mamba", "zamba"), "its own class reads weights that packed layers do not have", "5.24: run",
+        _PAIRS, (*_GPTQ, *_CT), runs=False,
+    ),
+    Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
+    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
+    Support(
+        "transformers", ("inkling",), "unquantized modules are taken for quantized", "5.24: run", _PAIRS, _CT,
+        runs=False,
+    ),
+    Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
+    Support(
+        "transformers", ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint",
+        "4.57.6: run", code=True,
+    ),
+    Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
+    Support("transformers", ("looped",), _ONCE, "5.24: run", _PAIRS, runs=False, silent=True),
+    Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
+    Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
+    Support("vllm", ("dory",), f"{_PLUGIN}, files with the published names", "0.32 on a CPU: run", _VLLM, _CT),
+    Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
+    Support("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
+    Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),
+    Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
+    Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
+    Support("vllm", ("mamba",), "its own class", "source read"),
+    Support("vllm", ("generic",), "where vLLM has the class", "source read"),
+    Support(
+        "vllm", ("hrm_text",), "its file has gate, q, k and v as one matrix, an export of loopq as transformers "
+        "splits them", "source read", runs=False,
+    ),
+    Support(
+        "vllm", ("inkling",), "vLLM up to 0.33 has no class for it, and loopq's plugin none either", "0.32: run",
+        "tests/interop/test_vllm.py::test_inkling_is_refused_with_the_version_that_it_needs", runs=False,
+    ),
+    Support("sglang", ("nanbeige",), "its own class", "SGLang #32151"),
+    Support("sglang", ("iquest",), "its own class; its gates are loaded since SGLang #38193", "source read"),
+    Support("sglang", ("generic",), "where SGLang has the class", "source read"),
+    Support(
+        "sglang", ("ouro",), "its fallback to transformers breaks the cache of the loops", "SGLang #32894", runs=False
+    ),
+    Support("gptqmodel", ("hrm_text",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
+    Support("gptqmodel", ("ouro",), "its own definition of the class", "source read"),
+    Support("gptqmodel", ("generic",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
+    Support("llama.cpp", ("nanbeige",), "its own class (llama.cpp #25994)", "xllamacpp 2026.10: run", _LLAMA),
+    Support("llama.cpp", ("hrm_text",), "its own class (llama.cpp #27625)", "xllamacpp 2026.10: run", _PAIRS),
+    Support("llama.cpp", ("looped",), "Llama, the loop written out", "xllamacpp 2026.10: run", _PAIRS),
+    Support("llama.cpp", ("generic",), "Llama alone", "source read"),
+    Support(
+        "llama.cpp", ("dory",), "its release of October 2026 has no such architecture; the vendor's has, and the file "
+        "is checked against its converter and its graph", "xllamacpp 2026.10: run", _PAIRS, runs=False,
+    ),
+    Support(
+        "llama.cpp", ("ouro",), "its release of October 2026 has no such architecture", "xllamacpp 2026.10: run",
+        runs=False,
+    ),
+    *(
+        Support(engine, ("looped",), _ONCE, "source read", runs=False) for engine in ("sglang", "gptqmodel")
+    ),
+)  # fmt: skip
+#: Systems of loopq whose classes no engine has.
+NOWHERE = ("coconut", "loopformer", "loopus", "parcae", "trm")
+#: Systems that the table speaks of. Another package's are tried, not refused.
+KNOWN = frozenset(system for entry in ENTRIES for system in entry.systems) | frozenset(NOWHERE)
+#: `model_type` of loopq's embedded models begins so. They are loopq's alone: no engine has or needs their classes.
+EMBEDDED = "loopq-zoo-"
+
+
+def entry_of(
+    engine: str, system: str, format_name: str, config: Mapping[str, Any] | None = None
+) -> Support | None:
+    """Return what is known of an engine, a system, a format and a model's config.json. None if nothing is."""
+    return next((entry for entry in ENTRIES if entry.about(engine, system, format_name, config)), None)
 
 
 def check_engine(
-    engine: str, format_name: str, layers: Layers, system: str | None, ragged: Ragged | None = None
+    engine: str,
+    format_name: str,
+    layers: Layers,
+    system: str | None,
+    ragged: Ragged | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Reject a checkpoint in a format if an engine would reject it or load it wrongly.
 
@@ -216,11 +322,13 @@ def check_engine(
     format_name : str
         Format of the file.
     layers : mapping of str to QuantizedLayer
-        Layers of the checkpoint.
+        Layers of the checkpoint, or one row of each.
     system : str or None
         Adapter's name. None if unknown.
     ragged : {"keep", "split", "pad"}, optional
         As of `loopq.run.export.export`.
+    config : mapping, optional
+        The model's config.json.
 
     Raises
     ------
@@ -233,9 +341,12 @@ def check_engine(
         raise ConfigError(f"engine must be one of {', '.join(READS)}; got {engine!r}")
     if format_name not in READS[engine]:
         raise CheckpointError(f"{engine} reads {', '.join(READS[engine])}, not {format_name}")
-    if system is not None and system not in RUNS[engine]:
-        why = WHY_NOT.get((engine, system), f"no support is known ({DATE})")
-        raise CheckpointError(f"{engine} does not run {system}: {why}; docs/formats/engines.md has the table")
+    if system is not None and system in KNOWN:
+        entry = entry_of(engine, system, format_name, config)
+        if entry is None or not entry.runs:
+            why = f"no support is known ({DATE})" if entry is None else f"{entry.how} ({entry.known})"
+            kind = (config or {}).get("model_type")
+            raise CheckpointError(f"{engine} does not run {system}{f' ({kind})' if kind else ''}: {why}")
     target = FORMATS.get(format_name)
     layers = target.stored(layers, **target.taken({"ragged": ragged}))
     for rule in RULES:
@@ -245,5 +356,66 @@ def check_engine(
         if names:
             raise CheckpointError(
                 f"{engine} does not take {rule.what} (layer {names[0]}, {len(names)} in all; {rule.known}). Instead: "
-                f"{rule.instead}. Without --engine the file is written all the same"
+                f"{rule.instead}"
             )
+
+
+def readers(
+    format_name: str,
+    layers: Layers,
+    system: str | None,
+    config: Mapping[str, Any],
+    ragged: Ragged | None = None,
+) -> tuple[str, ...]:
+    """Return the engines that read a checkpoint in a format right, as far as the table says.
+
+    Parameters
+    ----------
+    format_name, layers, system, ragged
+        As of `check_engine`.
+    config : mapping
+        The model's config.json.
+
+    Returns
+    -------
+    tuple of str
+        Names in `READS`. It is empty where no engine opens the format at all (the native one, a kernel's, an
+        importance matrix), and for the embedded models.
+
+    Raises
+    ------
+    CheckpointError
+        Engines read the format, and none of them reads this checkpoint right, or one gives other logits without an
+        error. The message has the reason of each.
+    """
+    engines = [engine for engine, formats in READS.items() if format_name in formats]
+    embedded = str(config.get("model_type", "")).startswith(EMBEDDED)
+    if format_name == NATIVE.name or not engines or embedded:
+        return ()
+    target = FORMATS.get(format_name)
+    try:
+        target.stored(layers, **target.taken({"ragged": ragged}))
+    except CheckpointError:
+        # The format itself refuses it, and says why.
+        return ()
+    found, reasons, silent = [], [], []
+    for engine in engines:
+        try:
+            check_engine(engine, format_name, layers, system, ragged, config)
+        except CheckpointError as cause:
+            reasons.append(str(cause))
+            entry = entry_of(engine, system or "", format_name, config)
+            silent += [str(cause)] if entry is not None and entry.silent else []
+        else:
+            found.append(engine)
+    if not found:
+        raise CheckpointError(
+            f"no engine reads {format_name} of this model right: {'; '.join(reasons)}. Keep loopq's own format, or "
+            "give --force (force=True), which writes the file all the same and says so in it"
+        )
+    if silent:
+        raise CheckpointError(
+            f"{'; '.join(silent)}, without an error. {', '.join(found)} can read {format_name} of this model: name the "
+            "one that it is for by --engine (engine=...), or give --force (force=True)"
+        )
+    return tuple(found)

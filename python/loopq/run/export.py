@@ -17,13 +17,13 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Format, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
-from loopq.formats.rules import check_engine
 from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.task import Task
-from loopq.run.config import QuantConfig, refuse_outside
+from loopq.run.config import QuantConfig, divided, refuse_outside
+from loopq.run.gate import Asked, Gate, Proof
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
@@ -44,6 +44,10 @@ _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
 }
 
 
+#: Errors of a checkpoint whose model cannot be built or run here.
+_NO_LOGITS = (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError)
+
+
 @dataclass(frozen=True)
 class Exported:
     """Result of an export, and its comparison with the model before.
@@ -58,32 +62,27 @@ class Exported:
         Largest difference between the logits of the model before and after the export.
     reason : str
         Reason for missing logits. It is empty if loopq cannot read the format back.
+    read_by : tuple of str
+        Lines about the engines that read the file.
     """
 
     written: Written
     n_prompts: int
     difference: float | None
     reason: str
+    read_by: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
         if self.difference is None:
             why = [f"logits not compared: {self.reason}"] if self.reason else []
-            return [*self.written.lines(), *why]
+            return [*self.written.lines(), *why, *self.read_by]
         text = f"logits of {self.n_prompts} prompts: largest difference {self.difference:g}"
-        return [*self.written.lines(), text]
+        return [*self.written.lines(), text, *self.read_by]
 
 
 def export(
-    source: str | Path | Checkpoint,
-    out: str | Path,
-    format_name: str,
-    *,
-    n_prompts: int = 2,
-    seq_len: int = 16,
-    trust_remote_code: bool = False,
-    engine: str | None = None,
-    **options: Unpack[ExportKeywords],
+    source: str | Path | Checkpoint, out: str | Path, format_name: str, **options: Unpack[ExportKeywords]
 ) -> Exported:
     """Write a checkpoint in another tool's format and check the result on disk.
 
@@ -96,17 +95,11 @@ def export(
         New folder. For "gguf" and "imatrix" it is a new file.
     format_name : str
         Name in `loopq.formats.FORMATS`.
-    n_prompts, seq_len : int
-        Number and length of random prompts for the comparison of logits.
-    trust_remote_code : bool
-        Allow code from the model's files to run. The comparison of logits may need it.
-    engine : str, optional
-        Refuse, before anything is written, what this engine is known to refuse: "transformers", "vllm", "sglang",
-        "gptqmodel" or "llama.cpp" (docs/formats/engines.md).
     **options
-        Options of the format. "ragged" ("keep", "split" or "pad") handles a shorter last group in compressed-tensors,
-        gptq, gptq_v2 and marlin. "vocabulary" names a GGUF file with the tokenizer for gguf. "steps" selects the steps
-        of imatrix.
+        Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
+        "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
+        compressed-tensors, gptq, gptq_v2 and marlin. "vocabulary" names a GGUF file with the tokenizer for gguf.
+        "steps" selects the steps of imatrix.
 
     Returns
     -------
@@ -116,17 +109,22 @@ def export(
     Raises
     ------
     CheckpointError
-        The format or the engine cannot hold the checkpoint, or the values read back differ from the solved ones.
+        The format or the engine cannot hold the checkpoint, the values read back differ from the solved ones, or an
+        engine gives other logits.
     ConfigError
         The format or the engine does not exist, or the format does not read an option.
     """
     out = Path(out)
-    if engine is not None:
-        taken = FORMATS.get(format_name).taken(options)
-        source = source if isinstance(source, Checkpoint) else read_any(source)
-        check_engine(engine, format_name, source.layers, source.settings.get("system"), taken.get("ragged"))
+    own = set(Gate().flat()) | set(Proof().flat())
+    gate, proof = divided({k: v for k, v in options.items() if k in own}, Gate(), Proof())
+    rest = {k: v for k, v in options.items() if k not in own}
+    target = FORMATS.get(format_name)
+    given = target.taken(rest)
+    opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
+    if isinstance(opened, Checkpoint):
+        gate.of(format_name, opened, given.get("ragged"))
     with new_or_same(out) as place:
-        done = exported(source, place, format_name, n_prompts, seq_len, trust_remote_code, **options)
+        done = exported(opened, place, format_name, gate, proof, **rest)
     if place != out:
         said = (f"{out} was written before the interruption; compared, byte for byte",)
         return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
@@ -134,38 +132,52 @@ def export(
 
 
 def exported(
-    source: str | Path | Checkpoint,
+    source: Any,
     out: Path,
     format_name: str,
-    n_prompts: int = 2,
-    seq_len: int = 16,
-    trust_remote_code: bool = False,
+    gate: Gate | None = None,
+    proof: Proof | None = None,
     **options: Any,
 ) -> Exported:
-    """Export as `export` does, for a caller that holds the output (`loopq.storage.lock`)."""
+    """Export as `export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
+    gate, proof = gate or Gate(), proof or Proof()
     target = FORMATS.get(format_name)
     given = target.taken(options)
-    if isinstance(source, Checkpoint):
-        target.refuse_checkpoint()
-    opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
+    if not isinstance(source, Checkpoint):
+        return Exported(target.write(out, source, **given), 0, None, "")
+    target.refuse_checkpoint()
+    engines, forced = gate.of(format_name, source, given.get("ragged"))
+    asked = Asked(format_name, engines, proof.trust_remote_code) if gate.verify and engines else None
     difference, reason = 0.0, ""
 
     def compare_logits(again: Checkpoint) -> None:
         nonlocal difference, reason
         try:
-            before = _logits(opened, n_prompts, seq_len, trust_remote_code)
-        except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
+            before = _logits(source, proof, asked)
+        except _NO_LOGITS as error:
             # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
             reason = str(error).splitlines()[0]
             return
-        difference = float(np.abs(before - _logits(again, n_prompts, seq_len, trust_remote_code)).max())
+        difference = float(np.abs(before - _logits(again, proof, None)).max())
         if difference != 0.0:
             raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
-    written = target.write(out, opened, also=compare_logits, **given)
+    def compute() -> str:
+        try:
+            _logits(source, proof, asked)
+        except _NO_LOGITS as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    written = target.write(
+        out, source, also=compare_logits, **given, **({"forced": forced} if forced else {})
+    )
+    lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
+    if asked is not None and not reason:
+        lines += asked.lines(out, source, compute, force=gate.force)
     if reason or not target.reads:
-        return Exported(written, 0, None, reason)
-    return Exported(written, n_prompts, difference, "")
+        return Exported(written, 0, None, reason, lines)
+    return Exported(written, proof.n_prompts, difference, "", lines)
 
 
 def quantized_format(format_name: str) -> Format:
@@ -182,7 +194,12 @@ def quantized_format(format_name: str) -> Format:
 
 
 def refuse_early(
-    loaded: LoadedModel, config: QuantConfig, format_name: str, n_steps: int | None = None, **options: Any
+    loaded: LoadedModel,
+    config: QuantConfig,
+    format_name: str,
+    n_steps: int | None = None,
+    gate: Gate | None = None,
+    **options: Any,
 ) -> None:
     """Refuse before a run anything that the export would refuse later: a grid, groups or a model.
 
@@ -196,6 +213,8 @@ def refuse_early(
         As in `export`.
     n_steps : int, optional
         Depth. The model's own depth is the default.
+    gate : Gate, optional
+        Engines that the file is for.
     **options
         As in `export`.
 
@@ -229,6 +248,8 @@ def refuse_early(
         loaded.side_files,
     )
     target.refuse(planned, **given)
+    layers = {layer.name: layer for layer in planned.layers}
+    (gate or Gate()).readers(format_name, layers, system.name, loaded.config, given.get("ragged"))
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -256,14 +277,24 @@ def _stand_in(task: Task) -> QuantizedLayer:
     return QuantizedLayer(task.name, grid, codes, scales, zeros, p.orientation)
 
 
-def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:
+def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArray[Any]:
+    """Logits at the depth of the checkpoint. `asked` gets the prompts, and the logits at the model's own depth."""
     torch = require("torch")
-    loaded = load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
+    loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
     vocabulary = int(loaded.config.get("vocab_size", 256))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(vocabulary, 4), vocabulary, (n_prompts, seq_len), generator=generator)
-    n_steps = checkpoint.settings.get("n_steps") or loaded.system.n_steps
-    with torch.no_grad():
-        logits = loaded.system.rollout(Batch(ids, tuple(range(n_prompts))), int(n_steps))
-    found: NDArray[Any] = logits.float().cpu().numpy()
-    return found
+    shape = (proof.n_prompts, proof.seq_len)
+    ids = torch.randint(min(vocabulary, 4), vocabulary, shape, generator=generator)
+    own = int(loaded.system.n_steps)
+    n_steps = int(checkpoint.settings.get("n_steps") or own)
+
+    def at(depth: int) -> NDArray[Any]:
+        with torch.no_grad():
+            logits = loaded.system.rollout(Batch(ids, tuple(range(proof.n_prompts))), depth)
+        found: NDArray[Any] = logits.float().cpu().numpy()
+        return found
+
+    before = at(n_steps)
+    if asked is not None:
+        asked.ids, asked.expected = ids.numpy(), before if own == n_steps else at(own)
+    return before

@@ -87,6 +87,9 @@ class QuantizeKeywords(SolveKeywords, TakeKeywords, total=False):
     """Keywords of `quantize`."""
 
     random_tokens: float | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    force: bool
+    verify: bool
 
 
 class MeasureKeywords(TakeKeywords, ExecutionKeywords, total=False):
@@ -105,8 +108,14 @@ class GenerateKeywords(TypedDict, total=False):
 
 
 class ExportKeywords(TypedDict, total=False):
-    """Keywords of `export`: options of formats."""
+    """Keywords of `export`."""
 
     ragged: Literal["keep", "split", "pad"] | None
     vocabulary: str | None
     steps: str | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    force: bool
+    verify: bool
+    n_prompts: int
+    seq_len: int
+    trust_remote_code: bool

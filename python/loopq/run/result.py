@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import verify, write_as
 from loopq.formats.native import NATIVE
-from loopq.run.export import exported
 from loopq.run.plan import Plan
 from loopq.run.source import Layers, Source
 from loopq.settings.execution import Execution
@@ -41,7 +39,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
 def output(
     path: str | Path | None,
     execution: Execution,
-    write: str | Write | None = None,
+    write: Write | None = None,
     *,
     shared: bool = False,
 ) -> Iterator[tuple[Execution, Write]]:
@@ -70,12 +68,10 @@ def output(
                 remove_leftovers(out.parent, out.name)
                 verify(out, checkpoint)
                 execution.progress.note(f"{out} was written before the interruption; compared")
-            elif callable(write):
-                write(checkpoint)
-            elif write is None or FORMATS.get(write).own:
+            elif write is None:
                 write_as(out, checkpoint, NATIVE.name)
             else:
-                exported(checkpoint, out, write)
+                write(checkpoint)
 
         work = own_folder(work_folder(out))
         try:

@@ -109,7 +109,7 @@ def test_the_file_gives_our_logits_by_llama_cpps_graph(tmp_path: Path) -> None:
         table.copy_(torch.nn.functional.normalize(table))
     model.save_pretrained(tmp_path / "m")
     loopq.quantize(tmp_path / "m", tokens(), out=tmp_path / "q", method="rtn", levels="q5_0")
-    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", force=True)
     expected = logits(loopq.load(tmp_path / "q"))[0].double().numpy()
     graph = Graph(tmp_path / "m.gguf")
     assert (graph.keys["layer_pattern"], graph.keys["recurrent_loop_count"]) == ("S-S-S-*-", 3)

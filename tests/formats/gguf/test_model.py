@@ -93,7 +93,7 @@ def test_one_file_mixes_types_and_gives_them_back(tmp_path):
         checkpoint = dataclasses.replace(checkpoint, layers=checkpoint.layers | {name: layer})
     write_as(tmp_path / "q", checkpoint, "native")
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
-    assert "21 tensors equal" in lines[-1]
+    assert "21 tensors equal" in "\n".join(lines)
     facts = FORMATS.get("gguf").facts(tmp_path / "m.gguf")
     kinds = {t["name"]: t["type"] for t in facts["tensors"]}
     assert kinds["blk.0.attn_q.weight"] == "Q2_0"
@@ -182,7 +182,7 @@ def vocabulary(tmp_path):
 def test_the_tokenizer_of_another_file_is_copied(tmp_path, vocabulary):
     _, checkpoint = looped()
     write_as(tmp_path / "q", checkpoint, "native")
-    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary, verify=False)
     source, found = (gguf.GGUFReader(p).fields for p in (vocabulary, tmp_path / "m.gguf"))
     names = [n for n in source if n.startswith("tokenizer.")]
     assert len(names) == 5
@@ -242,7 +242,7 @@ def test_logits_of_llama_cpp(tmp_path, vocabulary, levels):
     """Of a loop whose rows are whole blocks of every type."""
     model, checkpoint = looped(256, 256, group_size=128, levels=levels)
     write_as(tmp_path / "q", checkpoint, "native")
-    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary, verify=False)
     load_into(model, checkpoint)
     ids = [5, 9, 7, 30, 11, 12]
     said = tmp_path / "said.json"

@@ -70,7 +70,7 @@ def test_ouro_has_our_logits_by_llama_cpps_graph_and_no_exit_gate(tmp_path):
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
     write_as(tmp_path / "q", checkpoint, "native")
-    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", force=True).lines()
     assert "ouro, 3 loops, 25 tensors" in lines[0]
     load_into(model, checkpoint)
     ids = np.random.default_rng(0).integers(0, 96, 20)

@@ -1,0 +1,33 @@
+"""The process of an engine: `python -m loopq.formats.engines FOLDER...` answers the question in each folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from loopq.formats.engines import ENGINES
+from loopq.formats.engines.base import Reading, compared
+
+
+def answer(work: Path) -> Reading:
+    """Load the file in the engine and compare its logits. Any error of the engine is an answer."""
+    job = json.loads((work / "job.json").read_text("utf-8"))
+    engine = ENGINES.get(job["engine"])
+    name = engine.version(job["format"])
+    with np.load(work / "question.npz") as question:
+        ids, expected = question["ids"], question["expected"]
+    try:
+        found, positions, kind = engine.logits(Path(job["path"]), ids, job["trust"])
+    except Exception as cause:  # noqa: BLE001  # what an engine raises on a file is what is asked
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())
+        return Reading(name, problem=text[:300], skipped="trust_remote_code" in text)
+    return compared(name, found, expected[:, list(positions)], kind)
+
+
+if __name__ == "__main__":
+    for place in map(Path, sys.argv[1:]):
+        (place / "answer.json").write_text(json.dumps(dataclasses.asdict(answer(place))), "utf-8")

@@ -1,0 +1,167 @@
+"""Interface of an engine, and the process in which it reads a file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Largest difference that rounding explains, as a part of the largest logit, by the type that an engine computes in.
+#: "int8": products with activations rounded to 8 bits.
+TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05, "int8": 0.15}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an engine said.
+
+    Parameters
+    ----------
+    engine : str
+        Name of the package and its version.
+    difference : float or None
+        Largest difference between its logits and the expected ones. None if it gave none.
+    allowed : float
+        Largest difference that rounding explains.
+    problem : str
+        Why there are no logits. It is empty if there are.
+    skipped : bool
+        Whether the engine was not asked.
+    """
+
+    engine: str
+    difference: float | None = None
+    allowed: float = 0.0
+    problem: str = ""
+    skipped: bool = False
+
+    @property
+    def same(self) -> bool:
+        """Whether the engine runs the same model."""
+        return self.difference is not None and self.difference <= self.allowed
+
+    def line(self) -> str:
+        """Return the report as a line to print."""
+        if self.difference is not None:
+            return f"{self.engine} read it: largest difference {self.difference:.2g} (allowed {self.allowed:.2g})"
+        return f"{self.engine} {'was not asked' if self.skipped else 'cannot read it'}: {self.problem}"
+
+
+class Engine(ABC):
+    """A program that runs a file.
+
+    A module of `loopq.formats.engines` registers an instance in `ENGINES`.
+
+    Attributes
+    ----------
+    name : str
+        Name in the registry and on the command line.
+    needs : mapping of str to tuple of str
+        Packages, by format. The first has the version. An engine that is not asked in its own process has none.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def missing(self, format_name: str) -> list[str]:
+        """Return the packages that are not installed here."""
+        return [p for p in self.needs[format_name] if importlib.util.find_spec(p) is None]
+
+    def version(self, format_name: str) -> str:
+        """Return package and version."""
+        package = self.needs[format_name][0]
+        return f"{package} {importlib.metadata.version(package)}"
+
+    def unasked(self, path: Path) -> str:
+        """Return why it cannot be asked about a file, which says nothing about the file. It is empty if it can."""
+        return ""
+
+    @abstractmethod
+    def logits(
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+    ) -> tuple[NDArray[Any], Sequence[int], str]:
+        """Load a file and run it, in a process of its own.
+
+        Parameters
+        ----------
+        path : Path
+            File or folder.
+        ids : array of int64, shape (n_prompts, seq_len)
+            Token ids.
+        trust_remote_code : bool
+            Allow code of the folder to run.
+
+        Returns
+        -------
+        array, shape (n_prompts, n_positions, vocabulary)
+            Logits, or logits up to a constant for each position.
+        sequence of int
+            The positions.
+        str
+            Type that it computes in: a key of `TOLERANCE`.
+        """
+
+
+@dataclass(frozen=True)
+class Question:
+    """A written file, token ids of shape (n_prompts, seq_len), and the logits that loopq expects of it."""
+
+    path: Path
+    format: str
+    ids: NDArray[np.int64]
+    expected: NDArray[np.float32]
+    trust_remote_code: bool = False
+
+    def put(self, work: Path, engine: str) -> None:
+        """Write the question into a folder."""
+        work.mkdir()
+        np.savez(work / "question.npz", ids=self.ids, expected=self.expected)
+        job = {
+            "engine": engine, "path": str(self.path.absolute()), "format": self.format, "trust": self.trust_remote_code
+        }  # fmt: skip
+        (work / "job.json").write_text(json.dumps(job), "utf-8")
+
+
+def ask(engine: str, questions: Sequence[Question], python: str = sys.executable) -> list[Reading]:
+    """Let an engine of an interpreter read files in a process of its own, and compare its logits."""
+    with tempfile.TemporaryDirectory(prefix="loopq-engine-") as place:
+        folders = [Path(place) / str(i) for i in range(len(questions))]
+        for folder, question in zip(folders, questions, strict=True):
+            question.put(folder, engine)
+        # The process has this loopq, and leaves no code of a model in the user's cache.
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": f"{place}/modules",
+        }
+        command = [python, "-m", "loopq.formats.engines", *map(str, folders)]
+        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), "")
+        ended = Reading(engine, problem=f"its process ended with {done.returncode}: {last[:300]}")
+        answers = [folder / "answer.json" for folder in folders]
+        return [Reading(**json.loads(a.read_text("utf-8"))) if a.is_file() else ended for a in answers]
+
+
+def compared(engine: str, found: NDArray[Any], expected: NDArray[Any], kind: str) -> Reading:
+    """Compare logits up to a constant for each position, which no probability shows."""
+    if found.shape != expected.shape:
+        problem = f"its logits have the shape {list(found.shape)}, and {list(expected.shape)} are expected"
+        return Reading(engine, problem=problem)
+    found, expected = (x - x.mean(-1, keepdims=True) for x in (found.astype(np.float64), expected))
+    difference = float(np.abs(found - expected).max())
+    if not np.isfinite(difference):
+        return Reading(engine, problem="its logits are not finite")
+    return Reading(engine, difference, TOLERANCE[kind] * float(np.abs(expected).max()))

@@ -1,0 +1,45 @@
+"""GPTQModel, with its plain torch kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.formats.engines import ENGINES
+from loopq.formats.engines.base import Engine
+from loopq.lazy import require
+
+
+class GPTQModel(Engine):
+    """`GPTQModel.load` on the CPU, in float16."""
+
+    name: ClassVar[str] = "gptqmodel"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(("gptq", "gptq_v2"), ("gptqmodel",))
+
+    def unasked(self, path: Path) -> str:
+        """It loads no model without a tokenizer."""
+        return "" if any(path.glob("tokenizer*")) else "the folder has no tokenizer"
+
+    def logits(
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+    ) -> tuple[NDArray[Any], Sequence[int], str]:
+        """Run the model in float16."""
+        # It measures its threads at import, and compiles its reference kernel unless told not to.
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        torch, package = require("torch"), require("gptqmodel", "hf")
+        loaded = package.GPTQModel.load(
+            str(path), device="cpu", dtype=torch.float16, backend=package.BACKEND.GPTQ_TORCH,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        with torch.no_grad():
+            values = loaded.model.eval()(torch.from_numpy(ids)).logits
+        return values.float().numpy(), range(ids.shape[1]), "float16"
+
+
+ENGINES.register(GPTQModel.name)(GPTQModel())

@@ -1,0 +1,47 @@
+"""transformers, with compressed-tensors or with optimum and GPTQModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.formats.engines import ENGINES
+from loopq.formats.engines.base import Engine
+from loopq.lazy import require
+
+_GPTQ = ("transformers", "optimum", "gptqmodel")
+
+
+class Transformers(Engine):
+    """`from_pretrained` of the class that the folder names."""
+
+    name: ClassVar[str] = "transformers"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "compressed-tensors": ("transformers", "compressed_tensors"),
+        "gptq": _GPTQ,
+        "gptq_v2": _GPTQ,
+    }
+
+    def logits(
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+    ) -> tuple[NDArray[Any], Sequence[int], str]:
+        """Run the model in the type of its file."""
+        torch, transformers = require("torch"), require("transformers")
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # Classes without a causal head are loaded by the name in the file.
+        own = getattr(transformers, (config.architectures or [""])[0], None)
+        found = (
+            own if own is not None and not hasattr(config, "auto_map") else transformers.AutoModelForCausalLM
+        )
+        model = found.from_pretrained(path, dtype="auto", trust_remote_code=trust_remote_code).eval()
+        with torch.no_grad():
+            out = model(torch.from_numpy(ids))
+        values = out.logits if hasattr(out, "logits") else out[0]
+        return values.float().numpy(), range(ids.shape[1]), str(values.dtype).removeprefix("torch.")
+
+
+ENGINES.register("transformers")(Transformers())

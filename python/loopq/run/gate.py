@@ -1,0 +1,149 @@
+"""What decides whether a file is written for an engine, and the engines' own word about it afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from loopq.errors import CheckpointError
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.engines import ENGINES
+from loopq.formats.engines.base import Question, Reading, ask
+from loopq.formats.hf_folder import CONFIG
+from loopq.formats.rules import Layers, check_engine, readers
+from loopq.settings.declare import Settings, setting
+from loopq.settings.execution import available_bytes
+
+
+@dataclass(frozen=True)
+class Gate(Settings):
+    """Engines that a file is for.
+
+    Parameters
+    ----------
+    engine : str, optional
+        Refuse, before the work, what this engine is known to refuse or to load wrongly. Without it a file is refused
+        that no engine reads right (docs/formats/engines.md).
+    force : bool
+        Write the file all the same. The output and the file say so.
+    verify : bool
+        Let every installed engine that reads the format load the file in a process of its own, and compare its logits;
+        else only loopq reads it.
+    """
+
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None = setting(None)
+    force: bool = setting(False)
+    verify: bool = setting(True, off="no-verify")
+
+    def of(self, format_name: str, source: Checkpoint, ragged: Any = None) -> tuple[tuple[str, ...], str]:
+        """Return `readers` of a checkpoint."""
+        config = json.loads(source.side_files.get(CONFIG, b"{}"))
+        return self.readers(format_name, source.layers, source.settings.get("system"), config, ragged)
+
+    def readers(
+        self,
+        format_name: str,
+        layers: Layers,
+        system: str | None,
+        config: Mapping[str, Any],
+        ragged: Any = None,
+    ) -> tuple[tuple[str, ...], str]:
+        """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
+
+        Raises
+        ------
+        CheckpointError
+            The engine, or every engine, is known to refuse it or to load it wrongly.
+        """
+        try:
+            if self.engine is None:
+                return readers(format_name, layers, system, config, ragged), ""
+            check_engine(self.engine, format_name, layers, system, ragged, config)
+            return (self.engine,), ""
+        except CheckpointError as cause:
+            if not self.force:
+                raise
+            return (), str(cause)
+
+
+@dataclass(frozen=True)
+class Proof(Settings):
+    """Comparison of logits before and after.
+
+    Parameters
+    ----------
+    n_prompts : int
+        Number of random prompts.
+    seq_len : int
+        Their length in tokens.
+    trust_remote_code : bool
+        Allow code from the model's files to run. The comparison may need it.
+    """
+
+    n_prompts: int = setting(2, at_least=1)
+    seq_len: int = setting(16, at_least=1)
+    trust_remote_code: bool = setting(False)
+
+
+@dataclass
+class Asked:
+    """Engines that a written file is shown to, and the logits that they must give."""
+
+    format: str
+    engines: tuple[str, ...]
+    trust_remote_code: bool
+    ids: Any = None
+    expected: Any = None
+
+    def lines(
+        self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
+    ) -> tuple[str, ...]:
+        """Ask the engines that are installed, and say who read the file.
+
+        `compute` sets the logits if they are absent, or returns why it cannot.
+
+        Raises
+        ------
+        CheckpointError
+            An engine reads another model, or cannot read it. The output is removed.
+        """
+        known = [ENGINES.get(name) for name in self.engines if name in ENGINES.names()]
+        here = [engine for engine in known if not engine.missing(self.format)]
+        if not here:
+            return (f"only loopq read it: none of {', '.join(self.engines)} is installed here",)
+        needed, free = _dense_bytes(source), available_bytes()
+        if free is not None and needed > free:
+            return (
+                f"only loopq read it: an engine needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free",
+            )
+        why = {engine.name: engine.unasked(out) for engine in here}
+        readings = [
+            Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
+        ]
+        if not all(why.values()):
+            reason = "" if self.expected is not None else compute()
+            if reason:
+                return (f"only loopq read it: {reason}",)
+            question = Question(out, self.format, self.ids, self.expected, self.trust_remote_code)
+            readings += [ask(name, [question])[0] for name, reason in why.items() if not reason]
+        wrong = [reading for reading in readings if not (reading.same or reading.skipped)]
+        if wrong and not force:
+            if out.is_dir():
+                shutil.rmtree(out)
+            else:
+                out.unlink()
+            raise CheckpointError(
+                f"{wrong[0].line()}. {out} was removed; keep loopq's own format, or give --force (force=True) to keep "
+                "such a file, --verify no (verify=False) to ask no engine, or --engine NAME to ask that one alone"
+            )
+        return tuple(reading.line() for reading in readings)
+
+
+def _dense_bytes(source: Checkpoint) -> int:
+    """Bytes of a model with dequantized layers in float32."""
+    weights = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values())
+    return weights + sum(int(t.data.size) for t in source.dense.values())

@@ -1,0 +1,63 @@
+"""Every system in every format: equal logits in the engine, or a refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import pairs
+from tests.support.marks import running, slow_unless
+
+CASES = [(model, form) for model in pairs.MODELS for form in pairs.FORMATS]
+#: One process of one engine.
+QUICK = (("Dory", "compressed-tensors"), ("looped Llama", "gptq_v2"))
+
+
+@pytest.fixture(scope="module")
+def walked(request, tmp_path_factory):
+    """What came out of every pair that is tested."""
+    wanted = running(request, "model", "form")
+    found = []
+    for model in dict.fromkeys(model for model, _ in wanted):
+        forms = tuple(form for other, form in wanted if other == model)
+        found += pairs.written(tmp_path_factory.mktemp("pair"), model, forms)
+    return {(pair.model, pair.format): pair for pair in pairs.ask_all(found)}
+
+
+@pytest.mark.parametrize(("model", "form"), slow_unless(QUICK.__contains__, CASES))
+def test_a_pair_gives_equal_logits_or_is_refused(walked, model, form):
+    pair = walked[model, form]
+    if pair.refused or form == "marlin":
+        assert not pair.engines
+    else:
+        assert pair.engines
+    for engine in (*pair.engines, *pair.named):
+        if engine in pair.readings:
+            reading = pair.readings[engine]
+            assert reading.same or reading.skipped, reading.line()
+    # A refusal that names a run is one: the forced file is read wrong.
+    for engine in pair.wrong:
+        if engine in pair.readings:
+            assert not pair.readings[engine].same, f"{engine} reads {model} in {form}: the table refuses it"
+
+
+def test_the_record_has_every_pair_and_no_pair_is_read_wrong():
+    record = json.loads(pairs.RECORD.read_text("utf-8"))
+    assert [(model, form) for model, forms in record.items() for form in forms] == CASES
+    for model, forms in record.items():
+        for form, pair in forms.items():
+            assert pair["refused"] or pair["engines"] or form == "marlin", (model, form)
+            for engine in pair["engines"]:
+                reading = pair["readings"].get(engine)
+                same = reading and reading["difference"] is not None
+                assert not reading or reading["skipped"] or same, (model, form, reading)
+                assert not same or reading["difference"] <= reading["allowed"], (model, form, reading)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Dory", "looped Llama", "HRM-Text", "Inkling-2, padded head"])
+def test_a_model_without_its_loop_has_other_logits(tmp_path, model):
+    """Else equal logits would not show that an engine runs the loop."""
+    (pair,) = pairs.written(tmp_path, model, ("compressed-tensors",))
+    assert pairs.without_loop(pair) > 100

@@ -1,0 +1,109 @@
+"""Files that no engine reads right are refused before the work; the engines that are here read the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import loopq
+from loopq.errors import CheckpointError
+from loopq.formats.engines.base import Reading
+from loopq.formats.quantized_folder import RECORD
+from tests.support import pairs
+
+GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}
+PROMPTS = pairs.IDS.tolist()
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory):
+    """A looped OLMoE, which every engine runs without its loop, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("olmoe") / "m"
+    pairs.save("looped OLMoE, an expert left out", folder)
+    loopq.quantize(folder, PROMPTS, out=folder.parent / "q", **GRID)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dory(tmp_path_factory):
+    """Dory's checkpoint."""
+    folder = tmp_path_factory.mktemp("dory")
+    pairs.save("Dory", folder / "m")
+    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
+    return folder / "q"
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An installed transformers that says what the test tells it."""
+
+    def says(*readings):
+        asked = []
+        monkeypatch.setattr(
+            "loopq.run.gate.ask", lambda name, questions: asked.append((name, questions)) or readings
+        )
+        return asked
+
+    return says
+
+
+def test_a_file_that_no_engine_reads_right_is_refused_before_the_work(olmoe, tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="no engine reads compressed-tensors of this model right"):
+        loopq.export(olmoe.parent / "q", tmp_path / "ct", "compressed-tensors")
+    monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
+    with pytest.raises(CheckpointError, match="it runs every layer once"):
+        loopq.quantize(olmoe, PROMPTS, out=tmp_path / "ct", write="compressed-tensors", **GRID)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forced_file_says_so(olmoe, tmp_path):
+    done = loopq.export(olmoe.parent / "q", tmp_path / "ct", "compressed-tensors", force=True)
+    assert any(line.startswith("forced: no engine reads") for line in done.lines())
+    record = json.loads((tmp_path / "ct" / RECORD).read_text("utf-8"))
+    assert record["forced"].startswith("no engine reads")
+    loopq.export(tmp_path / "ct", tmp_path / "n", "native")
+    assert (tmp_path / "n" / "model.safetensors").read_bytes() == (
+        olmoe.parent / "q" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_the_engine_that_read_a_file_is_named(dory, tmp_path, engine):
+    asked = engine(Reading("transformers 5", 1e-7, 1e-4))
+    done = loopq.export(dory, tmp_path / "ct", "compressed-tensors")
+    assert done.lines()[-1] == "transformers 5 read it: largest difference 1e-07 (allowed 0.0001)"
+    ((name, (question,)),) = asked
+    assert name == "transformers"
+    assert question.expected.shape == (*question.ids.shape, 64)
+    assert "forced" not in json.loads((tmp_path / "ct" / RECORD).read_text("utf-8"))
+
+
+@pytest.mark.parametrize("reading", [Reading("e 1", 0.5, 1e-4), Reading("e 1", problem="KeyError")])
+def test_a_file_that_an_engine_reads_wrong_is_removed(dory, tmp_path, engine, reading):
+    engine(reading)
+    with pytest.raises(
+        CheckpointError, match=r"e 1 (read it: largest difference 0\.5|cannot read it: KeyError)"
+    ):
+        loopq.export(dory, tmp_path / "ct", "compressed-tensors")
+    assert not list(tmp_path.iterdir())
+    loopq.export(dory, tmp_path / "ct", "compressed-tensors", force=True)
+    assert (tmp_path / "ct").is_dir()
+
+
+def test_without_an_engine_only_loopq_read_it(dory, tmp_path, engine, monkeypatch):
+    asked = engine(Reading("e 1", 0.5, 1e-4))
+    assert "read by" not in loopq.export(dory, tmp_path / "a", "compressed-tensors", verify=False).lines()[-1]
+    monkeypatch.setattr("loopq.formats.engines.base.Engine.missing", lambda self, form: ["a package"])
+    lines = loopq.export(dory, tmp_path / "b", "compressed-tensors").lines()
+    assert lines[-1] == "only loopq read it: none of transformers, vllm is installed here"
+    assert not asked
+
+
+def test_a_model_beyond_the_free_memory_is_not_shown(dory, tmp_path, engine, monkeypatch):
+    asked = engine()
+    monkeypatch.setattr("loopq.run.gate.available_bytes", lambda: 1000)
+    assert (
+        "only loopq read it: an engine needs"
+        in loopq.export(dory, tmp_path / "a", "compressed-tensors").lines()[-1]
+    )
+    assert not asked

@@ -108,5 +108,6 @@ class ExportKeywords(TypedDict, total=False):
     """Keywords of `export`: options of formats."""
 
     ragged: Literal["keep", "split", "pad"] | None
+    remote_code: bool | None
     vocabulary: str | None
     steps: str | None

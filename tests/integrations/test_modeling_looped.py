@@ -15,6 +15,8 @@ import transformers
 import loopq
 from loopq.errors import ConfigError
 from loopq.formats.convert import read_any
+from loopq.formats.hf_folder import looped_files
+from loopq.layers.loop_spec import with_loop
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 
@@ -73,16 +75,31 @@ def _elsewhere(folder: Path, place: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Olmoe"])
-def test_code_beside_an_export_runs_the_loop(tmp_path, kind):
-    pytest.importorskip("compressed_tensors")
-    folder = _quantized(tmp_path, kind)
-    loopq.export(folder, tmp_path / "ct", "compressed-tensors", remote_code=True)
-    found = _elsewhere(tmp_path / "ct", tmp_path)
-    torch.testing.assert_close(found["logits"], _logits(folder), rtol=1e-4, atol=1e-4)
+def _check(found: dict[str, Any], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found["logits"], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(*found["tokens"])
     # A slot for each run of a layer, and each layer once in the file.
     assert (found["slots"], found["stored"]) == (8, 4)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Olmoe"])
+def test_code_beside_a_model_runs_its_loop_without_loopq(tmp_path, kind):
+    folder = _dense(tmp_path / "m", kind)
+    rollout = load_model(f"looped:{folder}{LOOP}").system.rollout
+    config = with_loop(json.loads((folder / "config.json").read_text()), [1, 3, 3])
+    for name, data in looped_files({"config.json": json.dumps(config).encode()}, remote_code=True).items():
+        (folder / name).write_bytes(data)
+    expected = rollout(Batch(_ids(), (0, 1)), STEPS)
+    _check(_elsewhere(folder, tmp_path), expected)
+    # loopq needs none of that code.
+    assert torch.equal(load_model(folder).system.rollout(Batch(_ids(), (0, 1)), STEPS), expected)
+
+
+def test_compressed_tensors_with_code_run_the_loop(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    folder = _quantized(tmp_path)
+    loopq.export(folder, tmp_path / "ct", "compressed-tensors", remote_code=True)
+    _check(_elsewhere(tmp_path / "ct", tmp_path), _logits(folder))
     assert torch.equal(_logits(tmp_path / "ct"), _logits(folder))
 
 
@@ -93,8 +110,11 @@ def test_plain_transformers_refuses_the_type_of_a_loop(tmp_path):
     for place in (folder, tmp_path / "ct"):
         config = json.loads((place / "config.json").read_text())
         assert (config["model_type"], config["looped_base"]) == ("loopq_looped", "llama")
-        done = subprocess.run([sys.executable, "-c", plain, place], capture_output=True, text=True, check=False)
-        assert done.returncode and "loopq_looped" in done.stderr
+        done = subprocess.run(
+            [sys.executable, "-c", plain, place], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert "loopq_looped" in done.stderr
 
 
 def test_a_folder_of_an_older_loopq_opens_and_gets_the_type(tmp_path):

@@ -20,7 +20,7 @@ def run_order(loop: Any, n_layers: int) -> list[int]:
     good = isinstance(loop, list | tuple) and len(loop) == 3 and all(type(v) is int for v in loop)
     if not good or not (0 <= loop[0] < loop[1] <= n_layers and 1 <= loop[2] <= 1 << 16):
         raise ValueError(f"looped_layers {loop!r}: give FIRST < LAST <= {n_layers} and TIMES from 1 to 65536")
-    first, last, times = loop
+    first, last, times = map(int, loop)
     every = list(range(n_layers))
     return every[:first] + every[first:last] * times + every[last:]
 
@@ -44,17 +44,20 @@ class _Written:
     """Writes the settings as they were read: with the loop's own type, and each layer once."""
 
     def to_dict(self) -> dict[str, Any]:
-        found = super().to_dict()  # type: ignore[misc]
-        dense = found.pop("_dense", None)
-        return found | (dense or {}) | {"model_type": LoopedConfig.model_type, "looped_base": self.model_type}  # type: ignore[attr-defined]
+        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        found |= found.pop("_dense", None) or {}
+        return found | {
+            "model_type": LoopedConfig.model_type,
+            "looped_base": getattr(type(self), "model_type", None),
+        }
 
 
 @functools.cache
-def _config_class(dense: type) -> type:
+def _config_class(dense: Any) -> Any:
     return type("LoopedConfig", (_Written, dense), {"__module__": dense.__module__})
 
 
-class _Layers(nn.ModuleList):
+class _Layers(nn.ModuleList):  # type: ignore[misc]
     """Holds each layer once, under its number. A slice and an iteration run them in the order of the loop."""
 
     order: list[int]
@@ -83,7 +86,7 @@ class Loops:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config = copy.deepcopy(config)
         vars(config).update(vars(config).pop("_dense", None) or {})
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         inner: Any = self.model  # type: ignore[attr-defined]
         order = run_order(config.looped_layers, len(inner.layers))
         layers = _Layers(inner.layers)
@@ -98,7 +101,7 @@ class Loops:
 
 
 @functools.cache
-def _model_class(config: type) -> Any:
+def _model_class(config: Any) -> Any:
     dense = MODEL_FOR_CAUSAL_LM_MAPPING[config.__mro__[2]]
     return type(f"Looped{dense.__name__}", (Loops, dense), {"__module__": dense.__module__})
 
@@ -110,11 +113,13 @@ class LoopedForCausalLM:
     def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load a folder."""
         config = LoopedConfig.from_pretrained(name) if config is None else config
-        return _model_class(type(config)).from_pretrained(name, *args, config=config, **kwargs)
+        kind: Any = type(config)
+        return _model_class(kind).from_pretrained(name, *args, config=config, **kwargs)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        return _model_class(type(config))._from_config(config, **kwargs)
+        kind: Any = type(config)
+        return _model_class(kind)._from_config(config, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class _Config(LoopedConfig):  # type: ignore[misc]
+class _Config(LoopedConfig):
     """The configuration of a looped model. Its class is made for the dense model, and made known when it is read."""
 
     @classmethod

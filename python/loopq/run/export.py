@@ -106,8 +106,8 @@ def export(
     **options
         Options of the format. "ragged" ("keep", "split" or "pad") handles a shorter last group in compressed-tensors,
         gptq, gptq_v2 and marlin. "remote_code" puts a file beside a ``looped:`` checkpoint with which transformers runs
-        the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer for gguf. "steps" selects the steps
-        of imatrix.
+        the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer for gguf. "steps"
+        selects the steps of imatrix.
 
     Returns
     -------

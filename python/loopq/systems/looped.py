@@ -99,8 +99,8 @@ class Looped(StepwiseSystem):
     def describe_loop(self) -> tuple[str, ...]:
         """Describe the loop, and the tools that know it."""
         return (
-            f"layers {self._first} to {self._last - 1} run {self._times} times; transformers has the loop from --remote-code, "
-            "vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
+            f"layers {self._first} to {self._last - 1} run {self._times} times; transformers has the loop from "
+            "--remote-code, vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
         )
 
     def left_out(self) -> dict[str, str]:

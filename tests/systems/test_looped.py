@@ -69,7 +69,7 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
     assert calls == {"0": 1, "1": 2, "2": 2, "3": 1, "4": 1}
 
 
-def test_transformers_is_not_let_run_every_layer_once(folder: Path, tmp_path: Path) -> None:
+def test_transformers_runs_the_loop_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     import loopq.integrations.transformers
@@ -78,6 +78,15 @@ def test_transformers_is_not_let_run_every_layer_once(folder: Path, tmp_path: Pa
     loopq.quantize(
         f"looped:{folder}[1:3]x2", ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12
     )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
+    with torch.no_grad():
+        found = model(_ids())
+    expected = loopq.load(tmp_path / "q").system.rollout(Batch(_ids(), (0, 1)), 2)
+    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(found.past_key_values.layers) == 7
+    # An older loopq called it a Llama, which transformers runs without the loop.
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     with pytest.raises(
         CheckpointError, match=r"looped_layers \[1, 3, 2\], and transformers would run every layer once"
     ):

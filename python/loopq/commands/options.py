@@ -410,10 +410,10 @@ def add_format(
             if target.from_checkpoint or not quantized:
                 readers.setdefault(option, []).append(name)
     for option, names in readers.items():
+        takes: dict[str, Any] = {"metavar": option.metavar, "choices": option.choices}
         parser.add_argument(
-            f"--{option.name}",
-            metavar=option.metavar,
-            choices=option.choices,
+            f"--{option.name.replace('_', '-')}",
+            **({"action": "store_const", "const": True} if option.flag else takes),
             help=f"for {', '.join(names)}: {option.help}",
         ).rare = quantized  # type: ignore[attr-defined]
     parser.set_defaults(format_options=[option.name for option in readers])

@@ -33,12 +33,15 @@ class Option:
         Placeholder of the value.
     choices : tuple of str, optional
         Allowed values.
+    flag : bool
+        True or absent. On the command line without a value.
     """
 
     name: str
     help: str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
+    flag: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,8 @@ class Format(ABC):
             choices = known[name].choices
             if choices is not None and value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+            if known[name].flag and not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True or False; got {value!r}")
         return given
 
     def refuse_checkpoint(self) -> None:

@@ -7,15 +7,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.layers.grids import without_kind
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import LOOP, with_loop
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
-from loopq.storage.schema import Name, Object, checked, shown
+from loopq.storage.schema import Name, Object, checked, parse_json, shown
 
 CONFIG = "config.json"
 QUANTIZE_CONFIG, HF_QUANT_CONFIG = "quantize_config.json", "hf_quant_config.json"
@@ -28,6 +30,9 @@ WEIGHTS = ("*.safetensors",)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 #: `quant_method` of loopq's own tensors, which `loopq.integrations.transformers` registers.
 METHOD = "loopq"
+#: Module and classes that run a loop in transformers without loopq.
+_CODE = "modeling_looped"
+_CLASSES = {"AutoConfig": "LoopedConfig", "AutoModelForCausalLM": "LoopedForCausalLM"}
 _OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
 
 
@@ -106,6 +111,40 @@ def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] 
     kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
     kept = [n for n in kept if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
+
+
+def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, bytes]:
+    """Return the side files of a model. A config.json with a loop gets the loop's own type, if an older loopq wrote it.
+
+    Parameters
+    ----------
+    files : mapping of str to bytes
+        File name to contents.
+    remote_code : bool
+        Add the code that runs the loop in transformers without loopq, and name it in config.json.
+
+    Raises
+    ------
+    ConfigError
+        Code is asked for, and the model has no loop.
+    """
+    config: dict[str, Any] = {}
+    if CONFIG in files:
+        config = checked(dict[str, Any], parse_json(files[CONFIG], CONFIG, finite=False), CONFIG)
+    if LOOP not in config:
+        if remote_code:
+            raise ConfigError(
+                "remote_code (--remote-code) writes the loop of a looped: model, and this model is none; leave it out"
+            )
+        return dict(files)
+    told, code = with_loop(config, config[LOOP]), {}
+    if remote_code:
+        told["auto_map"] = {n: f"{_CODE}.{made}" for n, made in _CLASSES.items()}
+        source = resources.files("loopq.integrations").joinpath(f"{_CODE}.py")
+        code = {f"{_CODE}.py": source.read_bytes()}
+    if told == config and code.items() <= files.items():
+        return dict(files)
+    return {**files, CONFIG: (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode(), **code}
 
 
 def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:

@@ -101,6 +101,12 @@ class QuantizedFolder(Format):
             "divides, or padded with zeros",
             choices=RAGGED,
         ),
+        Option(
+            "remote_code",
+            "of a looped: model: put a file with the loop into the folder, which transformers runs with "
+            "trust_remote_code=True",
+            flag=True,
+        ),
     )
     ragged: ClassVar[tuple[Ragged, ...]]
     reason: ClassVar[str]
@@ -221,12 +227,20 @@ class QuantizedFolder(Format):
         """Return layers in the form that the format stores."""
         return {name: found.layer for name, found in self.prepare_all(layers, ragged).items()}
 
-    def refuse(self, planned: Planned, *, ragged: Ragged | None = None, **options: Any) -> None:
-        """Reject grids, groups and layers that the format cannot hold.
+    def refuse(
+        self,
+        planned: Planned,
+        *,
+        ragged: Ragged | None = None,
+        remote_code: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Reject grids, groups and layers that the format cannot hold, and code of a loop for a model without one.
 
         Limits on the values of scales (float16 for GPTQ and Marlin) are only checked after the run.
         """
         super().refuse(planned)
+        hf_folder.looped_files(planned.side_files, bool(remote_code))
         self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
 
     def write(
@@ -237,9 +251,15 @@ class QuantizedFolder(Format):
         also: Check | None = None,
         ragged: Ragged | None = None,
         forced: str | None = None,
+        remote_code: bool | None = None,
         **options: Any,
     ) -> WrittenLayers:
-        """Write the folder. `ragged`: policy for a last group shorter than others. The record holds `forced`."""
+        """Write the folder. `ragged` selects the policy for a last group shorter than the others.
+
+        The record holds `forced`. With `remote_code` the folder has the code of the loop (`hf_folder.looped_files`).
+        """
+        files = hf_folder.looped_files(source.side_files, bool(remote_code))
+        source = dataclasses.replace(source, side_files=files)
         owners = _owners(source)
         prepared = self._prepared(source, ragged)
         tensors: dict[str, RawTensor] = {}

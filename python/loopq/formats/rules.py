@@ -12,6 +12,7 @@ from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged
 from loopq.formats.native import NATIVE
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import BASE
 
 Layers = Mapping[str, QuantizedLayer]
 
@@ -212,7 +213,8 @@ class Support:
             return False
         if config is None:
             return True
-        return (not self.kinds or config.get("model_type") in self.kinds) and (
+        kind = config.get(BASE, config.get("model_type"))
+        return (not self.kinds or kind in self.kinds) and (
             not self.code or "auto_map" in config
         )
 
@@ -246,7 +248,10 @@ ENTRIES = (
         "4.57.6: run", code=True,
     ),
     Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
-    Support("transformers", ("looped",), _ONCE, "5.24: run", _PAIRS, runs=False, silent=True),
+    Support(
+        "transformers", ("looped",), "it refuses the type; --remote-code puts the code of the loop into the folder",
+        "5.24: run", _PAIRS, runs=False,
+    ),
     Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
     Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
     Support("vllm", ("dory",), f"{_PLUGIN}, files with the published names", "0.32 on a CPU: run", _VLLM, _CT),

@@ -32,8 +32,25 @@ from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils import cached_file  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+from loopq.integrations.modeling_looped import LoopedConfig, LoopedForCausalLM, Loops  # noqa: E402
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class _Config(LoopedConfig):
+    """The configuration of a looped model. Its class is made for the dense model, and made known when it is read."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read the settings, and let AutoModelForCausalLM know their class."""
+        made = super().from_dict(config_dict, **kwargs)
+        kind = type(made[0] if isinstance(made, tuple) else made)
+        transformers.AutoModelForCausalLM.register(kind, LoopedForCausalLM, exist_ok=True)
+        return made
+
+
+transformers.AutoConfig.register(_Config.model_type, _Config, exist_ok=True)
 
 _STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 
@@ -94,7 +111,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: nn.Module, **given: Any) -> nn.Module:
         self._files = [Path(f) for f in given.get("checkpoint_files") or _files(model)]
         loop = getattr(model.config, LOOP, None)
-        if loop is not None:
+        if loop is not None and not isinstance(model, Loops):
             raise CheckpointError(
                 f"{self._files[0].parent}: config.json has {LOOP} {loop}, and transformers would run every layer "
                 "once; loopq.load(DIR) and `loopq run DIR` run the loop"

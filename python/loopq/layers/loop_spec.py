@@ -14,6 +14,8 @@ MAX_STEPS = 1 << 16
 LOOP = "looped_layers"
 #: Prefix of the "architectures" in such a config.json, since the plain name belongs to the dense model.
 PREFIX = "Looped"
+#: Its "model_type", which plain transformers refuses, and the key with the type of the dense model.
+LOOPED_TYPE, BASE = "loopq_looped", "looped_base"
 _SPEC = re.compile(
     r"looped:(?P<model>.+)\[(?P<first>[0-9]{1,4}):(?P<last>[0-9]{1,4})\]x(?P<times>[0-9]{1,4})"
 )
@@ -38,9 +40,32 @@ def parse_spec(spec: str) -> tuple[str, list[int] | None]:
 
 
 def with_loop(config: Mapping[str, Any], loop: Sequence[int]) -> dict[str, Any]:
-    """Return the ``config.json`` of a dense model with a loop. Its architectures get a prefix."""
+    """Return the ``config.json`` of a dense model with a loop: a type of its own, and a prefix of its architectures."""
     names = config.get("architectures") or []
-    return {**config, LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
+    told = {LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
+    base = config.get("model_type")
+    typed = {} if base in (None, LOOPED_TYPE) else {"model_type": LOOPED_TYPE, BASE: base}
+    return {**config, **told, **typed}
+
+
+def without_type(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with the type of the dense model, which loopq builds. The loop stays.
+
+    Raises
+    ------
+    ConfigError
+        The type is that of a looped model, and the dense model's is missing.
+    """
+    if config.get("model_type") != LOOPED_TYPE:
+        return dict(config)
+    base = config.get(BASE)
+    if not isinstance(base, str) or LOOP not in config:
+        raise ConfigError(
+            f"config.json: model_type {LOOPED_TYPE} needs {BASE} (a model_type of transformers, such as 'llama') and "
+            f"{LOOP} ([FIRST, LAST, TIMES])"
+        )
+    rest = {k: v for k, v in config.items() if k not in (BASE, "auto_map")}
+    return {**rest, "model_type": base}
 
 
 def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]:

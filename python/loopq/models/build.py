@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopq.errors import CheckpointError, model_code
+from loopq.layers.loop_spec import without_type
 from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class
@@ -45,7 +46,7 @@ def build_model(
     if "config.json" not in side_files:
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
     where = "config.json of the checkpoint"
-    config = checked(Object, parse_json(side_files["config.json"], where, finite=False), where)
+    config = without_type(checked(Object, parse_json(side_files["config.json"], where, finite=False), where))
     registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, "the checkpoint", trust_remote_code)
@@ -77,11 +78,12 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
         If the configuration has no class, or needs code that is not trusted.
     """
     torch = require("torch")
-    config = checked(Object, read_json(folder / "config.json", finite=False), folder / "config.json")
-    registered = find_class(config, system, folder / "config.json")
+    where = folder / "config.json"
+    config = without_type(checked(Object, read_json(where, finite=False), where))
+    registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
-    with torch.device("meta"), model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
+    with torch.device("meta"), model_code(f"{where}: building the model", CheckpointError):
         model = _built(registered, folder, config, trust_remote_code)
     find_names(model, ())
     return choose_system(model.eval(), system)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
+from loopq.layers.loop_spec import LOOP
 from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
@@ -158,6 +159,7 @@ def load_hf(
                 local_files_only=True,
                 output_loading_info=True,
                 dtype=dtype if dtype is not None else "auto",
+                **_settings(config),
             )
     except Exception as cause:  # damaged folders raise various errors
         reason = " ".join(str(cause).split())
@@ -208,7 +210,9 @@ def from_config(
     given = {} if dtype is None else {"dtype": dtype}
 
     def build() -> nn.Module:
-        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        settings = _settings(config).get("config") or transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
         made: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
         return made
 
@@ -218,6 +222,13 @@ def from_config(
     if whole:
         unfuse(model)
     return model
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a dense model with a loop, for transformers: its file may name a type of loopq's."""
+    if LOOP not in config or not is_known(config):
+        return {}
+    return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
 
 
 def _streamed(
@@ -320,7 +331,9 @@ def load_tokenizer(
         return None, refuse_text
     transformers = require("transformers")
     # For a model_type it does not know, transformers prints a long warning before it uses the tokenizer's files.
-    plain = {} if is_known(config) or "auto_map" in config else {"config": transformers.PretrainedConfig()}
+    plain = _settings(config)
+    if not is_known(config) and "auto_map" not in config:
+        plain = {"config": transformers.PretrainedConfig()}
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
     )

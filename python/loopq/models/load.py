@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
 from loopq.errors import ConfigError, SystemContractError
-from loopq.layers.loop_spec import LOOP, parse_spec, with_loop
+from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
 from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class, load_registered, register_model
@@ -296,6 +296,7 @@ def load_model(
     folder = _find_folder(base, revision, allow_pickle)
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
     checked(_Known, config, folder / "config.json", others=True)
+    config = without_type(config)
     registered = find_class(config, system, folder / "config.json")
     if registered is not None:
         require("torch")
@@ -315,7 +316,6 @@ def load_model(
             memory=memory,
         )
     if loop is not None:
-        config = with_loop(config, loop)
         setattr(model.config, LOOP, loop)
     said = widen(model) if wanted is None and device == "cpu" else ""
     model, done = plain(to_device(model, device).eval())
@@ -331,6 +331,7 @@ def load_model(
     files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
     side_files = {path.name: path.read_bytes() for path in files}
     if loop is not None:
+        config = with_loop(config, loop)
         side_files["config.json"] = json.dumps(config, indent=2).encode()
     return LoadedModel(
         model=model,

@@ -98,8 +98,9 @@ def export(
     **options
         Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
         "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
-        compressed-tensors, gptq, gptq_v2 and marlin. "vocabulary" names a GGUF file with the tokenizer for gguf.
-        "steps" selects the steps of imatrix.
+        compressed-tensors, gptq, gptq_v2 and marlin. "remote_code" puts a file beside a ``looped:`` checkpoint with
+        which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
+        for gguf. "steps" selects the steps of imatrix.
 
     Returns
     -------

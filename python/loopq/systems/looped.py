@@ -32,8 +32,8 @@ class Looped(StepwiseSystem):
 
     ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice. The others run once, before and after. All layers are
     quantized, each over its own invocations. ``config.json`` stores the loop as ``looped_layers`` and names the
-    architecture ``LoopedLlamaForCausalLM``. vLLM runs it through `loopq.integrations.vllm`. Tools that only read
-    ``model_type``, such as transformers, run every layer once.
+    architecture ``LoopedLlamaForCausalLM``. vLLM runs it through `loopq.integrations.vllm`. Its ``model_type`` is
+    ``loopq_looped``, which transformers refuses without `loopq.integrations.transformers` or ``--remote-code``.
     """
 
     summary = "layers before the loop; s = layers(s) TIMES times; layers after it (looped:MODEL[8:20]x2)"
@@ -99,8 +99,8 @@ class Looped(StepwiseSystem):
     def describe_loop(self) -> tuple[str, ...]:
         """Describe the loop, and the tools that know it."""
         return (
-            f"layers {self._first} to {self._last - 1} run {self._times} times; transformers runs every layer once, "
-            "vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
+            f"layers {self._first} to {self._last - 1} run {self._times} times; transformers has the loop from "
+            "--remote-code, vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
         )
 
     def left_out(self) -> dict[str, str]:

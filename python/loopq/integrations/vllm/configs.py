@@ -11,6 +11,8 @@ require("transformers")
 
 from transformers import PretrainedConfig  # noqa: E402  after the message that names the extra
 
+from loopq.integrations.modeling_looped import LoopedConfig  # noqa: E402
+
 
 class OuroConfig(PretrainedConfig):
     """Ouro's ``config.json``: Llama's names, and `total_ut_steps`."""
@@ -76,5 +78,6 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], ...]] = {
     "OuroForCausalLM": (OuroConfig,),
     "RavenForCausalLM": (RavenConfig,),
     "DoryForCausalLM": (DoryConfig,),
+    "LoopedLlamaForCausalLM": (LoopedConfig,),
     "Inkling2LoopForCausalLM": (InklingConfig, InklingFullConfig),
 }

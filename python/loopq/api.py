@@ -157,6 +157,8 @@ def _prepared(
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
+        if tokens.shortage:
+            execution.progress.note(tokens.shortage)
     source = ModelSource.of(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
@@ -310,6 +312,8 @@ def evaluate(
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
+    if tokens.shortage:
+        execution.progress.note(tokens.shortage)
     for name, checkpoint in named.items():
         # Files of other tools lack this entry. Their names and shapes are compared with the model's.
         if checkpoint.settings["system"] not in (None, loaded.system.name):

@@ -41,6 +41,8 @@ class TokenSet:
         Share of randomly drawn tokens.
     n_first : int
         Special tokens at the start of every window. Random tokens do not replace them.
+    n_asked : int, optional
+        Number of prompts that were asked for. The source may hold fewer.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -49,6 +51,7 @@ class TokenSet:
     scored_from: int = 0
     random_tokens: float = 0.0
     n_first: int = 0
+    n_asked: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -69,6 +72,13 @@ class TokenSet:
         """Total number of tokens."""
         return sum(s.size for s in self.sequences)
 
+    @property
+    def shortage(self) -> str:
+        """What to say if the source holds fewer prompts than were asked for; empty otherwise."""
+        if self.n_asked is None or len(self.sequences) >= self.n_asked:
+            return ""
+        return f"{self.n_asked} prompts were asked for, and {self.source} holds {len(self.sequences)}"
+
     def digest(self) -> str:
         """SHA-256 over lengths and ids. Sets with the same digest have the same tokens and scored positions."""
         total = hashlib.sha256()
@@ -81,7 +91,7 @@ class TokenSet:
 
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
-        return dataclasses.replace(self, sequences=self.sequences[first:last])
+        return dataclasses.replace(self, sequences=self.sequences[first:last], n_asked=None)
 
     def scored(self, outputs: Tensor, output: str) -> Tensor:
         """Return the scored logits, shape (n_prompts, n_scored, vocabulary). Hidden states are returned whole."""

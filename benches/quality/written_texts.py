@@ -23,8 +23,9 @@ _NAMES = (
 _THINGS = ("apples", "bolts", "books", "candles", "chairs", "eggs", "pencils", "plates", "shirts", "tickets")
 _PLACES = ("the market", "the library", "a workshop", "the station", "the school", "a bakery", "the harbour")
 _WORDS = (
-    "amber birch cedar delta ember fjord grove heron islet jetty kayak larch maple north ocean pearl".split()
-)
+    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jetty", "kayak", "larch", "maple",
+    "north", "ocean", "pearl",
+)  # fmt: skip
 #: Problems or turns of a passage.
 _LENGTH = 9
 

@@ -163,6 +163,8 @@ def _prepared(
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
+        if tokens.shortage:
+            execution.progress.note(tokens.shortage)
     source = ModelSource.of(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
@@ -316,6 +318,8 @@ def evaluate(
     named = files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
+    if tokens.shortage:
+        execution.progress.note(tokens.shortage)
     overlaps = [overlap(name, c, loaded.system, tokens, execution) for name, c in named.items()]
     weights = {name: content(loaded.system, c, len(named)) for name, c in named.items()}
     count = loaded.count_bytes

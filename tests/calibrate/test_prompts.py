@@ -159,9 +159,25 @@ def test_what_solves_a_dump_refuses_settings_of_prompts(several, tmp_path):
             loopq.solve(tmp_path / "dump", out=tmp_path / "out", several=several, **{name: 2})
 
 
-def test_a_model_with_a_tokenizer_needs_a_text(loaded):
-    with pytest.raises(ConfigError, match="this model has a tokenizer of its own"):
-        calibration_tokens(dataclasses.replace(loaded, tokenizer=object()), None)
+def test_models_with_a_tokenizer_take_the_mixed_texts(loaded):
+    with_tokenizer = dataclasses.replace(loaded, tokenizer=object())
+    take = Take(n_prompts=7, seq_len=16)
+    calibration, evaluation = (
+        read(with_tokenizer, None, take) for read in (calibration_tokens, evaluation_tokens)
+    )
+    assert len(calibration.sequences) == len(evaluation.sequences) == 7
+    assert calibration.source != evaluation.source
+    assert calibration.digest() != calibration_tokens(loaded, None, take).digest()
+
+
+def test_a_text_with_fewer_prompts_than_asked_says_so(loaded, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a" * 64)
+    short = calibration_tokens(loaded, path, Take(seq_len=16))
+    assert "128" in short.shortage
+    assert "4" in short.shortage
+    assert not calibration_tokens(loaded, path, Take(n_prompts=4, seq_len=16)).shortage
+    assert not short.take(0, 2).shortage
 
 
 def test_where_nothing_depends_on_a_text_one_prompt_of_any_will_do(loaded):
@@ -174,8 +190,10 @@ def test_where_nothing_depends_on_a_text_one_prompt_of_any_will_do(loaded):
     for name, layer in loopq.quantize(loaded, ids, method="rtn", bits=4, group_size=16).layers.items():
         assert rounded.layers[name].same_as(layer)
     one_layer = Override(next(iter(rounded.layers)), {"method": "gptq"})
-    with pytest.raises(ConfigError, match="tokenizer of its own"):
-        loopq.quantize(with_tokenizer, None, QuantConfig.of(one_layer, method="rtn"), group_size=16)
+    partly = loopq.quantize(
+        with_tokenizer, None, QuantConfig.of(one_layer, method="rtn"), group_size=16, n_prompts=2, seq_len=16
+    )
+    assert partly.layers[one_layer.pattern].report["method_done"] == "gptq"
 
 
 @pytest.mark.parametrize("bad", [{"n_prompts": 0}, {"seq_len": 1}, {"seq_len": 2.5}])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loopq.calibrate.read import Served, read_tokens
+from loopq.calibrate.read import Served, check_source, read_tokens
 from loopq.errors import CalibrationError, ConfigError
 from loopq.models.load import encode_bytes
 
@@ -63,6 +63,47 @@ def test_bad_files_are_refused(tmp_path, name, content, match):
     path.write_bytes(content)
     with pytest.raises(CalibrationError, match=match):
         read_tokens(path, BYTES, 8, None)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_folder_may_hold_records(tmp_path, suffix):
+    for name, texts in (("2", ["cc"]), ("1", ["a", "bb"])):
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        else:
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
+    found = read_tokens(tmp_path, BYTES, 8, None)
+    assert [bytes(s.astype(np.uint8)) for s in found.sequences] == [b"a", b"bb", b"cc"]
+    assert len(read_tokens(tmp_path, BYTES, 8, 2).sequences) == 2
+    check_source(tmp_path, "", False)
+    (tmp_path / "3.txt").write_text("text")
+    for read in (lambda: check_source(tmp_path, "", False), lambda: read_tokens(tmp_path, BYTES, 8, None)):
+        with pytest.raises(CalibrationError, match="texts and records"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.txt", b" \n", "the text is empty"),
+        ("b.txt", b"\xff\xfe", "not UTF-8 text"),
+        ("c.jsonl", b"", "no token sequences"),
+        ("d.jsonl", b'{"n": 1}', "no field 'text'"),
+        ("e.jsonl", b"{]", "line 1: not valid JSON"),
+        ("g.npy", b"nonsense", "cannot be read as an array"),
+        ("h.npy", None, "missing"),
+    ],
+)
+def test_files_without_prompts_are_refused_without_a_tokenizer(tmp_path, name, content, match):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CalibrationError, match=match):
+        check_source(tmp_path / name, "", False)
+    (tmp_path / "good.txt").write_text("text")
+    with pytest.raises(ConfigError, match="template and field are for records"):
+        check_source(tmp_path / "good.txt", "question", False)
 
 
 def test_missing_file_is_named(tmp_path):

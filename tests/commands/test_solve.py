@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from loopq.calibrate.collect import collect_rows
+from loopq.formats.convert import read_any
 from tests.support.metric_dumps import collected
 from tests.support.runs import job_of
 
@@ -41,3 +42,18 @@ def test_a_solve_with_the_loop_metric_needs_no_torch(loaded, tokens, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_preset_applies_what_a_dump_can_have(loaded, tokens, tmp_path, command):
+    dump = collected(loaded, tokens, tmp_path / "dump")
+
+    def metrics(preset: str) -> set[str]:
+        code, _, err = command(
+            "solve", dump, "--out", tmp_path / preset, "--preset", preset, "--group-size", "20"
+        )
+        assert code == 0, err
+        return {layer.report.get("metric") for layer in read_any(tmp_path / preset).layers.values()} - {None}
+
+    assert "loop" in metrics("best")
+    assert "loop" not in metrics("fast")
+    assert "loop" not in metrics("paper")

@@ -87,7 +87,39 @@ def test_other_commands_read_its_tokens(model, checkpoint, texts, command, tmp_p
         assert command(*line)[0] == 0, line
 
 
-def test_text_that_ships_with_loopq_is_refused(model, command, tmp_path):
-    code, _, err = command("quantize", model, "--out", tmp_path / "q")
-    assert code == 2
-    assert "this model has a tokenizer of its own" in err
+def test_the_first_commands_need_no_text(model, tmp_path, command):
+    code, _, said = command(
+        "quantize", model, "--out", tmp_path / "q", *FEW, "--preset", "fast", "--group-size", "16"
+    )
+    assert code == 0
+    assert "mathematics" in said
+    assert "longer than" not in said
+    code, out, _ = command("evaluate", model, tmp_path / "q", *FEW)
+    assert code == 0
+    assert "mathematics" in out
+
+
+def test_a_bad_text_is_refused_before_the_model_is_loaded(checkpoint, tmp_path, command):
+    """There is no model. If it were loaded first, its error would come first."""
+    none, missing = tmp_path / "no-model", tmp_path / "missing.txt"
+    (tmp_path / "empty.jsonl").touch()
+    for text in (missing, tmp_path / "empty.jsonl"):
+        for line in (
+            ("quantize", none, "--out", tmp_path / "q", "--calibration", text),
+            ("quantize", none, "--out", tmp_path / "q", "--evaluate", text),
+            ("collect", none, "--out", tmp_path / "d", "--calibration", text),
+            ("diagnose", none, "--calibration", text),
+            ("evaluate", none, checkpoint, "--text", text),
+        ):
+            code, _, err = command(*line)
+            assert code != 0, line
+            assert text.name in err, line
+
+
+def test_a_short_text_is_said(model, texts, checkpoint, tmp_path, command):
+    short = ("--seq-len", 24, *SMALL)
+    code, _, err = command("quantize", model, "--out", tmp_path / "q", "--calibration", texts, *short)
+    assert code == 0
+    assert "128 prompts were asked for" in err
+    _, _, err = command("evaluate", model, checkpoint, "--text", texts, "--seq-len", 24)
+    assert "64 prompts were asked for" in err

@@ -75,6 +75,8 @@ def test_wheel_holds_what_it_must(wheel):
         "loopq/py.typed",
         "loopq/zoo/weights/huginn_small/model.safetensors",
         "loopq/zoo/data/calibration.txt",
+        "loopq/zoo/data/calibration.jsonl.xz",
+        "loopq/zoo/data/evaluation.jsonl.xz",
         "loopq/zoo/data/README.md",
     ):
         assert wanted in names

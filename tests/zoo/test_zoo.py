@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from loopq import zoo
-from loopq.errors import ConfigError
+from loopq.calibrate.read import json_lines
+from loopq.errors import CalibrationError, ConfigError
 
 DATA = Path(zoo.__file__).parent / "data"
+USES = ("calibration", "evaluation")
 
 
 def test_texts_are_the_ones_the_readme_names() -> None:
     readme = (DATA / "README.md").read_text(encoding="utf-8")
     sums = dict(reversed(line.split()) for line in re.findall(r"[0-9a-f]{64}  \S+", readme))
-    assert set(sums) == {"calibration.txt", "evaluation.txt"}
+    texts = {path.name for path in DATA.iterdir()} - {"README.md"}
+    assert set(sums) == texts == {f"{use}.{kind}" for use in USES for kind in ("txt", "jsonl.xz")}
     for name, digest in sums.items():
         content = (DATA / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == digest
@@ -34,6 +37,21 @@ def test_texts_are_ascii_prose_and_share_no_line() -> None:
         assert b"\r" not in text
     lines = [{line for line in text.split(b"\n") if len(line) > 30} for text in (one, other)]
     assert min(len(part) for part in lines) > 50
+    assert not lines[0] & lines[1]
+
+
+def test_mixed_texts_share_no_source_and_no_line() -> None:
+    """Problems, dialogues and the declaration have a common source, and other passages of it."""
+    sources, lines = [], []
+    for use in USES:
+        records = [record for _, record in json_lines(zoo.mixed_text(use), CalibrationError)]
+        assert len({r["kind"] for r in records[:6]}) == len({r["kind"] for r in records}) == 6
+        sources.append(
+            {r["source"] for r in records if not re.match("UDHR|loopq (problems|dialogues)", r["source"])}
+        )
+        lines.append({line for r in records for line in r["text"].split("\n") if len(line) > 90})
+        assert min(len(sources[-1]), len(lines[-1])) > 100
+    assert not sources[0] & sources[1]
     assert not lines[0] & lines[1]
 
 

@@ -44,6 +44,8 @@ class TokenSet:
         Special tokens at the start of every window. Random tokens do not replace them.
     unchanged : tuple of ndarray
         The sequences before random tokens replaced some of theirs. Empty if they are the same.
+    n_asked : int, optional
+        Number of prompts that were asked for. The source may hold fewer.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -53,6 +55,7 @@ class TokenSet:
     random_tokens: float = 0.0
     n_first: int = 0
     unchanged: tuple[NDArray[np.int64], ...] = ()
+    n_asked: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -73,6 +76,13 @@ class TokenSet:
         """Total number of tokens."""
         return sum(s.size for s in self.sequences)
 
+    @property
+    def shortage(self) -> str:
+        """What to say if the source holds fewer prompts than were asked for; empty otherwise."""
+        if self.n_asked is None or len(self.sequences) >= self.n_asked:
+            return ""
+        return f"{self.n_asked} prompts were asked for, and {self.source} holds {len(self.sequences)}"
+
     def digest(self) -> str:
         """SHA-256 over lengths and ids. Sets with the same digest have the same tokens and scored positions."""
         total = hashlib.sha256()
@@ -87,6 +97,7 @@ class TokenSet:
         """Return the prompts from `first` to `last`."""
         unchanged = self.unchanged[first:last]
         return dataclasses.replace(self, sequences=self.sequences[first:last], unchanged=unchanged)
+        return dataclasses.replace(self, sequences=self.sequences[first:last], n_asked=None)
 
     def scored(self, outputs: Tensor, output: str) -> Tensor:
         """Return the scored logits, shape (n_prompts, n_scored, vocabulary). Hidden states are returned whole."""

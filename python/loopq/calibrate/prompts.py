@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from loopq import zoo
 from loopq.calibrate.data import TokenSet, check_vocabulary, cut, from_ids, windows
-from loopq.calibrate.read import Served, read_tokens
+from loopq.calibrate.mixed import mixed
+from loopq.calibrate.read import Served, check_source, read_tokens
 from loopq.calibrate.written import written
 from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
@@ -112,6 +113,13 @@ def own_prompts(loaded: LoadedModel) -> PromptSource | None:
     return _SOURCES.get(str(loaded.config.get("model_type", "")))
 
 
+def check_prompts(prompts: Prompts, take: Take | None = None) -> None:
+    """Refuse a path that holds no prompts, before a model is loaded. Errors are those of `calibration_tokens`."""
+    if isinstance(prompts, str | Path) and prompts != SELF:
+        take = take or Take()
+        check_source(Path(prompts), take.field or "", take.template)
+
+
 def calibration_tokens(
     loaded: LoadedModel, prompts: Prompts, take: Take | None = None, *, matters: bool = True
 ) -> TokenSet:
@@ -123,7 +131,7 @@ def calibration_tokens(
         The model. It provides the tokenizer and the size of the vocabulary.
     prompts : TokenSet, token ids, path, or None
         A path is read by its kind (`loopq.calibrate.read.read_tokens`). With "self" the model writes the prompts. None
-        takes those of `register_prompts`, or else loopq's own text, for models that read bytes.
+        takes those of `register_prompts`, or else the text that ships with loopq.
     take : Take, optional
         Number and length. A `CalibrationTake` also sets the share of random tokens. A plain `Take` adds none.
     matters : bool
@@ -132,18 +140,13 @@ def calibration_tokens(
     Raises
     ------
     ConfigError
-        `prompts` is None, the text matters, and the model has a tokenizer. Or random tokens are requested although the
-        vocabulary size is unknown, or for prompts that are not text.
+        Random tokens are requested although the vocabulary size is unknown, or for prompts that are not text.
     CalibrationError
         The file cannot be read, or holds token ids outside the vocabulary.
     """
     take = take or Take()
     if prompts is None and not matters and loaded.tokenizer is not None and own_prompts(loaded) is None:
-        text = zoo.calibration_text().decode()
-        first = take.served(loaded).first
-        return windows(
-            text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text", first
-        )
+        take = dataclasses.replace(take, n_prompts=take.n_prompts or 1)
     tokens = _tokens(loaded, prompts, take, "calibration")
     if not isinstance(take, CalibrationTake):
         return tokens
@@ -199,10 +202,18 @@ def _tokens(
     loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: Served | None = None
 ) -> TokenSet:
     tokens = _read(loaded, prompts, take, use, served or take.served(loaded))
+    if not isinstance(prompts, TokenSet) and take.n_prompts != _ALL:
+        tokens = dataclasses.replace(tokens, n_asked=_count(take, use))
     known = _n_vocabulary(loaded)
     if known is not None:
         check_vocabulary(tokens, known)
     return tokens
+
+
+def _count(take: Take, use: str) -> int:
+    if take.n_prompts is not None:
+        return take.n_prompts
+    return CALIBRATION_PROMPTS if use == "calibration" else EVALUATION_PROMPTS
 
 
 def _n_vocabulary(loaded: LoadedModel) -> int | None:
@@ -225,18 +236,13 @@ def _known_tokens(loaded: LoadedModel) -> NDArray[np.int64] | None:
 def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: Served) -> TokenSet:
     if isinstance(prompts, TokenSet):
         return prompts.take(0, take.n_prompts) if take.n_prompts is not None else prompts
-    count = take.n_prompts
-    if count is None:
-        count = CALIBRATION_PROMPTS if use == "calibration" else EVALUATION_PROMPTS
+    count = _count(take, use)
     if prompts is None:
         own = own_prompts(loaded)
         if own is not None:
             return own(loaded, use, count, 0)
         if loaded.tokenizer is not None:
-            raise ConfigError(
-                "this model has a tokenizer of its own, and the text that ships with loopq is for models that read "
-                "bytes: give it a text (--calibration FILE, --text FILE)"
-            )
+            return mixed(use, served, take.seq_len, None if count == _ALL else count)
         text = zoo.calibration_text() if use == "calibration" else zoo.evaluation_text()
         return windows(text.decode(), served.encode, take.seq_len, count, f"embedded {use} text")
     if isinstance(prompts, str) and prompts == SELF and use == "calibration":

@@ -120,7 +120,8 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     ----------
     path : Path
         A ``.jsonl`` or ``.parquet`` file with one prompt per record, or a ``.npy`` file with integers (n_prompts,
-        n_tokens). Any other file is text, or a folder of text files, and is cut into windows.
+        n_tokens). Any other file is text and is cut into windows. A folder holds texts (``*.txt``), which count as one
+        text, or files of records.
     served : Served
         Conversion of text to token ids.
     seq_len : int
@@ -141,24 +142,84 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
         A template is requested, but the file is text to be cut.
     """
     check_count(n_prompts)
-    if path.suffix in (".jsonl", ".parquet"):
-        records = json_lines(path, CalibrationError) if path.suffix == ".jsonl" else _parquet_rows(path)
+    parts = _parts(path)
+    if parts[0].suffix in _RECORDS:
         sequences = []
-        for place, record in itertools.islice(records, n_prompts):
-            if not isinstance(record, dict):
-                raise CalibrationError(f"{place}: no field 'text' and no 'input_ids': {record!r:.80}")
-            sequences.append(served.ids(record, place)[:seq_len])
+        for place, record in itertools.islice(_records(parts), n_prompts):
+            sequences.append(served.ids(_fields(record, place), place)[:seq_len])
         return TokenSet(tuple(sequences), path.name, "prompts")
     if path.suffix == ".npy":
-        ids = _mapped(path)
-        if ids.ndim != 2 or ids.dtype.kind not in "iu":
-            raise CalibrationError(
-                f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"
-            )
-        return from_ids(ids[:n_prompts, :seq_len], path.name)
+        return from_ids(_ids_of(path)[:n_prompts, :seq_len], path.name)
+    _refuse_fields(path, served)
+    return windows(_read_text(parts), served.encode, seq_len, n_prompts, path.name, served.first)
+
+
+def check_source(path: Path, field: str, template: bool) -> None:
+    """Refuse what `read_tokens` refuses without a tokenizer: a missing, unreadable or empty file, or its first record.
+
+    Raises
+    ------
+    CalibrationError, ConfigError
+        As `read_tokens`.
+    """
+    parts, served = _parts(path), Served(lambda text: (), field=field, template=template)
+    if parts[0].suffix in _RECORDS:
+        for place, record in _records(parts):
+            if not template:
+                served.ids(_fields(record, place), place)
+            return
+        raise CalibrationError(f"{path}: no token sequences; give a file with records")
+    if path.suffix == ".npy":
+        _ids_of(path)
+        return
+    _refuse_fields(path, served)
+    if not _read_text(parts).strip():
+        raise CalibrationError(f"{path}: the text is empty; give more text")
+
+
+#: Suffixes of files of records, and of those that a folder may hold.
+_RECORDS = (".jsonl", ".parquet")
+_IN_FOLDERS = (".txt", *_RECORDS)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the file, or the files of a folder in name order: texts, or records."""
+    if not path.is_dir():
+        check_regular(path, CalibrationError)
+        return [path]
+    parts = sorted(part for part in path.iterdir() if part.suffix in _IN_FOLDERS)
+    if not parts:
+        raise CalibrationError(f"{path}: the folder has no *.txt, *.jsonl or *.parquet; name a file instead")
+    if len({part.suffix in _RECORDS for part in parts}) > 1:
+        raise CalibrationError(f"{path}: the folder has texts and records; name a folder with one of them")
+    for part in parts:
+        check_regular(part, CalibrationError)
+    return parts
+
+
+def _records(parts: list[Path]) -> Iterator[tuple[str, Any]]:
+    for part in parts:
+        yield from json_lines(part, CalibrationError) if part.suffix == ".jsonl" else _parquet_rows(part)
+
+
+def _fields(record: Any, place: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise CalibrationError(f"{place}: no field 'text' and no 'input_ids': {record!r:.80}")
+    return record
+
+
+def _ids_of(path: Path) -> NDArray[Any]:
+    ids = _mapped(path)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise CalibrationError(
+            f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"
+        )
+    return ids
+
+
+def _refuse_fields(path: Path, served: Served) -> None:
     if served.template or served.field:
         raise ConfigError(f"{path}: template and field are for records: give a .jsonl or .parquet file")
-    return windows(read_text(path), served.encode, seq_len, n_prompts, path.name, served.first)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -198,22 +259,18 @@ def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]
         raise error(f"{path}, line {number + 1}: cannot be read ({cause}); copy the file again") from cause
 
 
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, or all `*.txt` files of a folder in name order."""
+def _read_text(parts: list[Path]) -> str:
+    """Read UTF-8 text files as one text."""
+    part = parts[0]
     try:
-        if path.is_dir():
-            parts = sorted(path.glob("*.txt"))
-            if not parts:
-                raise CalibrationError(f"{path}: the folder has no *.txt file; name a file instead")
-            for part in parts:
-                check_regular(part, CalibrationError)
-            return "\n".join(part.read_text("utf-8") for part in parts)
-        check_regular(path, CalibrationError)
-        return path.read_text("utf-8")
+        texts = []
+        for part in parts:
+            texts.append(part.read_text("utf-8"))
     except OSError as cause:
-        raise CalibrationError(f"{path}: cannot be read ({cause.strerror})") from cause
+        raise CalibrationError(f"{part}: cannot be read ({cause.strerror})") from cause
     except UnicodeDecodeError as cause:
-        raise CalibrationError(f"{path}: not UTF-8 text (byte {cause.start})") from cause
+        raise CalibrationError(f"{part}: not UTF-8 text (byte {cause.start})") from cause
+    return "\n".join(texts)
 
 
 def _mapped(path: Path) -> NDArray[Any]:

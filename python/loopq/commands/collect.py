@@ -27,11 +27,14 @@ from loopq.commands.options import (
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
 from loopq.models.depths import at_depths
+from loopq.quantizers.gptq_cd import MetricSettings
 from loopq.run import ranks as in_ranks
-from loopq.run.config import PRESETS
 from loopq.run.dumped import MetricOfDump
 from loopq.run.ranks import Ranks
 from loopq.settings.steps import parse_steps
+
+#: Draws of labels for each prompt, as of `loopq quantize`.
+_DRAWS = MetricSettings().draws
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +54,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` has the loop metric; such a "
         "dump cannot be merged (default %(default)s)",
     )
-    draws = PRESETS["best"]["metric_draws"]
     parser.add_argument(
         "--metric-prompts",
         type=whole(1, 1 << 31),
@@ -62,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--metric-draws",
         type=whole(1, 1 << 16),
         metavar="N",
-        help=f"with --metric loop: draws of labels for each prompt (default {draws})",
+        help=f"with --metric loop: draws of labels for each prompt (default {_DRAWS})",
     )
     parser.add_argument(
         "--rows-dtype",
@@ -103,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     with shown as progress:
         how = execution(args, progress=progress)
         tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
+        if tokens.shortage:
+            progress.note(tokens.shortage)
         selection = select(
             loaded.system,
             tokens,
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             steps = None if args.steps is None else parse_steps(args.steps, most)
             gradients = None
             if args.metric == "loop":
-                n_draws = args.metric_draws or PRESETS["best"]["metric_draws"]
+                n_draws = args.metric_draws or _DRAWS
                 gradients = MetricOfDump.of(job, args.metric_prompts, n_draws)
             collect = collect_hessians
             if ranks is not None:

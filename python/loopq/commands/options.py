@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.annotations import choices_of
-from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
+from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take, check_prompts
 from loopq.errors import ConfigError
 from loopq.formats.base import Option
 from loopq.formats.convert import settings_of
@@ -187,14 +187,16 @@ def override(text: str) -> Override:
 
 def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     """Add the settings of a quantization. Those that need gradients or rollouts require a model."""
-    if model:
-        group_of(parser, group_title(leaves(LayerConfig)["method"])).add_argument(
-            "--preset",
-            choices=tuple(PRESETS),
-            help="best: closest to full precision, with four gradients of every prompt and layers one after the other; "
-            "fast: without gradients; paper: GPTQ over the trajectory as published (default: one gradient of every "
-            "prompt)",
-        )
+    group_of(parser, group_title(leaves(LayerConfig)["method"])).add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="best: closest to full precision, with four gradients of every prompt and layers one after the other; "
+        "fast: without gradients; paper: GPTQ over the trajectory as published (default: one gradient of every "
+        "prompt)"
+        if model
+        else "best: widest search and uneven levels; fast: without the dump's gradients; paper: GPTQ over the "
+        "trajectory as published",
+    )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
     add_settings(parser, QuantConfig, without=hidden)
@@ -209,6 +211,8 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
 #: What `solve` has no options for: it has no model to run.
 _RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit")
 _METRIC = ("metric", "passes")
+#: A setting of a preset that a dump can have, since it ignores the gradients.
+_NO_GRADIENTS = ("metric", "inputs")
 _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
 
 
@@ -237,8 +241,12 @@ def add_patterns(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> N
         ).rare = True
 
 
-def quant_config(args: argparse.Namespace, base: QuantConfig | None = None) -> QuantConfig:
+def quant_config(
+    args: argparse.Namespace, base: QuantConfig | None = None, *, model: bool = True
+) -> QuantConfig:
     """Read the options of `add_quantizer`: the changes to some settings, or to the defaults.
+
+    Without a `model`, a preset's settings that need one are left out. The metric is then what the dump holds.
 
     Raises
     ------
@@ -254,7 +262,11 @@ def quant_config(args: argparse.Namespace, base: QuantConfig | None = None) -> Q
         exclude=(*config.exclude, *args.exclude),
     )
     if getattr(args, "preset", None):
-        config = config.preset(args.preset)
+        of_preset = PRESETS[args.preset]
+        left_out = () if model else (*_RUN_THE_MODEL, *_METRIC)
+        config = config.changed(
+            **{k: v for k, v in of_preset.items() if (k, v) == _NO_GRADIENTS or not k.startswith(left_out)}
+        )
     return config.changed(**given(args, QuantConfig))
 
 
@@ -368,9 +380,9 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
     group_of(parser, title).add_argument(
         f"--{name}",
         metavar="FILE",
-        help="text, folder of *.txt, .jsonl or .parquet of records, .npy of token ids"
+        help="text, .jsonl or .parquet of records, folder of these, .npy of token ids"
         + ", or 'self': text that the model writes" * (name == "calibration")
-        + " (default: the text that ships with loopq, for models that read bytes)",
+        + " (default: the text that ships with loopq)",
     )
     add_settings(parser, settings, title=title)
 
@@ -458,8 +470,17 @@ def check_place(file: str | Path) -> None:
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")
 
 
+def check_texts(args: argparse.Namespace) -> None:
+    """Refuse files of `add_text` that hold no prompts. Loading a large model takes minutes."""
+    for name in ("calibration", "text", "evaluate"):
+        file = getattr(args, name, None)
+        if file is not None and (name, file) != ("evaluate", "-"):
+            check_prompts(file, take(args))
+
+
 def load(args: argparse.Namespace) -> LoadedModel:
-    """Load the model of `add_source`."""
+    """Load the model of `add_source`, after a look at the texts."""
+    check_texts(args)
     if args.python is not None:
         if args.model is not None:
             raise ConfigError("MODEL and --python both name a model: give one of them")
@@ -481,6 +502,7 @@ def source_words(args: argparse.Namespace) -> list[str]:
 
 def load_source(args: argparse.Namespace) -> LoadedModel:
     """Load the model of `add_source` for quantization, including one quantized by another tool."""
+    check_texts(args)
     if args.python is None and args.model is not None:
         found = open_source(
             Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code

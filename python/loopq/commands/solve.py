@@ -44,7 +44,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
-    config = quant_config(args)
+    config = quant_config(args, model=False)
     # Processes started by torchrun are workers.
     several = args.worker or Ranks.of_environment() is not None
     with Line() as progress:

@@ -214,9 +214,7 @@ class Support:
         if config is None:
             return True
         kind = config.get(BASE, config.get("model_type"))
-        return (not self.kinds or kind in self.kinds) and (
-            not self.code or "auto_map" in config
-        )
+        return (not self.kinds or kind in self.kinds) and (not self.code or "auto_map" in config)
 
 
 _PAIRS = "tests/formats/engines/test_pairs.py::test_a_pair_gives_equal_logits_or_is_refused"

@@ -337,7 +337,8 @@ def load_tokenizer(
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
     )
-    return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
+    # A text is cut after it is encoded. Without `verbose=False` the tokenizer warns that it exceeds the model's length.
+    return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def side_files(folder: Path) -> tuple[Path, ...]:

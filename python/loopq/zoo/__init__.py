@@ -1,4 +1,4 @@
-"""The embedded model, a small trained model of Huginn's class, and its two texts."""
+"""The embedded model, a small trained model of Huginn's class, and the texts that ship with loopq."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loopq.errors import ConfigError
 
-__all__ = ["MODEL_TYPE", "available", "calibration_text", "evaluation_text", "folder"]
+__all__ = ["MODEL_TYPE", "available", "calibration_text", "evaluation_text", "folder", "mixed_text"]
 
 # Class name in the embedded model's config.json.
 MODEL_TYPE = "loopq-zoo-huginn"
@@ -46,3 +46,8 @@ def calibration_text() -> bytes:
 def evaluation_text() -> bytes:
     """Return the embedded text for evaluation (public domain, ASCII, by another author)."""
     return (_DATA / "evaluation.txt").read_bytes()
+
+
+def mixed_text(use: str) -> Path:
+    """Return the file of passages for models with a tokenizer; `use` is "calibration" or "evaluation"."""
+    return _DATA / f"{use}.jsonl.xz"

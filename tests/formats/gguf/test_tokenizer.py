@@ -64,11 +64,13 @@ def test_ids_of_sentencepiece_files_in_tokenizer_json(tmp_path, data_folder):
     (data,) = published(data_folder, "fineweb_8192").values()
     read = Pieces.read(data)
     forms = [{"normalizer": PREFIXED}, {"pre_tokenizer": METASPACE}, {"normalizer": ESCAPED}]
-    # The first pieces are enough, and the package reads them faster.
-    texts = [of_pieces(read.tokens[:2000], read.scores, read.kinds, **form) for form in forms]
+    # The first pieces and all characters are enough, and the package reads them faster.
+    some = [i for i, text in enumerate(read.tokens) if i < 1500 or len(text) == 1]
+    few = [[part[i] for i in some] for part in (read.tokens, read.scores, read.kinds)]
+    texts = [of_pieces(*few, **form) for form in forms]
     paths, folders = [], [tmp_path / str(k) for k in range(4)]
     for folder, text in zip(folders[:3], texts, strict=True):
-        paths.append(exported(folder, 2001, {"tokenizer.json": text}))
+        paths.append(exported(folder, len(some) + 1, {"tokenizer.json": text}))
     # With both files, types and scores are those of tokenizer.model.
     whole = of_pieces(read.tokens, read.scores, read.kinds, **forms[0])
     paths.append(exported(folders[3], 8200, {"tokenizer.json": whole, "tokenizer.model": data}))

@@ -111,7 +111,7 @@ class ExportKeywords(TypedDict, total=False):
     """Keywords of `export`."""
 
     ragged: Literal["keep", "split", "pad"] | None
-    remote_code: bool | None
+    remote_code: str | None
     vocabulary: str | None
     steps: str | None
     engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None

@@ -95,8 +95,8 @@ class TokenSet:
 
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
-        given = {"sequences": self.sequences[first:last], "unchanged": self.unchanged[first:last]}
-        return dataclasses.replace(self, **given, n_asked=None)
+        kept, unchanged = self.sequences[first:last], self.unchanged[first:last]
+        return dataclasses.replace(self, sequences=kept, unchanged=unchanged, n_asked=None)
 
     def scored(self, outputs: Tensor, output: str) -> Tensor:
         """Return the scored logits, shape (n_prompts, n_scored, vocabulary). Hidden states are returned whole."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import loopq
 from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
 from loopq.formats.gguf.shape import Shape
@@ -47,3 +48,26 @@ def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
         Shape.of(told).tensors("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"config\.json: L_cycles is None"):
         Shape.of({**told, "L_cycles": None}).check_whole()
+
+
+def test_a_saved_folder_gives_the_same_file_quantized_or_not(tmp_path):
+    """transformers saves gate, q, k and v, and gate and up, as one matrix each, and `o_proj` under another name."""
+    model, config = models.tiny_hrm()
+    model.save_pretrained(tmp_path / "m")
+    ids = models.prompts().numpy()
+    # The high stack stays dense.
+    settings = {"method": "rtn", "levels": "q8_0", "group_size": 32, "exclude": "*H_module*"}
+    result = loopq.quantize(tmp_path / "m", ids, **settings)
+    write_as(tmp_path / "codes.gguf", result, "gguf")
+    loopq.export(tmp_path / "m", tmp_path / "full.gguf", "gguf")
+    found, full = (
+        {t.name: t for t in gguf.GGUFReader(tmp_path / f"{n}.gguf").tensors} for n in ("codes", "full")
+    )
+    assert set(found) == set(full)
+    assert found["blk.0.attn_output.weight"].tensor_type.name == "Q8_0"
+    own = dict(model.named_parameters())
+    parts = {"attn_gate": "gate_proj", "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj"}
+    for part, name in parts.items():
+        expected = own[f"model.H_module.layers.1.self_attn.{name}.weight"].detach().numpy()
+        for tensors in (found, full):
+            assert np.array_equal(tensors[f"blk.3.{part}.weight"].data, expected)

@@ -116,7 +116,8 @@ class GGUF(Format):
             shape.tensors(layer.name)
         for name, dtype in planned.dense.items():
             _check_type(name, dtype)
-            shape.tensors(name)
+            for part in shape.parts(name):
+                shape.tensors(part)
         _check_head(shape, planned.ties)
         Vocabulary.of(planned.side_files, shape.config, vocabulary)
 
@@ -217,7 +218,7 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, _Stored
     for name, layer in checkpoint.layers.items():
         kind, data = blocks(layer)
         yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
-    for name, tensor in checkpoint.dense.items():
+    for name, tensor in shape.apart(checkpoint.dense).items():
         found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
         yield from ((target, found) for target in shape.tensors(name))
 
@@ -294,7 +295,7 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     expected: dict[str, Callable[[], NDArray[Any]]] = {
         n: layer.dequantize for n, layer in checkpoint.layers.items()
     }
-    expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
+    expected |= {n: tensor.float32 for n, tensor in shape.apart(checkpoint.dense).items()}
     # The package knows the size of these blocks but not their values.
     raw = {n: x for n, x in checkpoint.layers.items() if x.grid.gguf and x.grid.gguf.name == "Q2_0"}
     expected |= {n: partial(_bytes, x) for n, x in raw.items()}

@@ -13,6 +13,7 @@ from loopq.errors import CheckpointError
 from loopq.formats.hf_folder import CONFIG
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.settings.registry import Registry
+from loopq.storage.files import RawTensor
 from loopq.storage.schema import checked, parse_json, shown
 
 ARCHITECTURES: Registry[type[Shape]] = Registry("architecture", "loopq.formats.gguf")
@@ -50,6 +51,8 @@ class Shape:
         Keys of config.json that the header needs, besides those of all architectures.
     modules : mapping of str to str
         Modules of a layer, and llama.cpp's names.
+    fused : mapping of str to tuple of str
+        Modules of the model's files that hold several of the model, by rows in this order.
     pairs : bool
         Whether llama.cpp rotates neighbours in a head, while transformers rotates the halves.
     loops_key : str
@@ -64,6 +67,7 @@ class Shape:
     classes: ClassVar[tuple[str, ...]]
     needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps",)
     modules: ClassVar[Mapping[str, str]] = MODULES
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     pairs: ClassVar[bool] = True
     loops_key: ClassVar[str] = ""
     notes: ClassVar[tuple[str, ...]] = ()
@@ -178,6 +182,29 @@ class Shape:
     def stacks(self) -> dict[str, int]:
         """Name prefixes of layers with the number of the first."""
         return {"model.layers.": 0}
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the tensors that a tensor of the model's files holds, one below the other. Often itself alone."""
+        module, _, last = name.rpartition(".")
+        found = next((f for f in self.fused if module.endswith(f".{f}")), None)
+        if found is None:
+            return (name,)
+        return tuple(f"{module.removesuffix(found)}{part}.{last}" for part in self.fused[found])
+
+    def apart(self, dense: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+        """Cut tensors of the model's files into their `parts`."""
+        found = {}
+        for name, tensor in dense.items():
+            names = self.parts(name)
+            rows, rest = divmod(tensor.shape[0], len(names)) if len(names) > 1 else (0, 0)
+            if rest:
+                raise CheckpointError(
+                    f"tensor {name!r}: {tensor.shape[0]} rows are no {len(names)} equal parts"
+                )
+            cut = tensor.data.reshape(len(names), -1)
+            shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
+            found |= {part: RawTensor(tensor.dtype, shape, cut[i]) for i, part in enumerate(names)}
+        return found
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:
         """Return the order in which a tensor's rows are stored.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from torch.nn import functional as F
 
 import loopq
 from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
+from loopq.models.check import check_model
 from loopq.models.from_python import wrap
-from loopq.models.load import choose_system
+from loopq.models.load import choose_system, load_model
 from loopq.models.systems.generic import Generic
+from tests.support import vendors
 from tests.support.conformance import Conformance
+from tests.support.interop import models
 from tests.support.odd_loop import Odd, _ids
 
 pytestmark = pytest.mark.filterwarnings(
@@ -305,3 +309,31 @@ def test_torchscript_is_refused() -> None:
         patch.setattr(torch.jit, "ScriptModule", Script)
         model.inner = Script()
         _names(model)
+
+
+@pytest.mark.filterwarnings("ignore:not quantized. .*conv1d")
+def test_sensenovas_shape_is_taken_and_its_routers_stay_float32(tmp_path: Path) -> None:
+    """A looped middle, gated delta nets and attention, two streams and a float32 router, in small."""
+    model, config, files = models.streams()
+    model.to(torch.bfloat16)
+    model.model.routers.float()
+    model.save_pretrained(tmp_path / "m")
+    for name, data in {**files, "config.json": json.dumps(config).encode()}.items():
+        (tmp_path / "m" / name).write_bytes(data)
+    opened: dict[str, Any] = {"system": "generic", "trust_remote_code": True, "dtype": "bfloat16"}
+    loaded = load_model(tmp_path / "m", **opened)
+    report = check_model(loaded)
+    assert report.ok, report.lines()
+    assert {p.invocations for p in loaded.system.shared_parameters(loaded.system.n_steps)} == {2}
+    settings: dict[str, Any] = {"group_size": 16, "exclude": "*.routers.*"}
+    ids = vendors.tokens(8, 16)
+    result = loopq.quantize(loaded, ids, out=tmp_path / "q", descent=1, **settings)
+    # Four layers run twice: three gated delta nets and one attention.
+    assert len(result.layers) == 3 * 6 + 7
+    assert result.dense["model.routers.3.weight"].dtype == "F32"
+    loopq.quantize(loaded, ids, out=tmp_path / "rounded", method="rtn", **settings)
+    found = loopq.evaluate(loaded, [tmp_path / "q", tmp_path / "rounded"], ids[:2])
+    assert 0 < found[1].kl.mean() < found[2].kl.mean()
+    again = loopq.load(tmp_path / "q", trust_remote_code=True)
+    coded = loopq.load(tmp_path / "q", quantized=True, trust_remote_code=True)
+    assert torch.allclose(vendors.logits(coded), vendors.logits(again), rtol=0.1, atol=0.1)

@@ -117,6 +117,27 @@ def looped_code():
     return model, _with_code(model, "modeling_loop", "LoopConfig", "LoopForCausalLM"), files
 
 
+def streams(**changes):
+    """SenseNova-Loop's shape: 4 of 6 layers run twice, 24 of 32 do there; returns the code files too."""
+    pytest.importorskip("transformers", minversion="5.24")
+    module, files = _code("modeling_streams")
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "num_experts": 0, "loop_settings": {"start": 1, "end": 5, "eval_count": 2},
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = module.StreamsForCausalLM(module.StreamsConfig(**(settings | changes))).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" not in name and parameter.ndim == 2:
+                    parameter.normal_(std=0.1)
+    return model, _with_code(model, "modeling_streams", "StreamsConfig", "StreamsForCausalLM"), files
+
+
 def wrapped_zoo():
     """The embedded model's class in the wrapper that transformers loads; returns the code files too."""
     module, files = _code("modeling_loopq_zoo")

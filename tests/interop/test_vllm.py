@@ -14,7 +14,7 @@ import pytest
 
 import loopq.integrations.vllm
 from tests.support import vendors
-from tests.support.interop import vllm
+from tests.support.interop import models, vllm
 from tests.support.interop.environments import interpreter
 
 GRIDS = ({"bits": 4, "group_size": 32}, {"levels": "nvfp4", "group_size": 16})
@@ -67,8 +67,10 @@ def own_mapping(monkeypatch):
     monkeypatch.setattr(auto.CONFIG_MAPPING, "_extra_content", dict(auto.CONFIG_MAPPING._extra_content))
 
 
-def test_the_entry_point_registers_classes_that_there_are(monkeypatch, own_mapping):
-    known = {"LlamaForCausalLM", "OuroForCausalLM"}
+@pytest.mark.parametrize("own", ["OuroForCausalLM", "DoryForCausalLM"])
+def test_the_entry_point_registers_classes_that_there_are(own, monkeypatch, own_mapping):
+    extended = loopq.integrations.vllm.EXTENDED
+    known = {"LlamaForCausalLM", own}
     registered = {}
     registry = types.SimpleNamespace(
         get_supported_archs=lambda: known, register_model=lambda name, found: registered.update({name: found})
@@ -76,15 +78,47 @@ def test_the_entry_point_registers_classes_that_there_are(monkeypatch, own_mappi
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="loopq")
     entry.load()()
-    # A version of vLLM that has the class keeps it.
-    assert set(registered) == set(loopq.integrations.vllm.MODELS) - known
+    # A version of vLLM that has the class keeps it, or a class of loopq extends it.
+    assert set(registered) == set(loopq.integrations.vllm.MODELS) - (known - set(extended))
+    chosen = loopq.integrations.vllm.MODELS | {arch: extended[arch] for arch in known & set(extended)}
     for arch, found in registered.items():
-        module, _, name = loopq.integrations.vllm.MODELS[arch].partition(":")
+        module, _, name = chosen[arch].partition(":")
         assert found == f"loopq.integrations.vllm:{name}"
         path = (Path(loopq.integrations.vllm.__file__).parent / module).with_suffix(".py")
         assert name in {
             n.name for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.ClassDef)
         }
+
+
+def test_vllms_own_dory_takes_packed_integers_too(monkeypatch):
+    """The stand-in refuses tensors as the class of 0.33 does: by the rows of the projection that they are a part of."""
+
+    class Refusing:
+        @staticmethod
+        def _check_weight_shape(name, weight, expected):
+            if tuple(weight.shape) != expected:
+                raise ValueError(name)
+
+        def load_weights(self, weights, rows):
+            for name, weight in weights:
+                self._check_weight_shape(name, weight, (rows, *weight.shape[1:]))
+
+    dory = types.ModuleType("vllm.model_executor.models.dory")
+    dory.DoryForCausalLM = Refusing
+    monkeypatch.setitem(sys.modules, dory.__name__, dory)
+    monkeypatch.setattr(loopq.integrations.vllm, "packed", None, raising=False)
+    served = loopq.integrations.vllm.PackedDory
+    del sys.modules["loopq.integrations.vllm.packed"]
+    layer = models.rounded(
+        "q_proj.weight", np.eye(32, dtype=np.float32), bits=4, group_size=16, symmetric=False
+    )
+    tensors = [(name, tensor.array()) for name, tensor in layer.tensors().items()]
+    assert "q_proj.weight_shape" in dict(tensors)
+    with pytest.raises(ValueError, match=r"weight_(shape|zero_point)"):
+        Refusing().load_weights(tensors, 32)
+    served().load_weights(tensors, 32)
+    with pytest.raises(ValueError, match="weight_packed"):
+        served().load_weights(tensors, 16)
 
 
 def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_mapping):

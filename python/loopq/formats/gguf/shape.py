@@ -193,7 +193,7 @@ class Shape:
 
     def apart(self, dense: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
         """Cut tensors of the model's files into their `parts`."""
-        found = {}
+        found: dict[str, RawTensor] = {}
         for name, tensor in dense.items():
             names = self.parts(name)
             rows, rest = divmod(tensor.shape[0], len(names)) if len(names) > 1 else (0, 0)

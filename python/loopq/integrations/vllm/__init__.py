@@ -3,8 +3,8 @@
 ``vllm serve DIR`` takes Ouro, Huginn, R-Llama, Dory and dense decoders with a loop (`loopq.systems.looped`).
 Checkpoints may be full-precision or written by ``loopq export``. Each call of an attention layer in a forward pass has
 its own key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides`` changes it
-(``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'`` or ``'{"n_recurrent_loops": 2}'``). Checked with vLLM 0.32
-(docs/formats/interop.md).
+(``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'`` or ``'{"n_recurrent_loops": 2}'``). Checked with vLLM 0.32.
+For 0.33, which has Dory, the released source was read (docs/formats/interop.md).
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ MODELS = {
     "LoopedQwen2ForCausalLM": "models:LoopedQwen2",
     "LoopedQwen3ForCausalLM": "models:LoopedQwen3",
 }
-_MODULES = {name: module for module, _, name in (found.partition(":") for found in MODELS.values())}
+#: Classes that extend one that vLLM has itself.
+EXTENDED = {"DoryForCausalLM": "packed:PackedDory"}
+_MODULES = {
+    name: module
+    for module, _, name in (found.partition(":") for found in (*MODELS.values(), *EXTENDED.values()))
+}
 
 
 def register() -> None:
     """Register the classes and their configurations. vLLM calls this in each of its processes.
 
-    A class that vLLM has itself is left to it: Ouro up to 0.26, and Dory from 0.33 on.
+    A class that vLLM has itself is left to it: Ouro up to 0.26. Dory, from 0.33 on, stays vLLM's too, and also loads
+    packed integers.
     """
     # Lazy: reading this package's name must not need vLLM or transformers.
     from transformers import AutoConfig
@@ -43,8 +49,9 @@ def register() -> None:
     for name, configs in CONFIGS.items():
         for config in configs if name not in known else ():
             AutoConfig.register(config.model_type, config, exist_ok=True)
-    for name, found in MODELS.items():
-        if name not in known:
+    for name, own in MODELS.items():
+        found = EXTENDED.get(name) if name in known else own
+        if found is not None:
             ModelRegistry.register_model(name, f"{__name__}:{found.partition(':')[2]}")
 
 

@@ -1,7 +1,7 @@
 """Dory in vLLM: layers on unit spheres, a middle section that runs several times, codes in any linear layer.
 
-Modules have the names of the published files, in which attention and MLP of a layer are two blocks. vLLM 0.33 has a
-class of its own, for full precision alone.
+Modules have the names of the published files, in which attention and MLP of a layer are two blocks. From 0.33 on vLLM
+has a class of its own, which `loopq.integrations.vllm.packed` extends.
 """
 
 from __future__ import annotations

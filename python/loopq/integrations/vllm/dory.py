@@ -24,7 +24,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import maybe_prefix
 
 from loopq.errors import ConfigError
-from loopq.integrations.vllm.loops import BY_TOKEN, Causal, Loops, table
+from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class DoryModel(nn.Module):
         order = list(range(n))
         order[self.first : self.first + self.n_loop] *= config.n_recurrent_loops
         blocks = nn.ModuleList(_Block(vllm_config, i, f"{name}.{i}") for i in range(n))
-        self.layers = Loops(blocks, order, name, n, vllm_config)
+        self.layers = LoopedBlocks(blocks, order, name, n, vllm_config)
 
     def forward(
         self,

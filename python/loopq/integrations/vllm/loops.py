@@ -55,7 +55,7 @@ def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
     return twin
 
 
-class Loops(nn.Module):
+class LoopedBlocks(nn.Module):
     """Layers in execution order. Each appears once under its name.
 
     Parameters

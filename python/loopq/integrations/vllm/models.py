@@ -26,7 +26,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from loopq.errors import ConfigError
-from loopq.integrations.vllm.loops import BY_TOKEN, Causal, Loops, table
+from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
 from loopq.layers.loop_spec import LOOP, layer_order
 from loopq.systems.base import Batch
 from loopq.systems.raven import initial_noise
@@ -76,7 +76,7 @@ class OuroModel(nn.Module):
         n, name = config.num_hidden_layers, f"{prefix}.layers"
         layers = nn.ModuleList(OuroLayer(vllm_config, f"{name}.{i}") for i in range(n))
         order = list(range(n)) * config.total_ut_steps
-        self.layers = Loops(layers, order, name, n, vllm_config)
+        self.layers = LoopedBlocks(layers, order, name, n, vllm_config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.n_layers = n
 
@@ -278,7 +278,7 @@ class RavenModel(nn.Module):
                 kind(vllm_config, f"{prefix}.{part}.{i}", f"slots.{first + i}.attn", rotary) for i in range(n)
             )
             if part == "core_block":
-                blocks = Loops(blocks, list(range(n)) * n_steps, "slots", sum(counts), vllm_config)
+                blocks = LoopedBlocks(blocks, list(range(n)) * n_steps, "slots", sum(counts), vllm_config)
             self.add_module(part, blocks)
             first += n
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
@@ -343,7 +343,7 @@ class _Looped:
         n = config.num_hidden_layers
         order = layer_order(getattr(config, LOOP, None), n)
         name = f"{maybe_prefix(prefix, 'model')}.layers"
-        inner.layers = Loops(inner.layers, order, name, n, vllm_config)
+        inner.layers = LoopedBlocks(inner.layers, order, name, n, vllm_config)
         inner.start_layer, inner.end_layer = 0, len(order)
 
 

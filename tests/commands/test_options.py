@@ -43,6 +43,7 @@ def test_every_setting_has_its_option(name):
             "rounds": 3,
             "rank_threshold": 0.01,
             "scale_bits": 5,
+            "state_bits": 12,
             "metric_prompts": 4,
             "outside": 8,
         }.get(name, value)

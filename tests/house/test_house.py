@@ -37,14 +37,7 @@ def test_there_is_one_version():
 
 
 #: Names that two or more classes still share. A name leaves the list once one class has it.
-SHARED_NAMES = {
-    "Backend": "cuda and inference",
-    "Plan": "cuda and run",
-    **dict.fromkeys(
-        ("Dory", "HuginnBlock", "HuginnConfig", "Ouro", "Raven"),
-        "a published class or its adapter, and vLLM's",
-    ),
-}
+SHARED_NAMES = dict.fromkeys(("Dory", "Ouro"), "an adapter, and vLLM's class")
 
 
 def test_no_class_name_stands_for_two_classes():

@@ -252,7 +252,10 @@ ENTRIES = (
     ),
     Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
     Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
-    Support("vllm", ("dory",), f"{_PLUGIN}, files with the published names", "0.32 on a CPU: run", _VLLM, _CT),
+    Support(
+        "vllm", ("dory",), f"{_PLUGIN}, files with the published names; 0.33's own class takes NVFP4 without the plugin "
+        "and INT4 with it (source read)", "0.32 on a CPU: run", _VLLM, _CT,
+    ),
     Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
     Support("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
     Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),

@@ -33,6 +33,7 @@ from loopq.formats.base import (
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
 from loopq.formats.float_codes import plain
+from loopq.formats.fused import joined_dense, joined_layers, published_parts, taken_apart
 from loopq.layers.grids import without_kind
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
@@ -64,6 +65,7 @@ class Record:
 
     `files` lists all other files of the folder. `native_sha256` is the checksum of the checkpoint that was exported
     (`Checkpoint.digest`). Exports before these two entries have neither. `forced` says why no engine reads it right.
+    `joined` names the modules under published names, which hold several modules of the model.
     """
 
     loopq_version: str
@@ -76,6 +78,7 @@ class Record:
     files: tuple[FileEntry, ...] = ()
     native_sha256: Sha256 | None = None
     forced: str | None = None
+    joined: tuple[Name, ...] = ()
 
 
 class QuantizedFolder(Format):
@@ -106,6 +109,11 @@ class QuantizedFolder(Format):
             "of a looped: model: put a file with the loop into the folder, which transformers runs with "
             "trust_remote_code=True",
             flag=True,
+        ),
+        Option(
+            "names",
+            "names of the published files, where transformers splits their matrices: vLLM and SGLang read HRM-Text so",
+            choices=("published",),
         ),
     )
     ragged: ClassVar[tuple[Ragged, ...]]
@@ -233,6 +241,7 @@ class QuantizedFolder(Format):
         *,
         ragged: Ragged | None = None,
         remote_code: bool | None = None,
+        names: str | None = None,
         **options: Any,
     ) -> None:
         """Reject grids, groups and layers that the format cannot hold, and code of a loop for a model without one.
@@ -241,7 +250,10 @@ class QuantizedFolder(Format):
         """
         super().refuse(planned)
         hf_folder.looped_files(planned.side_files, bool(remote_code))
-        self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
+        stored = self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
+        if names is not None:
+            parts = published_parts(_config(planned.side_files))
+            joined_layers({found.layer.module: found.layer for found in stored.values()}, parts)
 
     def write(
         self,
@@ -252,34 +264,41 @@ class QuantizedFolder(Format):
         ragged: Ragged | None = None,
         forced: str | None = None,
         remote_code: bool | None = None,
+        names: str | None = None,
         **options: Any,
     ) -> WrittenLayers:
         """Write the folder. `ragged` selects the policy for a last group shorter than the others.
 
         The record holds `forced`. With `remote_code` the folder has the code of the loop (`hf_folder.looped_files`).
+        With `names` "published" it has the names of the model's published files (`loopq.formats.fused`).
         """
         files = hf_folder.looped_files(source.side_files, bool(remote_code))
         source = dataclasses.replace(source, side_files=files)
         owners = _owners(source)
         prepared = self._prepared(source, ragged)
+        layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
+        dense = dict(source.dense)
+        if names is not None:
+            parts = published_parts(_config(source.side_files))
+            layers, dense = joined_layers(layers, parts), joined_dense(dense, parts)
+        joined = sorted({*layers} - {m for found in owners.values() for m in found})
+        joined += sorted(name.removesuffix(".weight") for name in {*dense} - {*source.dense})
         tensors: dict[str, RawTensor] = {}
-        layers = {}
-        for name, stored in prepared.items():
-            for module in owners[name]:
-                tensors.update(self.tensors(module, stored.layer))
-                layers[module] = stored.layer
+        for module, layer in layers.items():
+            tensors.update(self.tensors(module, layer))
         n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
-        clash = sorted(set(tensors) & set(source.dense))
+        clash = sorted(set(tensors) & set(dense))
         if clash:
             raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
-        tensors.update(source.dense)
-        export = Export(layers, _dense_modules(source), _facts(source))
+        tensors.update(dense)
+        export = Export(layers, _dense_modules(dense, source.ties), _facts(source))
         notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
         for name, (_, *copies) in owners.items():
             if copies:
                 notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
         files, record = self._files(source, ragged, self.config(export))
         record |= {"forced": forced} if forced else {}
+        record |= {"joined": joined} if joined else {}
         n_bytes_all = sum(t.data.size for t in tensors.values())
         fill = partial(_write_sealed, tensors=tensors, files=files, record=record)
         write_folder(self, out, source, n_bytes_all, fill, also)
@@ -297,8 +316,7 @@ class QuantizedFolder(Format):
         """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
         side = dict(checkpoint.side_files)
         original = side.pop(hf_folder.CONFIG, None)
-        config = {} if original is None else parse_json(original, hf_folder.CONFIG, finite=False)
-        config = checked(dict[str, Any], config, hf_folder.CONFIG) | {hf_folder.KEY: quantization}
+        config = _config(checkpoint.side_files) | {hf_folder.KEY: quantization}
         record = {
             "loopq_version": _native.__version__,
             "target": self.name,
@@ -362,6 +380,9 @@ class QuantizedFolder(Format):
         if record.target != self.name:
             raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
         reports = store.read_report(folder / store.REPORT)
+        if record.joined:
+            config = _config({hf_folder.CONFIG: (record.config or "{}").encode()})
+            layers, dense = taken_apart(layers, dense, record.joined, published_parts(config))
         own = {f"{module}.weight": name for name, module in modules_of(record.settings).items()}
         layers = {
             own.get(n, n): dataclasses.replace(layer, name=own.get(n, n)) for n, layer in layers.items()
@@ -521,8 +542,14 @@ def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return owners
 
 
-def _dense_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _config(side_files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The model's config.json. Empty if there is none."""
+    config = parse_json(side_files.get(hf_folder.CONFIG, b"{}"), hf_folder.CONFIG, finite=False)
+    return checked(dict[str, Any], config, hf_folder.CONFIG)
+
+
+def _dense_modules(dense: Mapping[str, RawTensor], ties: Mapping[str, str]) -> tuple[str, ...]:
     """Every module with an unchanged matrix, including tied ones. A superset of the linear layers."""
-    names = {n for n, t in checkpoint.dense.items() if len(t.shape) == 2}
-    names |= {tied for tied, source in checkpoint.ties.items() if source in names}
+    names = {n for n, t in dense.items() if len(t.shape) == 2}
+    names |= {tied for tied, source in ties.items() if source in names}
     return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))

@@ -48,6 +48,8 @@ class Rule:
         Takes the layers in the format's form. Returns the names of those that break the rule.
     systems : tuple of str
         Affected systems. All if empty.
+    names : tuple of str or None
+        Values of the option "names" with which the rule holds.
     """
 
     engines: tuple[str, ...]
@@ -57,6 +59,7 @@ class Rule:
     known: str
     broken: Callable[[Layers], Iterable[str]]
     systems: tuple[str, ...] = ()
+    names: tuple[str | None, ...] = (None, "published")
 
 
 def _where(test: Callable[[QuantizedLayer], bool]) -> Callable[[Layers], Iterable[str]]:
@@ -106,11 +109,21 @@ RULES = (
     ),
     Rule(
         ("vllm", "sglang"), ("compressed-tensors", "gptq", "modelopt"),
+        "HRM-Text under transformers' names: gate, q, k and v are one matrix there, and so are gate and up",
+        "--names published", "vLLM 0.33: source read", _where(lambda x: True), ("hrm_text",), (None,),
+    ),
+    Rule(
+        ("transformers", "gptqmodel"), (*_CT, *_GPTQ), "HRM-Text under published names: it splits weights, not codes",
+        "leave out --names", "transformers 5.24: source read", _where(lambda x: True), ("hrm_text",), ("published",),
+    ),
+    Rule(
+        ("vllm", "sglang"), ("compressed-tensors", "gptq", "modelopt"),
         "q, k and v, or gate and up, of unlike bits, groups, symmetry or NVFP4 powers, or some of them dense: one "
         "matrix there",
         "one --layer setting for all of them, and --include or --exclude them together",
         "vLLM and SGLang 2026-08: source read; seen by others as AssertionError in load_merged_column_weight",
-        _unlike_siblings,
+        # Under published names joined rows have one grid.
+        _unlike_siblings, (), (None,),
     ),
     Rule(
         ("transformers",), _CT, "symmetric and asymmetric layers in one file",
@@ -237,7 +250,7 @@ ENTRIES = (
     Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
     Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
     Support(
-        "transformers", ("inkling",), "unquantized modules are taken for quantized", "5.24: run", _PAIRS, _CT,
+        "transformers", ("inkling",), "no place for codes of one expert, and the padded head is lost", "5.24: run", _PAIRS, _CT,
         runs=False,
     ),
     Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
@@ -253,7 +266,7 @@ ENTRIES = (
     Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
     Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
     Support(
-        "vllm", ("dory",), f"{_PLUGIN}, files with the published names; 0.33's own class takes NVFP4 without the plugin "
+        "vllm", ("dory",), f"{_PLUGIN}, files with the published names; 0.33's own class takes NVFP4 without it "
         "and INT4 with it (source read)", "0.32 on a CPU: run", _VLLM, _CT,
     ),
     Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
@@ -263,14 +276,12 @@ ENTRIES = (
     Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
     Support("vllm", ("mamba",), "its own class", "source read"),
     Support("vllm", ("generic",), "where vLLM has the class", "source read"),
-    Support(
-        "vllm", ("hrm_text",), "its file has gate, q, k and v as one matrix, an export of loopq as transformers "
-        "splits them", "source read", runs=False,
-    ),
+    Support("vllm", ("hrm_text",), "its own class, files with --names published", "0.33: source read"),
     Support(
         "vllm", ("inkling",), "vLLM up to 0.33 has no class for it, and loopq's plugin none either", "0.32: run",
         "tests/interop/test_vllm.py::test_inkling_is_refused_with_the_version_that_it_needs", runs=False,
     ),
+    Support("sglang", ("hrm_text",), "its own class, files with --names published", "0.5.23: not tried"),
     Support("sglang", ("nanbeige",), "its own class", "SGLang #32151"),
     Support("sglang", ("iquest",), "its own class; its gates are loaded since SGLang #38193", "source read"),
     Support("sglang", ("generic",), "where SGLang has the class", "source read"),
@@ -318,6 +329,7 @@ def check_engine(
     system: str | None,
     ragged: Ragged | None = None,
     config: Mapping[str, Any] | None = None,
+    names: str | None = None,
 ) -> None:
     """Reject a checkpoint in a format if an engine would reject it or load it wrongly.
 
@@ -331,7 +343,7 @@ def check_engine(
         Layers of the checkpoint, or one row of each.
     system : str or None
         Adapter's name. None if unknown.
-    ragged : {"keep", "split", "pad"}, optional
+    ragged, names : str, optional
         As of `loopq.run.export.export`.
     config : mapping, optional
         The model's config.json.
@@ -356,12 +368,12 @@ def check_engine(
     target = FORMATS.get(format_name)
     layers = target.stored(layers, **target.taken({"ragged": ragged}))
     for rule in RULES:
-        if engine not in rule.engines or format_name not in rule.formats:
+        if engine not in rule.engines or format_name not in rule.formats or names not in rule.names:
             continue
-        names = list(rule.broken(layers)) if not rule.systems or system in rule.systems else []
-        if names:
+        broken = list(rule.broken(layers)) if not rule.systems or system in rule.systems else []
+        if broken:
             raise CheckpointError(
-                f"{engine} does not take {rule.what} (layer {names[0]}, {len(names)} in all; {rule.known}). Instead: "
+                f"{engine} does not take {rule.what} (layer {broken[0]}, {len(broken)} in all; {rule.known}). Instead: "
                 f"{rule.instead}"
             )
 
@@ -372,12 +384,13 @@ def readers(
     system: str | None,
     config: Mapping[str, Any],
     ragged: Ragged | None = None,
+    names: str | None = None,
 ) -> tuple[str, ...]:
     """Return the engines that read a checkpoint in a format right, as far as the table says.
 
     Parameters
     ----------
-    format_name, layers, system, ragged
+    format_name, layers, system, ragged, names
         As of `check_engine`.
     config : mapping
         The model's config.json.
@@ -407,7 +420,7 @@ def readers(
     found, reasons, silent = [], [], []
     for engine in engines:
         try:
-            check_engine(engine, format_name, layers, system, ragged, config)
+            check_engine(engine, format_name, layers, system, ragged, config, names)
         except CheckpointError as cause:
             reasons.append(str(cause))
             entry = entry_of(engine, system or "", format_name, config)

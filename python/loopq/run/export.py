@@ -98,7 +98,8 @@ def export(
     **options
         Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
         "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
-        compressed-tensors, gptq, gptq_v2 and marlin. "remote_code" puts a file beside a ``looped:`` checkpoint with
+        compressed-tensors, gptq, gptq_v2 and marlin. "names" ("published") joins matrices as the published files of
+        HRM-Text do, for vLLM and SGLang. "remote_code" puts a file beside a ``looped:`` checkpoint with
         which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
         for gguf. "steps" selects the steps of imatrix.
 
@@ -123,7 +124,7 @@ def export(
     given = target.taken(rest)
     opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
     if isinstance(opened, Checkpoint):
-        gate.of(format_name, opened, given.get("ragged"))
+        gate.of(format_name, opened, given.get("ragged"), given.get("names"))
     with new_or_same(out) as place:
         done = exported(opened, place, format_name, gate, proof, **rest)
     if place != out:
@@ -147,7 +148,7 @@ def exported(
     if not isinstance(source, Checkpoint):
         return Exported(target.write(out, source, **given), 0, None, "")
     target.refuse_checkpoint()
-    engines, forced = gate.of(format_name, source, given.get("ragged"))
+    engines, forced = gate.of(format_name, source, given.get("ragged"), given.get("names"))
     asked = Asked(format_name, engines, proof.trust_remote_code) if gate.verify and engines else None
     difference, reason = 0.0, ""
 
@@ -250,7 +251,9 @@ def refuse_early(
     )
     target.refuse(planned, **given)
     layers = {layer.name: layer for layer in planned.layers}
-    (gate or Gate()).readers(format_name, layers, system.name, loaded.config, given.get("ragged"))
+    (gate or Gate()).readers(
+        format_name, layers, system.name, loaded.config, given.get("ragged"), given.get("names")
+    )
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:

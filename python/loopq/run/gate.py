@@ -39,10 +39,12 @@ class Gate(Settings):
     force: bool = setting(False)
     verify: bool = setting(True, off="no-verify")
 
-    def of(self, format_name: str, source: Checkpoint, ragged: Any = None) -> tuple[tuple[str, ...], str]:
+    def of(
+        self, format_name: str, source: Checkpoint, ragged: Any = None, names: str | None = None
+    ) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""
         config = json.loads(source.side_files.get(CONFIG, b"{}"))
-        return self.readers(format_name, source.layers, source.settings.get("system"), config, ragged)
+        return self.readers(format_name, source.layers, source.settings.get("system"), config, ragged, names)
 
     def readers(
         self,
@@ -51,6 +53,7 @@ class Gate(Settings):
         system: str | None,
         config: Mapping[str, Any],
         ragged: Any = None,
+        names: str | None = None,
     ) -> tuple[tuple[str, ...], str]:
         """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
 
@@ -61,8 +64,8 @@ class Gate(Settings):
         """
         try:
             if self.engine is None:
-                return readers(format_name, layers, system, config, ragged), ""
-            check_engine(self.engine, format_name, layers, system, ragged, config)
+                return readers(format_name, layers, system, config, ragged, names), ""
+            check_engine(self.engine, format_name, layers, system, ragged, config, names)
             return (self.engine,), ""
         except CheckpointError as cause:
             if not self.force:

@@ -112,6 +112,7 @@ class ExportKeywords(TypedDict, total=False):
 
     ragged: Literal["keep", "split", "pad"] | None
     remote_code: str | None
+    names: Literal["published"] | None
     vocabulary: str | None
     steps: str | None
     engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None

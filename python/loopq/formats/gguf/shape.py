@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.formats.fused import cut
 from loopq.formats.hf_folder import CONFIG
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.settings.registry import Registry
@@ -196,14 +197,7 @@ class Shape:
         found: dict[str, RawTensor] = {}
         for name, tensor in dense.items():
             names = self.parts(name)
-            rows, rest = divmod(tensor.shape[0], len(names)) if len(names) > 1 else (0, 0)
-            if rest:
-                raise CheckpointError(
-                    f"tensor {name!r}: {tensor.shape[0]} rows are no {len(names)} equal parts"
-                )
-            cut = tensor.data.reshape(len(names), -1)
-            shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
-            found |= {part: RawTensor(tensor.dtype, shape, cut[i]) for i, part in enumerate(names)}
+            found |= {name: tensor} if names == (name,) else cut(tensor, list(names))
         return found
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:

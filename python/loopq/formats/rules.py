@@ -250,8 +250,8 @@ ENTRIES = (
     Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
     Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
     Support(
-        "transformers", ("inkling",), "no place for codes of one expert, and the padded head is lost", "5.24: run", _PAIRS, _CT,
-        runs=False,
+        "transformers", ("inkling",), "no place for codes of one expert, and the padded head is lost", "5.24: run",
+        _PAIRS, _CT, runs=False,
     ),
     Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
     Support(

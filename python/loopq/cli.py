@@ -19,6 +19,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
 from loopq.run.ranks import Ranks
 from loopq.settings.registry import did_you_mean
+from loopq.storage.journal import note_run
 from loopq.terminal.interrupts import INTERRUPTED, Interrupts
 
 _FIRST = """first steps:
@@ -266,6 +267,7 @@ def _run_file(path: Path) -> None:
     if not path.is_file():
         raise ConfigError(f"--register {path}: no such file; give the path of a Python file")
     sys.path.insert(0, str(path.resolve().parent))
+    note_run(path)
     runpy.run_path(str(path))
 
 

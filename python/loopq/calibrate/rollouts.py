@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import InputKey, Observer, input_key
+from loopq.calibrate.inputs import changed_inputs, model_inputs
 from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError
 from loopq.layers.shared import SharedParameter
@@ -53,9 +54,18 @@ class Collection:
         tensors, _ = model_tensors(self.system.model)
         return {name: hashlib.sha256(t.data.data).hexdigest() for name, t in tensors.items()}
 
+    @cached_property
+    def _inputs(self) -> dict[str, str]:
+        """Digest of each input by its name."""
+        return model_inputs(self.system, self.side_files) | {
+            "the weights": fingerprint(self._weights),
+            "the calibration": fingerprint(self.tokens.describe()),
+        }
+
     def fingerprint(self, *more: Any) -> str:
-        """Identity of the work: weights, tokens and settings."""
+        """Identity of the work: weights, tokens, settings, and all else that describes the model."""
         return fingerprint(
+            self._inputs,
             self._weights,
             str(next(self.system.model.parameters()).dtype),
             self.tokens.describe(),
@@ -65,6 +75,15 @@ class Collection:
             self.selection.parameters,
             *more,
         )
+
+    def key(self, *more: Any) -> str:
+        """Return `fingerprint` for the work folder. If an interrupted run left other inputs there, name them."""
+        work = self.execution.work
+        changed = changed_inputs(work, self._inputs) if work else []
+        if changed:
+            names = ", ".join(changed)
+            self.execution.progress.note(f"{names} changed since the interruption; starts again")
+        return self.fingerprint(*more)
 
     @property
     def n_batches(self) -> int:

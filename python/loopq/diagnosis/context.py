@@ -90,7 +90,7 @@ class Context:
 
     def fingerprint(self) -> str:
         """Digest of weights, prompts and depth."""
-        return self.job.fingerprint("diagnosis")
+        return self.job.key("diagnosis")
 
     def sums(self) -> HessianSet:
         """Empty accumulators, one per input group and step."""

@@ -10,6 +10,7 @@ from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, load_model, to_device
 from loopq.models.plain import plain
 from loopq.models.systems.generic import Generic
+from loopq.storage.journal import note_run
 from loopq.systems import find_system, fitting_systems
 from loopq.systems.base import LoopedSystem
 
@@ -92,6 +93,7 @@ def load_python(spec: str, depth: str | None = None, device: str = "cpu") -> Loa
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
+    note_run(path)
     found.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):

@@ -126,7 +126,7 @@ class ModelSource(Source):
         }
 
     def key(self, plan: Plan) -> str:
-        return self.job.fingerprint(plan.config.to_json())
+        return self.job.key(plan.config.to_json())
 
     def plan(self, config: QuantConfig) -> Plan:
         return plan_model(config, self.job)

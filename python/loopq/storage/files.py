@@ -42,6 +42,8 @@ ITEM_SIZE = {name: kind.itemsize for name, kind in _NUMPY.items()}
 #: Maximum bytes of a file that is read completely: JSON, tokenizers, code.
 MAX_SIZE = 256 * 2**20
 _MARKER = ".made-by-loopq"
+#: File in a work folder with the digest of each input of the last run in it.
+INPUTS = "inputs.json"
 _HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node())[:16]
 
 
@@ -301,7 +303,7 @@ def remove_own(folder: Path, *, if_empty: bool = False) -> None:
 
     With `if_empty`, remove it only if it holds no file of work.
     """
-    if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
+    if if_empty and any(p.is_file() and p.name not in (_MARKER, INPUTS) for p in folder.rglob("*")):
         return
     if is_own(folder):
         # First a name that shows its owner: a kill may interrupt the removal at any moment.

@@ -8,11 +8,13 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from loopq import _native
 from loopq.errors import LoopqError
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.storage.lock import Claims
@@ -23,9 +25,40 @@ SNAPSHOT_SECONDS, SNAPSHOT_TIMES = 60.0, 9.0
 _NOTHING: Mapping[str, RawTensor] = {}
 
 
+#: Python files that the user gave and that ran in this process.
+_RAN: list[Path] = []
+
+
+def note_run(path: Path) -> None:
+    """Note that a Python file of the user ran. It can register or change anything, so it belongs to each key."""
+    if path.resolve() not in _RAN:
+        _RAN.append(path.resolve())
+
+
+def ran() -> tuple[Path, ...]:
+    """Return the Python files of `note_run`."""
+    return tuple(_RAN)
+
+
+def versions() -> dict[str, str]:
+    """Versions of loopq and of the libraries whose arithmetic it uses; "" for an absent library."""
+    return {"loopq": _native.__version__} | {
+        name: _version(name) for name in ("numpy", "torch", "transformers")
+    }
+
+
+@cache
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def fingerprint(*parts: Any) -> str:
-    """SHA-256 over plain data, in hexadecimal: the identity of a piece of work."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    """SHA-256 over plain data and `versions`, in hexadecimal: the identity of a piece of work."""
+    text = json.dumps([versions(), *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Snapshots:
@@ -84,8 +117,8 @@ class Journal:
         path = self._path(name)
         if path is not None:
             text = json.dumps(facts, sort_keys=True)
-            metadata = {"key": self.key, "facts": text, "sha256": _digest(tensors, text)}
-            write_tensors(path, tensors, metadata)
+            head = {"key": self.key, "facts": text, "sha256": _digest(tensors, text)}
+            write_tensors(path, tensors, head)
 
     def find(self, name: str) -> Piece | None:
         """Read a piece of this work; None if it is missing or damaged."""
@@ -93,12 +126,12 @@ class Journal:
         if path is None or not path.is_file():
             return None
         try:
-            _, metadata = read_header(path)
+            _, head = read_header(path)
             tensors = read_tensors(path)
         except LoopqError:
             return None
-        text = metadata.get("facts", "")
-        if metadata.get("key") != self.key or metadata.get("sha256") != _digest(tensors, text):
+        text = head.get("facts", "")
+        if head.get("key") != self.key or head.get("sha256") != _digest(tensors, text):
             return None
         return Piece(tensors, dict(json.loads(text)))
 

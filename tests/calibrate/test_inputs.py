@@ -1,0 +1,131 @@
+"""A killed run goes on only with the inputs that it had: each is changed in turn, and named."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from loopq.calibrate.inputs import changed_inputs, model_inputs
+from loopq.storage import journal
+from loopq.storage.files import INPUTS
+from tests.support.kills import Kill
+from tests.support.looped import save_dense
+from tests.support.python_models import MODULE
+from tests.support.runs import digest
+
+QUICK = ("--n-prompts", 2, "--seq-len", 16, "--group-size", 16, "--threads", 1)
+
+
+def _in_json(name, **values):
+    def change(folder, monkeypatch):
+        path = folder / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def _in_text(name, old, new):
+    def change(folder, monkeypatch):
+        path = folder / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        sys.modules.pop("helper_of_mine", None)
+
+    return change
+
+
+def _library(name):
+    def change(folder, monkeypatch):
+        versions = journal.versions()
+        monkeypatch.setattr(journal, "versions", lambda: versions | {name: "999"})
+        monkeypatch.setattr("loopq.calibrate.inputs.versions", journal.versions)
+
+    return change
+
+
+LOOPED, OWN = ("looped:{}/model[1:3]x2",), ("--python", "{}/own.py:make", "--depth", "n_steps")
+CASES = {
+    "activation": (LOOPED, _in_json("config.json", hidden_act="gelu"), "config.json"),
+    "norm": (LOOPED, _in_json("config.json", rms_norm_eps=0.1), "config.json"),
+    "rope": (
+        LOOPED,
+        _in_json("config.json", rope_theta=2.0, rope_parameters={"rope_type": "default", "rope_theta": 2.0}),
+        "config.json",
+    ),
+    "side file": (LOOPED, _in_json("generation_config.json", top_k=3), "generation_config.json"),
+    "loopq": (LOOPED, _library("loopq"), "the version of loopq"),
+    "torch": (LOOPED, _library("torch"), "the version of torch"),
+    "transformers": (LOOPED, _library("transformers"), "the version of transformers"),
+    "register": (LOOPED, _in_text("registered.py", "1", "2"), "the code registered.py"),
+    "helper": (LOOPED, _in_text("helper_of_mine.py", "1", "2"), "the code helper_of_mine.py"),
+    "python": (OWN, _in_text("own.py", "torch.tanh", "torch.sin"), "the code own.py"),
+    "text": (LOOPED, _in_text("text.jsonl", "[5", "[6"), "the calibration"),
+}
+
+
+@pytest.fixture
+def room(tmp_path):
+    model = LlamaForCausalLM.from_pretrained(save_dense(tmp_path / "model"))
+    for parameter in model.parameters():
+        # Larger, so that activations and norms matter.
+        parameter.data.mul_(1.0 if parameter.ndim == 1 else 10.0)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "registered.py").write_text("import helper_of_mine\nX = 1\n")
+    (tmp_path / "helper_of_mine.py").write_text("X = 1\n")
+    lines = [json.dumps({"input_ids": [n + 3 * k for k in range(16)]}) for n in (5, 70)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_starts_again_after_a_changed_input(room, command, monkeypatch, case):
+    model, change, name = CASES[case]
+    register = ("--register", room / "registered.py") if case in ("register", "helper") else ()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = ("--calibration", room / "text.jsonl")
+
+    def quantize(out):
+        words = [word.format(room) for word in model]
+        return command(*register, "quantize", *words, "--out", room / out, *text, *QUICK)
+
+    save, seen = journal.Journal.save, []
+
+    def killed(self, name, *args, **kwargs):
+        save(self, name, *args, **kwargs)
+        seen.extend([name] * ("layers" in str(self.folder)))
+        # Layers that were solved for the old inputs would be taken again.
+        if len(seen) == (4 if model is LOOPED else 1):
+            raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Snapshots, "due", lambda self: True)
+        patch.setattr(journal.Journal, "save", killed)
+        with pytest.raises(Kill):
+            quantize("a")
+    change(room, monkeypatch)
+    code, _, err = quantize("a")
+    assert code == 0, err
+    said = [line for line in err.splitlines() if "changed since the interruption; starts again" in line]
+    assert len(said) == 1, err
+    assert name in said[0]
+    assert quantize("b")[0] == 0
+    assert digest(room / "a") == digest(room / "b")
+
+
+def test_an_unchanged_run_goes_on_without_a_word(room, command, monkeypatch):
+    assert changed_inputs(room, {"a": "1", "b": "2"}) == []
+    assert changed_inputs(room, {"b": "2", "a": "1"}) == []
+    assert changed_inputs(room, {"a": "1", "c": "2"}) == ["b", "c"]
+    (room / INPUTS).write_text("{")
+    assert changed_inputs(room, {"a": "1"}) == []
+
+
+def test_the_code_and_the_modules_of_a_model_count(loaded):
+    found = model_inputs(loaded.system, loaded.side_files)
+    assert found == model_inputs(loaded.system, loaded.side_files)
+    assert {"the code huginn.py", "the code linear.py", "the model's modules"} <= found.keys()

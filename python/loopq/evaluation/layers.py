@@ -47,6 +47,8 @@ def layer_errors(
         Depth. The system's default when absent.
     seed, batch_size : int
         Seed of the initial states, the same for all weights, and prompts per batch.
+    progress : Progress, optional
+        Receives the steps of the work.
 
     Returns
     -------

@@ -59,6 +59,15 @@ class Generation(Settings):
 class Decoder:
     """Logits of the next token, for repeated calls on a growing text.
 
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    n_steps : int
+        Depth.
+    settings : Generation
+        Cache types and the early-exit threshold.
+
     Attributes
     ----------
     no_cache : str
@@ -306,6 +315,8 @@ def generate(
 
     Parameters
     ----------
+    loaded : LoadedModel
+        The model. Its positions and end tokens apply.
     prompt : sequence of int
         Token ids of the prompt.
     decoder : Decoder

@@ -123,6 +123,13 @@ def _numbers(prompt: str) -> list[int]:
 def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
     """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
 
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Its tokenizer or encoder applies.
+    ids : sequence of int
+        Token ids.
+
     Returns
     -------
     str

@@ -132,7 +132,7 @@ def test_wrong_settings_are_one_line_and_leave_nothing(saved_model, tmp_path, co
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (["{model}", "--out", "{tmp}/o", "--calibration", "{empty}"], "0 tokens make no window"),
+        (["{model}", "--out", "{tmp}/o", "--calibration", "{empty}"], "empty.txt: the text is empty"),
         (["{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], "none.txt: missing"),
         # Refused before the model is looked for.
         (["nowhere", "--out", "{empty}"], "a file stands there"),

@@ -125,10 +125,10 @@ def test_what_no_engine_reads_right_is_refused_with_every_reason():
     for engine in ("transformers", "vllm", "sglang"):
         assert f"{engine} does not run looped (olmoe)" in str(error.value)
     assert "--force" in str(error.value)
-    with pytest.raises(
-        CheckpointError, match=r"every layer once.* without an error\. vllm can read compressed"
-    ):
-        readers("compressed-tensors", plain, "looped", {"model_type": "llama"})
+    looped = {"model_type": "loopq_looped", "looped_base": "llama"}
+    assert "vllm" in readers("compressed-tensors", plain, "looped", looped)
+    with pytest.raises(CheckpointError, match=r"as initialised.* without an error\. vllm can read gptq"):
+        readers("gptq", plain, "dory", {"model_type": "dory"})
     with pytest.raises(CheckpointError, match="no engine reads gptq"):
         readers("gptq", plain, "parcae", {})
 

@@ -29,7 +29,7 @@ from loopq.evaluation.items import TASKS, read_items
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as
-from loopq.formats.gguf.model import _tokenizer
+from loopq.formats.gguf.vocabulary import _given
 from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
 
@@ -89,7 +89,7 @@ def vocabularies(base: Path) -> dict[str, Read]:
     writer.add_bos_token_id(1)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
         write()
-    return {"vocabulary.gguf": _tokenizer}
+    return {"vocabulary.gguf": lambda path: _given(path, None)}
 
 
 def gguf_files(base: Path) -> dict[str, Read]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -215,6 +216,45 @@ def test_messages_take_the_template(tmp_path):
     assert _texts(path, template=True) == ["<s>s<u>u<a>"]
     with pytest.raises(CalibrationError, match=r"line 1: no field 'text' .*its fields: 'messages'"):
         _texts(path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ().__class__.__bases__ }}",
+        "{% if %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[9].content.x }}",
+    ],
+)
+def test_a_template_that_raises_is_refused_in_one_line(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    vocabulary = pytest.importorskip("tokenizers").models.WordLevel({"a": 0}, unk_token="a")
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pytest.importorskip("tokenizers").Tokenizer(vocabulary), chat_template=template
+    )
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "u"}]}))
+    with pytest.raises(
+        CalibrationError, match=r"line 1: the chat template of the tokenizer raises"
+    ) as refused:
+        read_tokens(path, Served(encode_bytes, tokenizer=made, template=True), 16, None)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [2**30 + 1, 2**40])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_text_is_refused_by_its_size_before_it_is_read(tmp_path, monkeypatch, size, within):
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(size)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read"))
+    for read in (
+        lambda given: read_tokens(given, Served(encode_bytes), 16, 2),
+        lambda given: check_source(given, "", False),
+    ):
+        with pytest.raises(CalibrationError, match=rf"{size} bytes of text; allowed: {2**30}"):
+            read(tmp_path if within else path)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loopq.calibrate.data import from_ids
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, NonFiniteError
 from loopq.evaluation import compare as module
 from loopq.evaluation.compare import Measurement, compare
 from loopq.settings.execution import Execution
@@ -176,3 +176,11 @@ def test_a_comparison_runs_where_the_model_is(tiny, tokens):
         found = compare(tiny.system, variants, tokens)[1]
     for field in ("kl", "agreement", "nll", "answered"):
         np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=1e-4)
+
+
+def test_a_reference_of_nan_is_named_with_model_and_prompt():
+    system, data = LinearSystem(LinearLoop()), made_up(n_prompts=3)
+    with torch.no_grad():
+        system.model.adapter.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=r"full precision, .*prompt 0: .*layer adapter, step 0"):
+        compare(system, {}, data, n_steps=2)

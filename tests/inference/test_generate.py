@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, NonFiniteError
 from loopq.inference.generate import Decoder, Generation, choose, end_ids, generate
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
@@ -148,6 +148,30 @@ def test_tokens_are_chosen_greedily_or_drawn_from_the_most_probable():
     share = drawn.count(1) / 200
     assert abs(share - 0.731) < 0.1
     assert {choose(logits, Generation(temperature=5.0, top_p=1e-6), generator) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("scale", [1.0, 1e38])
+def test_the_smallest_temperatures_choose_greedily(temperature, scale):
+    logits = torch.tensor([0.0, 2.0, 1.0, -3.0]) * scale
+    logits[0] = -torch.inf
+    assert choose(logits, Generation(temperature=temperature), torch.Generator().manual_seed(0)) == 1
+
+
+def test_logits_of_nan_are_named_with_layer_and_step():
+    loaded = load_model("huginn_small")
+    decoder = Decoder(loaded.system, 3, Generation())
+    name, weight = next(n for n in loaded.model.named_parameters() if "core_block" in n[0] and n[1].ndim == 2)
+    with torch.no_grad():
+        weight.fill_(torch.inf)
+    for run in (
+        lambda: decoder(list(b"The sea")),
+        lambda: Decoder(loaded.system, 3, Generation()),
+        lambda: Decoder(loaded.system, 3, Generation(exit=0.5)),
+    ):
+        with pytest.raises(NonFiniteError, match=rf"NaN; .*layer {name.removesuffix('.weight')}, step 0"):
+            run()
+    assert not any(m._forward_hooks for m in loaded.model.modules())
 
 
 def test_generation_repeats_and_stops_where_the_model_ends_its_text():

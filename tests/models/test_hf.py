@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,21 @@ def test_hub_ids_and_only_those_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp
     assert asked == []
     assert load_model("owner/name", revision="abc").system.name == "hrm_text"
     assert asked == [("owner/name", "abc", False)]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": "1.0", "model": {"type": "none"}}'])
+def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    folder = _saved("transformers HRM-Text", tmp_path)
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded") as refused:
+        load_model(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_code_of_a_tokenizer_needs_consent(tmp_path: Path) -> None:
+    folder = _saved("transformers HRM-Text", tmp_path)
+    (folder / "own.py").write_text("raise SystemExit('code ran')\n")
+    settings = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["own.T", "own.T"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="--trust-remote-code"):
+        load_model(folder)

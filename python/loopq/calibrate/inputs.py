@@ -85,7 +85,8 @@ def _code(model: nn.Module, system: LoopedSystem) -> Iterator[Path]:
         value.__code__.co_filename
         for kind in kinds
         for value in vars(kind).values()
-        if isinstance(value, FunctionType)
+        # One from another module was put there from outside.
+        if isinstance(value, FunctionType) and value.__module__ == kind.__module__
     }
     return (path for path in map(Path, names) if path.is_file())
 

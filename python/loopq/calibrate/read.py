@@ -16,8 +16,10 @@ from loopq.calibrate.data import Encode, TokenSet, check_count, from_ids, window
 from loopq.errors import CalibrationError, ConfigError, LoopqError
 from loopq.lazy import require
 from loopq.storage.files import MAX_SIZE, check_regular
-from loopq.storage.schema import parse_json
+from loopq.storage.schema import parse_json, shown
 
+#: Maximum bytes of a text, which is encoded as a whole.
+MAX_TEXT = 2**30
 _ROLES = ("user", "assistant")
 
 
@@ -85,7 +87,17 @@ class Served:
             texts = zip(itertools.cycle(_ROLES), self._texts(record, place), strict=False)
             messages = [{"role": role, "content": text} for role, text in texts]
         asks = bool(messages) and messages[-1].get("role") == "user"
-        made: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        try:
+            made: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asks
+            )
+        # The template is code of the checkpoint, and raises anything.
+        except Exception as cause:
+            first = next(iter(str(cause).strip().splitlines()), "")
+            raise CalibrationError(
+                f"{place}: the chat template of the tokenizer raises {type(cause).__name__}: {shown(first)}; leave "
+                "--template out, or change the record"
+            ) from cause
         return made
 
     def _texts(self, record: Mapping[str, Any], place: str) -> list[str]:
@@ -260,8 +272,12 @@ def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]
 
 
 def _read_text(parts: list[Path]) -> str:
-    """Read UTF-8 text files as one text."""
-    part = parts[0]
+    """Read UTF-8 text files as one text. Their size is looked at first, because a sparse file can say any."""
+    part, size = parts[0], sum(check_regular(part, CalibrationError) for part in parts)
+    if size > MAX_TEXT:
+        raise CalibrationError(
+            f"{part}: {size} bytes of text; allowed: {MAX_TEXT}. Prompts come from the start: give its first part"
+        )
     try:
         texts = []
         for part in parts:

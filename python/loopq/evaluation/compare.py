@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.overlap import Overlap
-from loopq.errors import CheckpointError, ConfigError, model_code
+from loopq.errors import CheckpointError, ConfigError, NonFiniteError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
 from loopq.models.replace import Replaced, Weights, placed
+from loopq.models.trace import first_not_finite
 from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
@@ -228,6 +229,7 @@ def _scores(
     for row, seed in enumerate(seeds):
         for batch in tokens.batches(execution.batch_size, seed):
             reference = _output(system, batch, depth)
+            _refuse_nan(system, reference, batch, depth)
             if batch.prompts[0] == 0 and row == 0:
                 progress.note(at_most(_more_bytes(system, reference, variants)))
             columns = list(batch.prompts)
@@ -239,6 +241,20 @@ def _scores(
             progress.advance(len(columns))
     progress.stop()
     return scores, each
+
+
+def _refuse_nan(system: LoopedSystem, reference: Tensor, batch: Batch, depth: int) -> None:
+    """Refuse a reference with NaN, to which nothing can be compared. Sums need no copy of the logits."""
+    import torch  # lazy: loopq imports without torch
+
+    wrong = reference.flatten(1).sum(1, dtype=torch.float32).isnan()
+    if bool(wrong.any()):
+        prompt = batch.prompts[int(wrong.nonzero()[0, 0])]
+        where = first_not_finite(system.model, lambda: system.rollout(batch, depth))
+        raise NonFiniteError(
+            f"full precision, {type(system.model).__name__}, prompt {prompt}: the output holds NaN; the first value "
+            f"that is not finite: {where}"
+        )
 
 
 def _joined(each: Sequence[NDArray[np.float64]], n_seeds: int) -> NDArray[np.float64] | None:

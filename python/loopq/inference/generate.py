@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from loopq.errors import ConfigError, LoopqError
+from loopq.errors import ConfigError, LoopqError, NonFiniteError
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
+from loopq.models.trace import first_not_finite
 from loopq.settings.declare import Settings, setting
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Continues, Exits, FixedLength, Programmed, ServedByCache, marked
@@ -117,6 +118,7 @@ class Decoder:
             else:
                 logits = self._rolled_out(ids) if self.no_cache else self._extended(ids)
                 self.depths.append(self.n_steps)
+        self._refuse_nan(logits, self._batch(ids))
         return logits.float().cpu()
 
     def restart(self) -> None:
@@ -175,12 +177,22 @@ class Decoder:
         with require("torch").no_grad():
             texts = (self._batch(first), self._batch((*first[:-1], 1)))
             a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
+        self._refuse_nan(a, texts[0])
         if not _close(a, b):
             raise ConfigError(
                 f"{self.system.name}: a later token changes the logits of earlier ones: "
                 f"{type(self.system.model).__name__} reads in both directions and cannot generate text"
             )
         return int(a.shape[-1])
+
+    def _refuse_nan(self, logits: Tensor, batch: Batch) -> None:
+        """Check that logits are numbers, since NaN equals nothing and has no most probable token."""
+        if bool(logits.isnan().any()):
+            where = first_not_finite(self.system.model, lambda: self.system.rollout(batch, self.n_steps))
+            raise NonFiniteError(
+                f"{self.system.name}: the logits hold NaN; the first value that is not finite: {where}. "
+                "Use float32 or another checkpoint"
+            )
 
     def _growing(self, vocabulary: int) -> list[list[int]]:
         """A prompt, and the same with one token more, and so on."""
@@ -239,6 +251,10 @@ class Decoder:
             self.restart()
 
 
+#: Temperatures below it draw the same token. Its reciprocal is finite.
+_COLDEST = 1e-100
+
+
 def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = _TOLERANCE[str(expected.dtype).removeprefix("torch.")]
     return bool((found - expected).float().norm() <= tolerance * expected.float().norm())
@@ -263,7 +279,9 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
     """
     if settings.temperature == 0.0:
         return int(logits.numpy().argmax())
-    probability, order = (logits / settings.temperature).softmax(-1).sort(descending=True)
+    # In double precision, below the largest, because a tiny temperature would overflow others.
+    relative = (logits - logits.max()).double() / max(settings.temperature, _COLDEST)
+    probability, order = relative.softmax(-1).sort(descending=True)
     # A token is kept while the earlier ones sum to less than top_p. The first one is always kept.
     kept = probability * (probability.cumsum(-1) - probability < settings.top_p)
     return int(order[kept.multinomial(1, generator=generator)])

@@ -18,6 +18,7 @@ from loopq.models.files import find_names
 from loopq.models.precision import hold
 from loopq.settings.execution import available_bytes
 from loopq.storage.model_files import types_of
+from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -334,9 +335,17 @@ def load_tokenizer(
     plain = _settings(config)
     if not is_known(config) and "auto_map" not in config:
         plain = {"config": transformers.PretrainedConfig()}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
-    )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
+        )
+    # Files and code of the checkpoint, which raise anything.
+    except Exception as cause:
+        first = next(iter(str(cause).strip().splitlines()), "")
+        hint = "" if trust_remote_code else "; allow code of its own with --trust-remote-code if you trust it"
+        raise CheckpointError(
+            f"{folder}: the tokenizer cannot be loaded ({type(cause).__name__}: {shown(first)}){hint}"
+        ) from cause
     # A text is cut after it is encoded. Without `verbose=False` the tokenizer warns that it exceeds the model's length.
     return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 

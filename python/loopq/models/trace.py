@@ -163,6 +163,47 @@ def _here(hook: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
+    """Name the first module whose output holds NaN or infinity in one run, and the step: its earlier calls.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model. It has no further hooks afterwards.
+    run : callable
+        Runs one rollout.
+
+    Returns
+    -------
+    str
+        As in "layer model.layers.1.mlp, step 0"; "no module" if all outputs are finite.
+    """
+    import torch  # lazy: loopq imports without torch
+
+    calls: Counter[str] = Counter()
+    found: list[str] = []
+
+    def note(name: str, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        floats = [v for v in parts if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if not found and not all(bool(torch.isfinite(v).all()) for v in floats):
+            found.append(f"layer {name}, step {calls[name]}")
+        calls[name] += 1
+
+    handles = [
+        module.register_forward_hook(_here(functools.partial(note, name)))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "no module"
+
+
 def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
     """Embedding tables that one run calls with the token ids themselves, not with positions or steps."""
     import torch  # lazy: loopq imports without torch

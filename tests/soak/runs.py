@@ -88,12 +88,15 @@ class Bench:
         subprocess.run([sys.executable, "-c", "import loopq.run.model_source, transformers"], check=True)
         self.start_up = time.monotonic() - began
         self.wanted, self.seconds, self.n_events = {}, {}, {}
+        # Of the same name as later outputs, since a card names its folder.
+        first = base / "first" / "out"
         for name in self.names:
             new = True
             while new:
-                self.seconds[name], self.n_events[name], new = self._run(self.line(name, base / "first"))
-                self.wanted[name] = digest(base / "first")
-                shutil.rmtree(base / "first")
+                first.parent.mkdir()
+                self.seconds[name], self.n_events[name], new = self._run(self.line(name, first))
+                self.wanted[name] = digest(first)
+                shutil.rmtree(first.parent)
 
     def _run(self, line: list[str]) -> tuple[float, int, bool]:
         """Run a command; its seconds, its changes of files, and whether it imported anything.

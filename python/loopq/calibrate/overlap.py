@@ -97,7 +97,7 @@ def hashes_of(sequences: Prompts, *, cut: bool) -> Object:
     length = min(_START, *(ids.size for ids in sequences)) if cut else 0
     plain = [ids[: length or None] for ids in sequences[:_MOST] if ids.size]
     found = [int(_rolling(ids, ids.size)[0]) for ids in plain]
-    return {"length": length, "hashes": "".join(f"{h:0{_DIGITS}x}" for h in found)}
+    return {"hashes": "".join(f"{h:0{_DIGITS}x}" for h in found), "length": length}
 
 
 def overlap(sequences: Prompts, digest: str, calibration: Any) -> Overlap | None:

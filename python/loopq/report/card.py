@@ -84,7 +84,7 @@ def write_card(
         _picture(folder / PICTURE, measured[-1]["tokens"])
         lines += [f"![KL by token]({PICTURE})", ""]
     words = words or [model or "MODEL"]
-    lines += [*_made(found, shlex.join(words), shlex.quote(str(folder))), ""]
+    lines += [*_made(found, shlex.join(words), shlex.quote(folder.resolve().name)), ""]
     path = folder / CARD
     return write_text(path, "\n".join(lines))
 
@@ -250,7 +250,8 @@ def _made(found: Mapping[str, Any], model: str, folder: str) -> list[str]:
         "## How it was made",
         "",
         f"Calibrated on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}{digest}, "
-        f"{settings['n_steps']} steps, seed {settings['seed']}. The same again, or of another model:",
+        f"{settings['n_steps']} steps, seed {settings['seed']}. The same again, or of another model, from the "
+        "folder around this one:",
         "",
         "```sh",
         f"loopq quantize {model} --like {folder} {_prompts(text)} --out NEW",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+import lzma
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 
 from loopq import zoo
 from loopq.calibrate.data import TokenSet
 from loopq.cli import main
+from loopq.layers.loop_spec import LOOP
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from tests.support.subwords import subword_folder
@@ -93,10 +98,63 @@ def test_the_first_commands_need_no_text(model, tmp_path, command):
     )
     assert code == 0
     assert "mathematics" in said
-    assert "longer than" not in said
     code, out, _ = command("evaluate", model, tmp_path / "q", *FEW)
     assert code == 0
     assert "mathematics" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "n_tokens"),
+    [
+        ("smollm", "PreTrainedTokenizerFast", 49152),
+        ("mistral_v1", "LlamaTokenizer", 32000),
+        ("gpt2", "GPT2Tokenizer", 50257),
+    ],
+)
+def test_published_tokenizers_need_no_text(name, kind, n_tokens, data_folder, tmp_path, command):
+    if name == "mistral_v1":
+        pytest.importorskip("sentencepiece")
+    model = tmp_path / "model"
+    config = transformers.LlamaConfig(
+        vocab_size=n_tokens, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(model)
+    for path in (data_folder / "tokenizers" / name).iterdir():
+        if path.suffix == ".xz":
+            (model / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+        else:
+            shutil.copyfile(path, model / path.name)
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if name == "mistral_v1" else {}
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, **marks}))
+    (model / "config.json").write_text(json.dumps({**config.to_dict(), LOOP: [0, 1, 2]}))
+    few = ("--n-prompts", "12")
+    code, _, err = command(
+        "quantize", model, "--out", tmp_path / "q", "--preset", "fast", *few, "--group-size", "32"
+    )
+    assert code == 0, err
+    assert "12 prompts, 1,536 tokens of loopq's calibration text" in err
+    code, out, _ = command("evaluate", model, tmp_path / "q", *few)
+    assert code == 0
+    assert "12 prompts, 1536 tokens of loopq's evaluation text" in out
+
+
+def test_a_long_text_is_no_false_alarm(model, texts):
+    """A tokenizer warns of texts that exceed the model's length. Here a text is cut after it is encoded."""
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 64}))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        assert len(load_model(model).encode(texts.read_text("utf-8"))) > 64
+    finally:
+        logger.removeHandler(handler)
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert not said
 
 
 def test_a_bad_text_is_refused_before_the_model_is_loaded(checkpoint, tmp_path, command):

@@ -47,6 +47,19 @@ def test_ctrl_c_while_the_program_imports_leaves_no_traceback():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_import_that_aborts_on_exceptions_ends_quietly(tmp_path):
+    (tmp_path / "aborts.py").write_text(
+        "import os, signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    os.abort()\n"
+    )
+    file = tmp_path / "register.py"
+    file.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport aborts\n")
+    program = in_a_program("--register", str(file), "inspect", "x", stderr=subprocess.PIPE, text=True)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert err == "loopq: interrupted; nothing is saved: the same command starts anew\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize(
     "way", ["a call that nothing interrupts", "a library that carries on", "a destructor"]
 )

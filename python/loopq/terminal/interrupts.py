@@ -28,6 +28,12 @@ def _end(line: str) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
 class Interrupts:
     """Ctrl-C while a command runs: a KeyboardInterrupt that is also recorded.
 
@@ -45,6 +51,7 @@ class Interrupts:
     def __init__(self, patience: float | None, line: Callable[[], str]) -> None:
         self.any = False
         self._line = line
+        self._hurried = patience is not None
         # Only the main thread receives signals. In other threads the owner of the main thread decides.
         self._main = threading.current_thread() is threading.main_thread()
         self._before = signal.signal(signal.SIGINT, self._note) if self._main else None
@@ -59,6 +66,9 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> NoReturn:
         self.any = True
+        # C++ code of torch that is being imported aborts the process on an exception.
+        if self._hurried and _importing(frame):
+            _end(self._line())
         raise KeyboardInterrupt
 
     def _unraisable(self, what: sys.UnraisableHookArgs) -> None:

@@ -1,7 +1,7 @@
 //! Criterion benches of the core: `cargo bench -p loopq-core`, or `cargo bench -p loopq-core -- hessian/bf16` for one.
 //!
 //! Throughputs are in operations (`Gelem/s` read as Gflop/s) where arithmetic is the limit, in bytes where memory is.
-//! What a user would run instead is measured beside loopq by `benches/python/bench_core.py`.
+//! `benches/python/bench_core.py` compares loopq with the alternatives that a user could run instead.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::hint::black_box;
@@ -135,7 +135,8 @@ fn solve(c: &mut Criterion) {
     group.finish();
 }
 
-/// Factor in the conditional order, and the solver by coordinates, whose rounds depend on the numbers: one size.
+/// One size only: the factor in the conditional order, and the solver by coordinates (its number of rounds depends on
+/// the data).
 fn descent(c: &mut Criterion) {
     const DIM: usize = 768;
     let mut group = c.benchmark_group("coordinate");

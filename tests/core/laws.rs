@@ -1,4 +1,4 @@
-//! What must hold for any input: the fast paths against plain ones, and independence of cuts and threads.
+//! Laws for any input: the fast paths against plain ones, and independence of cuts and threads.
 #![allow(clippy::unwrap_used, clippy::many_single_char_names, clippy::cast_precision_loss)]
 
 use std::sync::LazyLock;
@@ -183,7 +183,7 @@ fn tiles_refuse_operands_outside_their_slices() {
         };
         assert!(!refused(2, 8, 48), "{}", isa.name());
         assert!(refused(9, 8, 48) && refused(2, 8, 500), "{}", isa.name());
-        // Strides whose products wrap round to something small.
+        // Strides with products that wrap round to a small number.
         if isa != Isa::PORTABLE {
             assert!(
                 refused((1 << 32) + 1, 1 << 32, 1 << 32) && refused(3, usize::MAX / 2 + 1, 48),
@@ -194,7 +194,7 @@ fn tiles_refuse_operands_outside_their_slices() {
     }
 }
 
-/// `a b + c` and `a + b` rounded once, where whatever would be subnormal with an exponent without end counts as zero.
+/// `a b + c` and `a + b`, rounded once; results that would be subnormal with an unbounded exponent count as zero.
 fn flushed_fma(a: f32, b: f32, c: f32) -> f32 {
     let normal = |v: f32| if v.is_subnormal() { 0.0 } else { v };
     let (a, b, c) = (normal(a), normal(b), normal(c));
@@ -215,8 +215,8 @@ fn sum_of_chains(x: &[f32], dim: usize, i: usize, j: usize) -> f32 {
     })
 }
 
-/// Bits of bf16 numbers of a kind: near one; any size within the limit, with cancellations; products at the end of the
-/// normal range; zeros, subnormal numbers and the smallest normal ones beside the largest.
+/// Bits of bf16 numbers of one of four kinds: near one; any size within the limit, with cancellations; products at the
+/// end of the normal range; the largest numbers beside zeros, subnormal numbers and the smallest normal ones.
 fn brains(n: usize, kind: usize, seed: u64) -> Vec<u16> {
     let chance = noise(3 * n, seed);
     let value = |c: &[f32]| {
@@ -567,7 +567,7 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
         }
     }
     let five = ScaleType::parse("bfloat16", Some(5), 0).unwrap();
-    // Half way between 1.0 and 1.0625 goes to the even one, and so does half way above it; 1.99 carries to 2.
+    // Ties go to the even number: half way between 1.0 and 1.0625, and half way above it.
     assert_eq!([1.03125, 1.09375, 1.99].map(|x| five.round(x)), [1.0, 1.125, 2.0]);
 }
 
@@ -680,7 +680,7 @@ fn orders_are_those_of_the_plain_rules() {
     assert_eq!(order(Order::Natural), falling);
     falling.sort_by(|&i, &j| s[j * dim + j].total_cmp(&s[i * dim + i]));
     assert_eq!(order(Order::Diagonal), falling);
-    // The first column is the one whose error the others can make up for least, then again among those left.
+    // The first column is the one whose error the others can compensate least; so is each next one among those left.
     let (mut left, mut best): (Vec<usize>, Vec<usize>) = ((0..dim).collect(), Vec::new());
     while !left.is_empty() {
         let n = left.len();

@@ -92,7 +92,7 @@ impl Layer {
         (layout, packed)
     }
 
-    /// The state of output `n` and input `k`: the last bits of a stream whose ends are joined.
+    /// The state of output `n` and input `k`: the last bits of a stream with joined ends.
     fn state(&self, n: usize, k: usize, (bits, rows): (u32, usize)) -> u32 {
         let first = n / rows * rows;
         let count = rows.min(self.outputs - first);

@@ -404,7 +404,7 @@ fn programs() {
     };
     refuse(&|p| wide(p, 1), Kind::Config, "the size of queries overflows");
     refuse(&|p| p.shapes[1] = [usize::MAX, 4], Kind::Config, "the size of a block's weights overflows");
-    // What is kept for each head is asked for before anything runs.
+    // Memory for each head is reserved before anything runs.
     let heads = |p: &mut Program| {
         let n = 1 << 50;
         p.shapes = vec![[3, 4], [2 * n, 4], [4, 2 * n], [4, 4]];

@@ -1,4 +1,4 @@
-//! A weight whose rows are coupled in consecutive blocks, each of which is solved on its own.
+//! A weight with rows coupled in consecutive blocks; each block is solved on its own.
 
 use rayon::prelude::*;
 

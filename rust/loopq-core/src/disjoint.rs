@@ -1,9 +1,9 @@
-//! One buffer that several threads write, each in numbers of its own.
+//! One buffer that several threads write, each its own elements.
 //!
-//! The threads of a product write different columns of the same rows, and those of the runner read what all have written
-//! once they have met. No slice says either, so this is the one place that hands a buffer to several threads. The
-//! lifetime keeps the buffer borrowed, every access is checked against its length, and what the compiler cannot check is
-//! the contract of two `unsafe` functions: who writes what, and when.
+//! The threads of a product write different columns of the same rows; the threads of the runner read each other's
+//! results after a barrier. Slices can express neither, so this module alone hands a buffer to several threads. The
+//! lifetime keeps the buffer borrowed, and every access is checked against its length. The rest is the contract of two
+//! `unsafe` functions: which thread writes which elements, and when.
 #![allow(unsafe_code)] // each block says what makes it sound
 
 use std::marker::PhantomData;
@@ -17,9 +17,9 @@ pub(crate) struct Disjoint<'a, T> {
     buffer: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a shared value gives access through `write` and `read` only, whose callers promise that no number is written by
-// one thread while another one has it. What they move between threads is `T` (`Send`), and what several threads read at
-// once is `&T` (`Sync`).
+// SAFETY: a shared value gives access through `write` and `read` only. Their callers promise that no thread writes an
+// element while another one accesses it. `write` moves a `T` between threads (`Send`), and `read` gives several threads
+// a `&T` (`Sync`).
 unsafe impl<T: Send + Sync> Sync for Disjoint<'_, T> {}
 
 impl<'a, T: Copy> Disjoint<'a, T> {

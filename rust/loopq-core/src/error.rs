@@ -32,13 +32,13 @@ pub enum Error {
         name: &'static str,
         /// The value that was given.
         got: String,
-        /// What would have been accepted.
+        /// The allowed values.
         allowed: String,
     },
     /// Two arrays, or an array and a number, do not fit together.
     #[error("{what}: expected {expected}, got {got}")]
     Shape {
-        /// What was looked at.
+        /// The object with that shape.
         what: &'static str,
         /// The shape or length that was expected.
         expected: String,
@@ -48,7 +48,7 @@ pub enum Error {
     /// A product of sizes does not fit in memory's address range.
     #[error("the size of {what} overflows: {detail}")]
     TooLarge {
-        /// What was to be allocated or addressed.
+        /// The object to allocate or address.
         what: &'static str,
         /// The numbers that were multiplied.
         detail: String,
@@ -60,9 +60,9 @@ pub enum Error {
         in_units(*.bytes)
     )]
     OutOfMemory {
-        /// What it was for.
+        /// The purpose of the memory.
         what: &'static str,
-        /// How many bytes were asked for.
+        /// The requested bytes.
         bytes: usize,
     },
     /// NaN or infinity in an input row of a Hessian.
@@ -156,7 +156,7 @@ pub enum Error {
     /// Two Hessians that cannot be merged.
     #[error("Hessians cannot be merged: {what} differ ({left} and {right})")]
     MergeMismatch {
-        /// What differs.
+        /// The difference.
         what: &'static str,
         /// Value on this side.
         left: String,
@@ -171,7 +171,7 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's message.
         reason: String,
     },
     /// A file that the safetensors library refuses.
@@ -179,7 +179,7 @@ pub enum Error {
     NoSafetensors {
         /// The file.
         path: PathBuf,
-        /// What the library said.
+        /// The library's message.
         reason: String,
     },
     /// A tensor that a file does not hold.
@@ -197,9 +197,9 @@ pub enum Error {
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// What rows look like.
+        /// The expected type and shape.
         expected: String,
-        /// What is there.
+        /// The type and shape in the file.
         got: String,
     },
     /// Another refusal, of rows that came from a file.
@@ -209,13 +209,13 @@ pub enum Error {
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// What was refused.
+        /// The refusal itself.
         source: Box<Error>,
     },
     /// `H` without any energy.
     #[error("the Hessian is all zeros: no input row had a value; check that the layer saw data")]
     ZeroHessian,
-    /// A factor beside another `H` than its own.
+    /// A factor used with a Hessian other than its own.
     #[error("the Hessian was changed after it was factored; make a new factor of it")]
     ChangedHessian,
     /// Cholesky met a pivot that is not positive.
@@ -231,7 +231,7 @@ pub enum Error {
         value: f64,
         /// The entry of `H` on its diagonal.
         diagonal: f64,
-        /// What was added to it.
+        /// The damping added to it.
         mu: f64,
         /// `float32` or `float64`.
         precision: &'static str,
@@ -275,9 +275,9 @@ pub enum Error {
     /// Threads could not be started.
     #[error("cannot start {threads} threads: {reason}")]
     Threads {
-        /// Threads asked for.
+        /// The requested number of threads.
         threads: usize,
-        /// What the system said.
+        /// The system's message.
         reason: String,
     },
     /// A runner is used by two threads at once.

@@ -1,9 +1,9 @@
 //! The core of loopq: streaming Hessians, factorisations, quantizers and packing. No Python in it.
 //!
-//! Symbols follow the field: `W` (outputs, inputs) is a weight, `X` (rows, inputs) its input rows, `H = X^T X`,
-//! `H_t` the part of `H` that loop step `t` contributed, `g` the group size. Matrices are row-major slices.
+//! Symbols follow the field. `W` (outputs, inputs) is a weight and `X` (rows, inputs) its input rows. `H = X^T X`, and
+//! `H_t` is the contribution of loop step `t`. `g` is the group size. Matrices are row-major slices.
 //!
-//! A folder is a thing, a file in it what is done with it:
+//! A folder holds one subject, and each file in it one operation:
 //!
 //! | folder | what it is |
 //! |---|---|
@@ -22,11 +22,11 @@
 //! Three promises hold everywhere and are tested:
 //!
 //! * the same input gives the same bits at any thread count, block size and chunking;
-//! * every refusal is an [`Error`] value that says what was wrong and what to do next, want of memory for anything large
-//!   included;
+//! * every refusal is an [`Error`] value that names the cause and the next action; this includes missing memory for
+//!   anything large;
 //! * long work checks its [`Cancel`] many times a second.
 
-// What only the instruction sets of x86-64 reach is unused elsewhere.
+// Code for the instruction sets of x86-64 is unused elsewhere.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_mut, unused_variables))]
 
 #[cfg(not(target_endian = "little"))]

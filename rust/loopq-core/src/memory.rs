@@ -1,8 +1,8 @@
-//! Large working memory: asked for with an error to hand, and on large pages.
+//! Large working memory: on large pages, and with an error when there is none.
 //!
-//! A Hessian is hundreds of megabytes that are touched once each in an order the kernel cannot foresee. With pages of
-//! 4 KiB every first touch is a fault of its own (docs/performance.md has what that costs). Buffers of some megabytes
-//! are therefore maps of their own, for which pages of 2 MiB are asked.
+//! A Hessian has hundreds of megabytes, each touched once in an order that the kernel cannot foresee. With pages of 4
+//! KiB every first touch is a page fault (docs/performance.md shows the cost). Buffers of some megabytes are therefore
+//! separate maps with pages of 2 MiB.
 
 use std::ops::{Deref, DerefMut};
 
@@ -43,7 +43,7 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// A vector of `len` zeros, for what is handed out; `what` is named when there is no memory for it.
+/// A vector of `len` zeros, for results; an error names `what` when there is no memory for it.
 pub(crate) fn zeros<T: Pod>(what: &'static str, len: usize) -> Result<Vec<T>> {
     let bytes = dims::product(what, len, size_of::<T>())?;
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| Error::OutOfMemory { what, bytes })
@@ -54,7 +54,7 @@ pub(crate) fn copied<T: Copy>(what: &'static str, values: &[T]) -> Result<Vec<T>
     collected(what, values.iter().copied())
 }
 
-/// A vector of what an iterator of known length gives: `collect`, with an error where there is no memory for it.
+/// A vector of the values of an iterator of known length: `collect`, with an error where there is no memory for it.
 pub(crate) fn collected<T>(what: &'static str, values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut made = Vec::new();
     reserve(what, &mut made, values.len())?;

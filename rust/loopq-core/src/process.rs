@@ -1,8 +1,8 @@
-//! What a process has for itself, and a child that was forked from it makes anew.
+//! A value per process: a forked child makes its own.
 //!
-//! A forked child has a copy of its parent's memory and one thread. The parent's pools are there, their threads are not,
-//! and a lock that another thread held stays held. So nothing that waits for a thread is shared with a child: such things
-//! are kept under the number of the process that made them, and found without a lock.
+//! A forked child has a copy of its parent's memory, but only one thread. It inherits the data of the parent's pools
+//! without their threads, and a lock held by another thread stays held. So a child must not share anything that waits
+//! for a thread. Such values are stored under the number of the process that made them, and found without a lock.
 #![allow(unsafe_code)] // a pointer to a value that is never freed
 
 use std::ptr::null_mut;
@@ -24,8 +24,8 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         Self { newest: AtomicPtr::new(null_mut()) }
     }
 
-    /// The value of this process, made when it is first asked for. A parent's is left alone: to drop it could wait for
-    /// threads that are not there.
+    /// The value of this process, made on first use. A parent's value is left alone: dropping it could wait for threads
+    /// that do not exist here.
     pub(crate) fn get(&self) -> &'static T {
         self.of(std::process::id())
     }

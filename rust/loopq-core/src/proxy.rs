@@ -1,7 +1,7 @@
 //! `tr(D H D^T)`: the square error of a layer's outputs over the calibration rows, the loss that GPTQ minimises.
 //!
-//! `W^ - W` is laid out with vectors over rows, in double precision, some hundred rows at a time; strips of `H` are
-//! packed once each with the entries off the diagonal doubled, and multiplied in the register tile.
+//! `W^ - W` is laid out with vectors over rows, in double precision, some hundred rows at a time. Strips of `H` are
+//! packed once each, with the entries off the diagonal doubled, and multiplied in the register tile.
 
 use rayon::prelude::*;
 
@@ -61,7 +61,7 @@ pub fn proxy(
     Ok(total)
 }
 
-/// `W^ - W` with vectors over rows: one matrix of lines per `f64::NR` rows, `dim` padded to whole strips.
+/// `W^ - W` with vectors over rows: one matrix of lines per `f64::NR` rows. `dim` is padded to whole strips.
 fn gaps(w: Weight<'_>, w_hat: Option<Weight<'_>>) -> Result<Vec<Vec<f64>>> {
     let dim = w.dim();
     let size = dims::product("W^ - W", dim.next_multiple_of(MR), f64::NR)?;

@@ -3,7 +3,7 @@
 use crate::error::name_of;
 use crate::{dims, Error, Result};
 
-/// `W` (rows, dim), row-major, a row per output: checked for shape and finiteness.
+/// `W` (rows, dim), row-major with a row per output, after checks of shape and finiteness.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight<'a> {
     values: &'a [f32],

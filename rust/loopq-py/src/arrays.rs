@@ -29,7 +29,7 @@ pub(crate) type Matrix<'py, T> = Array<'py, T, Ix2>;
 pub(crate) type Vector<'py, T> = Array<'py, T, Ix1>;
 
 impl<'py, T: Element, D: Dimension> Array<'py, T, D> {
-    /// The array if it has the type and dimensions, whatever its order in memory.
+    /// The array if it has the type and dimensions, in any memory order.
     fn find(given: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
         let Ok(array) = given.downcast::<PyArray<T, D>>() else {
             return Ok(None);

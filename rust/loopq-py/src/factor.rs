@@ -83,7 +83,7 @@ impl DampedFactor {
         }
     }
 
-    /// Factor and `H`, whose array is borrowed through `hessian`.
+    /// Factor and `H`; its array is borrowed through `hessian`.
     pub(crate) fn damped<'a>(
         &'a self,
         py: Python<'_>,

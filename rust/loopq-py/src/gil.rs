@@ -31,7 +31,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// Runs `work` without the interpreter lock on a thread of its own, while this thread looks for signals.
+/// Runs `work` on another thread without the interpreter lock, while this thread watches for signals.
 pub(crate) fn allow_threads<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&Cancel) -> Result<T, Error> + Send,

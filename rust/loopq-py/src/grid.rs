@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 use crate::arrays::{matrix, Codes, Matrix, Vector};
 use crate::gil::{allow_threads, raise};
 
-/// What codes can be and what they stand for (`loopq.layers.grid.Grid.core`).
+/// The codes and their values (`loopq.layers.grid.Grid.core`).
 #[pyclass(frozen, module = "loopq._native")]
 pub(crate) struct Grid {
     pub(crate) inner: grid::Grid,

@@ -66,7 +66,7 @@ impl HessianAccumulator {
         Ok(Held { sums: self.inner.lock().unwrap_or_else(PoisonError::into_inner), _leaving: leaving })
     }
 
-    /// A short look that needs no thread of its own.
+    /// Short reads on the caller's thread.
     fn read<T: Send>(
         &self,
         py: Python<'_>,
@@ -101,7 +101,7 @@ impl HessianAccumulator {
         allow_threads(py, |cancel| self.lock()?.update(step, view, cancel))
     }
 
-    /// The file must stay as it is during the call, as the stub says.
+    /// The file must not change during the call, as the stub says.
     #[allow(unsafe_code)] // the file is mapped
     fn update_file(&self, py: Python<'_>, step: usize, path: PathBuf, tensor: &str) -> PyResult<()> {
         // SAFETY: files of a dump are complete before they get their names and are never written in place; for any other file

@@ -1,8 +1,9 @@
 //! Memory held back for small needs.
 //!
-//! The core asks for everything whose size grows with a matrix with an error to hand. What is left are small pieces, for
-//! threads, messages and lists, whose want would end the process (`handle_alloc_error`). A piece of memory is therefore
-//! kept from the beginning of a long call, or that is refused, and given up for the first small piece that is not there.
+//! The core reserves all memory that grows with a matrix through calls that return an error. Small allocations remain,
+//! for threads, messages and lists. Their failure would end the process (`handle_alloc_error`). A piece of memory is
+//! therefore kept from the beginning of a long call, or that is refused, and given up for the first small piece that is
+//! not there.
 #![allow(unsafe_code)] // an allocator
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -56,7 +57,8 @@ fn give_up(size: usize) -> bool {
     !held.is_null()
 }
 
-// SAFETY: every request goes to the system's allocator as it is, once or twice; the second only where the first gave nothing.
+// SAFETY: every request goes to the system's allocator unchanged, once or twice; the second only where the first gave
+// nothing.
 unsafe impl GlobalAlloc for Reserving {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller promises.

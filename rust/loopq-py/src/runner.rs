@@ -18,10 +18,10 @@ struct Held {
     bias: Option<Py<PyAny>>,
 }
 
-/// A weight as it is given: its layout, unless it is a plain matrix; codes or numbers; its bias.
+/// A weight from Python: its layout (none for a plain matrix), its codes or numbers, and its bias.
 type Given = (Option<Py<CpuLayout>>, Py<PyAny>, Option<Py<PyAny>>);
 
-/// Runs a looped decoder by its codes, with keys and values of its own.
+/// Runs a looped decoder from its codes, with its own keys and values.
 #[pyclass(module = "loopq._native")]
 pub(crate) struct CpuRunner {
     runner: Runner,
@@ -112,7 +112,7 @@ impl CpuRunner {
         Ok(Self { runner, held })
     }
 
-    /// Tokens whose keys and values are kept.
+    /// Number of tokens with stored keys and values.
     #[getter]
     fn seen(slf: &Bound<'_, Self>) -> PyResult<usize> {
         match slf.try_borrow() {

@@ -1,10 +1,10 @@
 //! The solver under a metric on both sides: `tr(A D S D^T)`, `A` between outputs, `S` between inputs.
 //!
-//! With `A = U diag(p) U^T`, `U` unit upper triangular, the loss is `sum_i p_i || D_i + sum_{k<i} U_ki D_k ||_S^2`: rows are
-//! solved one tile after the other, each towards what makes up for the errors of the rows before it, exactly as a
-//! sweep treats columns. Then the descents go on from where the rows stand, tile by tile with all others fixed, and what
-//! they change in a row is taken where the whole loss falls. `Z = D S` is kept: the gradient of row `i` is `(A Z)_i`, so
-//! that going on costs no product with `S` but of the columns that change.
+//! With `A = U diag(p) U^T`, `U` unit upper triangular, the loss is `sum_i p_i || D_i + sum_{k<i} U_ki D_k ||_S^2`.
+//! Rows are solved tile by tile. The target of each row compensates the errors of the rows before it, as a sweep does
+//! for columns. Then the descents continue from there, tile by tile with all others fixed. A changed row is accepted
+//! where the whole loss falls. `Z = D S` is kept: the gradient of row `i` is `(A Z)_i`, so only changed columns need
+//! another product with `S`.
 //!
 //! Rows of different blocks are not coupled. A thread takes a tile of each of its blocks at a time, so that one reading
 //! of `S` and of its factor serves them all.
@@ -25,8 +25,8 @@ use crate::{dims, Error, Execution, Result};
 const COLUMNS: usize = 256;
 const ROWS: usize = 16;
 
-/// Rows of a block in which descents go on together. Fewer read `S` more often, more know less of each other. A sweep takes
-/// one tile at a time: two cost 1 to 2 % of the loss.
+/// Rows of a block in which descents go on together. Fewer rows read `S` more often; more rows know less of each other.
+/// A sweep takes one tile at a time: two cost 1 to 2 % of the loss.
 pub const TOGETHER: usize = 4 * LANES;
 
 /// How the loss fell.
@@ -257,8 +257,8 @@ impl<'a> Block<'a> {
         self.metric[self.order[i] * self.order.len() + self.order[k]]
     }
 
-    /// What the errors of the rows before move a tile by. Rows of the same tile have no codes yet: they stand at their own
-    /// best real values.
+    /// The shift of a tile's targets by the errors of the rows before. Rows of the same tile have no codes yet: they
+    /// stand at their own best real values.
     fn shift(&self, first: usize, problem: &Problem<'_>, execution: &Execution<'_>) -> Result<Vec<Lane>> {
         let factor = self.left.factor();
         let by = |k: usize, i: usize| factor.entry(k, first + i);
@@ -306,8 +306,8 @@ impl<'a> Block<'a> {
         Ok(out)
     }
 
-    /// The tile as it stands, with the gradient of its loss when all other rows are fixed, in units of each row's own
-    /// entry of `A`. Its loss is that of its own error, which tells when a gain is small.
+    /// The current tile, with the gradient of its loss when all other rows are fixed, in units of each row's own entry
+    /// of `A`. Its loss counts its own error only; a gain is small relative to that.
     fn tile(&self, first: usize, problem: &Problem<'_>, slope: &[Lane]) -> Result<Tile> {
         let (dim, groups, n) = (problem.dim, problem.grid.n_groups(problem.dim), self.lanes(first));
         let (mut codes, mut levels) = (zeros(SCRATCH, n * dim)?, Vec::new());

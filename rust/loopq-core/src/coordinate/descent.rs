@@ -18,7 +18,7 @@ use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, per_isa};
 use crate::{Execution, Result};
 
-/// Columns whose changes are held back from all other columns until they have all been made.
+/// Columns in a block: their changes reach the other columns only after the whole block is done.
 const COLUMNS: usize = 64;
 
 /// Columns of the gradient that are brought up to date together: as many of a block's rows of `S` fit the second-level
@@ -33,7 +33,7 @@ struct Changes {
 }
 
 impl Problem<'_> {
-    /// Sets gradient and loss of tiles whose values stand for `targets`.
+    /// Sets gradient and loss of tiles for the given `targets`.
     pub(super) fn start(
         &self,
         tiles: &mut [Tile],
@@ -90,7 +90,7 @@ impl Problem<'_> {
         Ok(moves.iter().sum())
     }
 
-    /// Changes the codes of a block, whose own gradient follows.
+    /// Changes the codes of a block and updates the block's gradient.
     fn visit(&self, tile: &mut Tile, block: Range<usize>, moves: &mut u64) -> Changes {
         let mut changes = Changes::default();
         for j in block.clone() {
@@ -129,8 +129,8 @@ impl Problem<'_> {
         changes
     }
 
-    /// Changes one scale at a time, once round: where groups share units, one scale, offset or unit. A group without a step,
-    /// or whose best scale cannot be stored, keeps its own.
+    /// One pass over all scales, changed one at a time. Where groups share units, this is one scale, offset or unit. A
+    /// group without a step, or with a best scale that cannot be stored, keeps its scale.
     pub(super) fn change_scales(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<()> {
         let (size, block) = (self.grid.group(self.dim), self.grid.block(self.dim));
         let parts = self.grid.units().map_or(&[Part::Scale][..], |units| units.parts());

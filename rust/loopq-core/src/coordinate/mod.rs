@@ -7,9 +7,10 @@
 //! | `settle` | GPTQ with static scales and several paths open, descents, and again from the scales found |
 //! | `coupled` | the same under a second metric, between outputs |
 //!
-//! The loss falls with every change, and a new start is taken, row by row, only where it ends lower. GPTQ's sweep is, but for
-//! the ends of the grid, Babai's nearest plane in the lattice problem that rounding under `S` is (J. Chen et al., *The
-//! Geometry of LLM Quantization*, 2025, arXiv:2507.18553), and a beam of paths the list decoder of that problem.
+//! The loss falls with every change. A new start is accepted row by row, only where it ends lower. Rounding under `S`
+//! is a lattice problem, and GPTQ's sweep is Babai's nearest plane in it, except at the ends of the grid (J. Chen et
+//! al., *The Geometry of LLM Quantization*, 2025, arXiv:2507.18553). A beam of paths is the list decoder of that
+//! problem.
 
 mod coupled;
 mod descent;
@@ -27,7 +28,7 @@ use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
-/// What the memory of a few rows on their way is for.
+/// Name of the working memory in errors.
 const SCRATCH: &str = "rows that are solved together";
 
 /// Settings of a solve.
@@ -58,7 +59,7 @@ pub struct Report {
     pub rounds: usize,
 }
 
-/// What is the same for every tile of a layer.
+/// Data shared by all tiles of a layer.
 struct Problem<'a> {
     dim: usize,
     /// Damped Hessian, row-major, full.

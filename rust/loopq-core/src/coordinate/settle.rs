@@ -57,7 +57,7 @@ impl Problem<'_> {
         Ok((out, found))
     }
 
-    /// GPTQ as it is used here.
+    /// The options of GPTQ in this solver.
     fn sweep(&self) -> Options {
         Options { scales: Scales::Static, block_size: BLOCK_SIZE, beam: self.settings.beam, isa: self.isa }
     }

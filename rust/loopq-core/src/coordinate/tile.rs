@@ -11,9 +11,9 @@ pub(super) const TILES: usize = 8;
 
 /// Eight rows: where they stand, by column, and the gradient of their loss.
 pub(super) struct Tile {
-    /// What codes stand for, in scales.
+    /// Decoded codes in units of the scale.
     pub(super) steps: Vec<Lane>,
-    /// What they stand for.
+    /// Decoded codes times the scale.
     pub(super) values: Vec<Lane>,
     /// `(W^ - W) S`.
     pub(super) gradient: Vec<Lane>,

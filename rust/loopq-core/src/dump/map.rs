@@ -18,9 +18,10 @@ impl MappedFile {
     /// Maps a whole file; an empty one gives no bytes.
     ///
     /// # Safety
-    /// Nobody writes to the file or cuts it short as long as the value lives: its bytes are borrowed as a slice, which must
-    /// not change, and pages that are gone end the process. Files of a dump are written under another name and get theirs
-    /// when they are complete (`docs/formats/`), so whoever opens one by its name and leaves it alone keeps this.
+    /// Nobody writes to the file or truncates it while the value lives. Its bytes are borrowed as a slice, which must
+    /// not change, and access to truncated pages ends the process. Files of a dump are written under another name and
+    /// renamed when they are complete (`docs/formats/`). A process that opens one by its final name and does not write
+    /// to it keeps this promise.
     pub unsafe fn open(path: &Path) -> Result<Self> {
         let io = |e: std::io::Error| Error::Io { path: path.to_path_buf(), reason: e.to_string() };
         let file = File::open(path).map_err(io)?;

@@ -1,17 +1,18 @@
 //! Reversed Cholesky: `S = R R^T`, `R` upper triangular.
 //!
-//! It is the blocked right-looking algorithm of G. Golub and C. Van Loan, *Matrix Computations* (4th ed., section
-//! 4.2), which LAPACK's `potrf` uses too, with the order of all indices turned round: an upper factor whose *last*
-//! column is found first. For panels of columns, from the right:
+//! This is the blocked right-looking algorithm of G. Golub and C. Van Loan, *Matrix Computations* (4th ed., section
+//! 4.2), as in LAPACK's `potrf`. All indices run in reverse: the factor is upper triangular and its *last* column comes
+//! first. For each panel of columns, from the right:
 //!
 //! 1. the diagonal block of the panel is factored ([`DiagonalBlock::factor`]);
-//! 2. the rows above it are solved against that block ([`DiagonalBlock::solve_above`]; vectors run over rows), and
-//!    packed in the tile's layout on the way, once as they are and once negated;
+//! 2. the rows above it are solved against that block ([`DiagonalBlock::solve_above`]; vectors run over rows) and
+//!    packed in the tile's layout, one copy plain and one negated;
 //! 3. their products with one another are subtracted from the triangle that is left ([`subtract_product`]): nearly all
 //!    of the work, and all of it in the register tile.
 //!
-//! Every entry is one chain of fused multiply-adds over `k = dim - 1, dim - 2, ...`: step 3 of one panel goes on where
-//! the panel before left off. So panels, threads and vector widths leave no trace in the bits. `dim^3 / 3` operations.
+//! Every entry is one chain of fused multiply-adds over `k = dim - 1, dim - 2, ...`: step 3 of a panel continues the
+//! chains of the panel before. So the bits do not depend on panels, threads or vector widths. Cost: `dim^3 / 3`
+//! operations.
 
 use rayon::prelude::*;
 
@@ -26,13 +27,13 @@ const TASK_ROWS: usize = 96;
 /// Lines of packed panels that are worked on together.
 const SWEEP: usize = 96;
 
-/// Which pivots a factorisation goes on with.
+/// The pivots that a factorisation accepts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pivots {
     /// Positive ones: Cholesky.
     Positive,
-    /// All but zero: `S = R diag(sign(p)) R^T`. Nothing is exchanged for the sake of stability; whoever asks for it
-    /// measures what came out.
+    /// All but zero: `S = R diag(sign(p)) R^T`. There is no pivoting for stability; callers measure the error of the
+    /// result.
     Signed,
 }
 
@@ -92,7 +93,7 @@ struct DiagonalBlock<T> {
 }
 
 impl<T: Real> DiagonalBlock<T> {
-    /// Factors the block whose upper triangle lies in `block`; a failure names column and pivot.
+    /// Factors the block stored in the upper triangle of `block`; an error names column and pivot.
     fn factor(block: &[T], nb: usize, allowed: Pivots, isa: Isa) -> std::result::Result<Self, Stop> {
         let mut l: Vec<T> = zeros("a block of a factor", PANEL_WIDTH * PANEL_WIDTH)?;
         for k in 0..nb {
@@ -140,8 +141,8 @@ impl<T: Real> DiagonalBlock<T> {
         }
     }
 
-    /// Solves the rows above the block, writes their part of `A`, and returns them packed in lines of `T::NR` rows,
-    /// plain and times the negated sign, in the scratch memory that is given for it.
+    /// Solves the rows above the block and writes their part of `A`. Returns them packed in lines of `T::NR` rows,
+    /// plain and times the negated sign; `solved` and `negated` are scratch memory for that.
     fn solve_above<'a>(
         &self,
         above: &mut [T],

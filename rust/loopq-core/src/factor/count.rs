@@ -2,9 +2,9 @@
 //!
 //! By Sylvester's law of inertia `H - b I = A diag(p) A^T` has as many positive `p` as `H` has eigenvalues above `b`.
 //! The factorisation is the one of the solvers with signed pivots. It exchanges no columns beyond an order found
-//! beforehand, so a pivot near zero can spoil it. What came out is therefore compared with `H`: the pivots are those
-//! of a matrix `H + E`, which has the same count unless an eigenvalue lies within `|E|` of the bound. Where `E` is not
-//! small in either of two orders, all eigenvalues are computed.
+//! beforehand, so a pivot near zero can spoil it. The product of the factors is therefore compared with `H`. The pivots
+//! are those of a matrix `H + E`, which has the same count unless an eigenvalue lies within `|E|` of the bound. Where
+//! `E` is not small in either of two orders, all eigenvalues are computed.
 
 use crate::factor::lanczos::{largest_eigenvalue, scattered};
 use crate::factor::ldl::Ldl;
@@ -18,7 +18,7 @@ use crate::{Error, Execution, Result};
 /// 1e-11: the more eigenvalues lie on both sides of the bound, the nearer to zero is the smallest of the pivots.
 const TOLERANCE: f64 = 1e-10;
 
-/// What the memory of a count is for.
+/// Name of the working memory in errors.
 const SCRATCH: &str = "a count of eigenvalues";
 
 /// How many eigenvalues of a matrix are large.

@@ -13,12 +13,12 @@ use crate::simd::{add_rows, Isa, Real};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
-/// What the memory of asymmetric calibration is for.
+/// Name of asymmetric calibration's memory in errors.
 const SHIFT: &str = "the shifted weight";
 
 /// `S = H + diag(mu)` factored in an order, made once for all layers with the same input.
 ///
-/// What not every solver asks for is made when one does: see [`DampedHessian`].
+/// Parts that only some solvers need are made on demand: see [`DampedHessian`].
 #[derive(Debug)]
 pub struct DampedFactor<T> {
     ldl: Ldl<T>,
@@ -70,25 +70,26 @@ impl<T: Real> DampedFactor<T> {
         &self.order
     }
 
-    /// What was added to the diagonal of `H`.
+    /// The damping on the diagonal of `H`.
     #[must_use]
     pub fn mu(&self) -> &[f64] {
         &self.mu
     }
 
-    /// Columns of `H` whose diagonal is zero.
+    /// Number of columns of `H` with a zero on the diagonal.
     #[must_use]
     pub fn n_dead_columns(&self) -> usize {
         self.n_dead_columns
     }
 
-    /// `R_jj^2` by place of the order: what a unit error in a column costs once the later ones have made up for it.
+    /// `R_jj^2` by place of the order: the cost of a unit error in a column after the later columns have compensated
+    /// it.
     #[must_use]
     pub fn pivots(&self) -> &[f64] {
         &self.ldl.pivots
     }
 
-    /// The lines of `A` from place `(i, j)` on, [`super::PANEL_WIDTH`] apart, as far as the panel of `j` reaches.
+    /// The lines of `A` from place `(i, j)` to the end of `j`'s panel, [`super::PANEL_WIDTH`] apart.
     #[inline]
     pub(crate) fn lines(&self, i: usize, j: usize) -> &[T] {
         self.ldl.a.lines(i, j)
@@ -102,8 +103,8 @@ impl<T: Real> DampedFactor<T> {
 }
 
 impl DampedFactor<f64> {
-    /// The target of asymmetric calibration, `W (I + alpha C S^-1)`: what, multiplied with the inputs that the layer
-    /// will really get, comes nearest to its output on the inputs that it should have got. `C = sum (X - X^)^T X^`.
+    /// The target of asymmetric calibration, `W (I + alpha C S^-1)`. On the inputs that the layer will receive, it
+    /// comes nearest to the layer's output on the inputs of the original model. `C = sum (X - X^)^T X^`.
     pub fn shift(
         &self,
         w: Weight<'_>,

@@ -1,10 +1,10 @@
 //! All eigenvalues of a symmetric matrix: Householder's reduction to a tridiagonal one, and QL iterations with implicit
 //! shifts on that (G. Golub and C. Van Loan, *Matrix Computations*, 4th ed., sections 8.3.1 and 8.3.3).
 //!
-//! Step `k` of the reduction makes row `k` tridiagonal by `I - tau v v^T` and leaves `A - v w^T - w v^T` below, with
-//! `y = tau A v` and `w = y - tau/2 (y^T v) v`. That difference is not formed on its own: the next step, which multiplies
-//! the rest with its own `v`, does so in the same pass over memory, which is where the time goes. No library is called:
-//! this one asks for its memory with an error to hand, can be stopped, and has the same bits at any number of threads.
+//! Step `k` of the reduction makes row `k` tridiagonal by `I - tau v v^T`. It leaves `A - v w^T - w v^T` below, with
+//! `y = tau A v` and `w = y - tau/2 (y^T v) v`. The next step forms that difference in the same pass over memory in
+//! which it multiplies by its own `v`, since memory takes most of the time. This is no library call for three reasons:
+//! it reports missing memory as an error, it can be stopped, and it gives the same bits at any number of threads.
 
 use rayon::prelude::*;
 
@@ -13,14 +13,14 @@ use crate::memory::zeros;
 use crate::simd::{dot, per_isa, Isa};
 use crate::{Error, Execution, Result};
 
-/// Parts that a pass is cut into, whatever the number of threads: its sums depend on the parts.
+/// Parts of a pass. The number does not depend on the threads, because the sums depend on the parts.
 const PARTS: usize = 8;
 
 /// Most iterations for each eigenvalue, on average; two is usual.
 const ITERATIONS: usize = 30;
 
-/// An entry of this size beside the diagonal is none: the reduction has put larger errors into a matrix whose largest entry
-/// is 1 or more.
+/// An off-diagonal entry of this size counts as zero: the reduction makes larger errors in a matrix with a largest
+/// entry of 1 or more.
 const NOTHING: f64 = f64::EPSILON * f64::EPSILON;
 
 const WHAT: &str = "a copy of the matrix whose eigenvalues are asked for";
@@ -47,7 +47,8 @@ pub fn eigvalsh(h: Symmetric<'_>, execution: &Execution<'_>) -> Result<Vec<f64>>
     Ok(diagonal)
 }
 
-/// The power of two next to the largest magnitude: divided by it no square overflows, and nothing is rounded that counts.
+/// The power of two next to the largest magnitude. After division by it no square overflows, and no rounding error
+/// matters.
 fn unit_of(values: &[f64]) -> f64 {
     let top = values.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
     f64::from_bits((top.to_bits() >> 52).clamp(1, 2045) << 52)
@@ -96,8 +97,8 @@ fn reduce(a: &mut [f64], diagonal: &mut [f64], beside: &mut [f64], execution: &E
     Ok(())
 }
 
-/// Turns `x` into the `v`, `v_0 = 1`, whose `I - tau v v^T` makes a multiple of the first unit vector of it; returns that
-/// multiple and `tau`.
+/// Replaces `x` by `v`, `v_0 = 1`, such that `I - tau v v^T` maps `x` to a multiple of the first unit vector. Returns
+/// that multiple and `tau`.
 fn reflection(x: &mut [f64]) -> (f64, f64) {
     let (first, below) = (x[0], dot(&x[1..], &x[1..]));
     x[0] = 1.0;
@@ -111,8 +112,8 @@ fn reflection(x: &mut [f64]) -> (f64, f64) {
     (length, (length - first) / length)
 }
 
-/// Subtracts `v w^T + w v^T` from the rows `first..`, which begin with their own row, and multiplies what is left with
-/// `next`: a part of the sums for each part of the rows.
+/// Subtracts `v w^T + w v^T` from the rows `first..`, which begin with their own row, and multiplies the result by
+/// `next`. Each part of the rows has its own sums.
 fn pass(rows: &mut [f64], first: usize, vectors: &Vectors, sums: &mut [f64]) {
     let dim = vectors.v.len();
     let (isa, n) = (Isa::best(), dim - first);

@@ -1,8 +1,8 @@
 //! The largest eigenvalue, by the Lanczos iteration with every vector kept orthogonal to all before it (G. Golub and C.
 //! Van Loan, *Matrix Computations*, 4th ed., sections 10.1 and 10.3).
 //!
-//! After `k` products with `H` the largest eigenvalue of a `k` x `k` tridiagonal matrix stands for that of `H`; it is
-//! within `beta_k |s_k|` of an eigenvalue, `s` its eigenvector there, and in practice within the square of that.
+//! After `k` products with `H`, the largest eigenvalue of a `k` x `k` tridiagonal matrix approximates that of `H`. With
+//! `s` its eigenvector, it is within `beta_k |s_k|` of an eigenvalue, and in practice within the square of that.
 
 use crate::factor::Symmetric;
 use crate::memory::collected;
@@ -80,7 +80,7 @@ fn top_pair(alphas: &[f64], betas: &[f64]) -> (f64, f64) {
             low = middle;
         }
     }
-    // From the last entry up: once the eigenvalue has settled this is the direction in which entries grow.
+    // Run from the last entry up: entries grow in this direction once the eigenvalue has settled.
     let (mut after, mut entry, mut squares) = (0.0, 1.0, 1.0);
     for i in (1..n).rev() {
         let up = ((high - alphas[i]) * entry - beside(i) * after) / betas[i - 1];

@@ -1,9 +1,9 @@
 //! Factorisations of `H`.
 //!
-//! Every solver here needs, for a column that is rounded, how its error is best made up for in the columns still to
-//! come. That is one matrix, `A`, unit upper triangular, of `S = H + diag(mu) = A diag(p) A^T`: the factorisation that
-//! J. Chee et al., *QuIP* (2023, arXiv:2307.13304), show to be what GPTQ computes. It is found by a Cholesky
-//! factorisation with the indices turned round; only the search for an order forms an inverse.
+//! When a solver rounds a column, it compensates the error in the columns to come. The best compensation is one matrix
+//! `A`, unit upper triangular, with `S = H + diag(mu) = A diag(p) A^T`. GPTQ computes this factorisation (J. Chee et
+//! al., *QuIP*, 2023, arXiv:2307.13304). It comes from a Cholesky factorisation with reversed indices; only the search
+//! for an order forms an inverse.
 //!
 //! | file | what it does |
 //! |---|---|

@@ -42,10 +42,10 @@ impl Order {
 
 /// The order by falling conditional energy, ties by ascending index.
 ///
-/// A Cholesky factorisation of `S^-1` with pivoting (Golub and Van Loan, *Matrix Computations*, section 4.2), but with
-/// the *smallest* remaining diagonal as the next pivot: after the columns of a set have been taken, what is left of the
-/// diagonal is that of `(S_F)^-1`, `F` the columns that remain. `inverse` is the lower triangle of `S^-1`, row-major, which
-/// becomes what is left of it, its columns exchanged as they are taken; a block of pivots is subtracted at once.
+/// This is a Cholesky factorisation of `S^-1` with pivoting (Golub and Van Loan, *Matrix Computations*, section 4.2),
+/// but with the *smallest* remaining diagonal as the next pivot. After some columns have been taken, the remaining
+/// diagonal is that of `(S_F)^-1`, `F` the columns that remain. `inverse` is the lower triangle of `S^-1`, row-major.
+/// It is updated in place, with columns exchanged as they are taken; a block of pivots is subtracted at once.
 pub(super) fn by_conditional_energy(
     mut inverse: Buffer<f64>,
     dim: usize,

@@ -7,13 +7,13 @@ use crate::memory::{collected, copied, zeros};
 use crate::simd::dot;
 use crate::{dims, Error, Execution, Result};
 
-/// Parts that a product with a vector is cut into, whatever the number of threads: its sums depend on the parts.
+/// Parts of a product with a vector. The number does not depend on the threads, because the sums depend on the parts.
 const PARTS: usize = 16;
 
-/// What the memory of a product with a vector is for.
+/// Name of the working memory in errors.
 const PRODUCT: &str = "a product with a Hessian";
 
-/// `H` (dim, dim), row-major, in either precision; its upper triangle is what is read.
+/// `H` (dim, dim), row-major, in either precision. Only the upper triangle is read.
 #[derive(Clone, Copy, Debug)]
 pub struct Symmetric<'a> {
     values: Values<'a>,
@@ -108,7 +108,7 @@ impl<'a> Symmetric<'a> {
     }
 }
 
-/// What every [`PARTS`]-th row of the upper triangle, from row `first` on, adds to the product with `x`.
+/// The part of the product with `x` from every [`PARTS`]-th row of the upper triangle, beginning with row `first`.
 fn times_part<T: Copy + Into<f64>>(values: &[T], x: &[f64], first: usize) -> Result<Vec<f64>> {
     let dim = x.len();
     let (mut sums, mut wide): (Vec<f64>, Vec<f64>) = (zeros(PRODUCT, dim)?, zeros(PRODUCT, dim)?);

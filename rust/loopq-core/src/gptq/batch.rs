@@ -1,9 +1,8 @@
 //! One batch of rows on its way through the columns.
 //!
-//! Vectors run over rows: line `j` of a vector holds column `j` of `T::NR` rows, first the weight as it is updated,
-//! later the error `w - q`. Columns are updated in octets of `MR`; each octet remembers up to which row of `A` it is
-//! done, so that it can be brought up to date in long strides (left of the block) and short ones (inside the block),
-//! always along the same chain.
+//! Vectors run over rows. Line `j` of a vector holds column `j` of `T::NR` rows: first the updated weight, later the
+//! error `w - q`. Columns are updated in octets of `MR`. Each octet records the last row of `A` that has been applied.
+//! So updates can take long strides left of the block and short ones inside it, always along the same chain.
 
 use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK, SCRATCH};
@@ -15,11 +14,10 @@ use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
-/// Rows of `A` that one stride of the long update takes: their share of `A` and of the errors fits the second-level
-/// cache.
+/// Rows of `A` in one stride of the long update: their share of `A` and of the errors fits the second-level cache.
 const STRIDE: usize = 256;
 
-/// What all batches share.
+/// Data shared by all batches.
 pub(super) struct Problem<'a, T> {
     pub(super) factor: &'a DampedFactor<T>,
     pub(super) grid: &'a Grid,
@@ -40,7 +38,7 @@ pub(super) struct Batch<'a, T> {
 
 /// `T::NR` rows.
 struct Vector<T> {
-    /// Weights or errors, `dim` padded to whole octets, lines of `T::NR`.
+    /// Weights or errors in lines of `T::NR`; `dim` is padded to whole octets.
     values: Vec<T>,
     /// Original weights of the columns being worked on.
     original: Vec<f32>,

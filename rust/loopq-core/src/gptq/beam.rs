@@ -1,13 +1,14 @@
 //! Beam search: GPTQ's sweep over one row with several paths of codes open.
 //!
-//! GPTQ takes the nearest code in every column. Here every path goes on with its two nearest codes, and the cheapest of
-//! all that makes are kept: the M-algorithm of J. Anderson and S. Mohan, *Sequential Coding Algorithms* (IEEE Trans.
-//! Communications, 1984), which lattice decoders know as K-best (Z. Guo and P. Nilsson, IEEE JSAC, 2006). The cost of a path
-//! is GPTQ's proxy so far, `sum_j p_j (w'_j - q_j)^2`.
+//! GPTQ takes the nearest code in every column. Here every path is extended by its two nearest codes, and the cheapest
+//! extensions are kept. This is the M-algorithm of J. Anderson and S. Mohan, *Sequential Coding Algorithms* (IEEE
+//! Trans. Communications, 1984); lattice decoders call it K-best (Z. Guo and P. Nilsson, IEEE JSAC, 2006). The cost of
+//! a path is GPTQ's proxy so far, `sum_j p_j (w'_j - q_j)^2`.
 //!
-//! Paths differ in the codes of the last one to two blocks of columns; the codes before are those of the path that was
-//! best, and its errors reach the later columns as GPTQ's do. In single precision, in units of powers of two: what is
-//! scaled by one scales with it. Only codes are taken from here; the solver computes their loss in double precision.
+//! Paths differ in the codes of the last one to two blocks of columns. Earlier codes are those of the best path, and
+//! its errors reach the later columns as GPTQ's do. All is in single precision and in units of powers of two, so
+//! scaling the input by a power of two scales the result. Only the codes are used; the solver computes their loss in
+//! double precision.
 
 use crate::grid::Steps;
 use crate::memory::{collected, zeros};
@@ -23,7 +24,7 @@ pub const STRIP: usize = 16;
 /// Columns of a block, strip by strip.
 pub(super) type Strips = [[f32; STRIP]; BLOCK / STRIP];
 
-/// What the memory of the paths is for.
+/// Name of the paths' memory in errors.
 pub(super) const SCRATCH: &str = "paths of codes";
 
 /// The paths of one row.
@@ -35,17 +36,17 @@ pub(super) struct Beam {
     /// Both as they were before the strip, while they change.
     old_codes: Vec<[[u8; BLOCK]; 2]>,
     old_ahead: Vec<Strips>,
-    /// The paths inside the strip, each with a place of `codes` and `ahead` that it comes from: of most paths little more
-    /// than a strip is copied when a path is.
+    /// The paths inside the strip. Each refers to its origin in `codes` and `ahead`, so that copying a path copies
+    /// little more than a strip.
     paths: Vec<Path>,
     /// Above that of the best path; infinite where no path is.
     cost: Vec<f32>,
     /// This column's weight, as the errors before change it.
     wanted: Vec<f32>,
-    /// What each path can go on with.
+    /// Candidates for each path's next code.
     nearest: Choices,
     second: Choices,
-    /// Paths that end in a column, and those that go on with both codes.
+    /// Paths that end in a column, and paths that are extended by both codes.
     ended: Vec<u32>,
     taken: Vec<u32>,
     /// Cost of the best path.
@@ -68,18 +69,18 @@ struct Choices {
     cost: Vec<f32>,
 }
 
-/// What is the same for all rows of a block of columns.
+/// Data shared by all rows of a block of columns.
 pub(super) struct Block<'a, S> {
     /// `A_ij`, `i` over the block before and this one, `j` over this one.
     pub(super) a: &'a [Strips],
     /// Of each of its columns.
     pub(super) pivots: &'a [f32],
-    /// What codes stand for.
+    /// Decodes codes, in units of the scale.
     pub(super) steps: S,
     pub(super) isa: Isa,
 }
 
-/// One row of it, in units of the row: the block before, which holds zeros at the first block, and this one.
+/// One row of the block, in units of the row. The arrays hold the previous block (zeros at the first one) and this one.
 pub(super) struct Row {
     pub(super) original: [f32; 2 * BLOCK],
     pub(super) scale: [f32; 2 * BLOCK],
@@ -215,8 +216,8 @@ fn weigh_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usi
     }
 }
 
-/// Keeps the cheapest choices of column `at` of the strip. A path goes on with its nearest code where it stands, and one
-/// with a second code where a path has ended.
+/// Keeps the cheapest choices of column `at` of the strip. A path is extended by its nearest code in place; an
+/// extension by a second code takes the place of a path that has ended.
 #[inline(always)]
 fn choose_body(beam: &mut Beam, at: usize) {
     let Beam { paths, cost, nearest, second, ended, taken, .. } = beam;
@@ -230,7 +231,7 @@ fn choose_body(beam: &mut Beam, at: usize) {
     }
     let mut ends = marked(ended, 0, near, |c| c > most);
     let mut takes = marked(taken, 0, other, |c| c < most);
-    // Choices that cost just as much as the dearest make up the number; there is room for those of one side only.
+    // Choices of the same cost as the dearest one fill the rest; only one side has room for them.
     if takes > ends {
         ends = marked(ended, ends, near, |c| c == most);
     } else if ends > takes {
@@ -249,7 +250,7 @@ fn choose_body(beam: &mut Beam, at: usize) {
 #[inline(always)]
 fn marked(list: &mut [u32], mut n: usize, costs: &[f32], is: impl Fn(f32) -> bool) -> usize {
     for (p, &cost) in costs.iter().enumerate() {
-        // Written before it is known to count, so that nothing is guessed.
+        // Written unconditionally, so that there is no branch to predict.
         if let Some(to) = list.get_mut(n) {
             *to = p as u32;
         }
@@ -258,8 +259,8 @@ fn marked(list: &mut [u32], mut n: usize, costs: &[f32], is: impl Fn(f32) -> boo
     n
 }
 
-/// Cost of the dearest choice that is kept, the `n`-th cheapest of `2 n`: by bisection, on the bits of costs, which are in
-/// the order of the costs.
+/// Cost of the dearest kept choice, the `n`-th cheapest of `2 n`. Found by bisection on the bits of costs, which sort
+/// as the costs do.
 #[inline(always)]
 fn dearest(near: &[f32], other: &[f32]) -> f32 {
     let n = near.len() as u32;

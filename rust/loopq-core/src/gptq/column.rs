@@ -3,7 +3,7 @@
 use crate::grid::Steps;
 use crate::simd::{per_isa, Real};
 
-/// What rounding one column of a batch of rows needs and leaves; `values`, `scale` and `zero` have one length.
+/// Input and output of rounding one column of a batch of rows; `values`, `scale` and `zero` have the same length.
 pub(super) struct Column<'a, T, S> {
     /// In: the updated weights. Out: the errors `w - q`.
     pub(super) values: &'a mut [T],
@@ -17,17 +17,17 @@ pub(super) struct Column<'a, T, S> {
     pub(super) codes: &'a mut [u8],
     /// Sum of `pivot * (updated - q)^2` per row: the proxy with the damped Hessian.
     pub(super) damped: &'a mut [f64],
-    /// Sum of `mu * (w - q)^2` per row: what of it the damping adds.
+    /// Sum of `mu * (w - q)^2` per row: the share that the damping adds.
     pub(super) added: &'a mut [f64],
     /// `R_jj^2`.
     pub(super) pivot: f64,
     /// The column's damping.
     pub(super) mu: f64,
-    /// What codes stand for.
+    /// Decodes codes, in units of the scale.
     pub(super) steps: S,
 }
 
-/// 2^52: adding it to a whole number below puts that number in the low bits.
+/// 2^52: adding it to a smaller whole number puts that number in the low bits.
 const WHOLE: f64 = 4_503_599_627_370_496.0;
 
 per_isa! {

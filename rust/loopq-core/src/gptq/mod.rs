@@ -1,17 +1,17 @@
-//! GPTQ: columns rounded one by one, each error made up for in the columns still to come.
+//! GPTQ: rounds column by column and compensates each error in the columns to come.
 //!
 //! The algorithm is E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, *GPTQ* (2022, arXiv:2210.17323). It is
 //! published with the inverse of the damped Hessian `S`; the same codes come without an inverse:
 //!
 //! 1. With `S = A diag(p) A^T`, `A` unit upper, the column that GPTQ rounds is `w_j + sum_{i<j} (w_i - q_i) A_ij`
-//!    (shown by J. Chee et al., *QuIP*, 2023, arXiv:2307.13304).
-//! 2. As in the published code, updates are lazy: inside a block of columns one at a time, for all columns to the right
-//!    of it in one product. Each entry is one chain of fused multiply-adds with `i` ascending, whoever adds a link, so
-//!    block size and threads change nothing.
+//!    (J. Chee et al., *QuIP*, 2023, arXiv:2307.13304).
+//! 2. As in the published code, updates are lazy: one column at a time inside a block, and one product for all columns
+//!    to the right of it. Each entry is one chain of fused multiply-adds with `i` ascending, so block size and threads
+//!    change nothing.
 //! 3. The damped proxy `tr(D S D^T)` comes for free: `(W - Q) R` has the entries `R_jj (w'_j - q_j)`, `w'` the updated
 //!    weights.
 //! 4. Rows are independent: every task takes a batch of them through all columns, with no barrier in between.
-//! 5. With static scales several paths of codes can stay open in each row: that proxy is what they are compared by (`beam`).
+//! 5. With static scales each row can keep several paths of codes open; they are compared by that proxy (`beam`).
 
 mod batch;
 mod beam;
@@ -29,7 +29,7 @@ use crate::{Error, Execution, Result};
 use batch::{Batch, Problem};
 pub use beam::{BLOCK as BEAM_COLUMNS, STRIP as BEAM_STRIP};
 
-/// Columns between two long updates, where nothing else is asked for.
+/// Default number of columns between two long updates.
 pub const BLOCK_SIZE: usize = 128;
 
 /// When a group's scale is taken.
@@ -52,7 +52,7 @@ impl Scales {
     }
 }
 
-/// What a solve says about itself.
+/// The losses of a solve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Report {
     /// `tr(D H D^T)` with the undamped `H`.
@@ -61,7 +61,7 @@ pub struct Report {
     pub proxy_damped: f64,
 }
 
-/// What GPTQ is asked beside the grid.
+/// Options of GPTQ besides the grid.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// When scales are taken.
@@ -142,7 +142,7 @@ fn run<T: Real>(
     let mut out = Quantized::zeroed(rows, dim, grid)?;
     let pool = execution.pool()?;
     let batch_rows = vectors_per_task::<T>(rows, pool.current_num_threads()) * T::NR;
-    // What an error in a column costs once the later columns have made up for it.
+    // Cost of a unit error in a column after the later columns have compensated it.
     let mut weights = zeros("weights of the scale search", dim)?;
     for (&column, &pivot) in factor.order().iter().zip(factor.pivots()) {
         weights[column] = pivot;

@@ -6,7 +6,7 @@ use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::Result;
 
-/// What the memory of a batch is for.
+/// Name of a batch's memory in errors.
 const SCRATCH: &str = "scales of some rows";
 
 /// Levels of a batch, group by group, one lane per row.
@@ -62,7 +62,7 @@ impl Levels {
         Ok(levels)
     }
 
-    /// What is added to the values of a lane in group `g`.
+    /// The offset added to the values of a lane in group `g`.
     pub(crate) fn offset(&self, g: usize, lane: usize) -> f32 {
         self.all[g * self.n + lane].offset
     }

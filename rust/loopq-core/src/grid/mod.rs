@@ -1,4 +1,4 @@
-//! Quantization grids: what scales, zero points and codes a group of weights can have.
+//! Quantization grids: the scales, zero points and codes that a group of weights can have.
 //!
 //! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
 //! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`. On a table the value is `level[u] * s` (`table`). An offset may be
@@ -34,13 +34,13 @@ pub(crate) use units::{fit_units, Part};
 use crate::memory::{collected, zeros};
 use crate::{dims, Error, Result};
 
-/// How a group's scale is found.
+/// The search for a group's scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Search {
-    /// From the largest magnitude, which gets the highest code: without signs the lowest one is not used.
+    /// The largest magnitude gets the highest code; without signs the lowest code stays unused.
     Max,
-    /// From the largest magnitude, half the range of the codes away from zero: all codes are used, and a largest
-    /// magnitude that is positive is cut by half a step. What compressed-tensors does.
+    /// The largest magnitude becomes half the range of codes away from zero, as in compressed-tensors. All codes are
+    /// used, and a positive largest magnitude is clipped by half a step.
     HalfRange,
     /// The best of 70 shrunken ones by weighted square error.
     Mse,
@@ -66,12 +66,12 @@ pub(crate) fn check_bits(bits: u32) -> Result<()> {
     }
 }
 
-/// What codes stand for, in scales.
+/// The value of codes, in units of the scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     /// Codes less the zero point.
     Even,
-    /// The level of a table at each code.
+    /// Entries of a table.
     Table(Table),
     /// Values that depend on several codes.
     Trellis(Trellis),
@@ -93,7 +93,7 @@ pub struct Grid {
     pub scale_type: ScaleType,
     /// How scales are found.
     pub search: Search,
-    /// What codes stand for.
+    /// The value of codes.
     pub values: Values,
 }
 
@@ -116,7 +116,7 @@ impl Grid {
         Err(Error::setting(what, got, format!("{} bits, symmetric", bits.max(2))))
     }
 
-    /// Refuses a grid whose values depend on several codes.
+    /// Refuses a grid with values that depend on several codes.
     pub fn check_plain(&self) -> Result<()> {
         self.check()?;
         match self.values {
@@ -206,7 +206,7 @@ pub struct Level {
     pub zero: u8,
     /// Added to all values.
     pub offset: f32,
-    /// What scale and offset are whole numbers of, where groups share units.
+    /// Units of scale and offset where groups share units: both are whole multiples.
     pub units: [f32; 2],
 }
 

@@ -8,7 +8,7 @@ use crate::simd::{per_isa, Isa};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
-/// Rows whose scales are fitted together.
+/// Rows in one batch of the scale search.
 const BATCH: usize = 48;
 
 /// Rounds every weight to the nearest point of its group's grid; half to even.

@@ -113,7 +113,7 @@ fn e4m3(value: f64, exponent: i32) -> f32 {
     kept.copysign(value) as f32
 }
 
-/// The nearest power of two from `2^-127` to `2^127`; zero below, infinite above.
+/// The nearest power of two in the range of e8m0 (exponents -127 to 127); zero below it, infinite above.
 fn e8m0(value: f64) -> f32 {
     let rounded = shorten(value, 1);
     match rounded.abs().log2() {

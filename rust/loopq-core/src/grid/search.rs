@@ -1,9 +1,9 @@
 //! The scale search: one for every solver, with either sign or one, over many rows at a time.
 //!
-//! The scale of a group is the one from its largest magnitude, or the best of 70 shrunken ones, `1 - k / 100` of the
-//! largest, by the weighted square error of the rounded values: the shrink grid of the code published with GPTQ, with its
-//! power of 2.4 put to 2. Rows lie side by side, one *lane* each, so that a step of the search is a few vector instructions
-//! for all of them.
+//! The scale of a group comes from its largest magnitude, or is the best of 70 shrunken candidates, `1 - k / 100` of
+//! the largest, by the weighted square error of the rounded values. This is the shrink grid of the code published with
+//! GPTQ, with an exponent of 2 instead of 2.4. Rows lie side by side, one *lane* each, so that a step of the search is
+//! a few vector instructions for all of them.
 
 use crate::grid::{by_steps, fit_units, Grid, Level, Search, Steps, Values};
 use crate::simd::{per_isa, Isa, Real};
@@ -12,11 +12,11 @@ use crate::Error;
 /// Scales tried by [`Search::Mse`].
 pub const SHRINK_STEPS: usize = 70;
 
-/// Fits one level per lane and group to `lines`, columns of `lanes` values each, whose errors count by `weights`: columns of
-/// one group, or of those that share units. Lanes of a group lie together.
+/// Fits one level per lane and group to `lines`, columns of `lanes` values each. `weights` are the weights of the
+/// columns' errors. The columns belong to one group, or to groups that share units. Lanes of a group lie together.
 ///
-/// Scales that the stored type cannot hold are left out; a lane whose values are too large for all is an error, with that
-/// lane.
+/// Scales that the stored type cannot hold are left out. A lane with values too large for every scale is an error that
+/// names the lane.
 pub(crate) fn fit<T: Real>(
     isa: Isa,
     grid: &Grid,
@@ -58,8 +58,8 @@ pub(crate) fn fit<T: Real>(
     levels.map(|(l, level)| level.map_or_else(|| fallback(grid, l, low[l], high[l]), Ok)).collect()
 }
 
-/// The level of a lane that has no candidate: zeros, and values so near to zero that the stored type has no scale for
-/// them, become zeros on any, or as good as zeros where no level is zero; none fits values that are too large.
+/// The level of a lane that has no candidate. Zeros, and values too small for any scale of the stored type, become
+/// zeros (or nearly so, where no level is zero). Values that are too large have no level.
 fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Result<Level, (usize, Error)> {
     let value = grid.widest(low, high);
     if grid.scale_type.round(value) == 0.0 {

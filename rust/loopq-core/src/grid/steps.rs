@@ -1,4 +1,4 @@
-//! What loops of solvers ask of the values of codes, and those that are evenly spaced.
+//! The interface between solver loops and the values of codes, and its version for evenly spaced values.
 
 /// How codes stand for *steps*, values in scales. Loops are compiled for each kind.
 pub(crate) trait Steps: Copy {

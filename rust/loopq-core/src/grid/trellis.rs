@@ -1,8 +1,8 @@
 //! Codes on a bitshift trellis (A. Tseng et al., *QTIP*, 2024, arXiv:2406.11235). Format: `docs/formats/trellis.md`.
 //!
-//! The codes of a column are cyclic streams of `bits` bits a row, one stream for each run of rows. A row's state is the last
-//! `state_bits` bits of its stream up to its own code, and its value a function of the state alone: any row is decoded by
-//! a shift, a mask and that function, and a weight takes `bits` bits whatever the number of states.
+//! The codes of a column are cyclic streams of `bits` bits a row, one stream for each run of rows. A row's state is the
+//! last `state_bits` bits of its stream up to its own code, and its value is a function of the state alone. So any row
+//! is decoded by a shift, a mask and that function, and a weight takes `bits` bits at any number of states.
 
 use crate::memory::{collected, zeros};
 use crate::{dims, Error, Result};
@@ -16,8 +16,8 @@ pub struct Trellis {
 }
 
 impl Trellis {
-    /// A trellis of 2, 3 or 4 bits a row and `2^state_bits` states, `state_bits` from `bits + 2` to 16, in streams of
-    /// `stream_rows` rows.
+    /// A trellis with streams of `stream_rows` rows. Allowed: 2 to 4 `bits` a row, and `state_bits` from `bits + 2` to
+    /// 16.
     pub fn new(bits: u32, state_bits: u32, stream_rows: usize) -> Result<Self> {
         if !(2..=4).contains(&bits) {
             return Err(Error::setting("bits", bits, "2, 3, 4 on a trellis"));
@@ -78,7 +78,7 @@ impl Trellis {
     }
 }
 
-/// What a state is multiplied by, and what is added, before its bytes are summed.
+/// Factor and addend that mix a state before its bytes are summed.
 pub(crate) const FACTOR: u32 = 34_038_481;
 pub(crate) const OFFSET: u32 = 76_625_530;
 
@@ -88,7 +88,7 @@ pub(crate) fn mix(state: u32) -> u32 {
     state.wrapping_mul(FACTOR).wrapping_add(OFFSET)
 }
 
-/// What a state stands for: the sum of the four bytes of `34038481 x + 76625530 mod 2^32`, less 510, over 128.
+/// The value of a state: the sum of the bytes of the mixed state, less 510, over 128.
 ///
 /// Nearly normal with a deviation of 1.155, as weights are, and exact in half precision.
 #[inline]

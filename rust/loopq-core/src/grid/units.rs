@@ -1,8 +1,8 @@
 //! Scales and offsets that are whole numbers of units, which some groups of a row share. Format: `docs/formats/gguf.md`.
 //!
-//! The search knows the diagonal of the loss alone: scales and offsets of each group by shrunken ranges and least squares,
-//! the units that lose least when these become whole numbers of them, then single steps of the numbers and least squares for
-//! the units in turn. What it finds is where solvers begin; descents go on with the whole matrix.
+//! The search knows the diagonal of the loss alone. It takes three steps: scales and offsets of each group by shrunken
+//! ranges and least squares; the units of least loss for whole multiples; then single steps of the multiples and least
+//! squares for the units, in turn. Solvers start from the result; descents continue with the whole matrix.
 
 use crate::grid::{by_steps, Grid, Level, Rounding, Steps};
 use crate::memory::collected;
@@ -18,7 +18,7 @@ pub struct Units {
     parts: u8,
 }
 
-/// What a step changes: a scale or an offset of one group, or a unit of either.
+/// The target of a step: a scale or an offset of one group, or a unit of either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
     Scale,
@@ -58,7 +58,7 @@ impl Units {
         self.offsets > 0
     }
 
-    /// What can change in some groups that share units, from the single group to all.
+    /// Possible targets in groups that share units, from the single group to all.
     pub(crate) fn parts(&self) -> &'static [Part] {
         match (self.groups, self.has_offsets()) {
             (1, false) => &[Part::ScaleUnit],

@@ -1,9 +1,9 @@
 //! The accumulator: rows in, exact sums out.
 //!
-//! Rows wait, in their own type, until a whole block of 512 is there. It is packed and its products are added. More blocks at
-//! once would be no faster, and a model has hundreds of accumulators. What could leave the exact grid is refused before
-//! anything is changed: a bound on every entry is kept for the rows that the sums hold and for those that wait, and replaced
-//! by the largest entry there is when it comes near the end.
+//! Rows wait, in their own type, until a whole block of 512 is there. It is packed and its products are added. More
+//! blocks at once would be no faster, and a model has hundreds of accumulators. Rows that could leave the exact grid
+//! are refused before anything is changed. For that, an upper bound on every entry is kept for the sums and for the
+//! waiting rows. When the bound nears the limit, the true largest entry replaces it.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ const PASS_BLOCKS: usize = 16;
 /// Words of a cache line.
 const CACHE_LINE: usize = 16;
 
-/// What an accumulator is made for.
+/// Settings of an accumulator.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Columns of a row.
@@ -140,7 +140,7 @@ impl Accumulator {
         tensor: &str,
         cancel: &Cancel,
     ) -> Result<()> {
-        // SAFETY: the map ends with this call, as long as which the caller promises that the file stays as it is.
+        // SAFETY: the map ends with this call, and the caller promises that the file does not change before that.
         let file = unsafe { MappedFile::open(path) }?;
         let rows = file.rows(path, tensor, self.settings.dim)?;
         self.update(step, rows, cancel).map_err(|e| match e {
@@ -211,7 +211,7 @@ impl Accumulator {
         }
     }
 
-    /// Adds rows of at most `top` in magnitude. What fails half-way leaves sums that are not whole, and says so.
+    /// Adds rows of at most `top` in magnitude. A failure half-way leaves incomplete sums and marks them as such.
     fn add(&mut self, at: usize, rows: Rows<'_>, top: f64, execution: &Execution<'_>) -> Result<()> {
         let before = self.waiting[at].n_rows;
         let added = self.add_or_keep(at, rows, top, execution);
@@ -265,7 +265,7 @@ impl Accumulator {
         result
     }
 
-    /// Adds the products of rows, the last of whose blocks may be short.
+    /// Adds the products of rows; the last block may be short.
     fn add_blocks(&mut self, at: usize, rows: Rows<'_>, execution: &Execution<'_>) -> Result<()> {
         let Settings { dim, per_step, isa, .. } = self.settings;
         let layout = bf16::layout(rows.dtype(), isa);

@@ -1,8 +1,8 @@
 //! Which instructions sum products of bf16 rows: the fastest of those that have been seen to round as the format says.
 //!
-//! All of them give the same bits by their manuals. What a processor really does is compared once with the sums of
-//! single-precision chains, on numbers that round, cancel, and fall below the normal range; instructions that differ are
-//! not used.
+//! All of them give the same bits by their manuals. Once per process, the processor's results are compared with sums of
+//! single-precision chains, on numbers that round, cancel and underflow. Instructions with different results are not
+//! used.
 
 use crate::dump::{RowType, Rows};
 use crate::hessian::packed::{PackedBlock, RowOrder, GROUP};
@@ -50,8 +50,8 @@ fn sums(bits: &[u16], isa: Isa, layout: RowOrder) -> Option<Vec<f32>> {
     Some(sums)
 }
 
-/// Rows of a panel: a third of the columns near one, a third whose products are at the end of the normal range, a third of
-/// anything, with numbers that cancel, zeros and subnormal numbers.
+/// Rows of a panel. One third of the columns is near one, one third has products at the end of the normal range, and
+/// one third has any size, with cancellations, zeros and subnormal numbers.
 fn sample() -> Vec<u16> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = |n: u64| {
@@ -80,7 +80,7 @@ mod tests {
     use crate::hessian::PANEL;
     use crate::simd::Isa;
 
-    /// Sums of products of two columns whose rows are given, the rest of the panel zero.
+    /// Sums of products of two given columns; the rest of the panel is zero.
     fn product(rows: &[[u16; 2]], isa: Isa, layout: RowOrder) -> f32 {
         let mut bits = vec![0; rows.len() * PANEL];
         for (row, pair) in bits.chunks_exact_mut(PANEL).zip(rows) {
@@ -101,12 +101,12 @@ mod tests {
         // 2^-126 - 2^-150 has 24 bits and lies below the normal numbers: zero. 2^-126 - 2^-152 rounds to 2^-126.
         let below = vec![[power(-63), power(-63)], [power(-75), negative(power(-75))]];
         let above = vec![[power(-63), power(-63)], [power(-76), negative(power(-76))]];
-        // A product of 2^-127, kept until others come, would make 2^-126 of two; as zeros they make nothing.
+        // Each product of 2^-127 counts as zero. An instruction that kept them would add two to 2^-126.
         let halves = vec![[power(-63), power(-64)]; 2];
-        // The same in two chains, whose sum 2^-127 is zero too: 2^-126 * 3/2 - 2^-126.
+        // The same in two chains: the sum 2^-127 of 2^-126 * 3/2 and -2^-126 is zero too.
         let mut apart = vec![[0, 0]; 17];
         (apart[0], apart[16]) = ([power(-63), power(-63) | 0x40], [power(-63), negative(power(-63))]);
-        // A subnormal number counts as zero, whatever it is multiplied by.
+        // A subnormal number counts as zero with any factor.
         let subnormal = vec![[0x7f, power(20)], [power(0), power(0)]];
         let ends = [(below, 0.0), (above, least), (halves, 0.0), (apart, 0.0), (subnormal, 1.0)];
         for isa in Isa::available() {

@@ -1,15 +1,16 @@
 //! The exact upper triangle, stored in squares, and the pass that adds blocks of rows to it.
 //!
-//! The pass is a symmetric rank-k update, BLAS's `syrk`, laid out as in Goto and van de Geijn (see the file of
-//! [`Real::tile`](crate::simd::Real::tile)); on AMX as `tiles.rs` says, otherwise:
+//! The pass is a symmetric rank-k update (BLAS `syrk`), laid out as in Goto and van de Geijn (see the file of
+//! [`Real::tile`](crate::simd::Real::tile)). `tiles.rs` describes it for AMX; otherwise:
 //!
 //! 1. Rows are packed in panels of 48 columns, the width of the tile, once for all products (`packed.rs`).
-//! 2. Only pairs of panels on and above the diagonal are multiplied: half of what `X^T X` takes by a general product.
+//! 2. Only pairs of panels on and above the diagonal are multiplied: half the work of a general product.
 //! 3. A tile runs through all lines of a block in one go, so that a strip of 8 x 48 float32 sums never leaves the
 //!    registers before it is whole.
-//! 4. The strip then meets its limbs, which are stored in the same squares of 48 x 48: two blocks at a time, since reading
-//!    and writing 16 bytes an entry is what is left to save. They are asked for before the tile runs and there when it ends.
-//! 5. Squares of up to 8 x 8 panels are one task: their packed panels fit the second-level cache. No two tasks share an
+//! 4. The strip is then added to its limbs, which are stored in the same squares of 48 x 48. Two blocks are added at a
+//!    time, since most of the remaining cost is reading and writing 16 bytes an entry. The limbs are prefetched before
+//!    the tile runs, so they have arrived when it ends.
+//! 5. One task is a square of up to 8 x 8 panels: their packed panels fit the second-level cache. No two tasks share an
 //!    entry, so there is nothing to wait for.
 
 use rayon::prelude::*;
@@ -27,7 +28,7 @@ const SIDE: usize = 8;
 /// Entries of the strip that one tile fills.
 const STRIP: usize = MR * PANEL;
 
-/// Blocks whose sums meet the limbs together.
+/// Blocks added to the limbs together.
 const FUSED: usize = 2;
 
 /// Up to [`SIDE`] x [`SIDE`] squares of the upper triangle: the unit of work of one thread.
@@ -52,8 +53,8 @@ impl Patch {
         self.add_strips(hi, lo, blocks, isa);
     }
 
-    /// Adds them strip by strip, [`FUSED`] blocks at a time: their float32 sums meet the limbs together, so that these are
-    /// read and written once for several blocks.
+    /// Adds them strip by strip, [`FUSED`] blocks at a time, so that the limbs are read and written once for several
+    /// blocks.
     fn add_strips(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock<'_>], isa: Isa) {
         let mut sums = Sums([0.0; FUSED * STRIP]);
         for fused in blocks.chunks(FUSED) {
@@ -149,7 +150,7 @@ impl ExactMatrix {
         }
     }
 
-    /// Calls `f(row, column, hi, lo)` for every entry of the upper triangle, to change it.
+    /// Calls `f(row, column, hi, lo)` for every entry of the upper triangle, with mutable limbs.
     pub(crate) fn for_each_mut(&mut self, mut f: impl FnMut(usize, usize, &mut i64, &mut i64)) {
         let dim = self.dim;
         for patch in &self.patches {

@@ -1,9 +1,9 @@
 //! `H_t = X_t^T X_t`, summed over rows so that the result does not depend on how the rows arrive.
 //!
-//! The spec is `docs/formats/hessian.md`; in short: the rows of one step form one sequence, cut in blocks of
-//! [`BLOCK_ROWS`] from its first row; the products of a block are summed in float32; each block's sum is then added to
-//! a fixed-point number on a grid of `2^-60`. Adding integers is associative, so order, threads, shards and merging
-//! cannot change a bit, and the sum over `t` of `H_t` is `H` exactly.
+//! `docs/formats/hessian.md` is the specification. In short, the rows of one step form one sequence, cut into blocks of
+//! [`BLOCK_ROWS`] from its first row. The products of a block are summed in float32. Each block's sum is then added to
+//! a fixed-point number on a grid of `2^-60`. Integer addition is associative, so order, threads, shards and merging
+//! cannot change a bit. The sum over `t` of `H_t` is `H` exactly.
 
 mod accumulate;
 mod bf16;
@@ -19,7 +19,7 @@ mod tiles;
 pub use accumulate::{Accumulator, Settings};
 pub use state::{MatrixState, State, SPEC_VERSION};
 
-/// Rows whose products are summed in float32 before they reach the exact grid.
+/// Rows in a block: their products are summed in float32 before they reach the exact grid.
 pub const BLOCK_ROWS: usize = 512;
 
 /// Columns of a packed panel, and side of the square in which entries are stored.

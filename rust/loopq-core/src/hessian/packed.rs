@@ -1,4 +1,4 @@
-//! Blocks of rows, packed in panels of columns for what multiplies them.
+//! Blocks of rows, packed in panels of columns for the multiplication.
 
 use crate::dump::{RowType, Rows};
 use crate::hessian::{BLOCK_ROWS, PANEL};
@@ -22,9 +22,10 @@ pub(super) enum RowOrder {
     Chains,
     /// Two rows of bf16 to a line of words, the first in the high halves; zeros up to whole groups.
     Pairs,
-    /// Rows of bf16 in tiles of 16 x 16 words. Word `k` holds row `k` of a group in its low half and row `16 + k` in its high
-    /// half. A panel has the words of each column side by side, for the left factor: `[three times 16
-    /// columns][group][column][k]`; then the words of each line, for the right one: `[three times][group][k][column]`.
+    /// Rows of bf16 in tiles of 16 x 16 words. Word `k` holds row `k` of a group in its low half and row `16 + k` in
+    /// its high half. A panel first has the words of each column, for the left factor:
+    /// `[three times 16 columns][group][column][k]`. The words of each line follow, for the right factor:
+    /// `[three times][group][k][column]`.
     Tiles,
 }
 
@@ -59,7 +60,7 @@ pub(super) struct PackedBlock<'a> {
 }
 
 impl<'a> PackedBlock<'a> {
-    /// Packs rows into `scratch`, whatever it holds.
+    /// Packs rows into `scratch`, overwriting it.
     pub(super) fn pack(rows: Rows<'_>, layout: RowOrder, isa: Isa, scratch: &'a mut [u32]) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
         let depth = layout.depth(rows.n_rows());
@@ -237,7 +238,7 @@ fn least_body(rows: Rows<'_>) -> Vec<u16> {
     least.iter().map(|&bits| if bits < u16::MAX - NORMAL { (bits + NORMAL) >> 7 } else { 255 }).collect()
 }
 
-/// What of row `r` of bf16 numbers lies in panel `p`; zeros past the last row.
+/// The part of row `r` of bf16 numbers in panel `p`; zeros past the last row.
 #[inline(always)]
 fn part(rows: Rows<'_>, r: usize, p: usize) -> &[u8] {
     if r < rows.n_rows() {
@@ -246,7 +247,7 @@ fn part(rows: Rows<'_>, r: usize, p: usize) -> &[u8] {
     &[0; 2 * PANEL][..2 * PANEL.min(rows.dim() - p * PANEL)]
 }
 
-/// What of a row lies in panel `p`.
+/// The part of a row in panel `p`.
 #[inline(always)]
 fn columns(row: &[u8], p: usize, size: usize) -> &[u8] {
     &row[p * PANEL * size..row.len().min((p + 1) * PANEL * size)]

@@ -10,7 +10,7 @@ use crate::hessian::packed::{PackedBlock, TILE, TILES};
 use crate::hessian::{PANEL, SQUARE};
 use crate::simd::{Isa, TileState};
 
-/// Blocks whose sums meet the limbs together.
+/// Blocks added to the limbs together.
 const FUSED: usize = 2;
 
 /// Panels per side of the square that is worked on at a time.
@@ -52,8 +52,8 @@ pub(super) fn add(
     }
 }
 
-/// Puts the sums of panel pairs of one square, the `n`th of them from `place(n)` on, 48 to a line. What lies below the
-/// diagonal goes to the last [`SQUARE`] of `sums`.
+/// Puts the sums of panel pairs of one square, the `n`th of them from `place(n)` on, 48 to a line. Entries below the
+/// diagonal go to the last [`SQUARE`] of `sums`.
 pub(super) fn multiply(
     state: &TileState,
     block: &PackedBlock<'_>,

@@ -96,7 +96,7 @@ pub(crate) struct Rows {
     begin: usize,
     /// (tokens, blocks).
     pub(super) scales: Vec<f32>,
-    /// Minus the sum of each limb over a block, (tokens, blocks, limbs): what a zero point is multiplied by.
+    /// Minus the sum of each limb over a block, (tokens, blocks, limbs): the factor of a zero point.
     pub(super) minus_sums: Vec<i32>,
     n_blocks: usize,
     steps: usize,
@@ -246,8 +246,8 @@ fn scale_of(largest: u32, limbs: usize) -> (f32, f32) {
 /// Activations that are taken at once: their loops become vector instructions.
 const CHUNK: usize = 64;
 
-/// Added to a number of magnitude up to `2^22`, it leaves no room for a fraction: the sum is rounded, half to even, and its
-/// bits count up from the constant's own. A conversion would ask first what is too large or NaN.
+/// Added to a number of magnitude up to `2^22`, it leaves no room for a fraction. The sum is rounded half to even, and
+/// its bits count up from those of the constant. A conversion would first test for numbers that are too large or NaN.
 const WHOLE: f32 = 12_582_912.0;
 
 /// Rounds to integers, half to even, and cuts them into signed bytes, lowest first.

@@ -1,8 +1,9 @@
 //! The panel with AMX: tiles of 16 tokens times 16 outputs, 64 inputs at a time.
 //!
-//! A plane of codes, four inputs of 16 outputs, is exactly a row of the tile that `tdpbssd` takes as its second operand, and
-//! a limb's bytes of 16 tokens are its first. So the codes of a block are spread out to bytes once, into the first-level
-//! cache, and used for all tokens. What is added up are the same integers as everywhere else, so the bits are the same.
+//! A plane of codes (four inputs of 16 outputs) is one row of `tdpbssd`'s second operand, and a limb's bytes of 16
+//! tokens are its first operand. So the codes of a block are expanded while the previous one is multiplied, and sums
+//! are added up while the next tile is multiplied. The sums are over the same integers as everywhere else, so the bits
+//! are the same.
 //!
 //! The compiler has no stable intrinsics for these instructions; they are written in assembly. Tiles hold nothing between two
 //! panels.
@@ -28,11 +29,11 @@ struct Codes([[u8; STEPS * TILE_BYTES]; 2 * GROUP]);
 #[repr(C, align(64))]
 struct Sums([[i32; TILE * LANES]; 6]);
 
-/// All tokens of up to `GROUP` panels, whose activations lie in tiles.
+/// Multiplies up to `GROUP` panels by all tokens; their activations lie in tiles.
 ///
-/// What is stored is read again only after other work: a load that finds its data still on the way to the cache, in pieces, waits
-/// until all of it is there. So the codes of a block are spread while the one before is multiplied, and sums are added up
-/// while the next tile is.
+/// Stored data are read again only after other work. A load of data that is on its way to the cache in pieces waits
+/// until all of it has arrived. So the codes of a block are expanded while the previous one is multiplied, and sums are
+/// added up while the next tile is multiplied.
 ///
 /// # Safety
 /// The instruction set of `V` must exist, and AMX's `permitted` must have said yes.
@@ -50,8 +51,8 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const TABLE: bool, const L
     let mut codes = [MaybeUninit::<Codes>::uninit(), MaybeUninit::<Codes>::uninit()];
     let mut sums = [MaybeUninit::<Sums>::uninit(), MaybeUninit::<Sums>::uninit()];
     let (blocks, symmetric) = (&p.layout.blocks, p.layout.grid.symmetric);
-    // SAFETY: tiles are configured before they are used and given back at the end; pointers stay within the slices
-    // that were compared above; codes are spread before they are read, and sums stored.
+    // SAFETY: tiles are configured before they are used and released at the end. Pointers stay within the slices
+    // compared above. Codes are expanded before they are read, and sums stored.
     unsafe {
         let _tiles = Tiles::configure();
         spread::<V, BITS, TABLE>(&p, &blocks[0], codes[0].as_mut_ptr());
@@ -103,7 +104,8 @@ unsafe fn spread<V: Lanes, const BITS: u32, const TABLE: bool>(p: &Panel<'_>, bl
         (false, false) => 0,
     };
     let (planes, filled) = (block.units * inputs / 4, block.steps(BITS) * TILE);
-    // SAFETY: the layout's offsets, which the panels' length was compared with; a block has at most 256 inputs, 64 planes.
+    // SAFETY: the layout's offsets stay within the panels, whose length was compared with it. A block has at most 256
+    // inputs, 64 planes.
     unsafe {
         for panel in 0..p.panels() {
             let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
@@ -205,7 +207,7 @@ unsafe fn add_up<V: Lanes, const L: usize, const SYMMETRIC: bool>(
         let scales = [p.scales_of::<V>(panel, block, 0), p.scales_of::<V>(panel, block, 1)];
         let first = tile * TILE;
         let rows = tokens.min(first + TILE) - first;
-        // Checked once: these two are all that is read of the activations' scales and sums.
+        // Checked once: only these two arrays are read from the activations' scales and sums.
         let step = p.layout.blocks.len();
         let (from, to) = ((p.token + first) * step + b, (p.token + first + rows - 1) * step + b);
         let token_scales = p.rows.scales[from..=to].as_ptr();

@@ -9,8 +9,8 @@ use super::versions::{for_bits_and_limbs, for_limbs};
 use crate::simd::amx;
 use crate::simd::Answer;
 
-/// An instruction set that panels can be multiplied with. Values come from [`Engine::available`] only, which asks the
-/// machine: holding one is the proof that its instructions exist here.
+/// An instruction set for products with panels. Only [`Engine::available`] makes values, after testing the machine:
+/// holding one proves that its instructions exist here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engine(Kind);
 
@@ -41,7 +41,7 @@ const KINDS: &[Kind] = &[
 ];
 
 impl Engine {
-    /// Whatever the compiler's target guarantees.
+    /// The instructions that the compiler's target guarantees.
     pub const PORTABLE: Self = Self(Kind::Portable);
 
     /// All that this machine can run, best last.

@@ -14,7 +14,7 @@ pub(super) const LINE: usize = 64;
 pub(super) const LANES: usize = 16;
 /// The most inputs that share a scale of the activations and an integer sum.
 const MAX_BLOCK: usize = 256;
-/// What longer groups are cut into.
+/// Size of the blocks that longer groups are cut into.
 const CUT: usize = 128;
 
 /// Bytes of a record above its codes.
@@ -54,7 +54,7 @@ impl ScaleFormat {
         }
     }
 
-    /// A scale as it is read again.
+    /// A scale rounded to the format.
     pub(super) fn rounded(self, scale: f32) -> f32 {
         match self {
             Self::F32 => scale,
@@ -123,8 +123,8 @@ impl Block {
 /// Where a layer's codes and scales lie.
 ///
 /// A *panel* is 32 outputs; all panels have the same size and follow each other. A panel holds its groups one after
-/// another: scales, zero points (one line, half of it used) if there are any, then the codes of the group's blocks.
-/// A *unit* is the fewest inputs whose codes fill whole lines; a short last unit is filled up.
+/// another. Each group has its scales, its zero points if there are any (half of one line), then the codes of its
+/// blocks. A *unit* is the smallest number of inputs with codes that fill whole lines; a short last unit is padded.
 #[derive(Clone, Debug)]
 pub struct Layout {
     pub(super) outputs: usize,

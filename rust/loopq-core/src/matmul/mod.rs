@@ -35,7 +35,7 @@ use crate::{dims, Error, Execution, Result};
 pub(crate) use activations::Rows;
 use tile::Panel;
 
-/// Tokens whose activations are quantized at once.
+/// Tokens quantized at once.
 const TOKENS: usize = 512;
 /// Tokens that a panel is multiplied by at once: their results stay in the first-level cache. A multiple of 16.
 const FEW: usize = 32;
@@ -95,7 +95,7 @@ pub fn multiply(
         let weight = Weight { layout, packed, bias, engine: plan.engine };
         share(layout.n_panels(), &plan.execution, |panels| {
             weight.run(&rows, count, panels, |token, column, values| {
-                // SAFETY: `share` gives each thread panels of its own, and `run` writes columns of these panels only.
+                // SAFETY: `share` gives each thread different panels, and `run` writes columns of these panels only.
                 unsafe { columns.write(first + token, column, values) };
             });
         })?;
@@ -103,7 +103,7 @@ pub fn multiply(
     Ok(())
 }
 
-/// A packed weight in panels, and what multiplies with it.
+/// A packed weight in panels, with the instruction set that multiplies it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weight<'a> {
     pub(crate) layout: &'a Layout,
@@ -144,8 +144,8 @@ impl Weight<'_> {
     }
 }
 
-/// Cuts `0..n` into equal runs that do not overlap, one per thread. The caller takes the first, and each of the others
-/// always goes to the same thread: what it reads is in that core's cache when the same weight comes again.
+/// Cuts `0..n` into equal runs that do not overlap, one per thread. The caller takes the first run, and each other run
+/// always goes to the same thread. Its data are then in that core's cache when the same weight comes again.
 fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usize>) + Sync) -> Result<()> {
     let of = number(execution.threads);
     if of == 1 {
@@ -160,7 +160,7 @@ fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usiz
     Ok(())
 }
 
-/// Results that several threads write, each in columns of its own.
+/// Results that several threads write, each into different columns.
 struct Columns<'a> {
     to: Target<'a>,
     tokens: usize,

@@ -44,8 +44,8 @@ unsafe fn from_half(words: uint16x4_t) -> float32x4_t {
     numbers
 }
 
-// Every block has the same two reasons: the trait's callers have the instructions, and its pointers point to as many bytes
-// as are read or written. No alignment is asked for.
+// Every block has the same two reasons: the trait's callers have the instructions, and its pointers point to as many
+// bytes as are read or written, at any alignment.
 impl Lanes for Neon {
     type Codes = [uint8x16_t; PARTS];
     type Ints = [int32x4_t; PARTS];

@@ -7,7 +7,7 @@ use crate::error::name_of;
 use crate::memory::zeros;
 use crate::{dims, Error, Execution, Result};
 
-/// A layer as it is quantized: biased codes (outputs, inputs), scales and zero points (outputs, groups).
+/// A quantized layer: biased codes (outputs, inputs), with scales and zero points (outputs, groups).
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
     /// Each below `2^bits`.
@@ -167,7 +167,7 @@ fn code_in_unit(bits: u32, lines: &[u8], byte: usize, k: usize) -> u8 {
     lines[at] >> (bits as usize * plane) & (u8::MAX >> (8 - bits))
 }
 
-/// Packs a layer whose codes are on a trellis.
+/// Packs a layer with codes on a trellis.
 fn pack_streams(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
     let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.inputs, layout.n_groups());
     out.fill(0);

@@ -1,4 +1,4 @@
-//! The tile in plain Rust: fallback, and what the other instruction sets are compared with.
+//! The tile in plain Rust: fallback, and reference for the other instruction sets.
 //!
 //! Nothing here is inlined into the tile, which unrolls its loops: the sixty-four products of a call outweigh it.
 #![allow(unsafe_code)] // the trait's methods take pointers
@@ -14,7 +14,7 @@ use crate::grid::mix;
 
 pub(super) struct Portable;
 
-// Every block below reads or writes what the trait's contract says is there.
+// Every block below reads or writes only the bytes that the trait's contract names.
 impl Lanes for Portable {
     type Codes = [u8; LINE];
     type Ints = [i32; LANES];
@@ -90,7 +90,7 @@ impl Lanes for Portable {
 
     #[inline(never)]
     unsafe fn scales(at: *const u8, format: ScaleFormat) -> [f32; LANES] {
-        // SAFETY: sixteen scales of that format; no alignment is asked for.
+        // SAFETY: sixteen scales of that format, at any alignment.
         unsafe {
             match format {
                 ScaleFormat::F32 => at.cast::<[f32; LANES]>().read_unaligned(),

@@ -1,4 +1,4 @@
-//! How fast this machine reads: what the speed of a product is compared with.
+//! Measures this machine's reading speed, the bound on the speed of a product.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,12 +1,13 @@
 //! Products with codes on a trellis: every weight is decoded where it is multiplied. Format: `docs/formats/trellis.md`.
 //!
-//! A value is the sum of the four bytes that a state is mixed into, less 510. So the instruction that multiplies four codes of
-//! an output by four inputs takes the four bytes of one weight and four times the same input, the sums stay integers, and all
-//! behind them is that of the other products: the same blocks, limbs and order of operations.
+//! A value is the sum of the four bytes that a state is mixed into, less 510. So the instruction that multiplies four
+//! codes of an output by four inputs takes the four bytes of one weight and four times the same input. The sums stay
+//! integers, and the rest is the same as in the other products: blocks, limbs and order of operations.
 //!
-//! Streams follow each other. A stream holds its scales, group by group in lines of 32 rows, and then a record for each input:
-//! the codes of its rows, the last row's in the lowest bits, and above the first row's the 16 bits that precede it, since the
-//! ends of a stream are joined. A row's state is a window of the record that begins at the row's code.
+//! Streams follow each other. A stream first holds its scales, group by group in lines of 32 rows. Then it has a record
+//! for each input. A record holds the codes of its rows, with the last row's in the lowest bits. The 16 bits that
+//! precede the first row's code lie above it, since the ends of a stream are joined. A row's state is a window of the
+//! record that begins at the row's code.
 #![allow(unsafe_code)] // pointers into slices whose lengths have been compared with the layout
 
 use std::ops::Range;
@@ -21,11 +22,11 @@ use crate::memory::zeros;
 use crate::simd::Isa;
 use crate::Result;
 
-/// Tokens whose activations are quantized at once.
+/// Tokens quantized at once.
 const TOKENS: usize = 8;
-/// Panels whose results are kept at once.
+/// Panels with results in memory at once.
 const PANELS: usize = 16;
-/// What a mixed state's four bytes are larger by than the value's numerator, and the value's denominator.
+/// Offset of the byte sum from the value's numerator, and the value's denominator.
 const LESS: i32 = 510;
 const PARTS: f32 = 128.0;
 
@@ -83,7 +84,7 @@ pub(super) fn multiply(
                     if let Some(bias) = bias {
                         values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
                     }
-                    // SAFETY: `share` gives each thread panels of its own, and these columns belong to one of them.
+                    // SAFETY: `share` gives each thread different panels, and these columns belong to one of them.
                     unsafe { columns.write(first + i % count, column, values) };
                 }
                 begin += n;
@@ -128,7 +129,7 @@ impl Part<'_> {
     }
 }
 
-/// All tokens, `T` at a time and then one at a time; adds to `out`, (panels, tokens, 32).
+/// Multiplies by all tokens, `T` at a time and then one at a time. Adds to `out` (panels, tokens, 32).
 ///
 /// # Safety
 /// The instruction set of `V` must exist.
@@ -162,8 +163,8 @@ unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: 
         for panel in p.panels.clone() {
             // The codes of the panel's last sixteen rows; those of its first follow.
             let rows = (p.padded - (panel + 1) * PANEL) * bits / 8;
-            // SAFETY: offsets of the layout, in slices whose lengths `check` has compared with it. A record's sixteen rows and
-            // the bytes behind them lie within the record, the next one or the bytes kept behind the last.
+            // SAFETY: offsets of the layout; `check` has compared the lengths of the slices with it. A record's sixteen
+            // rows and the bytes behind them lie within the record, the next one or the bytes kept behind the last.
             unsafe {
                 let mut at = p.bytes.as_ptr().add(p.header + block.first * p.record + rows);
                 let mut sums = [[[V::splat(0); 2]; L]; T];
@@ -174,8 +175,8 @@ unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: 
                 }
                 let x = p.spread.as_ptr().add(token * L * p.rows.stride + block.at);
                 for k in 0..block.len {
-                    // The same rows in the next block: no hardware foresees a jump from record to record. Without it 4 bits took 3.5 times as
-                    // long where the records were not in the second-level cache.
+                    // Prefetches the same rows in the next block: no hardware foresees a jump from record to record.
+                    // Without it, 4 bits took 3.5 times as long where the second-level cache did not hold the records.
                     V::prefetch(at.wrapping_add(block.len * p.record));
                     let codes = [V::mixed(at.add(2 * bits), p.windows), V::mixed(at, p.windows)];
                     for (t, sums) in sums.iter_mut().enumerate() {

@@ -1,10 +1,10 @@
 //! The product of a panel: 32 outputs times some tokens, all inputs.
 //!
 //! A register holds 16 outputs side by side, so no sum is ever taken across lanes. A line of codes is read once for a
-//! tile of tokens; each of its planes gives four inputs of every output, which one instruction multiplies by four
-//! inputs of a token's limb, the same for all lanes, and adds up. These sums are integers and exact. At the end of a
-//! block they become floating-point numbers in a fixed order of correctly rounded operations, which is why all instruction
-//! sets, tile sizes and thread counts give the same bits.
+//! tile of tokens. Each of its planes has four inputs of every output. One instruction multiplies these by four inputs
+//! of a token's limb, the same for all lanes, and adds up. These sums are integers and exact. At the end of a block
+//! they become floating-point numbers in a fixed order of correctly rounded operations. So all instruction sets, tile
+//! sizes and thread counts give the same bits.
 #![allow(unsafe_code)] // pointers into slices whose lengths `Panel::check` has compared with the layout
 
 use super::activations::Rows;
@@ -24,7 +24,7 @@ pub(super) trait Lanes {
     type Floats: Copy;
     /// Whether one sum for each output and limb of a single token would wait for itself.
     const WAITS: bool;
-    /// What the levels that [`Lanes::look_up`] gives are raised by.
+    /// Amount added to the levels of [`Lanes::look_up`].
     const RAISED: u8;
 
     /// Reads a line.
@@ -147,7 +147,7 @@ impl Panel<'_> {
     }
 }
 
-/// Bytes between what is read and what is asked for: as long as memory takes to answer when it is read at full speed.
+/// Distance of the prefetch in bytes: the memory's latency times its full reading speed.
 pub(super) const AHEAD: usize = 8192;
 
 /// All tokens of each panel, `T` at a time and then one at a time.
@@ -164,8 +164,8 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const TABLE: bool, const L
     for number in 0..p.panels() {
         let mut token = 0;
         while token < tokens {
-            // SAFETY: `check` has compared the lengths of all slices with the layout, and `tile` writes as many tokens as
-            // it is made for, no more than are left.
+            // SAFETY: `check` has compared the lengths of all slices with the layout. `tile` writes exactly its number
+            // of tokens, and at least as many are left.
             unsafe {
                 let out = p.out.as_mut_ptr().add((number * tokens + token) * PANEL);
                 if T > 1 && tokens - token >= T {
@@ -235,7 +235,7 @@ unsafe fn tile<
     }
 }
 
-/// What the sums of a block's limbs, lowest first, come to.
+/// Combines the sums of a block's limbs, lowest first.
 ///
 /// # Safety
 /// As [`panel`].
@@ -254,7 +254,7 @@ pub(super) unsafe fn value_of<V: Lanes, const L: usize>(digits: [V::Ints; L]) ->
 /// Integer sums of a tile: `[set][token][limb][half of the panel]`.
 pub(super) type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]; S];
 
-/// What the zero point takes away, or what levels are raised by: that times the sum of the activations.
+/// The amount to subtract for the zero point or for raised levels: either times the sum of the activations.
 ///
 /// # Safety
 /// As [`tile`].

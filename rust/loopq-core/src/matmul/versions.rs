@@ -46,7 +46,7 @@ macro_rules! for_limbs {
 }
 pub(super) use for_limbs;
 
-// Used where an architecture has instruction sets of its own.
+// Used on architectures with more than the portable version.
 /// A function for each number of bits and limbs.
 macro_rules! versions {
     ($name:ident, $panel:path, $lanes:ty, $tokens:tt, $features:literal) => {

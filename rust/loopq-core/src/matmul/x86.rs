@@ -15,7 +15,7 @@ use crate::grid::{FACTOR, OFFSET};
 struct Vnni;
 
 // In both implementations every block has the same two reasons: the trait's callers have the instructions, and its
-// pointers point to as many bytes as are read or written. No alignment is asked for.
+// pointers point to as many bytes as are read or written, at any alignment.
 impl Lanes for Vnni {
     type Codes = __m512i;
     type Ints = __m512i;
@@ -236,7 +236,7 @@ impl Lanes for Avx2 {
         sums: &mut Sums<[__m256i; 2], L, T, S>,
     ) {
         let (lines, inputs) = (unit_lines(BITS), unit_inputs(BITS));
-        // What one instruction adds: two products of the largest code and -128.
+        // The sum of one instruction: two products of the largest code and -128.
         let largest = 2 * 128 * ((1 << BITS) - 1);
         let units_at_once = i16::MAX as usize / largest / (inputs / 4);
         // SAFETY: as in `multiply`.
@@ -334,8 +334,8 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     unsafe fn dot<const WIDE: bool>(sum: [__m256i; 2], c: [__m256i; 2], x: *const i8) -> [__m256i; 2] {
-        // SAFETY: see above. Two products of 4-bit codes stay below 2^12; two of 8-bit codes would not fit 16 bits, so
-        // the code is taken as two digits.
+        // SAFETY: see above. Two products of 4-bit codes fit 16 bits. Two of 8-bit codes would not, so the code is
+        // taken as two digits.
         unsafe {
             let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
             if WIDE {
@@ -361,8 +361,8 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     unsafe fn dot_levels(sum: [__m256i; 2], c: [__m256i; 2], x: *const i8) -> [__m256i; 2] {
-        // SAFETY: see above. The sign of the input is given to the level, which is at least -127, so that two products stay
-        // within 2 * 128 * 127, which fits 16 bits.
+        // SAFETY: see above. The sign of the input is moved to the level, which is at least -127. So two products stay
+        // within `2 * 128 * 127`, which fits 16 bits.
         unsafe {
             let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
             let size = _mm256_abs_epi8(x);

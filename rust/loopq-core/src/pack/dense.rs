@@ -1,9 +1,9 @@
 //! Dense bitstreams: code `j` of a row takes bits `j * b .. (j + 1) * b`, counted from the least significant bit of
 //! the row's first 32-bit word. Rows start on word boundaries. Spec: `docs/formats/packing.md`.
 //!
-//! Codes come one to a byte. Eight of them lie in a 64-bit word, where bits are brought together pair by pair, in lanes of
-//! 16, 32 and 64 bits: the *compress* of H. Warren, *Hacker's Delight* (2nd ed., section 7-4), for masks that are known
-//! beforehand. There is no branch and no table, so the compiler makes vectors of it.
+//! Codes come one to a byte. Eight of them lie in a 64-bit word. Their bits are brought together pair by pair, in lanes
+//! of 16, 32 and 64 bits: the *compress* of H. Warren, *Hacker's Delight* (2nd ed., section 7-4), for fixed masks. It
+//! has neither branches nor tables, so the compiler vectorises it.
 
 use crate::grid::check_bits;
 use crate::memory::zeros;
@@ -28,7 +28,7 @@ pub fn pack(codes: &[u8], rows: usize, dim: usize, bits: u32) -> Result<Vec<u32>
     Ok(out)
 }
 
-/// Codes whose bits fill exactly as many words as a code has bits.
+/// Codes in a run: their bits fill as many whole words as a code has bits.
 const CHUNK: usize = 32;
 
 per_isa! {
@@ -85,7 +85,7 @@ const fn ones(width: usize) -> u64 {
     u64::MAX >> (64 - width)
 }
 
-/// Eight codes, one to a byte, to the lowest `8 * BITS` bits: neighbours meet in lanes of 16, 32 and 64 bits.
+/// Packs eight codes, one to a byte, to the lowest `8 * BITS` bits. Neighbours are joined in ever wider lanes.
 #[inline(always)]
 const fn squeeze<const BITS: usize>(codes: u64) -> u64 {
     let gap = 8 - BITS;

@@ -22,7 +22,7 @@ const TILE_K: usize = 16;
 const TILE_N: usize = 64;
 const TILE_WORDS: usize = TILE_K * TILE_N / 8;
 
-/// Word of a tile that holds two inputs `2 * pair` and two `2 * pair + 8` of outputs `strip * 16 + r` and 8 beyond.
+/// Word of a tile for inputs `2 * pair` and `2 * pair + 8` (two each) and outputs `strip * 16 + r` and 8 beyond.
 #[inline(always)]
 fn place(r: usize, pair: usize, strip: usize) -> usize {
     (4 * r + pair) * 4 + strip

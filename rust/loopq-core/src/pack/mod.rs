@@ -61,7 +61,7 @@ fn every_other(bytes: u64) -> u64 {
     (apart | apart << 8) & LANE_8
 }
 
-/// The inverse of [`every_other`], whatever the odd bytes hold.
+/// The inverse of [`every_other`]; odd bytes are ignored.
 #[inline(always)]
 fn together(bytes: u64) -> u64 {
     let bytes = bytes & LANE_8;

@@ -1,7 +1,7 @@
 //! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.cuda.layout`.
 //!
-//! `W` is N x K (outputs x inputs). A strip is 16 outputs, a tile 16 outputs x 64 inputs in 128 words, and all tiles of
-//! a strip follow each other; a short last tile is filled up with the code of zero.
+//! `W` is N x K (outputs x inputs). A strip is 16 outputs, and a tile is 16 outputs x 64 inputs in 128 words. All tiles
+//! of a strip follow each other. A short last tile is padded with the code of zero.
 
 use rayon::prelude::*;
 
@@ -50,8 +50,8 @@ pub fn pack(codes: &[u8], n: usize, k: usize, execution: &Execution<'_>) -> Resu
     Ok(out)
 }
 
-/// One strip. Of 16 inputs of a row, bytes 0..8 and 8..16 become the nibbles of one byte each; the bytes of outputs `c`
-/// and `c + 8`, taken in turns, are then four whole words.
+/// One strip. For 16 inputs of a row, bytes 0..8 and 8..16 become the two nibbles of eight bytes. The bytes of outputs
+/// `c` and `c + 8`, taken in turns, are then four whole words.
 fn pack_strip(codes: &[u8], k: usize, out: &mut [u32]) {
     for (tile, out) in out.chunks_exact_mut(TILE_WORDS).enumerate() {
         let steps = (k - tile * TILE).min(TILE) / 16;
@@ -68,7 +68,7 @@ fn pack_strip(codes: &[u8], k: usize, out: &mut [u32]) {
     }
 }
 
-/// The inverse of [`pack`]; what fills up a short last tile must be zero.
+/// The inverse of [`pack`]; the padding of a short last tile must be zero.
 pub fn unpack(packed: &[u32], n: usize, k: usize, execution: &Execution<'_>) -> Result<Vec<u8>> {
     let (strips, words) = shape(n, k)?;
     dims::check_matrix("packed codes", packed, strips, words)?;

@@ -42,7 +42,7 @@ impl<T: Number> Kept<T> {
     }
 }
 
-/// Of one head, as it is stored.
+/// Keys or values of one head, in their storage type.
 #[derive(Debug)]
 pub(super) enum Head {
     F32(Kept<f32>),

@@ -1,7 +1,8 @@
 //! Keys and values as codes of eight or four bits: blocks of 32 channels of a head, a bfloat16 scale before each.
 //!
-//! Some channels of keys are much larger than others. Before they become four bits, keys and values are turned by a Hadamard
-//! matrix, which spreads a channel over all of a head. Queries are turned too, so products stay, and results are turned back.
+//! Some channels of keys are much larger than others. Before they become four bits, keys and values are multiplied by a
+//! Hadamard matrix, which spreads a channel over all of a head. Queries are multiplied by it too, so products stay the
+//! same; results are transformed back.
 
 use super::vector::Rows;
 
@@ -27,7 +28,7 @@ impl<const BITS: usize> Coded<'_, BITS> {
     pub(super) fn push(to: &mut Vec<u8>, x: &[f32]) {
         for x in x.chunks(BLOCK) {
             let larger = |end: f32, &v: &f32| if v.abs() > end.abs() || !v.is_finite() { v } else { end };
-            // What is no number makes its block none.
+            // NaN in a block makes the whole block NaN.
             let end = x.iter().fold(0.0, larger);
             let end = if end.is_finite() { end } else { f32::NAN };
             let scale = half::bf16::from_f32(end / Self::LOWEST);
@@ -48,7 +49,7 @@ impl<const BITS: usize> Coded<'_, BITS> {
     }
 }
 
-/// Turns a head by an orthogonal matrix that is its own inverse: Hadamard's, in parts as long as the largest power of two
+/// Multiplies a head by an orthogonal matrix that is its own inverse: Hadamard's, in parts of the largest power of two
 /// that divides the head.
 pub(super) fn turn(x: &mut [f32]) {
     let part = 1 << x.len().trailing_zeros();

@@ -1,10 +1,10 @@
-//! A looped decoder as one program: blocks, norms and adapters in the order in which a token passes through them, with
-//! keys and values kept for each block each time that it runs.
+//! A looped decoder as one program: blocks, norms and adapters in the order in which a token passes through them. Each
+//! run of a block keeps its own keys and values.
 //!
-//! Products are those of [`matmul`](crate::matmul), with the same bits; what lies between them is float32, in a fixed
+//! Products are those of [`matmul`](crate::matmul), with the same bits. Everything between them is float32 in a fixed
 //! order of operations. So a result has the same bits on any instruction set and any number of threads. Threads are
-//! woken once a call, meet five times a block, and always multiply the same outputs, whose codes stay in their caches
-//! from step to step.
+//! woken once a call and meet five times a block. Each always multiplies the same outputs, so their codes stay in its
+//! caches from step to step.
 
 mod cache;
 mod coded;
@@ -23,7 +23,7 @@ use cache::Cache;
 use team::{together, Member};
 use vector::{gated, norm, opened, rotate, rows, Half, Room};
 
-/// What a weight is made of; which one it is, is known by its number.
+/// The elements of a weight; the program refers to weights by number.
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'a> {
     /// Packed codes.
@@ -43,14 +43,14 @@ pub struct Matrix<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// Tokens that a call goes on by.
+/// The new tokens of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
     /// Embeddings, (tokens, width).
     pub x: &'a [f32],
-    /// States to begin the loop with, (tokens, width), where a program has [`Op::Start`].
+    /// Initial states of the loop, (tokens, width), for programs with [`Op::Start`].
     pub start: Option<&'a [f32]>,
-    /// (cos, sin) of every position so far, these included: (positions, head / 2, 2).
+    /// (cos, sin) of every position, including the new ones: (positions, head / 2, 2).
     pub angles: &'a [f32],
 }
 
@@ -69,7 +69,7 @@ impl Runner {
         Ok(Self { program, cache })
     }
 
-    /// Tokens whose keys and values it keeps.
+    /// Number of tokens with stored keys and values.
     #[must_use]
     pub fn seen(&self) -> usize {
         self.cache.seen
@@ -80,9 +80,9 @@ impl Runner {
         self.cache.restart();
     }
 
-    /// Goes on by some tokens; gives the logits of the last ones, as many as `logits` has room for.
+    /// Runs some more tokens and writes the logits of the last ones, as many as `logits` has room for.
     ///
-    /// After an error it has forgotten all tokens.
+    /// After an error no tokens are kept.
     pub fn run(
         &mut self,
         matrices: &[Matrix<'_>],
@@ -154,7 +154,7 @@ impl Runner {
             wanted,
             engine: Engine::best(),
         };
-        // SAFETY: `together` gives each thread a member of its own, of a team that runs nothing else.
+        // SAFETY: `together` gives each thread a different member of a team that runs nothing else.
         together(execution, |member| unsafe { call.run(member) })?;
         self.cache.seen += count;
         Ok(())
@@ -185,10 +185,10 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// What the threads of a call share.
+/// State shared by the threads of a call.
 ///
-/// The buffers are written and read in turns. All members run the same steps, so they meet at the same places, and between
-/// two meetings a buffer is either written, by each member in outputs or heads of its own, or read:
+/// The buffers are written and read in turns. All members run the same steps, so they meet at the same places. Between
+/// two meetings a buffer is either read, or written by each member in different outputs or heads:
 ///
 /// | between meetings | written | read |
 /// |---|---|---|
@@ -214,7 +214,7 @@ struct Call<'a> {
     engine: Engine,
 }
 
-/// What each thread has of its own: all have the same states.
+/// Private state of a thread: all threads hold the same states.
 struct State {
     x: Vec<f32>,
     kept: [Vec<f32>; KEPT],
@@ -274,7 +274,7 @@ impl Call<'_> {
         unsafe { self.multiply(member, &[weight], &state.input, &self.branch)? };
         member.meet()?;
         let size = state.x.len();
-        // SAFETY: written before the meeting; whatever writes it next comes after another one.
+        // SAFETY: written before the meeting; the next write comes after another one.
         state.x.copy_from_slice(unsafe { self.branch.read(0..size) });
         Ok(())
     }
@@ -380,7 +380,7 @@ impl Call<'_> {
         to: &Disjoint<'_, f32>,
     ) -> Result<()> {
         let stride = self.program.outputs(weights);
-        // SAFETY: an output is multiplied by the one member whose part it is in, and no two lie at the same place in a row.
+        // SAFETY: each output belongs to the part of one member, and no two outputs lie at the same place in a row.
         let write = |at: usize, values: &[f32]| unsafe { to.write(at, values) };
         let mut first = 0;
         let mut quantized: Option<(&Layout, Rows)> = None;
@@ -421,8 +421,8 @@ impl Call<'_> {
     /// This thread's heads: keys and values of the new tokens are kept, and their queries attend to all before them.
     ///
     /// # Safety
-    /// All members call this between the same two meetings, between which nobody else reads or writes `mixed`; `qkv` was
-    /// written before the first of them, and is not written before the second.
+    /// All members call this between the same two meetings. `qkv` was written before the first meeting and is not
+    /// written before the second. Nobody else reads or writes `mixed` between them.
     unsafe fn attention(&self, member: &Member<'_>, block: &Block, slot: usize) -> Result<()> {
         let Block { heads, kv_heads, head, .. } = *block;
         let (stride, group) = (self.program.outputs(&block.qkv), heads / kv_heads);
@@ -477,7 +477,7 @@ impl Call<'_> {
     }
 }
 
-/// A weight that is no codes.
+/// A weight without codes.
 struct Plain<'a, T> {
     values: &'a [T],
     bias: Option<&'a [f32]>,

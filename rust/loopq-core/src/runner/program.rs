@@ -1,4 +1,4 @@
-//! A decoder's structure, and what must hold for it to run.
+//! A decoder's structure and its checks.
 
 use crate::matmul::Precision;
 use crate::{dims, Error, Result};
@@ -47,9 +47,9 @@ pub struct Block {
     pub head: usize,
     /// Whether neighbours are turned by a position, or the halves of a head.
     pub neighbours: bool,
-    /// What a query is multiplied by.
+    /// Factor of a query.
     pub scale: f32,
-    /// Weights whose outputs, one after another, are all queries, all keys, all values, and all gates.
+    /// Weights that give, in this order, all queries, keys, values and gates.
     pub qkv: Vec<usize>,
     /// Whether there are gates: one for each number attended to, which is multiplied by its sigmoid.
     pub gates: bool,
@@ -59,7 +59,7 @@ pub struct Block {
     pub qk_norms: Option<[usize; 2]>,
     /// Weight behind attention.
     pub out: usize,
-    /// Weights whose outputs, one after another, are the gates, then what they multiply.
+    /// Weights that give the gates, then the factors of the gates.
     pub gate_up: Vec<usize>,
     /// Weight behind the gate.
     pub down: usize,
@@ -73,7 +73,7 @@ pub const KEPT: usize = 2;
 /// One step of a program, on the state `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// A block; each time that one runs has a cache of its own.
+    /// A block; each of its runs has a separate cache.
     Block(usize),
     /// A norm.
     Norm(usize),
@@ -100,7 +100,7 @@ pub struct Program {
     pub norms: Vec<Norm>,
     /// All blocks.
     pub blocks: Vec<Block>,
-    /// What happens to a token, from its embedding to the state that the head reads.
+    /// The steps of a token from its embedding to the state that the head reads.
     pub order: Vec<Op>,
     /// Weight that gives logits.
     pub head: usize,
@@ -111,8 +111,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Refuses what does not fit together. After that all numbers of weights, norms and blocks exist, no size is zero, and
-    /// what a block has of queries, keys, values and gates are the outputs of its weights.
+    /// Refuses an inconsistent program. After that, all numbers of weights, norms and blocks exist, and no size is
+    /// zero. The outputs of a block's weights match its queries, keys, values and gates.
     pub(super) fn check(&self) -> Result<()> {
         if let Some([outputs, inputs]) = self.shapes.iter().find(|shape| shape.contains(&0)) {
             let got = format!("{outputs} x {inputs}");

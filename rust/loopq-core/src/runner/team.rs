@@ -1,7 +1,7 @@
 //! Threads that run one function together and meet at barriers.
 //!
-//! A token passes through hundreds of products of some tens of microseconds. To wake a thread for each takes as long as
-//! its part of it; so threads are woken once a call, and wait for each other awake.
+//! A token passes through hundreds of products of some tens of microseconds. Waking a thread for each would take as
+//! long as its part of the work; so threads are woken once a call, and wait for each other in a loop.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -58,7 +58,7 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// Its part of `0..n`, which overlaps no other member's: the same at every call, so that what it reads stays in its
+    /// This member's part of `0..n`, which overlaps no other's. It is the same at every call, so its data stay in the
     /// processor's cache.
     pub(super) fn part(&self, n: usize) -> std::ops::Range<usize> {
         let of = self.team.of;
@@ -76,7 +76,7 @@ impl Drop for Member<'_> {
 
 /// Runs `work` on all threads of an execution at once, the caller's among them.
 ///
-/// The first error is returned; `work` returns one at once, and who waits for it returns too.
+/// Returns the first error. An error in `work` returns at once, and members that wait for it return too.
 pub(super) fn together(
     execution: &Execution<'_>,
     work: impl Fn(&Member<'_>) -> Result<()> + Sync,
@@ -92,7 +92,7 @@ pub(super) fn together(
     let failed = Mutex::new(None);
     let run = |index: usize| {
         if let Err(error) = work(&Member { team: &team, index }) {
-            // Whoever waits finds the flag after the error, so that the cause comes first.
+            // The flag is set after the error, so waiting members always find the cause.
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
             team.broken.store(true, Ordering::Relaxed);
         }

@@ -1,4 +1,4 @@
-//! What happens between products, element by element: norms, gates, the exponential function, sums of products.
+//! Operations between products, element by element: norms, gates, the exponential function and sums of products.
 
 use crate::memory::zeros;
 use crate::simd::per_isa;
@@ -7,7 +7,7 @@ use crate::{dims, Result};
 /// Sums that are taken side by side; their number fixes the bits of a result on every machine.
 const LANES: usize = 32;
 
-/// A number as it is stored.
+/// A number in its storage type.
 pub(super) trait Number: Copy + Send + Sync + Default {
     fn value(self) -> f32;
     fn of(value: f32) -> Self;
@@ -72,8 +72,7 @@ fn dot<T: Number>(a: &[f32], b: &[T]) -> f32 {
     sums[0]
 }
 
-/// `e^x` for x from -87 to 88, where it is a normal number; what lies outside counts as the end. Within 2 units in the
-/// last place.
+/// `e^x` for x from -87 to 88, where it is a normal number; x outside is clamped. Within 2 units in the last place.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -164,7 +163,7 @@ impl Rows for &[Half] {
     }
 }
 
-/// What attention to some tokens needs beside its result.
+/// Working memory of attention to some tokens.
 #[derive(Debug)]
 pub(super) struct Room {
     tokens: usize,
@@ -193,7 +192,7 @@ impl Room {
     }
 }
 
-/// All queries take a row while it is at hand; each has its own sums, in the order of the tokens.
+/// All queries use a row while it is in cache; each has its own sums, in the order of the tokens.
 #[inline(always)]
 fn attend_body<R: Rows>(queries: &[f32], keys: R, values: R, room: &mut Room, y: &mut [f32]) {
     let Room { tokens, row, sums, weights } = room;
@@ -233,7 +232,7 @@ per_isa! {
     pub(super) fn attend<R: Rows>(queries: &[f32], keys: R, values: R, room: &mut Room, y: &mut [f32]) = attend_body;
 }
 
-/// Turns pairs of a head by their angles, (cos, sin) one after another: neighbours, or the two halves.
+/// Rotates pairs of a head by their angles, given as (cos, sin) pairs. Pairs are neighbours or lie in the two halves.
 pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
     let half = x.len() / 2;
     for (i, angle) in angles.chunks_exact(2).enumerate() {

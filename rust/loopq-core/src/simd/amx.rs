@@ -85,8 +85,8 @@ impl Drop for Tiles {
     }
 }
 
-/// Products of two runs of tiles `a` (16 columns by 16 words each) with two runs `b` (16 lines of words by 16 columns),
-/// summed along the runs in the order that `docs/formats/hessian.md` defines. The sums of `a[i]` and `b[j]` go to `c` from
+/// Multiplies two runs of tiles `a` (16 columns by 16 words each) by two runs `b` (16 lines of words by 16 columns).
+/// Sums run in the order that `docs/formats/hessian.md` defines. The sums of `a[i]` and `b[j]` go to `c` from
 /// `at[i][j]` on, 16 lines that are [`LINE`] apart.
 ///
 /// # Safety
@@ -95,8 +95,9 @@ pub(super) unsafe fn products(_: &Tiles, a: [&[u32]; 2], b: [&[u32]; 2], c: &mut
     let steps = a[0].len() / WORDS;
     assert!(a.iter().chain(&b).all(|run| run.len() == steps * WORDS));
     let to = at.map(|row| row.map(|at| c[at..at + (SIDE - 1) * LINE + SIDE].as_mut_ptr()));
-    // SAFETY: the instructions exist by the caller's promise, and tiles are configured with 16 lines of 64 bytes; every step reads one tile of each run, which lie inside by the
-    // lengths above, and each store writes 16 lines of 64 bytes, 192 apart, within a part of `c` that was cut out above.
+    // SAFETY: the caller promises that the instructions exist, and tiles are configured with 16 lines of 64 bytes.
+    // Every step reads one tile of each run, inside the lengths checked above. Each store writes 16 lines of 64 bytes,
+    // 192 apart, within a part of `c` that was cut out above.
     unsafe {
         asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
         for step in 0..steps {

@@ -1,4 +1,4 @@
-//! `y += s x` and sums of products, the steps that the tile is too large for.
+//! `y += s x` and sums of products, for work too small for the tile.
 
 use super::{per_isa, Real};
 

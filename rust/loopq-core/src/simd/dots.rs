@@ -12,7 +12,7 @@ pub(crate) fn dots(isa: Isa, rows: &[Short], by: &Short, out: &mut [f32]) {
     assert!(rows.len() == out.len());
     let done = match isa.level() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `Isa` values above `PORTABLE` are made by `Isa::available`, which asked the machine.
+        // SAFETY: only `Isa::available` makes values above `PORTABLE`, after testing the machine.
         2.. => unsafe { super::x86::dots_avx2(rows, by, out) },
         _ => 0,
     };

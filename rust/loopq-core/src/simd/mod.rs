@@ -24,13 +24,13 @@ pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
 pub use tile::{tile_pairs, Real};
 
-/// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
-/// holding one is the proof that its instructions exist here.
+/// An instruction set that tiles can be run with. Only [`Isa::available`] makes values, after testing the machine:
+/// holding one proves that its instructions exist here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Isa(u8);
 
 impl Isa {
-    /// Whatever the compiler's target guarantees.
+    /// The instructions that the compiler's target guarantees.
     pub const PORTABLE: Self = Self(1);
 
     /// All that this machine can run, best last.
@@ -107,7 +107,7 @@ impl Isa {
         }
     }
 
-    /// 1 portable, 2 AVX2 or NEON, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
+    /// Numbered as in reports: portable, AVX2 or NEON, AVX-512, AVX-512 with bf16 products, and AMX tiles of them.
     pub(crate) fn level(self) -> u8 {
         self.0
     }

@@ -1,8 +1,8 @@
 //! NEON versions of the tiles.
 //!
-//! There are 32 registers of 128 bits: 24 accumulators for 8 rows by 3 registers of columns, which leaves room for the
-//! columns and for the 8 numbers of a line of `a`, by whose lanes the multiply-add broadcasts on its own. The tile of 48
-//! (float32) or 24 (float64) columns is four of these side by side.
+//! Of 32 registers of 128 bits, 24 are accumulators for 8 rows by 3 registers of columns. The others hold the columns
+//! and a line of `a`; the multiply-add broadcasts its lanes. The tile of 48 (float32) or 24 (float64) columns is four
+//! of these side by side.
 //!
 //! `bfmmla` is left aside: it rounds the sum of two products at once, where a Hessian's bits are those of one chain
 //! (docs/formats/hessian.md). `bfmlalb` has them, but no more products an instruction than `fmla` on float32 numbers.
@@ -22,7 +22,7 @@ macro_rules! tile128 {
             for side in [0, 3 * L, 6 * L, 9 * L] {
                 let (mut pa, mut pb) = (a.as_ptr(), b.as_ptr().wrapping_add(side));
                 // SAFETY: `check` has shown that row `k - 1` of `a` and `b` and row `MR - 1` of `c` end inside their
-                // slices, and `side + 3 * L` stays within a row; the pointers are stepped `k` times and read only before
+                // slices. `side + 3 * L` stays within a row. The pointers are stepped `k` times and read only before
                 // the step. NEON is part of the architecture.
                 unsafe {
                     let pc = c.as_mut_ptr().add(side);

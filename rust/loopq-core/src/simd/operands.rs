@@ -1,9 +1,9 @@
-//! What the loops over numbers take: sizes that all instruction sets share, and the check of strided slices.
+//! Operands of the numeric loops: sizes that all instruction sets share, and the check of strided slices.
 
 /// Rows of a tile.
 pub const MR: usize = 8;
 
-/// Rows whose products make one chain of a sum of bf16 products.
+/// Rows in one chain of a sum of bf16 products.
 pub(crate) const CHAIN: usize = 16;
 
 /// Sixteen numbers: a line of the cache, and never parts of two.
@@ -27,8 +27,8 @@ pub(super) fn check<A, B, C>(
     assert!(lda >= MR && ldb >= nr && ldc >= nr);
 }
 
-/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap: whoever calls a tile chooses all of
-/// these.
+/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap, since the caller of a tile
+/// chooses all of these.
 #[inline(always)]
 fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
     let last = rows.checked_sub(1).map(|last| last.checked_mul(stride).and_then(|at| at.checked_add(width)));

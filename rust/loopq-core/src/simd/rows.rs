@@ -3,15 +3,15 @@
 
 use super::Isa;
 
-/// `to[k] += sum_i rows[i][k] * by[i]` in eight lanes, each entry one chain of fused multiply-adds with `i` ascending: the
-/// same bits on every instruction set, and however the rows are divided among calls.
+/// `to[k] += sum_i rows[i][k] * by[i]` in eight lanes. Each entry is one chain of fused multiply-adds with `i`
+/// ascending, so the bits are the same on every instruction set and for any division of the rows among calls.
 ///
 /// # Panics
 /// Where a row is shorter than `to`, or `rows` and `by` differ in number.
 pub(crate) fn add_rows(isa: Isa, to: &mut [[f64; 8]], rows: &[&[f64]], by: &[[f64; 8]]) {
     let done = match isa.level() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `Isa` values above `PORTABLE` are made by `Isa::available`, which asked the machine.
+        // SAFETY: only `Isa::available` makes values above `PORTABLE`, after testing the machine.
         2 => unsafe { super::x86::rows_avx2(to, rows, by) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.

@@ -1,15 +1,14 @@
 //! The multiply-add tile of `MR` x `NR` entries that Hessian, Cholesky and solver share.
 //!
-//! It is the micro-kernel of K. Goto and R. van de Geijn, *Anatomy of High-Performance Matrix Multiplication* (ACM
-//! TOMS 34, 2008), in the form of F. Van Zee and R. van de Geijn, *BLIS* (ACM TOMS 41, 2015): a block of `c` stays in
-//! registers while `k` runs; each step loads one line of `b`, and broadcasts the `MR` entries of one line of `a`. What
-//! differs is the promise:
+//! It is the micro-kernel of K. Goto and R. van de Geijn, *Anatomy of High-Performance Matrix Multiplication* (ACM TOMS
+//! 34, 2008), in the form of F. Van Zee and R. van de Geijn, *BLIS* (ACM TOMS 41, 2015). A block of `c` stays in
+//! registers while `k` runs. Each step loads one line of `b`, and broadcasts the `MR` entries of one line of `a`.
+//! Unlike that kernel, it promises its bits:
 //!
-//! 1. Every entry is ONE chain of fused multiply-adds, `c[i][j] + sum_k a[k][i] * b[k][j]` with `k` ascending. There
-//!    are no partial sums to add up at the end, which is what other kernels gain by unrolling `k`; 24 entries per
-//!    lane hide the latency instead.
-//! 2. So a chain has the same bits in every vector width: [`chain`] below is both fallback and oracle.
-//! 3. And cutting `k` in pieces, which is how callers fit their operands into caches, changes nothing either.
+//! 1. Every entry is ONE chain of fused multiply-adds, `c[i][j] + sum_k a[k][i] * b[k][j]` with `k` ascending. Other
+//!    kernels unroll `k` and add partial sums at the end; here 24 entries per lane hide the latency instead.
+//! 2. So a chain has the same bits in every vector width; [`chain`] below is both fallback and oracle.
+//! 3. Cutting `k` in pieces, as callers do to fit their operands into caches, changes no bit either.
 #![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
 use super::operands::{CHAIN, MR};
@@ -84,7 +83,7 @@ macro_rules! real {
             ) {
                 match isa.level() {
                     #[cfg(target_arch = "x86_64")]
-                    // SAFETY: `Isa` values above `PORTABLE` are made by `Isa::available`, which asked the machine.
+                    // SAFETY: only `Isa::available` makes values above `PORTABLE`, after testing the machine.
                     2 => unsafe { super::x86::$avx2(k, a, lda, b, ldb, c, ldc) },
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: as above.
@@ -125,9 +124,10 @@ fn chain<T: Real, const N: usize>(
 /// Columns of a line of a tile of bf16 products.
 const LINE: usize = f32::NR;
 
-/// `c[i][j] = sum_k a[k][i] * b[k][j]` over bf16 numbers in float32, lines [`LINE`] apart, as `docs/formats/hessian.md`
-/// defines it: chains of [`CHAIN`] rows from zero, two of them added, and that added to the sum. No number is subnormal;
-/// `tiny` says whether a product or a sum could be, which then counts as zero.
+/// `c[i][j] = sum_k a[k][i] * b[k][j]` over bf16 numbers in float32, in lines [`LINE`] apart. As
+/// `docs/formats/hessian.md` defines, chains of [`CHAIN`] rows start from zero; two chains are added, and their sum
+/// goes to the total. Inputs are not subnormal. `tiny` says whether a product or a sum could be, which then counts as
+/// zero.
 pub(crate) fn tile_chains(isa: Isa, k: usize, a: &[f32], b: &[f32], c: &mut [f32], tiny: bool) {
     c.fill(0.0);
     for first in (0..k).step_by(2 * CHAIN) {
@@ -156,11 +156,11 @@ per_isa! {
     fn add_parts(first: &[f32], second: &[f32], c: &mut [f32]) = add_parts_body;
 }
 
-/// One chain, in which whatever would be subnormal after rounding counts as zero.
+/// One chain; results that are subnormal after rounding count as zero.
 #[inline(always)]
 fn flushed_body(k: usize, a: &[f32], b: &[f32], c: &mut [f32]) {
-    /// What rounds to the smallest normal number where the exponent has no end: half a unit below it. A sum in double
-    /// precision of a product of bf16 numbers and a float32 is exact near here.
+    /// The smallest magnitude that rounds to a normal number with an unbounded exponent: half a unit below the smallest
+    /// normal number. A sum in double precision of a product of bf16 numbers and a float32 is exact near here.
     const LEAST: f64 = f32::MIN_POSITIVE as f64 * (1.0 - 1.0 / (1 << 25) as f64);
     for (i, line) in c.chunks_exact_mut(LINE).enumerate() {
         for p in 0..k {
@@ -181,8 +181,8 @@ fn add_parts_body(first: &[f32], second: &[f32], c: &mut [f32]) {
     }
 }
 
-/// The same sums over words that hold two bf16 numbers, the first in the high half, on the instruction that multiplies
-/// such pairs; `k` counts words, eight to a chain.
+/// The same sums by the instruction for pairs of bf16 numbers. A word holds two numbers, the first in the high half;
+/// `k` counts words, eight to a chain.
 ///
 /// # Panics
 /// On another instruction set; callers ask [`Isa::has_pairs`] first.
@@ -218,8 +218,8 @@ impl TileState {
         }
     }
 
-    /// The sums of [`tile_chains`] over runs of tiles, each with 32 rows: 16 columns of each of `a` by 16 of each of `b`,
-    /// to 16 lines of `c` from a place of their own on, which are 48 apart.
+    /// The sums of [`tile_chains`] over runs of tiles with 32 rows each. 16 columns of each of `a` meet 16 of each of
+    /// `b`; the sums go to 16 lines of `c`, 48 apart, at different places.
     ///
     /// # Panics
     /// On another instruction set; callers ask [`Isa::has_tiles`] first.

@@ -1,9 +1,9 @@
 //! AVX2 and AVX-512 versions of the tiles.
 //!
-//! All tiles have `MR` = 8 rows and a width of 48 (float32, bf16 pairs) or 24 (float64): with 512-bit registers 24
-//! accumulators, 3 registers for the columns and one for the broadcast row, which hides the latency of a fused
-//! multiply-add and asks for 11 loads per 24 of them. With 256-bit registers the same tile is run as sub-tiles of
-//! 4 x 3 registers.
+//! All tiles have `MR` = 8 rows and a width of 48 (float32, bf16 pairs) or 24 (float64). With 512-bit registers there
+//! are 24 accumulators, 3 registers for the columns and one for the broadcast row. This hides the latency of a fused
+//! multiply-add, with 11 loads per 24 of them. With 256-bit registers the same tile is run as sub-tiles of 4 x 3
+//! registers.
 //!
 //! Every function is `unsafe` for one reason, its instruction set, and checks the lengths of its slices itself before
 //! it turns them into pointers.
@@ -23,8 +23,8 @@ macro_rules! tile512 {
             check(k, a, lda, b, ldb, c, ldc, 3 * L);
             let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
             // SAFETY: `check` has shown that row `k - 1` of `a` and `b` and row `MR - 1` of `c` end inside their
-            // slices; the pointers are stepped `k` times and read only before the step, so the last step may pass the
-            // end, which `wrapping_add` allows. Loads and stores are the unaligned ones.
+            // slices. The pointers are stepped `k` times and read only before the step. The last step may pass the end,
+            // which `wrapping_add` allows. Loads and stores are the unaligned ones.
             unsafe {
                 let mut acc = [[$load(pc); 3]; MR];
                 for (i, row) in acc.iter_mut().enumerate() {
@@ -97,10 +97,10 @@ macro_rules! tile256 {
 tile256!(tile_f32_avx2, f32, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
 tile256!(tile_f64_avx2, f64, 4, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
 
-/// `c = sum over words` of products of bf16 pairs, lines 48 apart, in the order of [`super::tile::tile_chains`].
+/// `c = sum over words` of products of bf16 pairs, in lines 48 apart and in the order of [`super::tile::tile_chains`].
 ///
-/// The instruction rounds after each of its two products, the high one first, so that eight words are a chain of 16 rows;
-/// it takes subnormal numbers as zero, and `TINY` says whether a sum of chains could still be one.
+/// The instruction rounds after each of its two products, the high one first, so eight words are a chain of 16 rows. It
+/// takes subnormal numbers as zero, and `TINY` says whether a sum of chains could still be subnormal.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma")]
 pub(super) fn tile_bf16<const TINY: bool>(k: usize, a: &[u32], b: &[u32], c: &mut [f32]) {
     const WORDS: usize = CHAIN / 2;

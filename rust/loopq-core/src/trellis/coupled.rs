@@ -1,4 +1,4 @@
-//! What the paths of a search differ in where rows are coupled.
+//! State of the paths of a search where rows are coupled.
 
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
@@ -12,11 +12,11 @@ const SHORT: usize = size_of::<Short>() / size_of::<f32>();
 const SHORTS: usize = WINDOW / SHORT;
 /// About as many paths stay open where rows are coupled.
 const OPEN: usize = 1024;
-/// Costs that are looked at to find the one which so many are below.
+/// Sample of costs for finding the cost that about so many lie below.
 const SAMPLE: usize = 512;
-/// What paths differ in where rows are coupled. Only the cheapest stay open: they alone have errors.
+/// State of each path where rows are coupled. Only the cheapest stay open: they alone have errors.
 pub(super) struct Coupled {
-    /// What the next value should be, times the root of the row's pivot, by node.
+    /// Target of the next value, times the root of the row's pivot, by node.
     pub(super) wanted: Vec<f32>,
     /// Nodes with open paths, and the place of each in the lists below.
     open: Vec<u32>,
@@ -24,7 +24,7 @@ pub(super) struct Coupled {
     /// Last errors of the open paths, the row's in slot `at % WINDOW`.
     errors: [Vec<Short>; SHORTS],
     moved: [Vec<Short>; SHORTS],
-    /// What their next values have to make up for, and a part of it.
+    /// The errors that their next values have to compensate, and a part of them.
     made_up: Vec<f32>,
     part: Vec<f32>,
 }
@@ -101,7 +101,7 @@ impl Coupled {
         std::mem::swap(&mut self.errors, &mut self.moved);
     }
 
-    /// Every open path learns what its next value should be.
+    /// Updates the target of every open path.
     pub(super) fn want(&mut self, isa: Isa, row: &Row) {
         let n = self.open.len();
         self.made_up[..n].fill(0.0);

@@ -1,4 +1,4 @@
-//! Codes on a bitshift trellis ([`crate::grid::Trellis`]), searched under `tr(A D S D^T)`.
+//! Finds codes on a bitshift trellis ([`crate::grid::Trellis`]) under `tr(A D S D^T)`.
 //!
 //! | file | what |
 //! |---|---|

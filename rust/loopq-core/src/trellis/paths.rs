@@ -1,12 +1,13 @@
 //! The open paths of a search, and the loops that every weight pays for.
 //!
-//! A node is what two states in a row share, all of a state but its first code. A state is the way from one node to the
-//! next: `2^bits` states lead into every node, one for each first code, and only the cheapest stays open. So paths, costs
-//! and errors are kept by node, `2^bits` times fewer than states; a cost of a state is computed and compared in registers.
+//! A node is the part that two states in a row share: all of a state but its first code. A state is the way from one
+//! node to the next: `2^bits` states lead into every node, one for each first code, and only the cheapest stays open.
+//! So paths, costs and errors are kept by node, `2^bits` times fewer than states; a cost of a state is computed and
+//! compared in registers.
 //!
-//! Costs are positive numbers, whose bits are ordered as they are. The last bits of a cost hold the first code of its
-//! state, so that one minimum of whole numbers finds both. No step is fused or reordered: every instruction set has the
-//! same bits.
+//! Costs are positive, so their bits sort as the costs do. The last bits of a cost hold the first code of its state, so
+//! that one minimum of whole numbers finds both. No step is fused or reordered: every instruction set has the same
+//! bits.
 
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
@@ -22,7 +23,7 @@ const BLOCK: usize = 128;
 pub(super) struct Paths {
     trellis: Trellis,
     isa: Isa,
-    /// Value of each state, in the order of the loops: by block, last code, first code and node within the block.
+    /// Value of each state, in the order of the loops: block, last code, first code, node within the block.
     values: Vec<f32>,
     /// Costs, with the first code of the last state in their last bits.
     keys: Vec<u32>,
@@ -102,7 +103,7 @@ impl Paths {
     }
 }
 
-/// The state whose value stands at a place of [`Paths::values`].
+/// The state of a place of [`Paths::values`].
 fn state_at(trellis: Trellis, at: usize) -> usize {
     let (nodes, digits) = (trellis.low(), trellis.digits());
     let block = (nodes / digits).clamp(1, BLOCK);

@@ -2,7 +2,7 @@
 
 /// Name of the search's memory in errors.
 pub(super) const SCRATCH: &str = "paths through a trellis";
-/// Errors of a path that are told apart from those of the others.
+/// Number of a path's last errors that are kept per path.
 pub(super) const WINDOW: usize = 64;
 
 /// A row that all paths go through, with the next one in mind.
@@ -15,7 +15,7 @@ pub(super) struct Row {
     pub(super) root: f32,
     /// Coupling of the next row with those in the window, by slot.
     pub(super) coupling: [f32; WINDOW],
-    /// What the next row's value should be but for the errors in the window.
+    /// Target of the next row's value before the errors in the window.
     pub(super) wanted: f32,
     /// Root of the next row's pivot.
     pub(super) next_root: f32,

@@ -4,9 +4,9 @@
 //! number is U. Kulisch's idea (*Computer Arithmetic and Validity*, 2008); two words are enough here because the largest
 //! magnitude and the smallest step that matters are both fixed by the specification (`docs/formats/hessian.md`).
 //!
-//! Adding a float32 takes four steps: (1) its multiple of 4, rounded to nearest, goes to `hi`; (2) what is left, at most
-//! 2 in magnitude, is exact in float32; (3) in units of `2^-60` it is a whole number of at most `2^61`; (4) the sum of
-//! that and `lo` stays below `2^63`, and what it has beyond 62 bits is the carry.
+//! Adding a float32 takes four steps. (1) Its multiple of 4, rounded to nearest, goes to `hi`. (2) The rest, at most 2
+//! in magnitude, is exact in float32. (3) In units of `2^-60` the rest is a whole number of at most `2^61`. (4) The sum
+//! of that and `lo` stays below `2^63`; its bits beyond 62 are the carry.
 
 mod add;
 #[cfg(target_arch = "x86_64")]
@@ -25,10 +25,10 @@ const HI_PER_ONE: f32 = 0.25;
 const ONE_PER_HI: f32 = 4.0;
 const LO_PER_ONE: f32 = 1_152_921_504_606_846_976.0; // 2^60
 
-/// What one unit of a high limb is worth.
+/// The value of one unit of a high limb.
 pub(super) const HI_UNIT: f64 = ONE_PER_HI as f64;
 
-/// Adds one number on the grid, whose low part may be negative, and keeps `lo` in its range.
+/// Adds one number on the grid, with a low part that may be negative, and keeps `lo` in its range.
 #[inline(always)]
 pub(crate) fn add_one(hi: &mut i64, lo: &mut i64, add_hi: i64, add_lo: i64) {
     let sum = *lo + add_lo;

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::{HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
 
-/// What 16 float32 sums are on the grid: two vectors of high parts, two of low parts between `-2^61` and `2^61`.
+/// Sixteen float32 sums on the grid: two vectors of high parts, and two of low parts of at most `2^61` in magnitude.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
 fn on_grid(sum: __m512) -> [__m512i; 4] {
@@ -22,8 +22,8 @@ fn on_grid(sum: __m512) -> [__m512i; 4] {
     ]
 }
 
-/// Adds float32 sums to their limbs. Two runs of sums at a time share a carry: a low limb, below `2^62`, and two
-/// low parts of at most `2^61` stay below `2^63`.
+/// Adds float32 sums to their limbs. Two runs of sums at a time share a carry, because a low limb plus two low parts
+/// stays below `2^63`.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
 pub(super) fn add(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
     let n = hi.len();

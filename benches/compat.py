@@ -1,7 +1,7 @@
 """Lowest and highest versions that loopq declares, on every Python that is there: `python -m benches.compat`.
 
-For each interpreter a wheel of loopq is installed twice, once with the lowest versions that its requirements allow and
-that have binary packages, once with the highest, and the tests of TESTS run on it. The record goes to
+For each interpreter a wheel of loopq is installed twice: with the lowest and with the highest versions that
+its requirements allow and that have binary packages. The tests of TESTS run on both. The record goes to
 `benches/record/compat-DATE.md`. uv resolves and installs (it is fetched into `.cache`): it knows "lowest".
 """
 
@@ -48,7 +48,8 @@ def requirements() -> list[str]:
 
 
 def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """Return the command of each Python that is there, by version: those given, else `python3.N`, pyenv's included."""
+    """Return the command of each installed Python by version: the given ones, else `python3.N`, with those of
+    pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     commands = list(given)
     if not commands:

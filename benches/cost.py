@@ -1,4 +1,5 @@
-"""What a run costs beside llm-compressor's: `python -m benches.cost`, after `python -m benches.zoo.smollm2 fetch`.
+"""Cost of a run compared with llm-compressor: `python -m benches.cost`, after
+`python -m benches.zoo.smollm2 fetch`.
 
 loopq's presets and llm-compressor `basic` with its mse observer quantize the same matrices of looped SmolLM2-135M on
 one thread, from the same token ids. Each tool runs its own code in its own environment, that of llm-compressor made by

@@ -1,12 +1,13 @@
 """A model of full size, from checkpoint to INT4 checkpoint: `python -m benches.full_size MODEL --code FOLDER`.
 
-The weights are random, written to disk in the class that the model is published with: FOLDER holds that code (a
-checkout or the .py files of the repository); HRM-Text-1B and Llama-1B-looped are classes of transformers and need
-none. Then the commands of a user run, each as a process of its own: `quantize`, `export`, `evaluate`, and `collect`
-and `solve` where asked for. For each: wall time, peak memory apart from files that are mapped (what the system cannot
-take back), peak with them, bytes read; for `quantize` beside what it announced and, in a process of their own, what its
-parts take alone: bare rollouts of the prompts, Hessians and solves of layers of those shapes from random rows. The
-weights of a model are mapped, so that a machine with less memory than the model reads them again in each loop.
+The weights are random, written to disk in the class that the model is published with. FOLDER holds that code
+(a checkout or the .py files of the repository); HRM-Text-1B and Llama-1B-looped are classes of transformers
+and need none. Then the commands of a user run, each in a separate process: `quantize`, `export` and
+`evaluate`, and on request `collect` and `solve`. Each command reports wall time, bytes read, and two memory
+peaks: with mapped files, and without them (memory that the system cannot reclaim). For `quantize` the table
+adds its estimate and the cost of its parts in a separate process: bare rollouts of the prompts, and Hessians
+and solves of layers of those shapes from random rows. The weights of a model are mapped, so that a machine
+with less memory than the model reads them again in each loop.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ PARTS = "parts of quantize alone"
 DEFAULT = "default"
 #: Numbers of a file.
 _SHARD = 1 << 30
-#: What `loopq quantize` announces.
+#: The estimate that `loopq quantize` prints.
 _SAID = re.compile(r"about ([0-9.]+) (KiB|MiB|GiB) at most.*? and ([0-9.]+) (s|min|h)")
 _UNITS = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -127,7 +128,7 @@ def _classes(settings: dict[str, Any], code: Path | None, folder: Path) -> tuple
 
 
 def _drawn(shape: Any, generator: Any) -> Any:
-    """Normal numbers whose products keep the size of what they multiply; ones for norms."""
+    """Normal numbers scaled so that products keep the size of their input; ones for norms."""
     import torch
 
     if len(shape) < 2:

@@ -1,12 +1,13 @@
 """loopq's types of GGUF and FP4 beside the engines' own tools: `python -m benches.gguf --engine LIBRARY`.
 
-The matrices of some layers of the loop become each type by loopq (rounding; its default) and by the functions that
-`llama-quantize` calls, without and with an importance matrix: the diagonal of the same Hessian, summed over all runs.
-NVFP4 and MXFP4 are llm-compressor's GPTQ, in its own environment, with the better of two observers. LIBRARY is a shared
-library with ggml's `quantize_*`: that of xllamacpp, or `libggml-base.so` of llama-cpp-python. Rows that are no whole
-blocks get the type that `llama-quantize` falls back to, from either tool. Bits are those of the matrices; KL is on
-other text, in float32 on dequantized weights. `python -m benches.zoo.smollm2 fetch` makes SmolLM2; `--model plbert`
-has rows of whole blocks of 256. Results are kept in the record, and a type that it has is not measured again.
+Matrices of some layers of the loop become each type in two ways: by loopq (rounding; its default), and by the
+functions that `llama-quantize` calls. The latter run without and with an importance matrix, the diagonal of
+the same Hessian summed over all runs. NVFP4 and MXFP4 are llm-compressor's GPTQ, in its own environment, with
+the better of two observers. LIBRARY is a shared library with ggml's `quantize_*`: that of xllamacpp, or
+`libggml-base.so` of llama-cpp-python. Rows that are no whole blocks get the type that `llama-quantize` falls
+back to, from either tool. Bits are those of the matrices; KL is on other text, in float32 on dequantized
+weights. `python -m benches.zoo.smollm2 fetch` makes SmolLM2; `--model plbert` has rows of whole blocks
+of 256. Results are kept in the record, and a type that it has is not measured again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _at(values: NDArray[np.float32]) -> Any:
 
 
 class Kept(Costs):
-    """The matrices whose names match, with the sums and metrics of the default settings."""
+    """The matrices with matching names, and the sums and metrics of the default settings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
@@ -95,7 +96,7 @@ class Kept(Costs):
 
     @property
     def exclude(self) -> tuple[str, ...]:
-        """What is not asked for."""
+        """Skipped: not requested."""
         return (rf"re:^(?!.*({self.args.names}))",) if self.args.names else ()
 
     def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
@@ -204,7 +205,7 @@ def main() -> None:
             continue
         run["rows"][kind] = bench.row(kind, engine)
         print(kind, run["rows"][kind], flush=True)
-        # What is done is written: an interrupted run leaves a table.
+        # Written after each result, so an interrupted run leaves a table.
         stored.write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
         written(args.out, "gguf", page(runs))
     print(page(runs))

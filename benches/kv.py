@@ -1,8 +1,9 @@
 """Keys and values in fewer bits (`loopq run --kv`): `python -m benches.kv MODEL=DIR ... --text FILE`.
 
-DIR is a checkpoint of MODEL that the core runs. Pieces of a text are read token by token. The bench prints the KL of
-each cache's predictions to the model in full precision and to the codes with the model's own cache, how often the most
-probable token is that cache's, and the speed in the second half of a piece, from CPU seconds of one thread.
+DIR is a checkpoint of MODEL that the core runs. Pieces of a text are read token by token. For each cache the
+bench prints the KL of its predictions to the model in full precision, and to the codes with the model's own
+cache. It also prints how often the most probable token agrees, and the speed in the second half of a piece,
+from CPU seconds of one thread.
 
 Then it compares the keys and values of a loop with those of the loop before it: the norm of their difference, relative.
 """

@@ -1,11 +1,11 @@
 """Does each module's own test see a wrong line: ``python -m benches.mutants`` changes the package by lot.
 
-One place of a module is changed at a time, in a copy of the working tree. Then the test at the mirrored path runs
-alone: `loopq/a/b.py` is judged by `tests/a/test_b.py`. The changes are those of mutation tests: another comparison, a
-moved boundary, another operator, another number, a condition turned round, a statement removed, two arguments swapped.
-Annotations and the keywords `frozen` and `strict` stay. Places are drawn in an order by lot that a seed decides, so any
-number of them is a sample. A result is kept for as long as neither the module nor its test changes; an interrupted
-run continues.
+One place of a module is changed at a time, in a copy of the working tree. Then the test at the mirrored path
+runs alone: `loopq/a/b.py` is judged by `tests/a/test_b.py`. The changes are those of mutation tests: a
+changed comparison, boundary, operator or number, a negated condition, a removed statement, or two swapped
+arguments. Annotations and the keywords `frozen` and `strict` stay. Places are drawn in an order by lot that a
+seed decides, so any number of them is a sample. A result is kept for as long as neither the module nor its
+test changes; an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Copy:
         path = self.folder / path_of(mutant.module)
         before, times = path.read_text("utf-8"), path.stat()
         path.write_text(changed_text(before, mutant), "utf-8")
-        # Another time than the compiled module's, whatever the size.
+        # A time unlike that of the compiled module, even if the size is the same.
         os.utime(path, (times.st_atime, times.st_mtime + 10))
         try:
             return self.run(test, seconds)
@@ -224,7 +224,7 @@ class Copy:
 
 
 class Results:
-    """What was found, a line each; a result is known by the texts of module and test."""
+    """Results, one a line; the key of a result is the text of module and test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,10 +1,11 @@
 """Do the tests see a wrong formula in the core: ``python -m benches.mutation_core`` changes it one place at a time.
 
-The changes are those of cargo-mutants (``cargo install cargo-mutants``): another operator, a condition turned round, a
-function that returns a constant. Each is made in a copy of the last commit; the extension is built from it, and the
-Python tests of the solver and its golden checksums run until the first fails, then the core's own tests. A change that
-neither sees has survived. Results of a commit are kept, line by line, and an interrupted run of it goes on with the
-next change; changes are tried in a random order that is always the same, so that any number of them is a sample.
+The changes are those of cargo-mutants (``cargo install cargo-mutants``): another operator, a condition turned
+round, a function that returns a constant. Each change is made in a copy of the last commit, and the extension
+is built from it. The Python tests of the solver and its golden checksums run until the first fails, then the
+core's own tests. A change that neither sees has survived. Results of a commit are kept line by line, so an
+interrupted run resumes with the next change. The random order of the changes is fixed: any number of them is
+a sample.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from loopq.terminal.table import render
 
 ROOT = Path(__file__).parents[1]
 SOURCES = Path("rust/loopq-core/src")
-#: What computes codes and scales.
+#: The code that computes codes and scales.
 FILES = ("proxy.rs", "gptq/*.rs", "grid/*.rs", "coordinate/*.rs", "factor/damped.rs", "factor/ordering.rs")
 TESTS = ("tests/test_golden.py", "tests/quantizers", "tests/layers/test_grid.py", "tests/native")
 #: They wait for signals or for memory, which no formula decides.
@@ -85,7 +86,7 @@ class Copy:
         return True
 
     def seen(self) -> str:
-        """Which tests fail: "python", "core" or, if none does, "survived"."""
+        """The tests that fail: "python", "core", or "survived" if all pass."""
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
         options += ["-k", f"not ({_WAITING})"]
         if self.run(sys.executable, "-m", "pytest", *options, *TESTS, seconds=TEST_SECONDS) != 0:

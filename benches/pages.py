@@ -15,7 +15,7 @@ def into(page: Path, name: str, text: str) -> None:
 
 
 def within(page: Path, name: str) -> str:
-    """What stands between the marks of a name."""
+    """The text between the marks of a name."""
     return _parts(page, name)[1].strip("\n")
 
 

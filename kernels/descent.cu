@@ -74,8 +74,8 @@ struct Descent {
         return v;
     }
 
-    // One code at a time: the next column whose change has a gain, in a circle. Shared memory: 16 bytes for the change, then two
-    // words per warp, used in turn.
+    // One code at a time: the next column with a gain, in a circle. Shared memory: 16 bytes for the change,
+    // then two words per warp, used in turn.
     LQ_DEVICE_METHOD void codes() const {
         const int d = p.columns, threads = thread_count(), t = thread_index();
         const u32 chosen = shared_base();

@@ -1,5 +1,5 @@
-// The small operations between the products of a recurrent block, one launch each: residual + norm (+ the next norm),
-// bias + rotation + attention of short sequences, and SwiGLU. They compute in float32 and round each stored value once.
+// The small operations of a recurrent block, one launch each: residual with one or two norms; bias, rotation
+// and attention of short sequences; SwiGLU. They compute in float32 and round each stored value once.
 // Contract: kernels/README.md.
 
 #include "primitives.cuh"

@@ -1,5 +1,5 @@
-// Levels of a table by their codes. A table is 16 bytes, one for each code: a level, in sixteenths of the scale, plus 128.
-// Include primitives.cuh first.
+// Levels of a table by their codes. A table is 16 bytes, one for each code. A byte is the level in sixteenths
+// of the scale, plus 128. Include primitives.cuh first.
 
 #ifndef LOOPQ_LEVELS_CUH
 #define LOOPQ_LEVELS_CUH

@@ -1,9 +1,9 @@
 // Everything in loopq's kernels that is not plain C++: thread indices, memory accesses and PTX instructions.
 //
 // A kernel file uses only the names below, takes shared memory as 32-bit addresses and never dereferences a
-// pointer itself. Two things follow. The source needs no CUDA header, so NVRTC compiles it anywhere; and a host
-// program can put its own definitions in place of this file (same include guard) and run the unchanged kernel
-// on a CPU with every access checked (tests/support/cuda/host).
+// pointer itself. Two things follow. The source needs no CUDA header, so NVRTC compiles it anywhere. A host
+// program can replace this file by its own definitions (same include guard) and run the unchanged kernel on a
+// CPU with every access checked (tests/support/cuda/host).
 //
 // Loads and copies are `volatile` so that the front end keeps them on their side of the waits and barriers; the
 // arithmetic is not, so that the compiler may schedule it.
@@ -174,7 +174,8 @@ LQ_DEVICE void let_next_kernel_start() {
 
 // ---- asynchronous copies, sm_80: 16 bytes per thread ------------------------------------------------------------
 
-// What the L2 should do with a stream that is read once: make room first (true), or treat it like any other.
+// How the L2 treats a stream that is read once: it makes room first (true), or treats the stream like any
+// other.
 LQ_DEVICE u64 l2_policy(bool evict_first) {
     u64 policy;
     if (evict_first) {

@@ -1,4 +1,5 @@
-// What the int4 products share: types, the way from codes to operands, and what one warp does with a pair of strips.
+// Code shared by the int4 products: types, the conversion of codes to operands, and one warp's work on a pair
+// of strips.
 //
 // A *pair* is two neighbouring strips of 16 outputs. A warp multiplies both with the same fragments of x, for kMt tiles of
 // 8 tokens. Its float32 sums are a *unit*: the pair's outputs for the warp's tokens. Include primitives.cuh
@@ -32,8 +33,8 @@ struct ScaleFp16 {
     LQ_DEVICE_MEMBER float load(u32 row, int column) { return f16_to_float(ld_shared_half(row + (u32)column * 2)); }
 };
 
-// Activation types. Two nibbles of each half-word are read where they stand, at bits 0-3 and 4-7: a 16-bit float that small
-// is subnormal or, in bfloat16 at bit 7, has the lowest exponent, and there its value is its bits times the smallest subnormal.
+// Activation types. Two nibbles of each half-word are read in place, at bits 0-3 and 4-7. A 16-bit float that small is
+// subnormal or (bfloat16, bit 7) has the lowest exponent, so its value is its bits times the smallest subnormal.
 // One fused multiply-add makes that (u - 8) / kUnit, exactly; the sums are multiplied by kUnit where they leave.
 struct Bf16 {
     static constexpr u32 kFromBit0 = 0x7f007f00u;     // 2^127: u * 2^-133 becomes u / 64
@@ -192,7 +193,7 @@ struct PairOfStrips {
                 for (int r = 0; r < 4; ++r) sums[i][t][r] = 0.0f;
     }
 
-    // From sums over codes / kUnit to sums over codes: a power of two, so nothing is rounded.
+    // From sums over codes / kUnit to sums over codes: the factor is a power of two, so the product is exact.
     LQ_DEVICE_METHOD void to_units(Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)

@@ -2,17 +2,17 @@
 //
 // Contract, layout and limits: kernels/README.md. How it works, in the order of the code:
 //
-// * Weights are the A operand of mma.m16n8k16 (16 output columns), tokens are B (8 tokens): one or seven tokens
-//   cost one mma per 16x16 block, sixteen cost two, and nothing is spent on tokens that are not there.
-// * q = u - 8 is made exact in the activation's own 16-bit type, up to one power of two for all (Bf16, Fp16 below); a group is
-//   summed in float32 and only the float32 sum is multiplied by the scale. No weight is ever rounded.
+// * Weights are the A operand of mma.m16n8k16 (16 output columns), and tokens are B (8 tokens). One to eight tokens
+//   cost one mma per 16x16 block, and sixteen cost two.
+// * q = u - 8 is exact in the activation's 16-bit type, up to one power of two for all (Bf16, Fp16 below). A group is
+//   summed in float32, and only that sum is multiplied by the scale. No weight is ever rounded.
 // * Two neighbouring strips of 16 columns make a *pair*; a warp multiplies both with the same x fragment. Two tiles
 //   of 64 rows make a *stage*: 2 KB of weights. A block owns `pairs` x `stages` of a K slice, as one list with K
 //   running fastest, cut into equal runs, one per warp. Every warp streams its own run through its own ring in
 //   shared memory: there is no block barrier in the main loop, and warps x (kStages - 1) x 2 KB are in flight.
 // * x of the slice lies in shared memory for the whole launch.
-// * A pair that several warps share is summed over the warps, a pair that several slices share over the slices,
-//   always in ascending K order: the result does not depend on which warp or block happens to finish first.
+// * A pair that several warps share is summed over the warps, and a pair that several slices share over the slices.
+//   The order is always that of ascending K, so the result does not depend on which warp or block finishes first.
 //
 // Compile-time choices (macros at the bottom): activation type with even levels or a table, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
 // end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages.
@@ -39,7 +39,7 @@ struct Share {
 // 32-bit throughout: a block has at most (n / 32) * (k / 128) * 16 < 2^31 for any weight that fits a GPU.
 LQ_DEVICE int run_start(const Share& s, int warp) { return s.pairs * s.stages * warp / s.warps; }
 
-// The warp whose run holds a stage: the inverse of run_start.
+// The warp that runs a stage: the inverse of run_start.
 LQ_DEVICE int run_owner(const Share& s, int stage) {
     return ((stage + 1) * s.warps - 1) / (s.pairs * s.stages);
 }
@@ -289,7 +289,8 @@ struct Gemm {
         u32 x_rows[kMt];
 #pragma unroll
         for (int t = 0; t < kMt; ++t) {
-            // Tokens beyond M repeat the last one: their products are finite or not as it is, and are never stored.
+            // Tokens beyond M repeat the last one, so they add no infinity or NaN, and their results are
+            // never stored.
             x_rows[t] = (u32)smaller(t * 8 + s.lane % 8, p.m - 1) * x_pitch + (u32)(s.lane / 8) * 16;
         }
         Sums part;
@@ -305,7 +306,8 @@ struct Gemm {
             own.clear(sums);
             for (; in_pair < to; ++in_pair, ++flat) {
                 copy_async_wait<kStages - 2>();
-                // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
+                // Every lane sees the stage's scales and has finished the stage before, so that stage's slot
+                // is refilled now.
                 warp_sync();
                 if (next.flat < s.end) fetch_next(next, slot == 0 ? kStages - 1 : slot - 1);
                 copy_async_commit();
@@ -319,8 +321,8 @@ struct Gemm {
         }
     }
 
-    // Stages [from, to) of a pair are summed. Whole pairs leave; the first part of a pair stays in the warp's own ring,
-    // which is drained by then (nothing follows it in the run), any other part in the warp's head slot.
+    // Stages [from, to) of a pair are summed. Whole pairs leave. The first part of a pair stays in the warp's own ring,
+    // which is drained by then, since nothing follows it in the run. Any other part goes to the warp's head slot.
     LQ_DEVICE_METHOD void end_segment(int pair, int from, int to, const Sums& sums) const {
         if (from == 0 && to == s.stages) {
             own.finish_slice(pair, sums);

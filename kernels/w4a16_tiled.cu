@@ -1,9 +1,9 @@
 // out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias) (+ addend)    for int4 weights q and more tokens than w4a16_gemm.cu takes.
 //
-// Contract, layout and limits: kernels/README.md. Codes, groups and sums are those of w4a16_gemm.cu (w4a16.cuh). What differs:
+// Contract, layout and limits: kernels/README.md. Codes, groups and sums are those of w4a16_gemm.cu (w4a16.cuh). The differences:
 //
-// * A block owns 64 kTokenWarps tokens and 256 / kTokenWarps outputs of a K slice; each of its 8 warps a pair of strips and
-//   64 tokens, so a code that is unpacked serves 64 tokens. Up to 128 tokens one block has all of them, and every weight is
+// * A block owns 64 kTokenWarps tokens and 256 / kTokenWarps outputs of a K slice. Each of its 8 warps owns a pair of strips
+//   and 64 tokens, so an unpacked code serves 64 tokens. Up to 128 tokens one block has all of them, and every weight is
 //   read once; beyond that the blocks of the same outputs are neighbours in the grid and find each other's weights in the L2.
 // * x does not stay: each stage of the block's one ring brings 64 rows of K, weights, scales and x, by 16-byte cp.async of all
 //   threads. One block barrier per stage says both that it is there and that the stage before may be overwritten.
@@ -45,7 +45,7 @@ struct Tiled {
     typedef PairOfStrips<Act, Scale, kMt> Pair;
     typedef typename Pair::Sums Sums;
 
-    // What a thread works on: the block's strips and tokens, and the warp's pair and first token within them.
+    // The work of a thread: the block's strips and tokens, and the warp's pair and first token within them.
     struct Place {
         int thread, lane, strip0, token0, pair, token;
     };

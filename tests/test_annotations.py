@@ -1,4 +1,4 @@
-"""What fits an annotation."""
+"""Values that fit an annotation."""
 
 from __future__ import annotations
 

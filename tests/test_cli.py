@@ -1,4 +1,4 @@
-"""The command line as a whole: usage, help, interrupts, and errors of the system."""
+"""The whole command line: usage, help, interrupts, and errors of the system."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_error_of_the_system_is_one_line_too(monkeypatch, command):
     [["quantize", "nowhere", "--out"], ["merge", "a", "b", "--out"], ["diagnose", "nowhere", "--html"]],
 )
 def test_a_place_that_cannot_be_written_is_said_before_any_work(args, tmp_path, command, monkeypatch):
-    """As on a read-only file system; whoever runs the tests may be allowed to write everywhere."""
+    """As on a read-only file system; the user of the tests may be allowed to write everywhere."""
     monkeypatch.setattr("os.access", lambda path, mode: False)
     code, _, err = command(*args, tmp_path / "new" / "o")
     assert code in (1, 2)
@@ -121,7 +121,8 @@ def test_arguments_that_a_command_does_not_have_are_told_with_those_like_them(ar
     ("set_to", "seen"), slow_unless(lambda c: c[0] is None, [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 )
 def test_threads_wait_without_spinning_unless_the_user_says_otherwise(set_to, seen):
-    """What torch's threads do while they wait is read from the environment when torch is loaded, so not before."""
+    """torch reads the waiting policy of its threads from the environment when it is loaded, so this is not
+    set earlier."""
     code = (
         "import os, sys\n"
         "from loopq.cli import main\n"

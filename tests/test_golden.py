@@ -44,6 +44,6 @@ FILES = json.loads(files.RECORD.read_text())
 def test_same_bytes_of_every_file(name, tmp_path):
     found, wanted = files.CASES[name](tmp_path), FILES[name]
     assert set(found) == set(wanted)
-    # Losses in the reports of a solve are sums of floats, whose last bits depend on the processor.
+    # Losses in the reports of a solve are sums of floats; their last bits depend on the processor.
     told = {n for n in wanted if not name.startswith("dump-") or n.endswith(".safetensors")}
     assert {n: found[n] for n in told} == {n: wanted[n] for n in told}

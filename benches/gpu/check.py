@@ -1,7 +1,7 @@
 """Does everything run on the device, and say what the processor says?
 
-Commands of a user on small trained models, and tiny random models of every adapter: each once on the processor and once
-on the device. What fails leaves the end of its traceback in the record and stops nothing.
+Commands of a user on small trained models, and tiny random models of every adapter: each once on the
+processor and once on the device. A failure puts the end of its traceback into the record and stops nothing.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ COMMANDS: dict[str, Callable[[str, Place, Place], Result]] = {
     "quantize, own text": quantized("--preset", "fast", "--calibration", "self"),
     "quantize, bfloat16": quantized("--preset", "fast", "--dtype", "bfloat16"),
 }
-#: Commands whose results do not depend on gradients, the own text of a model, or the rounding of its activations.
+#: Commands with results that do not depend on gradients, the model's own text, or rounded activations.
 EXACT = ("quantize, paper", "quantize, fast")
 
 
@@ -304,7 +304,7 @@ def adapters(share: int, of: int) -> dict[str, Work]:
     return {f"adapter: {name}": adapted(case) for name, case in list(CASES.items())[share::of]}
 
 
-#: What a process does, one thing after the other: what reads a result stands behind what made it.
+#: Steps of a process in order: a step that reads a result follows the step that makes it.
 GROUPS: dict[str, Callable[[], dict[str, Work]]] = {
     "first": lambda: on(
         MODELS[0], ("quantize, fast", "collect, loop metric", "solve", "check", "collect, rows", "diagnose")
@@ -324,7 +324,8 @@ GROUPS: dict[str, Callable[[], dict[str, Work]]] = {
 
 
 def work_through(group: str, seconds: float, dry: bool, rows: Any) -> None:
-    """Do a group's work while time is left, in a process of its own; put a row for each thing in a queue, None last."""
+    """Do a group's work in a separate process while time is left; put a row for each item in a queue, None
+    last."""
     import pytest
     import torch
 
@@ -371,7 +372,7 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
         worker.start()
     found: list[Row] = []
     at_work = len(workers)
-    # What hangs, or died without a word, is not waited for.
+    # A process that hangs or died silently is not waited for.
     while at_work and time.monotonic() - began < seconds + 5 and any(w.is_alive() for w in workers):
         try:
             row = rows.get(timeout=1.0)

@@ -19,7 +19,7 @@ from torch import nn
 from benches.kernels.sections import Keep, Section
 
 Stage = dict[str, Any]
-#: Seconds between two looks of the record at a stage that goes on.
+#: Seconds between two polls of the record during a stage.
 KEEP_EVERY = 5.0
 
 

@@ -1,4 +1,4 @@
-"""What the kernel's cuts can reach on paper: the table of docs/kernels.md. No GPU, no measurement.
+"""Bounds of the kernel's cuts on paper: the table of docs/kernels.md. No GPU, no measurement.
 
 usage (in the root of the repository): python -m benches.kernels.estimate [slots]
 

@@ -1,4 +1,4 @@
-"""What every measurement of the kernels shares: the procedure, timing, and exactness against float64.
+"""Code shared by all measurements of the kernels: the procedure, timing, and exactness against float64.
 
 Every function returns plain numbers for a JSON record and prints nothing. The backend brings the clock and the
 graphs, so all of it also runs, untimed, on a stand-in for a GPU.

@@ -179,7 +179,7 @@ def threshold(s: Setting) -> dict[str, Any]:
 
 
 def rollout(s: Setting) -> dict[str, Any]:
-    """Rollouts of 32 steps: graphs, fusions, overlap, and the eager way; as many as there is time for."""
+    """Rollouts of 32 steps with graphs, fusions and overlap, and the eager way; as many as time allows."""
     from benches.kernels.rollouts import compare_rollouts
 
     began, longest = time.monotonic(), 0.0

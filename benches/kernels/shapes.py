@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[Projection, ...]] = {
 
 
 def shapes_of(name: str) -> dict[str, tuple[Projection, ...]]:
-    """Layers of every model of that name, or whose name begins with it: "parcae" gives both sizes.
+    """Layers of every model with that name or prefix: "parcae" gives both sizes.
 
     Raises
     ------

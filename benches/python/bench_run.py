@@ -6,11 +6,12 @@
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
 Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
-transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and
-the GGUF file that `loopq export` wrote of the model's checkpoint, llama.cpp generates from the same prompt on as many
-threads: its Q4_0 is `--group-size 32`. Logits with codes are compared before anything is timed; speeds are the best of
-the trials, taken in turn, llama.cpp's behind them. Last stands what the runner takes for a token, for one block and the
-head, and for a token whose blocks are all the same one, which stays in cache.
+transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has
+`xllamacpp`, and the GGUF file that `loopq export` wrote of the model's checkpoint, llama.cpp generates from
+the same prompt on as many threads: its Q4_0 is `--group-size 32`. Logits with codes are compared before
+anything is timed; speeds are the best of the trials, taken in turn, llama.cpp's behind them. The last rows
+are the runner's times for a token, for one block and the head, and for a token with the same block
+throughout, which stays in cache.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ print(took, peak() - before)
 
 
 def loading(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds and peak memory of loading, and of one call, each in a process of its own."""
+    """Seconds and peak memory of loading and of one call, each in a separate process."""
     found = []
     for name, folder, how in (
         ("codes", args.checkpoint, "codes"),
@@ -200,7 +201,7 @@ def timed(decoder: Decoder, prompt: list[int], n_tokens: int) -> tuple[float, fl
 
 
 def llama(args: argparse.Namespace, prompt: list[int], threads: int) -> tuple[float, float]:
-    """The same by llama.cpp, whose server's time for the request counts too."""
+    """The same by llama.cpp, with its server's time for the request."""
     asked = json.dumps([prompt, args.tokens, args.trials])
     done = subprocess.run(
         [args.llama, "-c", LLAMA, args.gguf, asked, str(threads)],

@@ -1,4 +1,4 @@
-"""What every benchmark's record says about where it ran."""
+"""Fields of every benchmark's record about its machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def factored(h: np.ndarray, precision: Any, threads: int) -> _native.DampedFacto
 
 
 def about(**more: Any) -> dict[str, Any]:
-    """Give date, machine, instruction set, load and version, and what else is worth saying."""
+    """Give date, machine, instruction set, load, version, and further fields."""
     pairs = [x.partition(":") for x in Path("/proc/cpuinfo").read_text().splitlines()]
     cpu = {key.strip(): value.strip() for key, _, value in pairs}
     return {

@@ -1,8 +1,8 @@
 """Peak memory: of a part of a process, and of every command beside its estimate.
 
-`python -m benches.quality.peak MODEL ...` runs the commands one after the other, each in a process of its own, and
-prints a table. Both numbers are above what the process holds once everything is imported. `--random` makes a model of
-104 million random weights first.
+`python -m benches.quality.peak MODEL ...` runs the commands one after the other, each in a separate process,
+and prints a table. Both numbers are above what the process holds once everything is imported. `--random`
+makes a model of 104 million random weights first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMANDS = {
     "export": "export {room}/q --out {room}/e --format compressed-tensors",
     "run": "run {room}/q 5,6,7 --n-tokens 8",
 }
-#: What a process imports before its baseline is taken, and how it tells both numbers.
+#: Imports of a process before its baseline, and the code that reports both numbers.
 CHILD = """
 import json, sys, warnings
 import torch, transformers, safetensors.torch

@@ -1,8 +1,9 @@
 """One method on one model, in the environment of its tool: `python -m benches.quality.peer JOB.json`.
 
-JOB names the tool, the model, its prompts and the results to make; for each a file `NUMBER.npz` with the dequantized
-weights is written beside it, and a line of JSON is printed: CPU seconds and peak memory, or why it was refused.
-Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt at a time.
+JOB names the tool, the model, its prompts and the results to make. For each result the file `NUMBER.npz` with
+the dequantized weights is written beside it. A line of JSON gives CPU seconds and peak memory, or the reason
+of a refusal. Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt
+at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Subject:
         return found
 
     def blocks(self) -> list[str]:
-        """Class names of what stands in lists of modules: what the tools take for the layers of a model."""
+        """Class names of the members of module lists: the tools treat these as the layers of a model."""
         lists = [m for m in self.system.model.modules() if isinstance(m, nn.ModuleList)]
         return sorted({type(block).__name__ for blocks in lists for block in blocks})
 
@@ -97,7 +98,8 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
 def llmcompressor(
     observer: str | None, order: str | None = "default", pipeline: str = "basic", preset: str | None = None
 ) -> Method:
-    """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight. `preset` is a scheme of its own."""
+    """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight. `preset` replaces the
+    scheme."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -109,7 +111,7 @@ def llmcompressor(
             num_bits=bits, group_size=group, strategy="group", symmetric=True, observer=observer
         )
         targets = [f"inner.{name.removesuffix('.weight')}" for name in modules]
-        # Left alone the modifier takes an order of its own, "static".
+        # By default the modifier uses the order "static".
         chosen = {} if order == "default" else {"actorder": order}
         scheme = QuantizationScheme(targets=targets, weights=args)
         if preset is not None:
@@ -129,7 +131,7 @@ def llmcompressor(
 
 
 class Processor:
-    """What a prompt is made of is numbers already."""
+    """The prompts are numbers already."""
 
     def save_pretrained(self, folder: str) -> None:
         """Nothing is saved."""
@@ -235,7 +237,7 @@ FLOATS: dict[str, Callable[[], Method]] = {
 
 
 def main() -> None:
-    """Run a job; each result starts from the model as it is stored."""
+    """Run a job; each result starts from the stored model."""
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     torch.set_num_threads(job["threads"])
@@ -253,7 +255,7 @@ def main() -> None:
             line |= {"seconds": time.process_time() - began, "memory_mib": peak.mib()}
             np.savez(path.with_name(f"{number}.npz"), **found)
         except Exception as error:  # noqa: BLE001
-            # Whatever a tool refuses with belongs in the record, and the next result may go well.
+            # A tool's refusal belongs in the record, and the next result may succeed.
             line["refused"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         print(json.dumps(line), file=answers, flush=True)
 

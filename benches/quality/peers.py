@@ -1,12 +1,12 @@
 """loopq beside other tools at equal bits: `make peers`, or `python -m benches.quality.peers [MODEL ...]`.
 
-Each tool runs in an environment of its own, `.cache/venv-TOOL`, which `make peers` makes; one that is not there is left
-out and named. Same model, same calibration prompts (as many as loopq takes where no number is asked for), same initial
-states, same grid, same evaluation. MODEL is a name of the zoo, "plbert", or one with a planted massive activation at
-step 0 ("ouro_small+spike") or at a token ("ouro_small+token"), or with a loud channel ("huginn_small+outlier"). Results
-are saved in .cache/peers, and an interrupted run is resumed. The record goes to benches/record: KL with 95 % intervals
-over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU seconds and peak memory; the worst model of
-each method.
+Each tool runs in its own environment `.cache/venv-TOOL`, which `make peers` makes; a missing one is left out
+and named. Model, calibration prompts, initial states, grid and evaluation are the same for all. By default
+the prompts are as many as loopq takes. MODEL is a name of the zoo, "plbert", or one with a planted massive
+activation at step 0 ("ouro_small+spike") or at a token ("ouro_small+token"), or with a loud channel
+("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record
+goes to benches/record. It holds the KL with 95 % intervals over prompts at the depths N, N/2 and 2N, and on
+text of another kind. It also holds CPU seconds, peak memory, and the worst model of each method.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from loopq.settings.execution import Execution
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
 PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
-#: What a calibration text gets by default; other tools, and their algorithms in our code, get it as it is.
+#: Default treatment of a calibration text; other tools, and their algorithms in our code, get the raw text.
 _RANDOM = {"random_tokens": RANDOM_TOKENS}
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
@@ -274,7 +274,7 @@ class Saved:
 def asked_of(
     name: str, draw: int, grids: list[tuple[int, int]], chosen: list[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Every result that is asked for, with its tool."""
+    """Every requested result with its tool."""
     found = []
     for tool in chosen:
         for variant in OURS if tool == "loopq" else TOOLS[tool]:
@@ -288,7 +288,7 @@ def asked_of(
                 }
                 if tool == "loopq":
                     settings = OURS[variant]
-                    # What no option says may change: a result is of the defaults that it was made with.
+                    # Defaults may change: a result belongs to the defaults of its time.
                     unsaid = GPTQCD().flat()
                     descends = settings.get("method", "gptq-cd") == "gptq-cd"
                     key["settings"] = [settings, unsaid] if descends else settings

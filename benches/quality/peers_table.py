@@ -41,7 +41,7 @@ SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
     "loopq fast", "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS,
 )  # fmt: skip
-#: What a row may have of the best other tool's KL, or of another row's, by grid.
+#: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
     ("loopq default", None, {(4, 128): 0.75, (4, 32): 0.75, (3, 32): 0.75, (2, 32): 0.75}),
     ("loopq best", None, {(4, 128): 0.40, (4, 32): 0.40, (3, 32): 0.40, (2, 32): 0.33}),
@@ -69,7 +69,8 @@ def processor() -> str:
 
 
 def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: list[str]) -> str:
-    """Every table: KL of each model, ratios to the best other tool, other depths and text, intervals, refusals."""
+    """Every table: KL of each model, ratios to the best other tool, other depths and texts, intervals and
+    refusals."""
     done = [r for r in records if "refused" not in r]
     cpus = ", ".join(dict.fromkeys(r["cpu"] for r in records))
     parts = ["# loopq beside other tools", "", f"{cpus}; settings `{settings}`.", "", WHAT, ""]
@@ -91,7 +92,8 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
 
 
 def page(records: Rows, ours: list[str]) -> str:
-    """What the page in docs shows of the record: ratios to the best other tool with their cost, and depths."""
+    """The part of the record for the page in docs: ratios to the best other tool with their cost, and
+    depths."""
     plain, planted = split([r for r in records if "refused" not in r])
     parts = [_summary(plain, ours)]
     if planted:

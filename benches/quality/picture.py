@@ -1,10 +1,11 @@
 """The picture of the README, drawn from records alone: `python -m benches.quality.picture [--out FOLDER]`.
 
-Left, calibration blindness: the KL of each model solved from one step and from all steps, over the KL of rounding. From
-the newest peers-DATE.json where it has these for most of the models of the newest main-table-DATE.json, else from that.
-Right: KL against bits a weight, loopq beside other tools, from the newest peers-DATE.json; geometric mean over models
-that loopq and llm-compressor have at all bits, those that show most. A tool without all of them is left out and
-named in what the command prints. Writes picture-light.svg and picture-dark.svg.
+Left, calibration blindness: the KL of each model solved from one step and from all steps, over the KL of
+rounding. From the newest peers-DATE.json where it has these for most of the models of the newest
+main-table-DATE.json, else from that. Right: KL against bits per weight, for loopq and other tools, from the
+newest peers-DATE.json. It shows the geometric mean over the models that loopq and llm-compressor have at all
+bits. A tool without all of them is left out and named in what the command prints. Writes picture-light.svg
+and picture-dark.svg.
 
 types-light.svg and types-dark.svg: types of GGUF and FP4 by loopq and by the engines' tools, KL against bits, from the
 newest gguf-DATE.json.
@@ -30,7 +31,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMeth
 from benches.pages import RECORD, ROOT
 from benches.quality.peers_table import NOT_EQUAL, Rows, means
 
-#: Ratios of KL to that of rounding, for each model: one step, all steps and, where it is known, loopq's default.
+#: Ratio of KL to that of rounding for each model: one step, all steps, and loopq's default if known.
 Ratios = dict[str, dict[str, float]]
 STEPS = {
     "one step": "GPTQ, one step, paper",

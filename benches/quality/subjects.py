@@ -1,4 +1,4 @@
-"""What the comparison with other tools is made on: a model, plain or planted, with its prompts."""
+"""Subjects of the comparison with other tools: a model, plain or planted, with its prompts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ COMMITS = {
 #: Bytes of each kind.
 SIZES = {"calibration": 170_000, "evaluation": 80_000}
 PASSAGE, SHORT = 2400, 1000
-#: What each use takes: textbooks, book of mathematics, languages, and files of loopq's own.
+#: Texts of each use: textbooks, a book of mathematics, languages, and files of loopq.
 BOOKS = {
     "calibration": ("Introduction to Anthropology", "Principles of Economics 3e"),
     "evaluation": ("Life, Liberty, and the Pursuit of Happiness", "College Success"),
@@ -161,7 +161,8 @@ def _git(sources: Path, name: str, *words: str) -> str:
 
 
 def _files(sources: Path, name: str, pattern: str, each: int = 1) -> list[tuple[str, str]]:
-    """Path and text of the files of a repository whose whole path matches, or of every second, third, ... of them."""
+    """Path and text of the files of a repository with a matching path, or of every second, third, ... of
+    them."""
     listed = _git(sources, name, "ls-tree", "-r", "--name-only", COMMITS[name]).split("\n")
     chosen = [path for path in listed if re.fullmatch(pattern, path)][::each]
     return [(path, _git(sources, name, "show", f"{COMMITS[name]}:{path}")) for path in chosen]

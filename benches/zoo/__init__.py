@@ -6,7 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WEIGHTS = HERE / "weights"
-#: Cards of the models whose weights are too large for the repository.
+#: Cards of the models with weights too large for the repository.
 MEDIUM = HERE / "medium"
 #: Where `make zoo-medium` puts their weights.
 TRAINED_HERE = HERE.parents[1] / ".cache" / "zoo" / "weights"

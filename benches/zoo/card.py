@@ -112,7 +112,7 @@ def _unit(results: dict[str, Any]) -> str:
 
 
 def _level(results: dict[str, Any]) -> str:
-    """What a token is."""
+    """The meaning of a token."""
     if _unit(results) == "bytes":
         return "byte level"
     return f"subwords of {results['bytes_per_token']:.2f} bytes on the mean"

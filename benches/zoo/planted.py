@@ -175,7 +175,7 @@ def plant_adapter_outlier(
 
 
 def _untied(model: SmallHuginn) -> SmallHuginn:
-    """Return a copy whose embedding table is its own parameter where it feeds the adapter directly."""
+    """Return a copy with a separate embedding table where the table feeds the adapter directly."""
     if model.config.n_prelude or not model.config.tie_embeddings:
         return copy.deepcopy(model)
     apart = SmallHuginn(dataclasses.replace(model.config, tie_embeddings=False))
@@ -185,7 +185,7 @@ def _untied(model: SmallHuginn) -> SmallHuginn:
 
 
 def _embedding_source(model: SmallHuginn) -> Tensor:
-    """Return the parameter whose last axis scales the adapter's embedding input, channel by channel."""
+    """Return the parameter with a last axis that scales the adapter's embedding input channel by channel."""
     prelude = model.transformer["prelude"]
     if not len(prelude):
         table: Tensor = model.transformer["wte"].weight

@@ -1,4 +1,5 @@
-"""What `loopq --register benches/zoo/register.py COMMAND` runs, so that the folders in `weights/` can be opened.
+"""`loopq --register benches/zoo/register.py COMMAND` runs this, so that it can open the folders in
+`weights/`.
 
 From Python in the repository's root, `import benches.zoo.register` does the same.
 """

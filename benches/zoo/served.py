@@ -1,9 +1,11 @@
-"""What it is worth to calibrate as a model is served, on SmolLM2's loop: special tokens, template, own text, depths.
+"""Gain of calibration in the format that a model is served in, on SmolLM2's loop: special tokens, template,
+own text, depths.
 
-``python -m benches.zoo.served`` quantizes ``.cache/smollm2/looped`` with preset fast at INT3 in groups of 64, on 32
-prompts of 128 tokens of each kind, and measures each result on raw text and on chats in a template. The tokenizer of
-the package adds no special token and has no template, so both are given here: ``<|im_start|>`` first, as a tokenizer
-with BOS does, and turns in ChatML. ``python -m benches.zoo.served sink`` prints the attention on the first token.
+``python -m benches.zoo.served`` quantizes ``.cache/smollm2/looped`` with preset fast at INT3 in groups of 64,
+on 32 prompts of 128 tokens of each kind. It measures each result on raw text and on chats in a template. The
+tokenizer of the package adds no special token and has no template, so this file gives both. ``<|im_start|>``
+comes first, as from a tokenizer with BOS, and turns follow ChatML. ``python -m benches.zoo.served sink``
+prints the attention on the first token.
 """
 
 from __future__ import annotations

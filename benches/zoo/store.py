@@ -21,8 +21,8 @@ def save_model(model: nn.Module, folder: str | Path, dtype: torch.dtype | None =
     folder : path
         Made if it is absent.
     dtype : torch.dtype, optional
-        Storage type; the weights as they are when absent. What is stored is the model: load it back before measuring
-        anything.
+        Storage type; the weights as they are when absent. The stored weights are the model: load them back
+        before measuring anything.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

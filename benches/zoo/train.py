@@ -1,4 +1,4 @@
-"""Train small models: ``python -m benches.zoo.train NAME``; stop it at will, it goes on where it was.
+"""Train small models: ``python -m benches.zoo.train NAME``; a stopped run resumes.
 
 Every step draws its batch, depth and noise from (seed, step) alone, so a resumed run walks the same path.
 The finished weights are rounded to float16 and measured after that; the card is made of what was measured.
@@ -63,8 +63,8 @@ def text_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int, seed: int) -
 def chain_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int) -> torch.Tensor:
     """Return the mean loss in nats over the thoughts and the answer of `benches.zoo.chains`.
 
-    Pass ``t`` is asked for hop ``t`` of the chain through the head. The answer spells the hops from the last pass's on,
-    so that following the map is also learnt on letters, where it is easier.
+    Pass ``t`` predicts hop ``t`` of the chain through the head. The answer spells the hops from the last
+    pass's on, so that following the map is also learnt on letters, where it is easier.
     """
     model, question, hops = system.model, rows[:, :QUESTION_LENGTH], rows[:, QUESTION_LENGTH:]
     ids = marked(

@@ -140,7 +140,7 @@ def test_a_collection_killed_while_it_clears_up_is_taken_for_finished(job, tmp_p
 
 
 def left_by_the_dead(file, text):
-    """What a process that was killed while it wrote a file has left of it."""
+    """The leftovers of a process that was killed while it wrote a file."""
     dead = os.fork()
     if not dead:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""A killed run goes on only with the inputs that it had: each is changed in turn, and named."""
+"""A killed run resumes only with its old inputs: each is changed in turn, and the refusal names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts in whatever way they are given."""
+"""Prompts in every accepted form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: their options and their help."""
+"""Properties of all commands: their options and their help."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_help_all_shows_every_option_once_in_its_group(command):
     assert "(default 128)" in words
     assert "method gptq, gptq-cd, trellis: --damping X" in words
     assert "how a size is divided between layers: --fit BUDGET" in words
-    # What is off, or the model's own, has no default to show.
+    # Options that are off or come from the model have no default to show.
     assert "default None" not in text
     assert "default none)" in text.partition("--rotation KIND")[2]
     assert text.count("default none") == 1

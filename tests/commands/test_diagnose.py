@@ -19,7 +19,7 @@ def test_diagnose_a_model(saved_model, tmp_path, command):
     assert code == 0, err
     assert "transformer.adapter.weight: " in text
     assert "1 of 9 layers feedback-exposed" in text
-    # The numbers of the sections that were asked for.
+    # The numbers of the requested sections.
     assert {"ranks", "ablation"} <= set(text.splitlines())
     assert [line for line in text.splitlines() if line.startswith("layers.transformer.adapter.weight ")]
     assert json.loads(data.read_text())["format"] == "loopq-diagnosis"

@@ -19,7 +19,7 @@ NUMBERS = [n for n, leaf in LEAVES.items() if any(word in str(leaf.annotation) f
 
 
 def refused(capsys, *args):
-    """What is said of a wrong option."""
+    """The message about a wrong option."""
     with pytest.raises(SystemExit) as stop:
         PARSER.parse_args([*BASE, *args])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""`loopq quantize --dry-run` and `--table`: nothing is written."""
+"""`loopq quantize --dry-run` and `--table` write nothing."""
 
 from __future__ import annotations
 

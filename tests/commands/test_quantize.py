@@ -104,7 +104,7 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--method", "rtn", "--precision", "float32"], "--precision goes with --method gptq; method rtn"),
         (["nowhere", "--sweeps", "2"], "--sweeps goes with --inputs asymmetric; inputs open would not read it"),
         (["nowhere", "--fit-bits", "3,4"], "--fit-bits goes with --fit"),
-        # What the model is needed for.
+        # The reason for needing the model.
         (["nowhere"], "no model 'nowhere'"),
         (["{model}", "--steps", "7"], "the rollout has 3 steps, 0 to 2"),
         (["{model}", "--exclude", "zzz"], "matches no shared parameter"),

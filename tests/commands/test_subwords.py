@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(model, texts) -> Path:
-    """What `loopq quantize` makes of it."""
+    """The result of `loopq quantize` for it."""
     out = model.parent / "q"
     assert main(["quantize", str(model), "--out", str(out), "--calibration", str(texts), *FEW, *SMALL]) == 0
     return out

@@ -51,12 +51,13 @@ def test_the_whole_demo(whole):
     check(whole)
 
 
-# What rows without drawn labels differed by between an AMD and an Intel processor (docs/loop-metric.md): RTN and one
-# step by nothing that the table shows, the trajectory by 0.00002 of 0.00850 nats and 0.03 points. Four times that.
+# Differences of rows without drawn labels between an AMD and an Intel processor (docs/loop-metric.md). RTN
+# and one step: none that the table shows. Trajectory: 0.00002 of 0.00850 nats and 0.03 points. Four times
+# that.
 ROUNDING = {"kl": 0.01, "agreement": 0.12}
-# Rows of loopq are a mean and a standard deviation s over eight draws of labels. The demo makes one more, and what
-# another processor's rounding does to it is at worst another draw: 99 % of draws lie within t s sqrt(1 + 1/8) of the
-# mean, t = 3.50 with seven degrees of freedom.
+# Rows of loopq are a mean and a standard deviation s over eight draws of labels. The demo makes one more
+# draw, and another processor's rounding is at worst another draw. 99 % of draws lie within t s sqrt(1 + 1/8)
+# of the mean, t = 3.50 with seven degrees of freedom.
 DRAW = 3.50 * (1 + 1 / 8) ** 0.5
 #: Standard deviation of the agreement at INT4 over the same draws, in points (docs/loop-metric.md).
 AGREEMENT_SD = 0.21

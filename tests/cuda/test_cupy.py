@@ -1,4 +1,5 @@
-"""The real CuPy, without a GPU: what this package asks of it is there, takes these arguments, and compiles our sources.
+"""The real CuPy without a GPU: the functions that this package uses exist, take these arguments, and compile
+our sources.
 
 The stand-in of tests/support/cuda/fake_cupy.py has the same names; here they are held against the library itself.
 """

@@ -1,4 +1,4 @@
-"""Loading and launching with a stand-in for CuPy: what is asked of it, and every refusal before that."""
+"""Loading and launching with a fake CuPy: the calls that it receives, and every refusal before them."""
 
 from __future__ import annotations
 

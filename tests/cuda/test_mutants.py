@@ -144,7 +144,7 @@ def notice(library: Path, message: str, case: Case, monkeypatch: pytest.MonkeyPa
 
 
 def complaint(case: Case) -> str | None:
-    """What the emulation says about a case: an error, "wrong result", or None if it found nothing."""
+    """The emulation's verdict on a case: an error, "wrong result", or None if it found nothing."""
     problem = make_problem(case)
     try:
         result = run(problem)

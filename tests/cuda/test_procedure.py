@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that need no GPU: statistics, shapes, and both verifications, emulated."""
+"""The parts of the benchmarks that need no GPU: statistics, shapes, and both emulated verifications."""
 
 from __future__ import annotations
 

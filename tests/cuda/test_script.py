@@ -41,7 +41,7 @@ def test_every_section_runs_and_every_target_gets_its_row(
     others = {"check", *phases.RUNS}
     assert {row[0] for row in rows if row[2] == "open"} == others
     verdicts = {row[0]: row[2] for row in rows}
-    # What does not depend on a clock or on Huginn's size holds in emulation too.
+    # Results that do not depend on a clock or on Huginn's size hold in emulation too.
     exact = [v for k, v in verdicts.items() if "comparisons" in k or "edges" in k or "same bits" in k]
     assert len(exact) == 3
     assert verdicts["graph replay equals eager, bit for bit"] == "met"
@@ -93,7 +93,7 @@ def test_another_machine_does_not_join_a_record(record: Path) -> None:
 
 @pytest.mark.slow
 def test_the_shell_file_runs_and_counts_failures(tmp_path: Path) -> None:
-    """Two sections and a name that is none, the short way; the sanitizer is not asked for."""
+    """Two sections and an unknown name, the short way; the sanitizer does not run."""
     compiler()
     env = {**os.environ, "PYTHON": sys.executable, "TOTAL_SECONDS": "200"}
     shell = str(SHELL)

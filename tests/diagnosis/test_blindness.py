@@ -15,7 +15,7 @@ GRID = DiagnoseConfig(bits=3, group_size=16).layer(16)
 
 
 def problem(narrow: bool, seed: int = 0):
-    """A layer whose step 0 shows three directions, or as many as the later steps."""
+    """A layer with three directions at step 0, or as many as at the later steps."""
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(24, 32)).astype(np.float32)
     base = rng.normal(size=(32, 32)) / 6

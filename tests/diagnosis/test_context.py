@@ -1,4 +1,4 @@
-"""What the sections of a diagnosis share."""
+"""Data shared by the sections of a diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a diagnosis will take, said before it."""
+"""The estimate of a diagnosis, printed before it."""
 
 from __future__ import annotations
 

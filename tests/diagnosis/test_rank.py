@@ -1,4 +1,4 @@
-"""Ranks, spectra, overlaps and proxies on matrices whose answers are known."""
+"""Ranks, spectra, overlaps and proxies on matrices with known answers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The whole diagnosis: every section, what is left out and why, resuming, dumps, verdicts."""
+"""The whole diagnosis: every section, reasons for leaving one out, resuming, dumps and verdicts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Weights of a system in the place of its own: refusals, orientation, parts."""
+"""Weights that replace a system's own: refusals, orientation, parts."""
 
 from __future__ import annotations
 

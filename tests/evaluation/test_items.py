@@ -15,7 +15,7 @@ from loopq.evaluation.items import TASKS, Item, read_items
 
 
 def write(data: Path, task: str, *records: Any) -> Path:
-    """Write a task's file, each record a line, and return it; what is bytes is written as it is."""
+    """Write a task's file with a record per line, and return it; bytes are written unchanged."""
     path = data / TASKS[task].files[0]
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in records))

@@ -30,7 +30,8 @@ def test_every_token_of_a_continuation_is_scored_once() -> None:
 
 
 def test_whole_texts_are_cut_as_the_harness_cuts_them() -> None:
-    # Inputs of 4: the token before the text and 4 of its own, then 4 after one, then 2 after 3 that fill the input.
+    # Inputs of 4 tokens: first the token before the text and 4 of the text. Then 4 tokens after one. Then 2
+    # after 3 that fill the input.
     assert windows_of([99], range(10), 5) == [
         ([99, 0, 1, 2, 3], 4),
         ([3, 4, 5, 6, 7], 4),

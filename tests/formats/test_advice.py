@@ -86,7 +86,7 @@ class Asked:
 
 
 _SIZES = {"nvfp4": 16}
-#: What a message advises, and what one does who follows it.
+#: The advice of a message, and the action of a user who follows it.
 ADVICE = (
     (r"--exclude", lambda a, m: a.but(name="")),
     (r"use the format '(\w+)'", lambda a, m: a.but(form=m[1])),
@@ -129,7 +129,7 @@ KINDS = (
 
 
 def reason(error):
-    """What a refusal says, without the names and numbers of its case."""
+    """The text of a refusal without the names and numbers of its case."""
     return re.sub(r"layer \S+|\d+", "", str(error).partition(";")[0])
 
 

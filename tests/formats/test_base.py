@@ -1,4 +1,4 @@
-"""What every format owes: reasons for refusing, nothing half written."""
+"""Duties of every format: reasons for refusing, and no half-written files."""
 
 from __future__ import annotations
 

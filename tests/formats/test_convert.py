@@ -78,7 +78,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):
     np.testing.assert_array_equal(
         read_any(base / "out").layers[made.name].dequantize(), dequantized(made).astype("f4")
     )
-    # What a reader that knows nothing of loopq finds stands for the same weight.
+    # The weight that a reader without knowledge of loopq decodes.
     shutil.copytree(base / "out", base / "bare")
     if form != "native":
         (base / "bare" / RECORD).unlink()

@@ -22,7 +22,7 @@ from tests.support.interop import models
 from tests.support.runs import digest
 
 SETTINGS: dict[str, Any] = {"method": "rtn", "group_size": 16}
-#: What vLLM's class of HRM-Text has in a layer.
+#: Parts of a layer in vLLM's class of HRM-Text.
 OWN = {"attn.gqkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
 
 

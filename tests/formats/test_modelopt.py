@@ -106,7 +106,8 @@ def test_a_damaged_factor_is_refused(tmp_path, factor):
 
 
 def test_a_weight_of_modelopt_itself_is_equal_to_the_last_bit():
-    """Made by `NVFP4QTensor.quantize` of ModelOpt 0.47; the digest is that of its own `dequantize` in float32."""
+    """Made by `NVFP4QTensor.quantize` of ModelOpt 0.47; the digest is that of ModelOpt's `dequantize` in
+    float32."""
     codes = (
         "dda944fae2225195fe44e47ac41966d50b1b1223490a73ee3a1499923a75cda5"
         "4b557d2abeaa5c49380ca425798ecd40d622ef190122c2c4f988248caba65154"

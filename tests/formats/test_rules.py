@@ -1,4 +1,4 @@
-"""What `loopq export --engine` refuses, and the page that prints it."""
+"""Refusals of `loopq export --engine`, and the page that prints them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DOCS = Path(__file__).parents[2] / "docs"
 
 
 def layers(**grids):
-    """Layers of 64 columns by name, each of its own grid."""
+    """Layers of 64 columns by name, each with another grid."""
     weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     found = {}
     for name, grid in grids.items():

@@ -44,7 +44,7 @@ def test_code_times_scale_is_exact_in_sixteen_bits(bits, kind, name, width, meth
         result = core.gptq(WEIGHT, native.DampedFactor(HESSIAN, mu), **settings)
     values = core.dequantize(result["codes"], result["scales"], None, 32)
     np.testing.assert_array_equal(float_to_raw(values, name).float32(), values)
-    # With one bit more some product needs rounding: the bound is the right one.
+    # One bit more makes some product round, so the bound is tight.
     settings["scale_bits"] = width + 2 - bits
     more = core.rtn(WEIGHT, **settings)
     values = core.dequantize(more["codes"], more["scales"], None, 32)

@@ -79,7 +79,7 @@ def digest(layers):
 
 
 def machine():
-    """What the last bits of products and gradients may depend on."""
+    """Settings that may change the last bits of products and gradients."""
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()
@@ -143,7 +143,7 @@ EXACT = {
     "outside": {**G, "bits": 3, "outside": 8},
     "gptq-cd-diagonal": {**CD, "order": "diagonal", "rounds": 1},
 }
-#: Products by NumPy or torch whose last bits depend on the processor: elsewhere nearly all codes agree.
+#: Products by NumPy or torch; their last bits depend on the processor, so elsewhere nearly all codes agree.
 ROUNDED = {
     "gptq-hadamard": {**G, "bits": 3, "rotation": "hadamard:8"},
     "gptq-random": {**G, "bits": 3, "rotation": "random", "rotation_seed": 2},
@@ -176,7 +176,7 @@ def solved(case):
 
 
 def beyond():
-    """Cases whose settings are objects: bits under a budget."""
+    """Cases with objects as settings: bits under a budget."""
     from loopq.run.budget import Fit
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4, "levels": ("even",)}

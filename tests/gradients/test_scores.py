@@ -1,4 +1,4 @@
-"""What the quantization of one layer costs the model, predicted and measured."""
+"""The model's loss from the quantization of one layer, predicted and measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from loopq.systems.declare import parameter_of
 
 
 def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
-    """In the quadratic regime the prediction is the measured KL up to sampling, and ranks layers alike."""
+    """The prediction equals the measured KL up to sampling in the quadratic regime, and ranks layers
+    alike."""
     rng = np.random.default_rng(0)
     candidates = {}
     for p in tiny.system.shared_parameters(3):

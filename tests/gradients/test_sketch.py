@@ -44,7 +44,8 @@ def test_products_between_blocks_vanish_on_average():
 
 @pytest.mark.parametrize(("shared", "low", "high"), [(0.0, 0.0, 0.2), (1.0, 0.9, 1.0)])
 def test_couplings_lose_their_noise(shared, low, high):
-    """Outputs whose gradients are independent are hardly coupled, those of one pattern nearly as measured."""
+    """Outputs with independent gradients are hardly coupled; outputs of one pattern are coupled nearly as
+    measured."""
     generator = torch.Generator().manual_seed(3)
     pattern, loud = torch.ones(10, 1), torch.tensor([1.0] * 9 + [1e4])
     side = Both({}, {}, {}, {"w": 1 / loud}, Sketch({}, 3, 16, 0, 1))

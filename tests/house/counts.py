@@ -25,7 +25,7 @@ PACKAGE = ROOT / "python" / "loopq"
 MAX_ARGUMENTS = 7
 #: Lines of the frame at commit 416beaa9, by this ruler copied into a checkout of it: the first measurement.
 FIRST_FRAME = 34_167
-#: What `import loopq` needs; all else from outside is an extra.
+#: Requirements of `import loopq`; all else from outside is an extra.
 REQUIRED = {"numpy", "safetensors"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -148,7 +148,8 @@ def without_paper() -> Graph:
 
 @cache
 def units() -> dict[str, Module]:
-    """Modules that a registry finds: they stand in its package, or in a room's package of that name, and register."""
+    """Modules that a registry finds: they lie in its package, or in a room's package of that name, and
+    register."""
     packages: dict[str, set[str]] = {}
     made = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
     for module in modules():
@@ -158,7 +159,7 @@ def units() -> dict[str, Module]:
     for module in modules():
         parent = module.name.rpartition(".")[0]
         known = set().union(*(packages.get(r, ()) for r in re.findall(r"\b(\w+)\.register\(", module.text)))
-        # A unit may stand in a package of its own, as GGUF does beside its architectures.
+        # A unit may be a package, as GGUF with its architectures.
         places = {parent, parent.partition(".")[2], parent.rpartition(".")[0]} - {""}
         if places & known:
             found[module.name] = module
@@ -314,12 +315,12 @@ def testable() -> list[str]:
 
 
 def without_mirrored_test() -> list[str]:
-    """Modules with code whose test is not at the mirrored path."""
+    """Modules with code and no test at the mirrored path."""
     return [name for name in testable() if mirrored_test(name) is None]
 
 
 def not_imported_by_test() -> list[str]:
-    """Modules whose mirrored test does not import them, by their own name or by their package's."""
+    """Modules that their mirrored test does not import, by their own name or by their package's."""
     found = []
     for name in testable():
         if place := mirrored_test(name):

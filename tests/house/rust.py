@@ -1,4 +1,4 @@
-"""What the house rules bound in Rust: arguments of functions, and files of the core that name each other."""
+"""Measures of the house rules in Rust: arguments of functions, and files of the core that name each other."""
 
 from __future__ import annotations
 

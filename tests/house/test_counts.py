@@ -29,7 +29,7 @@ def test_units_are_what_the_registries_find():
         "run.open_loop",
     }
     assert one_of_each <= found
-    # What units share, and a package of a registry, stay in the frame.
+    # Code shared by units, and a package of a registry, stay in the frame.
     assert not {"layers.grids", "systems.base", "quantizers.base", "commands.options"} & found
     assert len(found) > 80
 

@@ -1,4 +1,4 @@
-"""What the pages show is what happens: examples run, commands exist, the tutorial prints what it says."""
+"""The pages show the truth: examples run, commands exist, and the tutorial prints the quoted output."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAGES = sorted(
         *(ROOT / name / "README.md" for name in ("kernels", "examples")),
     ]
 )
-#: Examples that need what a test machine does not have: (page, what stands in the example).
+#: Examples that a test machine cannot run: (page, part of the example).
 ELSEWHERE = {
     ("kernels.md", "CudaBackend"): "a GPU",
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
 }
-#: Examples that take longer than a quick test should, by what stands in them.
+#: Examples that take too long for a quick test, by a part of their text.
 LONG = (
     'loopq.quantize("huginn_small", out="Q", bits=4, group_size=32, n_prompts=8)',
     'for method in ("gptq-cd", "trellis"):',

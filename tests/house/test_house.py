@@ -71,7 +71,7 @@ def test_the_reference_holds_what_is_public_and_every_parameter_of_it():
     for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)$", text, re.MULTILINE):
         if kind == "currentmodule":
             module = name
-        # A protocol has no parameters of its own; the tool sees those of its hidden constructor.
+        # A protocol has no parameters; the tool sees those of its hidden constructor.
         elif kind in ("autofunction", "autoclass") and not name.endswith(".Quantizer"):
             found.append(name if name.startswith("loopq.") else f"{module}.{name}")
     public = {f"loopq.{n}" for n in loopq.__all__ if not n.startswith("__") and n != "LoopqError"}
@@ -100,8 +100,8 @@ def test_readme_example_runs():
     assert kl["all"] < kl["first"]
 
 
-#: What each measure may be, today's value where the goal is not reached; and what to do beyond it. No new unit counts
-#: but by its own length, functions, imports between rooms and test.
+#: Bound of each measure (today's value where the goal is not reached), and the remedy beyond it. No new unit
+#: counts but by its own length, functions, imports between rooms and test.
 BOUNDS = {
     "lines of the frame": (38_050, "a change takes away what it adds: delete, or move into a unit"),
     "lines of the longest unit": (450, "split the unit, or move a part that others use into the frame"),

@@ -1,4 +1,5 @@
-"""The how-to pages: commands on the embedded model, or on what a page makes, run; `test_docs` reads the others."""
+"""The how-to pages: their commands run on the embedded model or on earlier results of the page; `test_docs`
+reads the others."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 from loopq.cli import main
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("*.md"))
-#: What a command makes may be read by the next ones of its page.
+#: Later commands of a page may read the results of earlier ones.
 MADE = {"Q", "B", "F", "P", "C", "D", "S", "M"}
 
 
@@ -43,7 +44,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     assert commands(page)
     for program, *words in commands(page):
         if program == "python" or "--register" in words:
-            # A process of its own: what a file registers would stay.
+            # In a separate process: registrations of a file would stay.
             module = [] if program == "python" else ["-m", "loopq"]
             subprocess.run([sys.executable, *module, *words], check=True)
         else:

@@ -1,4 +1,4 @@
-"""What messages name exists: each option, with the command that a message gives it to."""
+"""Every option that a message names exists in the command that the message names."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.house import ROOT, copy_house, pytest_there, run_there
 
-#: Quick tests of what finds its parts by looking into rooms: commands, options, sections of a diagnosis, the page.
+#: Quick tests of code that discovers its parts in rooms: commands, options, sections of a diagnosis, the
+#: page.
 QUICK = (
     "tests/test_api.py",
     "tests/commands/test_options.py",
@@ -17,7 +18,7 @@ QUICK = (
     "tests/diagnosis/test_survey.py",
     "tests/diagnosis/test_sections.py",
 )
-#: Rooms whose tests run there where there is more time.
+#: Rooms with tests that run there when there is more time.
 ROOMS = ("tests/settings", "tests/storage", "tests/layers", "tests/gradients", "tests/terminal")
 
 

@@ -75,7 +75,7 @@ def test_the_units_pass_the_rules_of_the_house(copy):
 def test_the_units_pass_every_quick_test_of_the_house(copy):
     # As CONTRIBUTING says: the page of settings lists the new names.
     run_there(copy, "docs/settings.py")
-    # What builds wheels or copies the repository again has no part in it.
+    # Tests that build wheels or copy the repository again have no part in it.
     apart = [
         f"--ignore=tests/house/test_{name}.py"
         for name in ("wheel", "toolchain", "paper_is_a_leaf", "recipes")

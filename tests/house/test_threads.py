@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"group_size": 16, "preset": "fast", "n_prompts": 2, "
 
 
 def _process() -> tuple[Any, ...]:
-    """What a thread could leave behind for all others."""
+    """State that a thread could change for all others."""
     return (
         {name: value for name, value in vars(nn.init).items() if callable(value)},
         {name: value for name, value in vars(nn.Module).items() if callable(value)},

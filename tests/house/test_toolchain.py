@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What the script itself and a fake tool need.
+#: Programs that the script itself and a fake tool need.
 PLAIN = ("sh", "sed", "awk", "dirname")
 NEW = {"python3": "Python 3.13.0rc1", "cargo": "cargo 1.95.0 (f2d3ce0bd 2026-03-21)", "cc": "cc 14"}
 

@@ -50,7 +50,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The source distribution; nothing is compiled for it."""
+    """The source distribution, made without compiling."""
     out = tmp_path_factory.mktemp("sdist")
     maturin("sdist", out)
     (made,) = out.glob("*.tar.gz")

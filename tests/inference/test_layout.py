@@ -1,4 +1,4 @@
-"""What layouts are asked and given: every backend keeps the interface."""
+"""The interface of layouts: every backend keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a model whose layers hold their codes."""
+"""A checkpoint as a model with codes in its layers."""
 
 from __future__ import annotations
 

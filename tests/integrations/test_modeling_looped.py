@@ -25,7 +25,8 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
-#: Loads with code, and writes logits, whether a cache changes the tokens, its slots, and how a saved model differs.
+#: Loads with code and writes four results: logits, whether a cache changes the tokens, its slots, and the
+#: differences of a saved model.
 ENGINE = """
 import importlib.util, os, sys
 sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, "loopq"))]

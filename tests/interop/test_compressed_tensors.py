@@ -58,11 +58,11 @@ ASYMMETRIC = [
     *(Case("hrm", bits, 32, False, dequantize=True, own_names=True) for bits in (2, 3, 4, 8)),
     Case("llama", 4, 32, False, dtype="bfloat16", dequantize=True),
 ]
-# What transformers cannot load today, with a word of its error: docs/formats/compressed-tensors.md.
+# Cases that transformers cannot load today, with a word of its error: docs/formats/compressed-tensors.md.
 LIMITS = [
     *((Case("llama", bits, 32, False), "mismatch") for bits in (2, 3, 4, 8)),
     (Case("hrm", 4, 32, False, dequantize=True), "one to many"),
-    # The library dequantizes floats to bfloat16, whatever the model's type.
+    # The library dequantizes floats to bfloat16 for models of any type.
     (Case("llama", 4, 16, levels="nvfp4"), "same dtype"),
 ]
 #: Symmetric and asymmetric.

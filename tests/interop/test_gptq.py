@@ -45,8 +45,9 @@ CASES = [
     *(Case(kind, form, 4, 32, symm) for kind in ("hrm", "core") for form, symm in GRIDS[::2]),
     Case("mixed", "gptq", 4),
 ]  # fmt: skip
-# What GPTQModel cannot load, with a word of its error: docs/formats/gptq.md. Of the looped model it finds the blocks
-# and leaves the quantized adapter before them an empty nn.Linear; "core" is the same model with a dense adapter.
+# Cases that GPTQModel cannot load, with a word of its error: docs/formats/gptq.md. Of the looped model it
+# finds the blocks and leaves the quantized adapter before them an empty nn.Linear; "core" is the same model
+# with a dense adapter.
 LIMITS = [
     (Case("loop", "gptq", 4), "no attribute 'dequantize_weight'"),
     (Case("zoo", "gptq", 4), "module tree"),
@@ -109,7 +110,7 @@ def loaded(tmp_path_factory):
 def test_logits_agree_to_float16(loaded, case):
     _, single, half, path, result = loaded[case.name]
     assert "error" not in result, result
-    # What float16 alone does to this model, dequantized, is the measure.
+    # The bound is the effect of float16 alone on this model, dequantized.
     level = np.abs(half - single).max()
     got = np.load(path)
     assert np.abs(got - single).max() <= 3 * level

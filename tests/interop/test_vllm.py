@@ -62,7 +62,7 @@ def test_a_vllm_without_the_parts_is_told_the_version(monkeypatch):
 
 @pytest.fixture
 def own_mapping(monkeypatch):
-    """What is registered here stays here."""
+    """Registrations here stay here."""
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     monkeypatch.setattr(auto.CONFIG_MAPPING, "_extra_content", dict(auto.CONFIG_MAPPING._extra_content))
 

@@ -1,4 +1,4 @@
-"""What every kind of grid must keep: one suite over all of them. A new kind adds an entry to `MORE`."""
+"""Laws of every kind of grid: one suite over all of them. A new kind adds an entry to `MORE`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def columns_of(name):
 
 
 def made(name, bits, group_size, scale_dtype):
-    """A layer whose codes take the outermost values."""
+    """A layer with codes at the outermost values."""
     told = {"bits": bits, "group_size": group_size, "scale_dtype": scale_dtype, **MORE[name][0]}
     grid = grid_of({"kind": name, "symmetric": name not in ASYMMETRIC, **told})
     rng = np.random.default_rng(bits)
@@ -90,7 +90,7 @@ def state_value(codes, row, column, grid):
 
 
 def entry(layer, row, column):
-    """What one code stands for, in float32."""
+    """The value of one code in float32."""
     group = column // layer.grid.width(layer.shape[1])
     scale = layer.scales[row, group]
     if not layer.grid.plain:

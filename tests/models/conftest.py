@@ -1,4 +1,4 @@
-"""A folder that carries code of its own."""
+"""A folder with its own model code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.remote import REMOTE
 
 @pytest.fixture
 def remote_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint with code of its own, written by hand."""
+    """A checkpoint with its own code, written by hand."""
     from safetensors.torch import save_file
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))

@@ -16,7 +16,7 @@ from tests.support.systems import CASES, build
 
 
 def test_buffers_of_remote_code_are_right_after_loading(remote_folder: Path) -> None:
-    """transformers 5 leaves whatever the memory held in them, transformers 4 loads them rightly."""
+    """transformers 5 leaves old memory in them; transformers 4 loads them correctly."""
     loaded = load_model(remote_folder, trust_remote_code=True)
     expected = 1.0 / 10.0 ** torch.arange(16).div(16)
     assert torch.equal(loaded.model.model.layers[0].self_attn.inv_freq, expected)

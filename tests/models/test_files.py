@@ -1,4 +1,4 @@
-"""Names and layouts of files: what transformers renames, converts, fuses and pads, both ways."""
+"""Names and layouts of files, as transformers renames, converts, fuses and pads them, both ways."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_pooler_may_be_missing(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     report = load_model(folder).report
     assert report.missing == ("pooler.bias", "pooler.weight")
-    # What is drawn in its place is the same each time: equal work gives equal bytes.
+    # The replacement is the same each time: equal work gives equal bytes.
     torch.manual_seed(7)
     state = torch.get_rng_state()
     one, other = (load_model(folder).model.pooler.weight for _ in range(2))

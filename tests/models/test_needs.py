@@ -1,4 +1,4 @@
-"""What a model needs before it can be loaded."""
+"""Requirements of a model before it can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose weights accelerate keeps on the disk or elsewhere give the bytes of those in memory."""
+"""Modules with weights on disk or elsewhere (accelerate) give the same bytes as those in memory."""
 
 from __future__ import annotations
 

@@ -315,7 +315,8 @@ def test_eigenvalues_are_counted_as_lapack_counts_them(
 
 @pytest.mark.parametrize("precision", [np.float32, np.float64])
 def test_counts_of_matrices_that_no_order_factors(precision: type) -> None:
-    # The bound is the diagonal to the bit, so every first pivot is zero: eigenvalues 2 and 0, 3 times.
+    # The bound equals the diagonal exactly, so every first pivot is zero. The eigenvalues are 2 and 0, three
+    # times.
     h = np.kron(np.eye(3), np.ones((2, 2))).astype(precision)
     assert _native.count_above(h, [0.5, 0.25]) == (pytest.approx(2.0), [3, 3])
     assert _native.count_above(np.zeros((4, 4), precision), [0.5, 0.0]) == (0.0, [0, 0])
@@ -396,7 +397,7 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
     assert issubclass(errors.OutOfMemoryError, MemoryError)
 
 
-#: One scale for each row: nothing is cut into groups.
+#: One scale for each row, without groups.
 CD = core.cd_settings(
     bits=3,
     group_size=-1,

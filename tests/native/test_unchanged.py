@@ -116,7 +116,7 @@ def trellis(bits: int, state_bits: int, sizes: list[int]) -> dict[str, Any]:
 
 
 def only_codes(result: dict[str, Any]) -> dict[str, Any]:
-    """What must not change of a solver's result."""
+    """The part of a solver's result that must not change."""
     return {name: result[name] for name in ("codes", "scales", "zeros")}
 
 

@@ -88,7 +88,7 @@ for name, call in calls.items():
         continue
     outcomes = []
     for extra in SIZES:
-        # What is left over from a call before is used again, and counts as nothing.
+        # Leftovers of an earlier call are used again and count as nothing.
         resource.setrlimit(resource.RLIMIT_AS, (space() + extra, resource.RLIM_INFINITY))
         try:
             call()
@@ -109,7 +109,7 @@ for name, call in calls.items():
 def test_no_call_ends_the_process():
     sizes = [n << 15 for n in (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 160, 320, 480)]
     program = f"SIZES = {sizes}\n{CALLS}"
-    # What is freed goes back to the system, so that it counts when it is asked for again.
+    # Freed memory returns to the system, so that the next request counts it.
     small = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0",

@@ -1,4 +1,4 @@
-"""What a table measures: saved sums, the answer of a prompt."""
+"""The measurements of a table: saved sums, the answer of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's picture: drawn from records, whatever models they lack."""
+"""The README's picture: drawn from records, even if models are missing."""
 
 from __future__ import annotations
 

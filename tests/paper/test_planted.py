@@ -1,4 +1,4 @@
-"""What is planted changes no output, and shows in the weight and in the input of its layer."""
+"""A planted outlier changes no output, and shows in the weight and in the input of its layer."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def encoder() -> PreparedModel:
-    """A tiny model whose output are hidden states."""
+    """A tiny model that returns hidden states."""
     case = CASES["transformers ALBERT"]
     torch.manual_seed(0)
     loaded = as_loaded(open_system(case))

@@ -92,6 +92,6 @@ def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
             assert browser.ask(WIDE) == []
             sizes |= set(browser.ask(LETTERS))
         assert max(sizes) / min(sizes) < 1.35
-        # Four panels stand in two rows, of three and one.
+        # Four panels make two rows, of three and one.
         tops = [round(y) for y in browser.ask(TOPS)]
         assert tops[0] == tops[1] == tops[2] < tops[3]

@@ -101,7 +101,7 @@ def test_the_document_has_a_command_for_each_item_of_the_paper() -> None:
         if program == "loopq":
             args = parse(words)
             assert args.run
-            # What the parser takes as free text.
+            # Text that the parser takes as free text.
             if words[0] == "reproduce":
                 find(args.table)
             for name in filter(None, (getattr(args, "only", None) or "").split(",")):

@@ -1,4 +1,4 @@
-"""What every method shares: one factor for one input."""
+"""A property of every method: one factor for one input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added to the diagonal of H: its kinds, dead channels, and spikes."""
+"""Damping of the diagonal of H: its kinds, dead channels, and spikes."""
 
 from __future__ import annotations
 

@@ -16,5 +16,5 @@ def test_every_row_is_on_a_page_that_is_complete_by_itself(small_demo, tmp_path)
             f'{html.escape(variant["name"])}</th><td class=number data-sort="{variant["kl"]!r}">{variant["kl"]:.5f}<'
             in shown
         )
-    # Nothing is fetched, nothing is run.
+    # It fetches nothing and runs nothing.
     assert not re.search(r"https?:|<script|<link(?! rel=\"icon\" href=\"data:)|\$\w", shown)

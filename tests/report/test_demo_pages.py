@@ -1,6 +1,6 @@
 """`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser.
 
-They take half a minute each. What is quick is the same page of a small system: `test_page.py`.
+They take half a minute each. The quick test of the same page, on a small system, is `test_page.py`.
 """
 
 import html

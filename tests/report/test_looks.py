@@ -1,7 +1,7 @@
-"""The whole page in a real browser: light, dark, as wide as a phone, and printed.
+"""The whole page in a real browser: light, dark, printed, and as wide as a phone.
 
-No screenshots are compared, which differ with every version of fonts; what is asked is what they would show: that text
-can be read, that nothing is cut off, that shades follow the numbers, that keys reach every cell.
+Screenshots differ with every version of fonts, so none are compared. The tests check properties instead: text
+is readable, nothing is cut off, shades follow the numbers, and keys reach every cell.
 """
 
 from __future__ import annotations

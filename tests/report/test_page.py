@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, safe with odd names, and right in a real browser."""
+"""The page is complete and self-contained, safe with odd names, and right in a real browser."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What was done to every tensor: of a real checkpoint, and of several beside each other."""
+"""The treatment of every tensor: of a real checkpoint, and of several beside each other."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):
     ("score", "at"), slow_unless(lambda c: c[0] == "fisher", [("ablation", 28), ("fisher", 30)])
 )
 def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, score, at, monkeypatch):
-    """What is collected, solved and scored is not done again."""
+    """Finished collecting, solving and scoring is not repeated."""
     asked = Fit(13.3, score, bits=(2, 4), group_sizes=(16,), n_prompts=4, levels=("even",))
     whole = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "whole", threads=1)
     out = tmp_path / "q"

@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts."""
+"""The estimate of a run, printed before it starts."""
 
 from __future__ import annotations
 

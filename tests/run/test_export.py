@@ -69,7 +69,7 @@ def test_a_format_that_cannot_hold_the_grid_is_refused_before_the_run(
 
 
 def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_path, capsys, monkeypatch):
-    """Another format goes on from it: no layer is solved again."""
+    """Another format starts from it: no layer is solved again."""
     from loopq.cli import main
     from loopq.quantizers.rtn import RTN
 

@@ -1,4 +1,4 @@
-"""Quantized folders as sources: read exactly, kept bit for bit, and loopq's own only if that is asked for."""
+"""Quantized folders as sources: read exactly, kept bit for bit, and in loopq's own format only on request."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ except (MemoryError, loopq.LoopqError) as error:
 
 
 def whole(width, share=0.0, **settings):
-    """A run in a process of its own whose data may grow by a share of what the estimate said."""
+    """A run in a separate process; its data may grow by a share of the estimate."""
     arguments = [str(width), str(share), json.dumps({"preset": "paper", "group_size": -1} | settings)]
     return subprocess.run(
         [sys.executable, "-c", WHOLE, *arguments], capture_output=True, text=True, check=False
@@ -165,8 +165,8 @@ def test_the_peak_is_what_was_said(width, settings):
     assert done.returncode == 0, done.stderr
     said, found = map(json.loads, done.stdout.splitlines())
     taken = found["peak"] - said["before"]
-    # Above is the promise. Below: twice what is needed would refuse runs that fit; libraries that keep
-    # memory between two runs, as glibc does by machine, hide some 20 MiB of what the second one takes.
+    # Above is the promise. An estimate of twice the need would refuse runs that fit. Libraries that keep
+    # memory between two runs, as glibc does on some machines, hide some 20 MiB of the second one's need.
     assert 0.5 * said["extra"] < taken < 1.15 * said["extra"]
 
 

@@ -1,4 +1,4 @@
-"""What is outside the loop, rounded: what of it, to what, and where that cannot be."""
+"""Rounding outside the loop: the chosen parts, their grids, and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to each layer: overrides, treatments, steps."""
+"""The treatment of each layer: overrides, treatments, steps."""
 
 from __future__ import annotations
 

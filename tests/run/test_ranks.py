@@ -21,7 +21,7 @@ def meeting(monkeypatch):
 
 
 def met(world, work):
-    """What each of some processes is told that meet with some work; None where all is well."""
+    """The error that each of several processes gets when they share work; None where all is well."""
 
     def meet(rank):
         try:

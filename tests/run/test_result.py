@@ -56,7 +56,7 @@ def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_worke
     for said in map(finished, [worker(dump, out) for _ in range(n_workers)]):
         assert f"written to {out}" in said
     assert digest(out) == digest(tmp_path / "alone")
-    # One that comes late finds it; so does one whose command was for other settings, and is told.
+    # A late process finds the result; a process with a command for other settings gets an error.
     loopq.solve(dump, out=out, several=True, **SETTINGS)
     with pytest.raises(CheckpointError, match="holds a checkpoint of other settings"):
         loopq.solve(dump, out=out, several=True, **SETTINGS | {"bits": 4})
@@ -67,7 +67,7 @@ def test_what_a_killed_worker_had_claimed_is_solved_by_another(dump, tmp_path):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"
     first = worker(dump, out)
-    # A claim that does not say yet whose it is would be waited for like that of another machine: for two minutes.
+    # Waiting for a claim without an owner would take as long as for another machine's: two minutes.
     while not any(claim.stat().st_size for claim in (tmp_path / ".out.work").glob("layers/*/*.claim.0")):
         assert first.poll() is None
         time.sleep(0.001)

@@ -85,7 +85,7 @@ def test_a_spike_in_step_zero_changes_no_code(method):
 
 
 def test_a_channel_spike_changes_no_code_under_equivariant_damping():
-    """A channel kappa times louder whose column is kappa times smaller; from 100 on it rounds to nothing."""
+    """A channel kappa times louder with a column kappa times smaller; from 100 on it rounds to nothing."""
     rng = np.random.default_rng(2)
     rows, weight = step_rows(rng), rng.normal(size=(16, 24)).astype(np.float32)
 

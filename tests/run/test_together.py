@@ -15,7 +15,7 @@ CONFIG = QuantConfig.of(method="rtn", group_size=8)
 
 
 class Late:
-    """A source whose work folder was removed by the others."""
+    """A source that lost its work folder to the others."""
 
     def __init__(self, source, out, meanwhile):
         self._source, self._out, self._meanwhile = source, out, meanwhile

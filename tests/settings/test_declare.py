@@ -96,7 +96,7 @@ class Ruler(Settings):
 
 @dataclass(frozen=True)
 class Paper(Settings):
-    """Paper, without a name of its own."""
+    """Paper without a name."""
 
     size: str = setting("A4")
     lines: int | None = setting(None, at_least=1)

@@ -13,7 +13,7 @@ from loopq.settings.registry import Registry
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    """A package with tools of its own, and a room that has one more."""
+    """A package with tools, and a room with one more."""
     registry = (
         "from loopq.settings.registry import Registry\nTOOLS = Registry('tool', 'madeup_house.tools')\n"
     )

@@ -30,7 +30,8 @@ from .counts import Counts
 
 
 class Soak:
-    """What the parts share: a folder, the commands that were run once, and the time at which the present part ends."""
+    """Data shared by the parts: a folder, the commands that ran once, and the end time of the present
+    part."""
 
     def __init__(self, base: Path) -> None:
         self.base, self.until = base, math.inf
@@ -57,7 +58,8 @@ class Soak:
 
 
 class Part(NamedTuple):
-    """A part of a campaign: how many cases, of what, its share of a limited time, and how they are run."""
+    """A part of a campaign: the number and kind of its cases, its share of a limited time, and its
+    function."""
 
     campaign: str
     n: int

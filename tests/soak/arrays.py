@@ -1,4 +1,5 @@
-"""Calls of the core with arguments of any shape, type, order and value: a result or one error, never an abort.
+"""Calls of the core with arguments of any shape, type, order and value give a result or one error, never an
+abort.
 
 Calls run in processes of their own, with a bound on memory. A process that ends by a signal or that stands still names
 its last call. `python -m tests.soak.arrays SEED N LOG` is such a process.
@@ -97,7 +98,7 @@ def _streams(rng: random.Random) -> native.Grid:
 
 
 class Interrupted(BaseException):
-    """What Ctrl-C raises: some calls are asked for years of work, and have to stop then."""
+    """The exception of Ctrl-C: some calls would take years, and have to stop then."""
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -144,7 +145,7 @@ class Valid:
         return layout, packed, scales
 
     def block(self) -> dict[str, Any]:
-        """What `CpuRunner` takes: one block of one head of four columns, and a head."""
+        """Arguments of `CpuRunner`: one block of one head of four columns, and a head."""
         z = lambda *s: np.random.default_rng(0).normal(size=s).astype("f4")  # noqa: E731
         weights = [(None, z(*s), None) for s in ((8, 4), (12, 4), (4, 4), (16, 4), (4, 8))]
         block = {

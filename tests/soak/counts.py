@@ -1,4 +1,4 @@
-"""What became of a campaign."""
+"""The outcome of a campaign."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Counts:
     failures: list[str] = field(default_factory=list)
 
     def add(self, outcome: str, wrong: str = "") -> None:
-        """Count one case; `wrong` says what failed. Failures and every hundredth count are told at once."""
+        """Count one case; `wrong` says what failed. Failures and every hundredth count are printed at
+        once."""
         self.n_tried += 1
         self.outcomes[outcome] += 1
         if wrong:

@@ -312,7 +312,7 @@ def changed_json(text: str, rng: random.Random) -> tuple[str, object]:
 
 
 def seal(data) -> bytes:
-    """What an attacker writes: the change, and the sum that belongs to it."""
+    """The attacker's change, and the checksum that matches it."""
     if isinstance(data, dict) and "sha256" in data and "format" in data:
         body = {k: v for k, v in data.items() if k != "sha256"}
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))

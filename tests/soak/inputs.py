@@ -30,7 +30,7 @@ WORDS = [
     "*=>x", "=>", "2,4", ",", "8G", "1B", "1M", "-1G", "cpu", "meta", "cuda:99", "cuda", "x:y:z", "hadamard:16",
     "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan",
 ]  # fmt: skip
-#: What one command may take; beyond it something runs that should have been refused.
+#: Bound on one command's use; beyond it something runs that should have been refused.
 SECONDS = 120
 
 

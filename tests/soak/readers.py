@@ -1,4 +1,5 @@
-"""Every file that a user brings, changed: prompts, items of tasks, vocabularies, configs, sources, dumps, checkpoints.
+"""Changes to every kind of file that a user brings: prompts, task items, vocabularies, configs, sources,
+dumps and checkpoints.
 
 Each is read, or refused in one line that an error of loopq holds, called from Python as scripts do. Sums are not made
 right here, as `sealed` does.

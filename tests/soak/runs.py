@@ -1,4 +1,4 @@
-"""Runs that are killed, run twice at once, or run out of disk: what is left must be right, and nothing else."""
+"""Runs that are killed, run twice at once, or run out of disk: the leftovers must be right and complete."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Bench:
     def _run(self, line: list[str]) -> tuple[float, int, bool]:
         """Run a command; its seconds, its changes of files, and whether it imported anything.
 
-        What a command imports on its way is imported here: its time is that of its work from now on.
+        Imports of a command happen here, so that the timing covers its work alone.
         """
         began = time.monotonic()
         code = finish(begin(line, self.base / "log", self._observe))
@@ -120,7 +120,7 @@ class Bench:
         AT_END.append(lambda: file.write_text("\n".join([str(len(seen)), *sys.modules])))
 
     def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
-        """Start a command in a process of its own; return its number."""
+        """Start a command in a separate process; return its number."""
         return begin(self.line(name, out), self.base / "log", before)
 
     def line(self, name: str, out: Path) -> list[str]:
@@ -128,13 +128,13 @@ class Bench:
         return self.commands[name].format(**self.inputs, out=out).split()
 
     def said(self) -> str:
-        """What the last process said."""
+        """Output of the last process."""
         return (self.base / "log").read_text(errors="replace").strip()
 
     def settled(self, name: str, place: Path, may_have_ended: bool) -> str:
         """Run a command to its end; say what is wrong with what is there then, or nothing.
 
-        A command whose work was done and cleared away is refused: its output is there.
+        A command with finished and cleared work is refused: its output exists.
         """
         code = finish(self.start(name, place / "out"))
         if code != 0 and not (may_have_ended and code == 1 and THERE.search(self.said())):
@@ -299,7 +299,7 @@ def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
     """Press Ctrl-C at a random moment of a program, imports included: code 130 in one line within a second, or half
     the time of a start where that is longer.
 
-    The same command goes on afterwards.
+    The same command resumes afterwards.
     """
     counts = Counts()
     slowest = 0.0
@@ -326,14 +326,14 @@ def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
 
 
 def _ill_interrupted(code: int, text: str, took: float, longest: float) -> str:
-    """What is wrong with the end of a program after Ctrl-C, or nothing."""
+    """The fault in the end of a program after Ctrl-C, or nothing."""
     if "Traceback" in text and "loopq" in text:
         return f"a traceback: {text[-300:]}"
     if code == INTERRUPTED:
         if took > longest:
             return f"took {took:.2f} s"
         return "" if "interrupted" in text.splitlines()[-1] else f"said nothing: {text[-300:]}"
-    # Python itself may not have come to loopq yet, or the program had ended.
+    # Python may not have reached loopq yet, or the program had ended.
     return f"exit code {code}: {text[-300:]}" if code not in (0, -signal.SIGINT) and "loopq" in text else ""
 
 
@@ -371,7 +371,8 @@ LIMITS = (_less_disk, _less_memory, _less_files)
 
 
 def limits(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
-    """Give a run little disk, memory or few files: one line, nothing half, and the same command goes on afterwards."""
+    """Give a run little disk, memory or few files: it prints one line and leaves nothing half done, and the
+    same command resumes afterwards."""
     counts = Counts()
     for number in counted.before(bench.until, range(n_runs)):
         name = bench.names[number // len(LIMITS) % len(bench.names)]

@@ -1,4 +1,5 @@
-"""Processes that divide one command: some are killed, another number goes on, and the bytes are those of one."""
+"""Processes that share one command: some are killed, another number resumes, and the bytes are those of one
+process."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SIZES = {"ranks": (1, 2, 3, 4), "workers": (1, 2, 5)}
 
 
 def _environment(name: str, rank: int, world: int, port: int) -> Callable[[], None]:
-    """What torchrun sets for one of several ranks."""
+    """Variables that torchrun sets for one of several ranks."""
     own = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
     def before() -> None:

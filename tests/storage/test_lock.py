@@ -189,7 +189,7 @@ def test_a_folder_without_locks_is_named_and_gets_no_file(tmp_path, monkeypatch,
 
 
 def left(place):
-    """What a killed run leaves beside its output: the lock, and a folder whose removal had begun."""
+    """Leftovers of a killed run beside its output: the lock, and a folder in removal."""
     (place / ".q.lock").write_text(json.dumps({"host": socket.gethostname(), "pid": ended()}))
     going = own_folder(place / ".q.work")
     (going / "piece").touch()

@@ -1,7 +1,7 @@
 """A second device without an accelerator: tensors that call themselves "cuda" and are computed by the processor.
 
-Every operation that mixes them with the processor's tensors raises, as on a GPU; so does a look into their memory. What
-is missing is other rounding: results are the processor's, bit by bit.
+Every operation that mixes them with the processor's tensors raises, as on a GPU; so does a look into their
+memory. It does not round differently: results are the processor's, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-#: What a command takes as `--device`: of the types without a backend the one that autograd treats as the processor.
+#: The argument of `--device`: among the types without a backend, autograd treats this one as the processor.
 DEVICE = "lazy"
 _DEVICE = torch.device(DEVICE, 0)
 
@@ -68,7 +68,7 @@ class Far(torch.Tensor):  # type: ignore[misc]  # torch does not say its type
 
 
 def _far_lists(index: Any) -> Any:
-    """An index without lists, whose tensors torch makes past every mode."""
+    """An index without lists; torch makes their tensors past every mode."""
     parts = index if isinstance(index, tuple) else (index,)
     return tuple(Far(_TENSOR(i)) if isinstance(i, list) else i for i in parts)
 

@@ -1,4 +1,4 @@
-"""Open pages in headless Chromium, as light, dark, narrow and printed ones, and ask what they show."""
+"""Open pages in headless Chromium as light, dark, narrow and printed ones, and read their content."""
 
 import contextlib
 import json
@@ -148,7 +148,7 @@ FAINT = """
   return faint;
 })()
 """
-#: What is wider than the window and neither scrolls nor is in a box that does.
+#: Elements wider than the window that neither scroll nor lie in a box that does.
 WIDE = """
 [...document.querySelectorAll("body *")].filter((e) => {
   const box = e.getBoundingClientRect();
@@ -182,7 +182,7 @@ FIGURES = """
 
 
 def check(browser, path, n_figures):
-    """A page without errors, whose figures have axes with units and fit the window, and whose text can be read."""
+    """A page without errors, with readable text and figures that fit the window and have axes with units."""
     browser.show(path)
     figures = browser.ask(FIGURES)
     assert len(figures) == n_figures

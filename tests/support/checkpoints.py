@@ -19,7 +19,7 @@ _TYPES = {"float16": np.float16, "float32": np.float32}
 def layer(
     rows, columns, bits=4, group_size=32, symmetric=True, name="a.b.weight", scale_dtype="float16", seed=0
 ):
-    """A layer whose codes take every value, the outermost too."""
+    """A layer with codes of every value, including the outermost."""
     rng = np.random.default_rng(seed)
     n_groups = 1 if group_size == -1 else -(-columns // group_size)
     codes = rng.integers(0, 1 << bits, (rows, columns))

@@ -1,9 +1,8 @@
-"""What every looped system must show, on every tiny model of it that there is.
+"""Requirements on every looped system, tested on each of its tiny models.
 
-Repeatability, counts of calls, single steps and initial states are checked through `loopq check`, as users check their
-own models; the tests beside it are of what that command does not look at. Of a system without a single-step function
-`Conformance` is tested, of one with it `SteppingConformance`: ``class TestHuginn(SteppingConformance)`` with its name
-as `system`.
+`loopq check` tests repeatability, counts of calls, single steps and initial states, as users check their
+models. The other tests cover the rest. Of a system without a single-step function `Conformance` is tested, of
+one with it `SteppingConformance`: ``class TestHuginn(SteppingConformance)`` with its name as `system`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from loopq.systems.stepwise import single_steps, steps_of
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.systems import CASES, Case, as_loaded, build, open_system, prompts
 
-# Systems whose depth cannot be chosen.
+# Systems with a fixed depth.
 _BUILT_IN = ("control", "generic", "mamba", "trm", "zamba")
 
 
@@ -80,7 +79,7 @@ def _gradients(
 
 
 class Conformance:
-    """What a system must show; `system` is its name in the registry.
+    """Requirements on a system; `system` is its name in the registry.
 
     A test that takes `case` runs on each tiny model of the system, one that takes `core` on those
     that are no variant of another.
@@ -279,7 +278,7 @@ class Conformance:
 
 
 class SteppingConformance(Conformance):
-    """What a system with a single-step function must show besides."""
+    """Further requirements on a system with a single-step function."""
 
     steps = True
 

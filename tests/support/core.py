@@ -23,7 +23,7 @@ def gptq(
 
 
 def cd_settings(*, beam: int, sweeps: int, rounds: int, refit: bool, **grid: Any) -> native.GptqCdSettings:
-    """Settings of GPTQ with coordinate descent, whose static scales have the least error."""
+    """Settings of GPTQ with coordinate descent, with the static scales of least error."""
     found = native.Grid(**grid, scale_search="mse")
     return native.GptqCdSettings(found, beam=beam, sweeps=sweeps, rounds=rounds, refit=refit)
 
@@ -39,7 +39,7 @@ def trellis(
 def dequantize(
     codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group_size: int
 ) -> np.ndarray:
-    """What codes of a plain grid stand for."""
+    """The values of codes of a plain grid."""
     grid = native.Grid(bits=8, group_size=group_size, symmetric=zeros is None)
     return native.dequantize(codes, scales, zeros, grid)
 
@@ -47,6 +47,6 @@ def dequantize(
 def decode(
     codes: np.ndarray, scales: np.ndarray, *, bits: int, group_size: int, state_bits: int, stream_rows: int
 ) -> np.ndarray:
-    """What codes on a trellis stand for."""
+    """The values of codes on a trellis."""
     grid = native.Grid(bits=bits, group_size=group_size, trellis=(state_bits, stream_rows))
     return native.dequantize(codes, scales, None, grid)

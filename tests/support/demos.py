@@ -9,5 +9,5 @@ from loopq.calibrate.prompts import CalibrationTake, Take
 SMALL: dict[str, Any] = {
     "grids": ((3, 32),), "seeds": (0, 1), "calibration": CalibrationTake(8, 64), "evaluation": Take(8, 64),
 }  # fmt: skip
-#: For pages: every row, whatever its numbers.
+#: For pages: every row with any numbers.
 FEWEST = SMALL | {"seeds": (0,), "calibration": CalibrationTake(2, 32), "evaluation": Take(2, 32)}

@@ -14,7 +14,7 @@ QUICK = DiagnoseConfig(
 
 
 class Notes:
-    """Progress that keeps what it is told."""
+    """Progress that records its messages."""
 
     def __init__(self):
         self.notes = []

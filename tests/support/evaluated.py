@@ -1,4 +1,4 @@
-"""What the tests of measurements share."""
+"""Helpers for the tests of measurements."""
 
 from __future__ import annotations
 

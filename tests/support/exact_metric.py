@@ -62,7 +62,7 @@ def gradients(system, tokens, names, n_steps, seed, n_draws):
 
 
 def shrunk(each, scale):
-    """Sum of couplings between outputs, less the share that is noise; the diagonal as it is."""
+    """Sum of couplings between outputs, less the share that is noise; the diagonal is unchanged."""
     n, total = len(each), sum(each)
     unit = np.sqrt(np.outer(scale, scale)) * (1 - np.eye(len(scale)))
     mean = total / n

@@ -1,4 +1,4 @@
-"""A loop whose block sends each token to one of four experts."""
+"""A loop with a block that sends each token to one of four experts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def routed_loop(closed: tuple[int, ...] = (), empty: bool = False) -> RoutedLoop
 
 
 def unfused_olmoe(**changes: int) -> nn.Module:
-    """A tiny OLMoE whose two middle layers run twice, as the loader gives it."""
+    """A tiny OLMoE that runs its two middle layers twice, as the loader returns it."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     from loopq.models.experts import unfuse

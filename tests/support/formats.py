@@ -1,4 +1,4 @@
-"""What the tests of several formats share."""
+"""Helpers for the tests of several formats."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def to_code(w, scale, zero, bits):
 
 
 def value(code, scale, zero):
-    """What a code stands for: one float32 product."""
+    """The value of a code: one float32 product."""
     return ((code - zero).astype(np.float32) * scale.astype(np.float32)).astype(np.float64)
 
 
@@ -88,7 +88,7 @@ def reversed_factor(s):
 
 
 def pivots(s, order):
-    """What a unit error in each column costs once the later ones of the order have made up for it."""
+    """The cost of a unit error in each column after the later columns of the order have compensated it."""
     out = np.empty(len(s))
     out[order] = np.diag(reversed_factor(s[np.ix_(order, order)])) ** 2
     return out

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class ArrayHessians:
-    """H_t of each step, float64, shape (n_steps, dim, dim), and the rows of each X_t."""
+    """H_t of each step, a float64 array of shape (n_steps, dim, dim), and the rows of each X_t."""
 
     stack: NDArray[np.float64]
     rows: Sequence[int]

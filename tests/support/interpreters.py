@@ -1,4 +1,4 @@
-"""Code in an interpreter of its own."""
+"""Code in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(code: str) -> str:
-    """Run code in an interpreter of its own; return what it printed."""
+    """Run code in a separate interpreter; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A dense decoder whose layers a config lets run several times."""
+"""A dense decoder with layers that a config runs several times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_dense(place: Path) -> Path:
 
 
 def looped(kind: str, **settings: Any) -> LoopedSystem:
-    """A model of transformers with random weights, norms and biases, whose layers 1 and 2 of 4 run three times."""
+    """A model of transformers with random weights, norms and biases; layers 1 and 2 of 4 run three times."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, **settings,

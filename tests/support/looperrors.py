@@ -1,4 +1,4 @@
-"""A linear loop whose errors have closed forms."""
+"""A linear loop with errors in closed form."""
 
 from __future__ import annotations
 

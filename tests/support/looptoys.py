@@ -1,4 +1,4 @@
-"""Linear looped systems whose every diagnosis has a closed form."""
+"""Linear looped systems with every diagnosis in closed form."""
 
 import numpy as np
 import torch

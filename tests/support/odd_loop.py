@@ -10,8 +10,8 @@ from loopq.systems.base import Batch
 
 
 class Odd(nn.Module):
-    """A loop with all that hides from hooks: bare parameters, weights without a call, in parts and normed, an idle
-    layer."""
+    """A loop with everything that hides from hooks: bare parameters, weights without a call, split and normed
+    weights, an idle layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ MODELS: dict[str, Model] = {
 
 
 def save(name: str, folder: Path) -> None:
-    """Write a model whose loop matters, with a tokenizer."""
+    """Write a model with a loop that matters, and a tokenizer."""
     torch.manual_seed(0)
     model = MODELS[name].build().eval()
     with torch.no_grad():

@@ -20,7 +20,7 @@ PLAIN = {
 
 
 def solve(method, weight, hessian, *, threads=2, loop_metric=None, **settings):
-    """Quantize one weight, float32, outputs first; settings by their flat names, others as of `PLAIN`."""
+    """Quantize one float32 weight, outputs first. Settings have flat names; others come from `PLAIN`."""
     config = LayerConfig.of(**({"method": method} | PLAIN[method] | settings))
     return config.quantize(
         Problem("layer.weight", weight, hessian, config.grid, threads=threads, metric=loop_metric)
@@ -35,7 +35,7 @@ def correlated(rng, d, rows=None):
 
 
 def values_of(result, group_size, dim):
-    """What the codes that the core returned stand for."""
+    """The values of the codes that the core returned."""
     return core.dequantize(result["codes"], result["scales"], result["zeros"], group_size or -1)
 
 

@@ -1,4 +1,4 @@
-"""The program in a process of its own."""
+"""The program in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that carries code of its own."""
+"""A folder with its own model code."""
 
 from __future__ import annotations
 

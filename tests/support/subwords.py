@@ -1,4 +1,4 @@
-"""A tiny model whose tokens are longer than a byte, with its tokenizer beside it."""
+"""A tiny model with tokens longer than a byte, and its tokenizer."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def dory(**changes: Any) -> Any:
 
 
 def inkling_config(**changes: Any) -> Any:
-    """Configuration of a text model of 6 layers, of which 2 run 3 times, and whose head is padded on disk."""
+    """Configuration of a text model of 6 layers: 2 of them run 3 times, and the head is padded on disk."""
     transformers = pytest.importorskip("transformers", minversion="5.24")
     settings = {"vocab_size": 72, "unpadded_vocab_size": 64, "num_hidden_layers": 6, "swa_num_attention_heads": 2,
                 "swa_num_key_value_heads": 1, "swa_head_dim": 16, "sliding_window_size": 8, "d_rel": 4,
@@ -46,7 +46,7 @@ def inkling_config(**changes: Any) -> Any:
 
 
 def inkling(**changes: Any) -> Any:
-    """A text model whose messages and residuals are not the zeros that the class begins with."""
+    """A text model with nonzero messages and residuals; the class begins with zeros."""
     transformers = pytest.importorskip("transformers", minversion="5.24")
     torch.manual_seed(0)
     model = transformers.Inkling2LoopForCausalLM(inkling_config(**changes)).eval()
@@ -121,7 +121,7 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
 def check_round_trip(source: Path, out: Path, **options: Any) -> loopq.Checkpoint:
     """Quantize with the loop metric, with a kill in between; reload by loopq and by transformers, with equal logits.
 
-    What stays as it is has the name and the bytes of the source.
+    Unchanged tensors keep the name and the bytes of the source.
     """
     transformers = pytest.importorskip("transformers")
     import loopq.integrations.transformers

@@ -1,4 +1,4 @@
-"""What every adapter stands on: parameters with values, and errors of the model's code."""
+"""The base of every adapter: parameters with values, and errors of the model's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Huginn: noise state, adapter, core blocks; what every system must show."""
+"""Huginn: noise state, adapter and core blocks, and the requirements on every system."""
 
 from __future__ import annotations
 

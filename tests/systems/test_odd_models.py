@@ -87,7 +87,7 @@ def test_a_config_of_another_kind(tiny_folder, old, new, match):
 def test_a_run_that_was_killed_after_it_wrote_its_output_is_resumed(
     tiny_folder, tokens, tmp_path, monkeypatch
 ):
-    """The work folder is there still: what the run comes to is compared with what it wrote."""
+    """The work folder is kept: the test compares the run's result with its files."""
     out, settings = tmp_path / "q", {"preset": "paper", "group_size": 16, "threads": 1}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 

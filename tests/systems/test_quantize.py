@@ -18,7 +18,7 @@ from tests.support.systems import CASES, Case, build, open_system, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
 
-# Zamba2 and others whose tiny weights are narrower than a group are covered by the short last group.
+# Zamba2 and others have tiny weights narrower than a group; the short last group covers them.
 SETTINGS = {"method": "gptq", "bits": 4, "group_size": 16, "rank_threshold": None}
 
 
@@ -61,7 +61,7 @@ def test_quantizing_changes_exactly_the_declared_weights(case: Case) -> None:
     "name", ["transformers HRM-Text", "transformers ALBERT", "transformers GPT-2 COCONUT"]
 )
 def test_checkpoint_of_a_folder_is_loaded_without_it(name: str, tmp_path: Path) -> None:
-    """What `quantize` writes is enough to build the model again: class, adapter and weights."""
+    """The output of `quantize` is enough to build the model again: class, adapter and weights."""
     case = CASES[name]
     model, system = build(case), None
     if case.system == "coconut":

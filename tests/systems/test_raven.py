@@ -1,4 +1,4 @@
-"""Prelude, adapter, core, coda: what Huginn and R-Llama have in common."""
+"""Prelude, adapter, core and coda, common to Huginn and R-Llama."""
 
 from __future__ import annotations
 

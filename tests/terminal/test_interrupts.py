@@ -1,4 +1,4 @@
-"""Ctrl-C and its like: the program ends, whatever it is doing."""
+"""Ctrl-C and similar signals end the program at any point."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ctrl_c_while_the_program_imports_leaves_no_traceback():
         time.sleep(wait)
         program.send_signal(signal.SIGINT)
         _, err = program.communicate()
-        # Python itself may not have come to loopq yet, or only just.
+        # Python may not have reached loopq yet, or only just.
         assert "loopq" not in err or "import signal" in err or "Traceback" not in err, err
 
 

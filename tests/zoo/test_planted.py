@@ -62,7 +62,7 @@ def rank(values: torch.Tensor) -> int:
     return int((values > 1e-3 * values[-1]).sum())
 
 
-# One trained model of each class whose loop has an MLP that can be scaled, and of each with an adapter.
+# One trained model of each class with a loop MLP that can be scaled, and one of each with an adapter.
 SPIKED = ["huginn_small", "rllama_small", "ouro_small", "nanbeige_small", "parcae_small"]
 ADAPTED = ["huginn_small", "rllama_small"]
 TEXT = torch.from_numpy(rows_of(zoo.calibration_text(), 4, 64))

@@ -1,4 +1,4 @@
-"""What ships in the wheel: texts, the embedded model's folder, and an import that needs no torch."""
+"""Content of the wheel: texts, the embedded model's folder, and an import that needs no torch."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ class SmallCoconut(nn.Module):
 
     Notes
     -----
-    The ids are ``question <start> <latent> * n <end> answer``. Pass 0 runs up to the first latent; each latent's input
-    embedding is the hidden state (after ``ln_f``) of the position before it; pass ``t`` runs latent ``t - 1`` alone and
-    the last pass the last latent with end and answer. So the passes see
+    The ids are ``question <start> <latent> * n <end> answer``. Pass 0 runs up to the first latent. Each
+    latent's input embedding is the hidden state (after ``ln_f``) of the position before it. Pass ``t`` runs
+    latent ``t - 1`` alone, and the last pass the last latent with end and answer. So the passes see
     ``question + 1, 1, .., 1, answer + 2`` rows per sequence; without latents all rows come at once.
     """
 

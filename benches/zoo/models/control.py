@@ -1,4 +1,4 @@
-"""The control, which has no loop: Huginn's blocks, each run once, with as many bytes as the looped model.
+"""The control without a loop: Huginn's blocks, each run once, with as many bytes as the looped model.
 
 It is a class that loopq knows nothing of; the adapter for it below is what a user writes for a model of their own.
 """

@@ -1,4 +1,4 @@
-"""IQuest-Coder-Loop's class in small: a Llama stack whose later loops mix the first loop's keys with their own."""
+"""A small IQuest-Coder-Loop: a Llama stack; later loops mix the first loop's keys with their own."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Layer(nn.Module):
 
 
 class LoopedStack(nn.Module):
-    """What the inner models of both classes are: embeddings, layers, norm, rotary tables."""
+    """Parts of the inner models of both classes: embeddings, layers, norm and rotary tables."""
 
     def __init__(
         self, config: OuroConfig | NanbeigeConfig, n_kv_heads: int, head_dim: int, branch_norms: bool
@@ -167,7 +167,8 @@ class SmallOuro(nn.Module):
         return SimpleNamespace(logits=self.lm_head(state).float(), past_key_values=out.past_key_values)
 
     def picked(self, states: list[Tensor], gates: list[Tensor]) -> Tensor:
-        """Return each token's state after the first loop whose cumulative exit probability reaches the threshold."""
+        """Return each token's state after the first loop at which the cumulative exit probability reaches the
+        threshold."""
         stay = torch.cumprod(1 - torch.stack(gates).float().sigmoid(), 0)
         reached = 1 - stay >= self.config.early_exit_threshold
         reached[-1] = True

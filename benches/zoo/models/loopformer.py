@@ -107,7 +107,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         power = torch.arange(N_FREQUENCIES, dtype=torch.float32, device=t.device) / N_FREQUENCIES
         angle = t.float()[:, None] * torch.exp(-math.log(MAX_PERIOD) * power)
-        # Angles need float32 whatever the model's type: a step of 1/N is below bfloat16's resolution.
+        # Angles need float32 in a model of any type: a step of 1/N is below bfloat16's resolution.
         waves = torch.cat((angle.cos(), angle.sin()), -1)
         out: Tensor = self.mlp(waves.to(self.mlp[0].weight.dtype))
         return out

@@ -88,7 +88,7 @@ class MambaMixer(nn.Module):
         padded = F.pad(x.transpose(1, 2), (width - 1, 0))
         x = F.silu(F.conv1d(padded, self.conv1d.weight, self.conv1d.bias, groups=x.shape[-1])).transpose(1, 2)
         rank, b, c = self.x_proj(x).split(self.widths, -1)
-        # The scan multiplies hundreds of decays: it runs in float32 whatever the model's type.
+        # The scan multiplies hundreds of decays, so it runs in float32 in a model of any type.
         dt = F.softplus(rank.float() @ self.dt_proj.weight.float().T + self.dt_proj.bias.float())
         decay = torch.exp(dt.unsqueeze(-1) * -torch.exp(self.A_log.float()))
         states = selective_scan(decay, (dt * x.float()).unsqueeze(-1) * b.float().unsqueeze(2))

@@ -137,9 +137,9 @@ class SmallParcae(nn.Module):
     -----
     ``e = ln_prelude(prelude(wte(ids)))``; noise state of std ``sqrt(2 / (5 d))``; a step is the diagonal
     injection and the core blocks; logits are ``lm_head(ln_f(coda(C(s_N))))`` with a tied head. Odd blocks add
-    value embeddings of the tokens, whose ids every call of the blocks reads from ``_current_input_ids``. As in the
-    published class, a forward without a depth draws one for each sequence, and the noise comes from the global
-    generator.
+    value embeddings of the tokens; every call of the blocks reads the ids from ``_current_input_ids``. As in
+    the published class, a forward without a depth draws one for each sequence, and the noise comes from the
+    global generator.
     """
 
     def __init__(self, config: ParcaeConfig) -> None:

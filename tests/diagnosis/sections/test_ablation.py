@@ -38,7 +38,7 @@ def test_ablation_says_what_the_output_loses(system):
 
 
 def test_gain_and_trace_of_the_layer_table_are_of_half_depth_and_of_squared_inputs(system, monkeypatch):
-    """A linear layer's gain is the same for every input: what tells the depth is the inputs it is asked for."""
+    """A linear layer has the same gain for every input, so the requested inputs determine the depth."""
     monkeypatch.setattr(sensitivity, "random_direction_gain", lambda f, x, n, seed: np.linalg.norm(x))
     data, config = tokens(n_prompts=2), DiagnoseConfig(n_ablation_prompts=2)
     context = Context(system, data, 8, config, numpy_rounder, Execution(seed=3, threads=1))

@@ -18,7 +18,7 @@ LOGITS = np.random.default_rng(0).normal(size=(2, 5, 7)).astype(np.float32)
 
 
 class Made(Engine):
-    """Gives what it is told."""
+    """Returns given values."""
 
     name = "made"
     needs = {"gptq": ("numpy",)}  # noqa: RUF012

@@ -16,7 +16,7 @@ QUICK = (("Dory", "compressed-tensors"), ("looped Llama", "gptq_v2"))
 
 @pytest.fixture(scope="module")
 def walked(request, tmp_path_factory):
-    """What came out of every pair that is tested."""
+    """The result of every tested pair."""
     wanted = running(request, "model", "form")
     found = []
     for model in dict.fromkeys(model for model, _ in wanted):

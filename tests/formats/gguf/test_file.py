@@ -1,4 +1,4 @@
-"""Files of llama.cpp: what they say, damage, odd names, the missing package."""
+"""Files of llama.cpp: content, damage, odd names and the missing package."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
 
 
 def test_a_saved_folder_gives_the_same_file_quantized_or_not(tmp_path):
-    """transformers saves gate, q, k and v, and gate and up, as one matrix each, and `o_proj` under another name."""
+    """transformers saves two fused matrices (gate with q, k and v; gate with up), and `o_proj` under another
+    name."""
     model, _ = models.tiny_hrm()
     model.save_pretrained(tmp_path / "m")
     ids = models.prompts().numpy()

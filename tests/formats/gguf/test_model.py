@@ -239,7 +239,7 @@ TYPES = (
 
 @pytest.mark.parametrize("levels", slow_unless(TYPES[:2].__contains__, TYPES))
 def test_logits_of_llama_cpp(tmp_path, vocabulary, levels):
-    """Of a loop whose rows are whole blocks of every type."""
+    """Of a loop with rows of whole blocks of every type."""
     model, checkpoint = looped(256, 256, group_size=128, levels=levels)
     write_as(tmp_path / "q", checkpoint, "native")
     loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary, verify=False)

@@ -1,4 +1,4 @@
-"""Keys of a file's tokenizer: rows, special tokens, chat template, and the tokenizer of another file."""
+"""Keys of a file's tokenizer: rows, special tokens and chat template; and the tokenizer of another file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of GGUF: bytes are llama.cpp's, whatever solver made the codes; scales are whole numbers of units."""
+"""Types of GGUF: bytes equal llama.cpp's for codes of any solver; scales are whole numbers of units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def by_package(grid, data):
-    """What blocks stand for, by llama.cpp's own package."""
+    """The values of blocks by llama.cpp's own package."""
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[grid.gguf.name])
 
 

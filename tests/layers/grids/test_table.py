@@ -59,7 +59,7 @@ def test_a_fitted_table_loses_less_where_the_inputs_have_energy():
     def error(grid, columns):
         steps = grid.levels * 1.0
         largest = np.abs(weight[:, columns]).max(1, keepdims=True) / np.abs(steps).max()
-        # The best of both signs of a scale and a few sizes, per row: a search of its own.
+        # An independent search: the best of both signs of a scale and a few sizes, per row.
         losses = []
         for sign in (-1, 1):
             for size in np.linspace(0.3, 1.1, 9):

@@ -1,4 +1,5 @@
-"""The kind of grid whose values depend on several codes; `test_grids` compares its values with the definition."""
+"""The kind of grid with values that depend on several codes; `test_grids` compares its values with the
+definition."""
 
 from __future__ import annotations
 

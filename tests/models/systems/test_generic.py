@@ -160,7 +160,7 @@ def test_depth_is_what_the_model_runs() -> None:
 
 
 class _Used(nn.Module):
-    """A loop whose second weight is used in some way, beside a linear layer that is called."""
+    """A loop with a second weight used in some way, beside a linear layer that is called."""
 
     def __init__(self, part: nn.Module, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

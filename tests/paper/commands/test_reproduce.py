@@ -1,4 +1,4 @@
-"""`loopq reproduce` on the command line: its usage, what it refuses, and a model with a tokenizer of its own."""
+"""`loopq reproduce` on the command line: its usage, its refusals, and a model with its own tokenizer."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-#: A study of whole models, one of single steps, one of a grid: what most tables share is in these.
+#: Three studies that most tables share: of whole models, of single steps, and of a grid.
 QUICK = ("test_main", "test_loop", "test_int3")
 
 

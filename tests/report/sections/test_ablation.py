@@ -1,4 +1,4 @@
-"""What each layer costs, on the page."""
+"""The cost of each layer on the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.pages import check_figure
 
 
 def made(n=3, measure="changed", exposed=(), **rho):
-    """A diagnosis of layers whose damage grows with their number; the last is the worst."""
+    """A diagnosis of layers with damage that grows with their number; the last is the worst."""
     layers = [
         {
             "name": f"m.core.{i}.a.weight",

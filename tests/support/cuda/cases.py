@@ -92,7 +92,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """Stored integers, what they stand for, and scales, x with poison in its gaps, and the float64 product."""
+    """Stored integers with their values and scales, x with poison in its gaps, and the float64 product."""
 
     case: Case
     codes: np.ndarray

@@ -101,7 +101,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a cut needs: the launch, and the workspace of its partial sums."""
+    """The launch of a cut and the workspace of its partial sums."""
 
     grid: tuple[int, int]
     threads: int

@@ -81,7 +81,7 @@ def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
 
 
 def resources(cubin: bytes, kernel: str) -> Resources:
-    """What the loader sees: `.nv.info` attributes 0x2f (registers), 0x11 and 0x12 (frame, least stack)."""
+    """Attributes that the loader sees in `.nv.info`: 0x2f (registers), 0x11 and 0x12 (frame, least stack)."""
     sections = _sections(cubin)
     assert f".text.{kernel}" in sections, f"no kernel {kernel} in the cubin"
     info, _ = sections[".nv.info"]

@@ -32,7 +32,7 @@ WIDTH, HEADS, INNER = 96, 3, 160
 
 
 def huginn_like(quantized: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> SimpleNamespace:
-    """A model of Huginn's names at a width whose K is no multiple of 64; int4 or plain weights."""
+    """A model with Huginn's names and a width with K no multiple of 64; int4 or plain weights."""
     generator = np.random.default_rng(seed)
 
     def linear(out_features: int, in_features: int) -> torch.nn.Module:

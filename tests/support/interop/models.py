@@ -109,7 +109,7 @@ def _code(name):
 
 
 def looped_code():
-    """A looped model whose code travels with the checkpoint; returns the code files too."""
+    """A looped model with its code in the checkpoint; returns the code files too."""
     module, files = _code("modeling_loop")
     with torch.random.fork_rng():
         torch.manual_seed(9)

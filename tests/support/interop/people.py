@@ -1,4 +1,4 @@
-"""Tiny models of packages that other people publish, each with a loop of its own. None has an adapter here."""
+"""Tiny models of packages by other people, each with another loop. None has an adapter here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rlt() -> Any:
 
 @model("spiral-lm")
 def spiral() -> Any:
-    """A reversible loop whose core is under spectral norm."""
+    """A reversible loop with a core under spectral norm."""
     from spiral import SpiralConfig
     from spiral.model import SpiralCore
 

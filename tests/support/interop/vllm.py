@@ -1,10 +1,10 @@
 """Tiny looped models in vLLM's CPU build, and how far its logits are from loopq's.
 
-Models have random weights. Each is quantized, exported and loaded by vLLM in bfloat16. Log-probabilities of all tokens
-of four prompts, and of eight more that vLLM generates one by one from its caches, are compared with those of
-`loopq.load` in float32, which computes each text whole: KL in nats per token, and how often both have the same most
-likely token. In full precision both have float32. On a processor without AVX-512 vLLM has no int4 product: a plain one
-stands in for it there, around which everything else is vLLM's.
+Models have random weights. Each is quantized, exported and loaded by vLLM in bfloat16. Log-probabilities of
+all tokens of four prompts, and of eight more that vLLM generates one by one from its caches, are compared
+with `loopq.load` in float32 on whole texts. Results are the KL in nats per token, and how often the most
+likely token agrees. In full precision both have float32. On a processor without AVX-512 vLLM has no int4
+product. A plain product replaces it there; everything around it is vLLM's.
 """
 
 from __future__ import annotations

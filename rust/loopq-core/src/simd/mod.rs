@@ -107,7 +107,7 @@ impl Isa {
         }
     }
 
-    /// Numbered as in reports: portable, AVX2 or NEON, AVX-512, AVX-512 with bf16 products, and AMX tiles of them.
+    /// 1 portable, 2 AVX2 or NEON, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
     pub(crate) fn level(self) -> u8 {
         self.0
     }

@@ -1,4 +1,4 @@
-"""A looped model as code that travels with a checkpoint: adapter, two layers, exit gate, four loops."""
+"""A looped model as code beside a checkpoint: adapter, two layers, exit gate and four loops."""
 
 import torch
 from torch import nn

@@ -12,6 +12,7 @@ from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
+from loopq.diagnosis.survey import diagnose as survey
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.checkpoint import Checkpoint
@@ -153,12 +154,7 @@ class _Job:
         return apart(kept.put(checkpoint)) if team is None else checkpoint
 
     def _prepared(
-        self,
-        loaded: LoadedModel,
-        take: Take,
-        config: QuantConfig,
-        n_steps: int | None,
-        execution: Execution,
+        self, loaded: LoadedModel, take: Take, config: QuantConfig, n_steps: int | None, execution: Execution
     ) -> tuple[Plan, ModelSource]:
         """Plan a quantization of a model, report its cost, and choose grids if there is a budget."""
         tokens = calibration_tokens(loaded, self.calibration, take, matters=config.reads_text)
@@ -167,16 +163,13 @@ class _Job:
             system.look(tokens.first(execution.seed))
             missed = system.missed()
         about = system.describe_loop() if isinstance(system, Describes) else ()
-        for line in (*loaded.report.notes, *about):
-            execution.progress.note(line)
         if missed and isinstance(execution.progress, Silent):
             names = "; ".join(f"{n}: {why}" for n, why in missed.items())
             warnings.warn(f"not quantized: {names}", stacklevel=4)
-        if config.reads_text:
-            size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
-            execution.progress.note(f"calibration: {size} of {tokens.source}")
-            if tokens.shortage:
-                execution.progress.note(tokens.shortage)
+        size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
+        used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
+        for line in filter(None, (*loaded.report.notes, *about, *used)):
+            execution.progress.note(line)
         source = ModelSource.of(
             system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
         )
@@ -203,9 +196,8 @@ def solve(
     out : path, optional
         Folder for the checkpoint. The same call resumes an interrupted run.
     several : bool
-        Share the work with any number of processes, on any machines that see the same folders. Each process claims
-        unclaimed layers. If it is killed, others take over its layers. The process that finds all layers solved writes
-        the checkpoint.
+        Share the work with processes on any machines that see the same folders. Each claims unclaimed layers and those
+        of killed ones. The process that finds all layers solved writes the checkpoint.
     shard : (int, int), optional
         K of N, from 1: solve the K-th of N parts of the layers without waiting for others, as in a job array.
     **options
@@ -214,8 +206,7 @@ def solve(
     Returns
     -------
     Checkpoint or None
-        Quantized layers, each with a report, and the rest of the model. With several processes it is None if layers of
-        other shards are missing, or if another process writes the checkpoint.
+        As of `quantize`. None if layers of other shards are missing, or another process writes the checkpoint.
 
     Raises
     ------
@@ -255,12 +246,11 @@ def load(
     model : LoadedModel, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
-        Keep codes and scales instead of dequantized weights, in `loopq.inference.linear.QuantLinear`. They are packed
-        for the CPU, and repacked for the int4 kernel when the model moves to a GPU. Modules other than `nn.Linear` keep
-        the dequantized weight. The report's notes name these layers and the reason.
+        Keep codes and scales, in `loopq.inference.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
+        kernel. Modules other than `nn.Linear` keep the dequantized weight; the report's notes name them.
     activations : "float" or "int8"
-        With ``quantized=True``, "int8" rounds each quantized layer's input to 8 bits (W4A8). Every token and group has
-        one scale. This is faster where a product is not memory-bound, but less exact.
+        With ``quantized=True``, "int8" rounds inputs of quantized layers to 8 bits with one scale per token and group
+        (W4A8). This is faster where a product is not memory-bound, but less exact.
     trust_remote_code : bool
         Allow code from the model's files to run.
 
@@ -309,8 +299,7 @@ def evaluate(
     Returns
     -------
     list of Measurement
-        Full precision first, then the checkpoints in order, with their bytes. A warning names a checkpoint whose
-        calibration used these prompts.
+        Full precision first, then the checkpoints in order. A warning names one whose calibration used these prompts.
 
     Raises
     ------
@@ -325,17 +314,17 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    execution, take = divided(options, Execution(), Take())
+    how, take = divided(options, Execution(), Take())
     named = _named(checkpoints)
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
     if tokens.shortage:
-        execution.progress.note(tokens.shortage)
+        how.progress.note(tokens.shortage)
     system, count = loaded.system, loaded.count_bytes
-    overlaps = [overlap(name, c, system, tokens, execution) for name, c in named.items()]
+    overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
     weights = {name: content(system, c, len(named)) for name, c in named.items()}
     measured = compare(
-        system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=execution
+        system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how
     )
     dense = sum(tensor.data.size for tensor in model_tensors(system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
@@ -384,8 +373,6 @@ def diagnose(
     dict
         Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
     """
-    from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
-
     execution, take = divided(options, Execution(), Take())
     only = listed(only, tuple[str, ...])
     loaded = open_model(model)
@@ -419,8 +406,7 @@ def generate(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Model, as in `quantize`, or a checkpoint. A checkpoint's codes stay in memory. Load it once
-        (``loopq.load(folder, quantized=True)``) for several calls.
+        As in `quantize`, or a checkpoint. For several calls load that once, by ``loopq.load(folder, quantized=True)``.
     prompt : str or sequence of int
         Text, or token ids.
     n_steps : int, optional
@@ -459,7 +445,5 @@ def generate(
 def _open_source(model: Model, requantize: bool) -> LoadedModel:
     """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
     if isinstance(model, str | Path):
-        found = restore.open_source(Path(model), requantize=requantize)
-        if found is not None:
-            return found
+        return restore.open_source(Path(model), requantize=requantize) or open_model(model)
     return open_model(model)

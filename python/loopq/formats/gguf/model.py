@@ -22,7 +22,8 @@ from loopq.formats.gguf.vocabulary import Vocabulary
 from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
-from loopq.storage.files import RawTensor, check_new, replacing
+from loopq.storage.files import RawTensor, replacing
+from loopq.storage.folders import check_new
 from loopq.terminal.table import render, size
 
 #: Types of tensors that are not quantized.

@@ -15,8 +15,7 @@ from loopq.commands.source import add_source, load
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.sections import in_order
 from loopq.diagnosis.survey import diagnose_dump
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.report.page import write_data, write_page
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line

@@ -39,12 +39,11 @@ from loopq.commands.page import known
 from loopq.commands.plan import dry_run, several_bits, table
 from loopq.commands.source import add_source, load_source
 from loopq.diagnosis.config import DiagnoseConfig
-from loopq.errors import LoopqError
+from loopq.errors import LoopqError, require
 from loopq.formats.base import Format
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page

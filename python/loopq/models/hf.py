@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, require
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
-from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
 from loopq.models.precision import hold

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError, require
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
-from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class, load_registered, register_model
 from loopq.models.plain import plain

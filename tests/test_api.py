@@ -62,7 +62,7 @@ def test_nothing_is_overwritten(loaded, tokens, tmp_path, checkpoint_folder):
 
 
 def test_a_full_disk_leaves_nothing_behind(loaded, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("loopq.storage.folders.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match="the disk has"):
         loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
     assert not (tmp_path / "out").exists()

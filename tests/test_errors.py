@@ -1,4 +1,4 @@
-"""Classes of errors."""
+"""Classes of errors, and packages that are imported where they are needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import re
 
 from loopq import errors
-from tests.support.interpreters import ROOT
+from tests.support.interpreters import ROOT, python
 
 
 def test_every_error_class_has_a_test():
@@ -14,3 +14,27 @@ def test_every_error_class_has_a_test():
     raised = set(re.findall(r"raises\(\s*(?:\w+\.)*(\w+)", tests)) | {"LoopqError"}
     classes = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LoopqError)}
     assert classes <= raised | {"MissingExtraError"}, sorted(classes - raised)
+
+
+def test_import_needs_numpy_and_safetensors_only():
+    loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
+    extras = {
+        "torch",
+        "transformers",
+        "scipy",
+        "threadpoolctl",
+        "matplotlib",
+        "cupy",
+        "lm_eval",
+        "sentencepiece",
+        "tokenizers",
+    }
+    assert not extras & set(loaded)
+    code = (
+        "import sys\n"
+        f"for name in {sorted(extras)}: sys.modules[name] = None\n"
+        "import loopq\n"
+        "try: loopq.quantize('huginn_small', bits=4)\n"
+        "except loopq.LoopqError as error: print(error)\n"
+    )
+    assert "loopq[torch]" in python(code)

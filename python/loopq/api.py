@@ -12,6 +12,7 @@ from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
+from loopq.diagnosis.survey import diagnose as survey
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.checkpoint import Checkpoint
@@ -79,11 +80,9 @@ def quantize(
     out : path, optional
         Folder for the checkpoint. The same call resumes an interrupted run.
     n_steps : int or several, optional
-        Depth of the rollout; the model's own when absent. With several each prompt runs at each depth, and steps count
-        on from one to the next (`loopq.models.depths.Depths`).
+        Depth; the model's own when absent. With several each prompt runs at each (`loopq.models.depths.Depths`).
     write : str or callable, optional
-        Format of `loopq.export` for `out`, or a function that takes the checkpoint and writes `out`. A format that
-        cannot hold the result is refused before the run. The default is loopq's own format.
+        Format of `loopq.export` for `out`, checked before the run, or a function that writes the checkpoint to `out`.
     ranks : loopq.run.ranks.Ranks, optional
         This process among those started by torchrun. They divide the work.
     keep : str or sequence of str
@@ -91,84 +90,90 @@ def quantize(
     requantize : bool
         Accept a folder that loopq wrote as the model. Folders of other quantizers are always accepted.
     **options
-        "preset" and settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
-        `Execution` ("threads", "seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's
-        tokens by default) apply to prompts, "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
+        "preset", settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
+        `Execution` ("seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's tokens by
+        default) apply to prompts, "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
 
     Returns
     -------
     Checkpoint
-        Quantized layers, each with a report, and the rest of the model.
+        Quantized layers, each with a report, and the rest of the model. The method minimises tr(D H D^T) over each
+        weight's error D, with H summed over the chosen steps of the full-precision rollout.
 
     Raises
     ------
     LoopqError
         Settings, calibration or model are invalid. The message names the layer and the step.
 
-    Notes
-    -----
-    H = sum of X_t^T X_t over the chosen steps. X_t holds the rows that a layer reads at its t-th invocation in the
-    full-precision rollout. The method minimises tr(D H D^T) over the weight's error D, or the loss of its settings.
-
     Examples
     --------
-    >>> import loopq
-    >>> result = loopq.quantize("huginn_small", bits=4, group_size=32, n_prompts=2, seq_len=32, n_steps=2)
-    >>> len(result.layers) > 0
+    >>> len(quantize("huginn_small", bits=4, group_size=32, n_prompts=2, seq_len=32, n_steps=2).layers) > 0
     True
     """
-    config, execution, take, gate = divided(
-        options, config or QuantConfig(), Execution(), CalibrationTake(), Gate()
-    )
-    target = quantized_format(write if isinstance(write, str) else NATIVE.name)
-    own_format = target.own and not callable(write)
-    if isinstance(write, str):
-        write = None if target.own else lambda solved: exported(solved, Path(str(out)), target.name, gate)
-    config = config.for_format(own_format, target.outside)
-    team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
-    with output(out, execution, write, shared=team is not None) as (execution, finish):
-        loaded, depth = at_depths(_open_source(model, requantize), n_steps)
-        kept = Kept.of(loaded.folder, listed(keep, tuple[str, ...]))
-        if keep:
-            steps = loaded.system.n_steps if depth is None else depth
-            config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
-        refuse_early(loaded, config, target.name, depth, gate)
-        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
-        checkpoint = carry_out(plan, source, lambda solved: finish(kept.put(solved)), team)
-    assert checkpoint is not None
-    del plan, source
-    # A team's checkpoint is read from its folder.
-    return apart(kept.put(checkpoint)) if team is None else checkpoint
+    job = _Job(model, calibration, n_steps, listed(keep, tuple[str, ...]), requantize)
+    return job.run(config or QuantConfig(), options, out, write, ranks)
 
 
-def _prepared(
-    loaded: LoadedModel,
-    calibration: Prompts,
-    take: Take,
-    config: QuantConfig,
-    n_steps: int | None,
-    execution: Execution,
-) -> tuple[Plan, ModelSource]:
-    """Plan a quantization of a model, report its cost, and choose grids if there is a budget."""
-    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
-    system, missed = loaded.system, {}
-    if isinstance(system, Discovers):
-        system.look(tokens.first(execution.seed))
-        missed = system.missed()
-    about = system.describe_loop() if isinstance(system, Describes) else ()
-    for line in (*loaded.report.notes, *about):
-        execution.progress.note(line)
-    if missed and isinstance(execution.progress, Silent):
-        warnings.warn(f"not quantized: {'; '.join(f'{n}: {why}' for n, why in missed.items())}", stacklevel=3)
-    if config.reads_text:
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The model and the prompts of `quantize`."""
+
+    model: Model
+    calibration: Prompts
+    n_steps: int | Sequence[int] | None
+    keep: tuple[str, ...]
+    requantize: bool
+
+    def run(
+        self,
+        config: QuantConfig,
+        options: Mapping[str, Any],
+        out: str | Path | None,
+        write: str | Write | None,
+        ranks: Ranks | None,
+    ) -> Checkpoint:
+        config, execution, take, gate = divided(options, config, Execution(), CalibrationTake(), Gate())
+        target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+        own_format = target.own and not callable(write)
+        if isinstance(write, str):
+            write = None if target.own else lambda solved: exported(solved, Path(str(out)), target.name, gate)
+        config = config.for_format(own_format, target.outside)
+        team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
+        with output(out, execution, write, shared=team is not None) as (execution, finish):
+            loaded, depth = at_depths(_open_source(self.model, self.requantize), self.n_steps)
+            kept = Kept.of(loaded.folder, self.keep)
+            if self.keep:
+                steps = loaded.system.n_steps if depth is None else depth
+                config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
+            refuse_early(loaded, config, target.name, depth, gate)
+            plan, source = self._prepared(loaded, take, config, depth, execution)
+            checkpoint = carry_out(plan, source, lambda solved: finish(kept.put(solved)), team)
+        assert checkpoint is not None
+        del plan, source
+        # A team's checkpoint is read from its folder.
+        return apart(kept.put(checkpoint)) if team is None else checkpoint
+
+    def _prepared(
+        self, loaded: LoadedModel, take: Take, config: QuantConfig, n_steps: int | None, execution: Execution
+    ) -> tuple[Plan, ModelSource]:
+        """Plan a quantization of a model, report its cost, and choose grids if there is a budget."""
+        tokens = calibration_tokens(loaded, self.calibration, take, matters=config.reads_text)
+        system, missed = loaded.system, {}
+        if isinstance(system, Discovers):
+            system.look(tokens.first(execution.seed))
+            missed = system.missed()
+        about = system.describe_loop() if isinstance(system, Describes) else ()
+        if missed and isinstance(execution.progress, Silent):
+            names = "; ".join(f"{n}: {why}" for n, why in missed.items())
+            warnings.warn(f"not quantized: {names}", stacklevel=4)
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
-        execution.progress.note(f"calibration: {size} of {tokens.source}")
-        if tokens.shortage:
-            execution.progress.note(tokens.shortage)
-    source = ModelSource.of(
-        loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
-    )
-    return allocate(source.prepare(source.plan(config)), source), source
+        used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
+        for line in filter(None, (*loaded.report.notes, *about, *used)):
+            execution.progress.note(line)
+        source = ModelSource.of(
+            system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
+        )
+        return allocate(source.prepare(source.plan(config)), source), source
 
 
 def solve(
@@ -191,9 +196,8 @@ def solve(
     out : path, optional
         Folder for the checkpoint. The same call resumes an interrupted run.
     several : bool
-        Share the work with any number of processes, on any machines that see the same folders. Each process claims
-        unclaimed layers. If it is killed, others take over its layers. The process that finds all layers solved writes
-        the checkpoint.
+        Share the work with processes on any machines that see the same folders. Each claims unclaimed layers and those
+        of killed ones. The process that finds all layers solved writes the checkpoint.
     shard : (int, int), optional
         K of N, from 1: solve the K-th of N parts of the layers without waiting for others, as in a job array.
     **options
@@ -202,8 +206,7 @@ def solve(
     Returns
     -------
     Checkpoint or None
-        Quantized layers, each with a report, and the rest of the model. With several processes it is None if layers of
-        other shards are missing, or if another process writes the checkpoint.
+        As of `quantize`. None if layers of other shards are missing, or another process writes the checkpoint.
 
     Raises
     ------
@@ -243,12 +246,11 @@ def load(
     model : LoadedModel, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
-        Keep codes and scales instead of dequantized weights, in `loopq.inference.linear.QuantLinear`. They are packed
-        for the CPU, and repacked for the int4 kernel when the model moves to a GPU. Modules other than `nn.Linear` keep
-        the dequantized weight. The report's notes name these layers and the reason.
+        Keep codes and scales, in `loopq.inference.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
+        kernel. Modules other than `nn.Linear` keep the dequantized weight; the report's notes name them.
     activations : "float" or "int8"
-        With ``quantized=True``, "int8" rounds each quantized layer's input to 8 bits (W4A8). Every token and group has
-        one scale. This is faster where a product is not memory-bound, but less exact.
+        With ``quantized=True``, "int8" rounds inputs of quantized layers to 8 bits with one scale per token and group
+        (W4A8). This is faster where a product is not memory-bound, but less exact.
     trust_remote_code : bool
         Allow code from the model's files to run.
 
@@ -297,8 +299,7 @@ def evaluate(
     Returns
     -------
     list of Measurement
-        Full precision first, then the checkpoints in order, with their bytes. A warning names a checkpoint whose
-        calibration used these prompts.
+        Full precision first, then the checkpoints in order. A warning names one whose calibration used these prompts.
 
     Raises
     ------
@@ -313,23 +314,29 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    execution, take = divided(options, Execution(), Take())
-    files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
-    named = files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
+    how, take = divided(options, Execution(), Take())
+    named = _named(checkpoints)
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
     if tokens.shortage:
-        execution.progress.note(tokens.shortage)
-    overlaps = [overlap(name, c, loaded.system, tokens, execution) for name, c in named.items()]
-    weights = {name: content(loaded.system, c, len(named)) for name, c in named.items()}
-    count = loaded.count_bytes
+        how.progress.note(tokens.shortage)
+    system, count = loaded.system, loaded.count_bytes
+    overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
+    weights = {name: content(system, c, len(named)) for name, c in named.items()}
     measured = compare(
-        loaded.system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=execution
+        system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how
     )
-    dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
+    dense = sum(tensor.data.size for tensor in model_tensors(system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
     rows = zip(measured, sizes, [None, *overlaps], strict=True)
     return [dataclasses.replace(m, n_bytes=n, overlap=o) for m, n, o in rows]
+
+
+def _named(
+    checkpoints: str | Path | Sequence[str | Path] | Mapping[str, Checkpoint],
+) -> Mapping[str, Checkpoint]:
+    files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
+    return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
 
 
 def diagnose(
@@ -366,8 +373,6 @@ def diagnose(
     dict
         Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
     """
-    from loopq.diagnosis.survey import diagnose as survey  # lazy: keeps `import loopq` quick
-
     execution, take = divided(options, Execution(), Take())
     only = listed(only, tuple[str, ...])
     loaded = open_model(model)
@@ -401,8 +406,7 @@ def generate(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Model, as in `quantize`, or a checkpoint. A checkpoint's codes stay in memory. Load it once
-        (``loopq.load(folder, quantized=True)``) for several calls.
+        As in `quantize`, or a checkpoint. For several calls load that once, by ``loopq.load(folder, quantized=True)``.
     prompt : str or sequence of int
         Text, or token ids.
     n_steps : int, optional
@@ -441,7 +445,5 @@ def generate(
 def _open_source(model: Model, requantize: bool) -> LoadedModel:
     """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
     if isinstance(model, str | Path):
-        found = restore.open_source(Path(model), requantize=requantize)
-        if found is not None:
-            return found
+        return restore.open_source(Path(model), requantize=requantize) or open_model(model)
     return open_model(model)

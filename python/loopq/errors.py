@@ -1,9 +1,25 @@
-"""Errors of loopq: one class per cause; every message says what to do next."""
+"""Errors of loopq: one class per cause; every message says what to do next. Extras are imported by `require`."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
+
+#: The extra that installs each optional dependency.
+_EXTRA = {
+    "torch": "torch",
+    "transformers": "hf",
+    "huggingface_hub": "hf",
+    "lm_eval": "eval",
+    "gguf": "gguf",
+    "tokenizers": "gguf",
+    "matplotlib": "report",
+    "pyarrow": "parquet",
+    "scipy": "stats",
+    "threadpoolctl": "torch",
+}
 
 
 class LoopqError(Exception):
@@ -85,3 +101,30 @@ def model_code(where: str | Callable[[], str], error: type[LoopqError] = Calibra
         hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
         place = where if isinstance(where, str) else where()
         raise error(f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}") from cause
+
+
+def require(module: str, extra: str | None = None) -> Any:
+    """Import an optional module.
+
+    Parameters
+    ----------
+    module : str
+        Name of the module.
+    extra : str or None
+        Extra that installs it, if it depends on the caller.
+
+    Raises
+    ------
+    MissingExtraError
+        The module is not installed, and the message gives the command that installs it. Or it cannot be loaded.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        package = module.split(".")[0]
+        if not isinstance(cause, ModuleNotFoundError):
+            reason = next(iter(str(cause).strip().splitlines()), "")
+            raise MissingExtraError(f"this needs {package}, which cannot be loaded: {reason:.300}") from cause
+        raise MissingExtraError(
+            f"this needs {package}, which is not installed; run: pip install 'loopq[{extra or _EXTRA[package]}]'"
+        ) from cause

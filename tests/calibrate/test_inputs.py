@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from loopq.calibrate.inputs import changed_inputs, model_inputs
 from loopq.storage import journal
-from loopq.storage.files import INPUTS
+from loopq.storage.folders import INPUTS
 from tests.support.kills import Kill
 from tests.support.looped import save_dense
 from tests.support.python_models import MODULE

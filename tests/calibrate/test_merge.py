@@ -47,7 +47,7 @@ def test_a_merge_that_the_disk_cannot_hold_leaves_nothing(loaded, tokens, tmp_pa
     parts = [tmp_path / "a", tmp_path / "b"]
     for seed, part in enumerate(parts):
         collect_hessians(job_of(loaded, tokens, seed=seed), part)
-    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("loopq.storage.folders.free_bytes", lambda path: 1000)
     with pytest.raises(DumpError, match=r"sum: takes .* MiB, the disk has 0\.0"):
         merge(parts, tmp_path / "sum")
     assert not list(tmp_path.glob("*sum*"))

@@ -58,10 +58,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeyp
     write_as(tmp_path / "g", whole, "gptq")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         write_as(tmp_path / "g", whole, "compressed-tensors")
-    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 10)
+    monkeypatch.setattr("loopq.storage.folders.free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match="the disk has"):
         write_as(tmp_path / "x", whole, "gptq")
-    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 1 << 40)
+    monkeypatch.setattr("loopq.storage.folders.free_bytes", lambda path: 1 << 40)
     monkeypatch.setattr("loopq.storage.model_files.write_tensors", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_as(tmp_path / "x", whole, "gptq")

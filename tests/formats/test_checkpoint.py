@@ -9,7 +9,7 @@ import benches.zoo.models  # noqa: F401  registers the classes
 import loopq
 from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.run.export import export
 from loopq.storage.files import read_tensors, write_tensors
 from tests.support.exports import logits

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.convert import format_names, format_of, inspect_any, read_any, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from tests.support.formats import (
     FOLDERS,
 )

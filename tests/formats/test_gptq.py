@@ -7,7 +7,7 @@ import pytest
 
 from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from tests.support.formats import (
     RAGGED,
     as_words,

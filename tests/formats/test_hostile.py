@@ -8,7 +8,7 @@ import pytest
 
 from loopq.errors import CheckpointError, LoopqError
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.storage.files import (
     read_json,
     read_tensors,

@@ -8,7 +8,7 @@ import pytest
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.storage.files import read_tensors
 from tests.support.formats import (
     MA,

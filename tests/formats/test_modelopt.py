@@ -11,7 +11,7 @@ import torch
 from loopq.errors import CheckpointError
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.float_codes import plain
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.formats.rules import check_engine
 from loopq.layers.grids.fp4 import NVFP4
 from loopq.layers.layer import QuantizedLayer

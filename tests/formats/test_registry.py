@@ -13,7 +13,7 @@ from loopq.cli import main, parse
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.convert import format_names, format_of, read_any
-from loopq.storage.files import own_folder
+from loopq.storage.folders import own_folder
 from loopq.storage.lock import work_folder
 
 PACKAGE = Path(loopq.__file__).parent

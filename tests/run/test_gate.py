@@ -9,7 +9,7 @@ import pytest
 import loopq
 from loopq.errors import CheckpointError
 from loopq.formats.engines.base import Reading
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from tests.support import pairs
 
 GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}

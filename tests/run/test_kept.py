@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.convert import read_any
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.storage.files import map_tensors
 from loopq.systems.base import Batch
 from tests.support.vendors import dory, tokens

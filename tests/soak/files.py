@@ -27,7 +27,7 @@ from loopq.calibrate.dump import Dump, DumpFile, Manifest
 from loopq.calibrate.sums_file import write_accumulator
 from loopq.errors import LoopqError
 from loopq.formats.convert import inspect_any, read_any, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.layers.shared import SharedParameter
 from loopq.layers.transforms import ChannelScale, Rotation
 from loopq.storage.files import RawTensor, read_tensors, write_json, write_tensors

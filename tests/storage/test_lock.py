@@ -15,7 +15,8 @@ import pytest
 
 from loopq.errors import CheckpointError, LoopqError
 from loopq.storage import lock
-from loopq.storage.files import _HOST, new_folder, own_folder, write_text
+from loopq.storage.files import HOST, write_text
+from loopq.storage.folders import new_folder, own_folder
 from loopq.storage.lock import Claims, held, kept, locked, new_or_same
 
 
@@ -193,7 +194,7 @@ def left(place):
     (place / ".q.lock").write_text(json.dumps({"host": socket.gethostname(), "pid": ended()}))
     going = own_folder(place / ".q.work")
     (going / "piece").touch()
-    return going.rename(place / f".q.work.{_HOST}-{ended()}-0a0b0c0d.partial")
+    return going.rename(place / f".q.work.{HOST}-{ended()}-0a0b0c0d.partial")
 
 
 @pytest.mark.parametrize("one_file", [False, True])

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.formats import FORMATS
 from loopq.formats.convert import format_names, write_as
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.layers.layer import LayerSettings
 from loopq.storage.files import RawTensor, read_json, read_tensors, write_tensors
 from loopq.storage.schema import checked

@@ -15,15 +15,8 @@ from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.errors import ConfigError, DumpError
 from loopq.models.depths import Depths
 from loopq.settings.execution import at_most
-from loopq.storage.files import (
-    check_named,
-    check_new,
-    free_bytes,
-    read_json,
-    remove_leftovers,
-    write_json,
-    write_tensors,
-)
+from loopq.storage.files import check_named, free_bytes, read_json, write_json, write_tensors
+from loopq.storage.folders import check_new, remove_leftovers
 from loopq.storage.lock import locked
 from loopq.storage.model_files import model_tensors, write_files
 from loopq.storage.schema import Count, Sha256, checked

@@ -16,7 +16,6 @@ from loopq.storage.files import (
     MAX_SIZE,
     RawTensor,
     Stored,
-    check_folder,
     inside,
     read_bytes,
     read_header,
@@ -25,6 +24,7 @@ from loopq.storage.files import (
     read_tensors,
     write_json,
 )
+from loopq.storage.folders import check_folder
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, raw
 from loopq.storage.schema import (
     Allowed,

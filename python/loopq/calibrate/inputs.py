@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import LoopqError
 from loopq.models.depths import Depths
-from loopq.storage.files import INPUTS, read_json, write_json
+from loopq.storage.files import read_json, write_json
+from loopq.storage.folders import INPUTS
 from loopq.storage.journal import fingerprint, ran, versions
 from loopq.systems.base import LoopedSystem
 

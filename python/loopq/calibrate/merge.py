@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.dump import MANIFEST, Dump, DumpFile, Manifest, Rows
 from loopq.calibrate.sums_file import write_accumulator
 from loopq.errors import ConfigError, DumpError
-from loopq.storage.files import (
-    new_folder,
-    sha256,
-)
+from loopq.storage.files import sha256
+from loopq.storage.folders import new_folder
 from loopq.storage.lock import new_or_same
 from loopq.terminal.progress import Progress
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import Encode, TokenSet, check_count, from_ids, windows
-from loopq.errors import CalibrationError, ConfigError, LoopqError
-from loopq.lazy import require
+from loopq.errors import CalibrationError, ConfigError, LoopqError, require
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json, shown
 

@@ -11,10 +11,10 @@ from typing import Any
 from loopq.calibrate.prompts import CHUNK, evaluation_chunks
 from loopq.commands import COMMANDS, Command
 from loopq.commands.evaluate import measure
-from loopq.commands.options import add_execution, add_source, add_text, load, source_words, take
-from loopq.errors import ConfigError
+from loopq.commands.options import add_execution, add_text, take
+from loopq.commands.source import add_source, load, source_words
+from loopq.errors import ConfigError, require
 from loopq.formats.convert import check_readable, read_any
-from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.report.card import check_card, write_card
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from loopq.calibrate.prompts import Take
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, add_source, execution, load
+from loopq.commands.options import add_execution, execution
 from loopq.commands.plan import forecasts
+from loopq.commands.source import add_source, load
 from loopq.errors import ConfigError
 from loopq.models.check import check_model
 from loopq.run.config import QuantConfig

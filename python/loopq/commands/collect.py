@@ -16,15 +16,14 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
     add_patterns,
-    add_source,
     add_text,
     calibration_take,
     execution,
-    load,
     ranks_of_environment,
     whole,
 )
 from loopq.commands.output import print_dump
+from loopq.commands.source import add_source, load
 from loopq.errors import ConfigError
 from loopq.models.depths import at_depths
 from loopq.quantizers.gptq_cd import MetricSettings

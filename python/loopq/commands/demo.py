@@ -16,7 +16,7 @@ from loopq.commands.output import layer_table, measurement_table
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.survey import diagnose
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.models.load import LoadedModel, load_model
 from loopq.report.comparison import write_comparison
 from loopq.report.page import write_data, write_page

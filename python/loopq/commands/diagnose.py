@@ -10,22 +10,12 @@ from loopq.api import diagnose
 from loopq.calibrate.prompts import calibration_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.numbers import tables
-from loopq.commands.options import (
-    add_execution,
-    add_settings,
-    add_source,
-    add_text,
-    check_place,
-    execution,
-    given,
-    load,
-    take,
-)
+from loopq.commands.options import add_execution, add_settings, add_text, check_place, execution, given, take
+from loopq.commands.source import add_source, load
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.sections import in_order
 from loopq.diagnosis.survey import diagnose_dump
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.report.page import write_data, write_page
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line

@@ -15,19 +15,17 @@ from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_t
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
-    add_source,
     add_text,
     check_place,
     each_depth,
     execution,
     group_of,
-    load,
-    load_any,
     take,
     whole,
 )
 from loopq.commands.output import measurement_table, spread_table
 from loopq.commands.page import known
+from loopq.commands.source import add_source, load, load_any
 from loopq.errors import ConfigError
 from loopq.evaluation.items import TASKS, find_task, read_items
 from loopq.evaluation.tasks import Metric, measure_tasks

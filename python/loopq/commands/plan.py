@@ -10,8 +10,9 @@ import numpy as np
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, Take, calibration_tokens
-from loopq.commands.options import calibration_take, execution, load, load_source, take, whole
+from loopq.commands.options import calibration_take, execution, take, whole
 from loopq.commands.output import divergence
+from loopq.commands.source import load, load_source
 from loopq.layers.grid import BITS
 from loopq.models.build import build_shape
 from loopq.models.depths import Depths, at_depths

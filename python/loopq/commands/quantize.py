@@ -22,7 +22,6 @@ from loopq.commands.options import (
     add_format,
     add_gate,
     add_quantizer,
-    add_source,
     add_text,
     adopt_like,
     calibration_take,
@@ -31,7 +30,6 @@ from loopq.commands.options import (
     format_options,
     gate_options,
     given,
-    load_source,
     quant_config,
     ranks_of_environment,
     take,
@@ -39,13 +37,13 @@ from loopq.commands.options import (
 from loopq.commands.output import print_checkpoint, whole
 from loopq.commands.page import known
 from loopq.commands.plan import dry_run, several_bits, table
+from loopq.commands.source import add_source, load_source
 from loopq.diagnosis.config import DiagnoseConfig
-from loopq.errors import LoopqError
+from loopq.errors import LoopqError, require
 from loopq.formats.base import Format
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_settings, add_source, given, load_any
+from loopq.commands.options import add_settings, given
+from loopq.commands.source import add_source, load_any
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.inference.generate import Generation

@@ -21,8 +21,7 @@ import numpy as np
 
 from loopq.cuda.plan import DeviceLimits
 from loopq.cuda.sources import translation_unit
-from loopq.errors import KernelError, MissingExtraError
-from loopq.lazy import require
+from loopq.errors import KernelError, MissingExtraError, require
 
 _OLDEST = (8, 0)
 _OLDEST_CUPY = 14
@@ -106,7 +105,7 @@ def require_gpu(index: int = 0) -> ModuleType:
     Raises
     ------
     MissingExtraError
-        See `loopq.lazy.require` and `require_cupy`.
+        See `loopq.errors.require` and `require_cupy`.
     KernelError
         If torch does not see this CUDA device.
     """

@@ -22,9 +22,8 @@ from loopq.diagnosis.weights import (
     rounded,
     weight_of,
 )
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import geometric_mean_ratio
-from loopq.lazy import require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
 from loopq.storage.schema import Object

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnosis.weights import Weights, as_stored
-from loopq.errors import ConfigError, NonFiniteError
-from loopq.lazy import require
+from loopq.errors import ConfigError, NonFiniteError, require
 from loopq.models.replace import Replaced
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of

@@ -64,7 +64,7 @@ def layer_errors(
     progress = progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     chosen = [p for p in system.shared_parameters(depth) if _comparable(p, variants)]
-    sums = {(name, p.name): [[0.0] * 3 for _ in range(p.invocations)] for name in variants for p in chosen}
+    sums = {name: {p.name: [[0.0] * 3 for _ in range(p.invocations)] for p in chosen} for name in variants}
     variants = {name: placed(system, weights) for name, weights in variants.items()}
     batches = list(tokens.take(0, N_PROMPTS).batches(batch_size, seed))
     progress.start("by layer", len(batches) * (len(variants) + 1), "rollouts")
@@ -75,15 +75,16 @@ def layer_errors(
             with Replaced(system, weights) as changed:
                 other = _rows(changed, chosen, batch, depth)
             for p in chosen:
-                _add(sums[name, p.name], system, p, weights, plain[p.name], other[p.name])
+                _add(sums[name][p.name], system, p, weights, plain[p.name], other[p.name])
             progress.advance()
     progress.stop()
-    found: dict[str, LayerErrors] = {name: {"moved": {}, "own": {}} for name in variants}
-    for (name, layer), calls in sums.items():
-        found[name]["moved"][layer] = [_ratio(moved, of) for moved, _, of in calls]
-        if layer in variants[name]:
-            found[name]["own"][layer] = [_ratio(own, of) for _, own, of in calls]
-    return found
+    return {name: _ratios(of, variants[name]) for name, of in sums.items()}
+
+
+def _ratios(sums: Mapping[str, list[list[float]]], weights: Weights) -> LayerErrors:
+    moved = {layer: [_ratio(moved, of) for moved, _, of in calls] for layer, calls in sums.items()}
+    own = {layer: [_ratio(own, of) for _, own, of in sums[layer]] for layer in sums if layer in weights}
+    return {"moved": moved, "own": own}
 
 
 def _comparable(p: SharedParameter, variants: Mapping[str, Weights]) -> bool:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import NonFiniteError, model_code
+from loopq.errors import NonFiniteError, model_code, require
 from loopq.inference.generate import Decoder, Generation, end_ids, generate
 from loopq.inference.text import decode
-from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]

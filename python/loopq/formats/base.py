@@ -12,7 +12,7 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.grid import Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.storage.files import new_folder
+from loopq.storage.folders import new_folder
 from loopq.storage.schema import Object
 
 #: Called with what was read back, before the output gets its name.

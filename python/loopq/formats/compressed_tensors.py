@@ -16,7 +16,9 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
-from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
+from loopq.formats.hf_folder import matches
+from loopq.formats.quantized_folder import QuantizedFolder
+from loopq.formats.record import Export
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS, even
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer

@@ -12,7 +12,7 @@ from loopq.formats import native as store
 from loopq.formats.base import Check, Format, Written
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.loop_spec import parse_spec, with_loop
-from loopq.storage.files import check_folder
+from loopq.storage.folders import check_folder
 from loopq.storage.schema import Object, shown
 
 

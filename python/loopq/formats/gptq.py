@@ -18,8 +18,9 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, split
-from loopq.formats.hf_folder import QUANTIZE_CONFIG
-from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
+from loopq.formats.hf_folder import QUANTIZE_CONFIG, matches
+from loopq.formats.quantized_folder import QuantizedFolder
+from loopq.formats.record import Export
 from loopq.layers.grid import Grid
 from loopq.layers.grids import even
 from loopq.layers.layer import Bits, GroupSize, QuantizedLayer

@@ -199,3 +199,18 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
             f"{folder}: weights only as pickles ({', '.join(pickles)}), which can run code when they are read; "
             "convert them to safetensors, or allow them with --allow-pickle (allow_pickle=True) if you trust the source"
         )
+
+
+def matches(pattern: str, module: str, where: str) -> bool:
+    """Whether a regular expression of a file matches the beginning of a module's name.
+
+    A search can take exponential time in the name if it repeats a group, and polynomial time for other repeats. Both
+    are limited because a file may come from anyone.
+    """
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    try:
+        if len(pattern) > 2000 or repeats > 4 or re.search(r"(?<!\\)\)[*+{]", pattern):
+            raise re.error("more than 4 repeats, a repeated group, or more than 2000 characters")
+        return re.match(pattern, module) is not None
+    except (re.error, OverflowError, RecursionError) as cause:
+        raise CheckpointError(f"{where}: pattern {shown(pattern)}: {cause}") from None

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.errors import require
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, WrittenFile
 from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, told
 from loopq.formats.gguf.shape import Shape
-from loopq.lazy import require
-from loopq.storage.files import check_new, replacing
+from loopq.storage.files import replacing
+from loopq.storage.folders import check_new
 from loopq.terminal.table import size
 
 

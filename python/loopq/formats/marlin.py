@@ -16,7 +16,8 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, is_ragged
-from loopq.formats.quantized_folder import Export, QuantizedFolder
+from loopq.formats.quantized_folder import QuantizedFolder
+from loopq.formats.record import Export
 from loopq.layers.grids.integer import Integer
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader

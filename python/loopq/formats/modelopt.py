@@ -15,7 +15,8 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, is_ragged
 from loopq.formats.hf_folder import HF_QUANT_CONFIG
-from loopq.formats.quantized_folder import Export, QuantizedFolder
+from loopq.formats.quantized_folder import QuantizedFolder
+from loopq.formats.record import Export
 from loopq.layers.grid import Grid
 from loopq.layers.grids.fp4 import NVFP4
 from loopq.layers.layer import LayerSettings, QuantizedLayer

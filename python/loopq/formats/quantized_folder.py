@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,51 +32,24 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
 from loopq.formats.float_codes import plain
 from loopq.formats.fused import joined_dense, joined_layers, published_parts, taken_apart
+from loopq.formats.record import (
+    RECORD,
+    Export,
+    Record,
+    config_of,
+    dense_modules,
+    facts_of,
+    modules_of,
+    owners_of,
+    read_record,
+    write_sealed,
+)
 from loopq.layers.grids import without_kind
-from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.storage.files import RawTensor, inside, read_json, write_json
-from loopq.storage.model_files import FileEntry, check_files, write_files
-from loopq.storage.schema import Name, Object, Sha256, checked, parse_json, sealed, shown, unsealed
+from loopq.storage.files import RawTensor
+from loopq.storage.schema import Name, Object, checked, parse_json, shown
 from loopq.terminal.table import render, size
-
-RECORD = "loopq_export.json"
-RECORD_FORMAT = "loopq-export"
-
-
-@dataclass(frozen=True)
-class Export:
-    """Everything that a format needs to write its config.
-
-    Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
-    that stays unchanged. Further facts: version of loopq, damping.
-    """
-
-    layers: Mapping[str, QuantizedLayer]
-    dense: tuple[str, ...]
-    report: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Record:
-    """Content of `loopq_export.json`: everything that a format loses, and the checksums of what it holds.
-
-    `files` lists all other files of the folder. `native_sha256` is the checksum of the checkpoint that was exported
-    (`Checkpoint.digest`). Exports before these two entries have neither. `forced` says why no engine reads it right.
-    `joined` names the modules under published names, which hold several modules of the model.
-    """
-
-    loopq_version: str
-    target: str
-    ragged: Ragged | None
-    settings: Object
-    layers: tuple[LayerSettings, ...]
-    ties: dict[Name, Name]
-    config: str | None
-    files: tuple[FileEntry, ...] = ()
-    native_sha256: Sha256 | None = None
-    forced: str | None = None
-    joined: tuple[Name, ...] = ()
 
 
 class QuantizedFolder(Format):
@@ -252,7 +223,7 @@ class QuantizedFolder(Format):
         hf_folder.looped_files(planned.side_files, bool(remote_code))
         stored = self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
         if names is not None:
-            parts = published_parts(_config(planned.side_files))
+            parts = published_parts(config_of(planned.side_files))
             joined_layers({found.layer.module: found.layer for found in stored.values()}, parts)
 
     def write(
@@ -274,12 +245,12 @@ class QuantizedFolder(Format):
         """
         files = hf_folder.looped_files(source.side_files, bool(remote_code))
         source = dataclasses.replace(source, side_files=files)
-        owners = _owners(source)
+        owners = owners_of(source)
         prepared = self._prepared(source, ragged)
         layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
         dense = dict(source.dense)
         if names is not None:
-            parts = published_parts(_config(source.side_files))
+            parts = published_parts(config_of(source.side_files))
             layers, dense = joined_layers(layers, parts), joined_dense(dense, parts)
         joined = sorted({*layers} - {m for found in owners.values() for m in found})
         joined += sorted(name.removesuffix(".weight") for name in {*dense} - {*source.dense})
@@ -291,7 +262,7 @@ class QuantizedFolder(Format):
         if clash:
             raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
         tensors.update(dense)
-        export = Export(layers, _dense_modules(dense, source.ties), _facts(source))
+        export = Export(layers, dense_modules(dense, source.ties), facts_of(source))
         notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
         for name, (_, *copies) in owners.items():
             if copies:
@@ -300,7 +271,7 @@ class QuantizedFolder(Format):
         record |= {"forced": forced} if forced else {}
         record |= {"joined": joined} if joined else {}
         n_bytes_all = sum(t.data.size for t in tensors.values())
-        fill = partial(_write_sealed, tensors=tensors, files=files, record=record)
+        fill = partial(write_sealed, tensors=tensors, files=files, record=record)
         write_folder(self, out, source, n_bytes_all, fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
         return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
@@ -316,7 +287,7 @@ class QuantizedFolder(Format):
         """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
         side = dict(checkpoint.side_files)
         original = side.pop(hf_folder.CONFIG, None)
-        config = _config(checkpoint.side_files) | {hf_folder.KEY: quantization}
+        config = config_of(checkpoint.side_files) | {hf_folder.KEY: quantization}
         record = {
             "loopq_version": _native.__version__,
             "target": self.name,
@@ -344,7 +315,7 @@ class QuantizedFolder(Format):
         there is no run report.
         """
         # Before anything is read from them.
-        record = _read_record(path) if (path / RECORD).exists() else None
+        record = read_record(path) if (path / RECORD).exists() else None
         config, quantization = hf_folder.read_config(path)
         quantization = quantization or {}
         stored = hf_folder.read_all_tensors(path)
@@ -381,7 +352,7 @@ class QuantizedFolder(Format):
             raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
         reports = store.read_report(folder / store.REPORT)
         if record.joined:
-            config = _config({hf_folder.CONFIG: (record.config or "{}").encode()})
+            config = config_of({hf_folder.CONFIG: (record.config or "{}").encode()})
             layers, dense = taken_apart(layers, dense, record.joined, published_parts(config))
         own = {f"{module}.weight": name for name, module in modules_of(record.settings).items()}
         layers = {
@@ -417,7 +388,7 @@ class QuantizedFolder(Format):
         """Return the settings stored by an export of loopq."""
         if not (path / RECORD).exists():
             raise CheckpointError(f"{path}: loopq did not make it, so the settings are not known")
-        return _read_record(path).settings
+        return read_record(path).settings
 
     def facts(self, path: Path) -> dict[str, Any]:
         """Describe the folder: layers as solved, without the format's additions.
@@ -425,7 +396,7 @@ class QuantizedFolder(Format):
         The facts include the `quantization_config` and `n_bytes_files` (the safetensors files, with padding and cut
         groups). An export of loopq adds its version (`exported_by_loopq`) and its policy for ragged groups, else None.
         """
-        record = _read_record(path) if (path / RECORD).exists() else None
+        record = read_record(path) if (path / RECORD).exists() else None
         return {
             "format": self.name,
             **self.read(path).facts(),
@@ -464,21 +435,6 @@ class QuantizedFolder(Format):
         ]
 
 
-def matches(pattern: str, module: str, where: str) -> bool:
-    """Whether a regular expression of a file matches the beginning of a module's name.
-
-    A search can take exponential time in the name if it repeats a group, and polynomial time for other repeats. Both
-    are limited because a file may come from anyone.
-    """
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    try:
-        if len(pattern) > 2000 or repeats > 4 or re.search(r"(?<!\\)\)[*+{]", pattern):
-            raise re.error("more than 4 repeats, a repeated group, or more than 2000 characters")
-        return re.match(pattern, module) is not None
-    except (re.error, OverflowError, RecursionError) as cause:
-        raise CheckpointError(f"{where}: pattern {shown(pattern)}: {cause}") from None
-
-
 def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     size = math.gcd(layer.shape[1], layer.grid.group_size)
     times = layer.grid.group_size // size
@@ -488,68 +444,3 @@ def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
         "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
     }
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
-
-
-def _write_sealed(
-    folder: Path, *, tensors: Mapping[str, RawTensor], files: Mapping[str, bytes], record: Mapping[str, Any]
-) -> None:
-    """Write a folder's files, then the record with the checksum of each."""
-    entries = write_files(folder, tensors, files, {"format": "pt"})
-    write_json(folder / RECORD, sealed(RECORD_FORMAT, {**record, "files": entries}))
-
-
-def _read_record(folder: Path) -> Record:
-    """Read the record of an export.
-
-    Raises
-    ------
-    CheckpointError
-        It is damaged, or a file of the folder is not as it was exported. The message names the file.
-    """
-    data = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
-    record = checked(Record, data, folder / RECORD)
-    check_files(folder, record.files)
-    return record
-
-
-def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    facts: dict[str, Any] = {"quantizer": [f"loopq:{_native.__version__}"]}
-    layer = checkpoint.settings.get("quantization", {}).get("layer", {})
-    damping = layer.get("method", {}).get("damping", {}).get("fraction")
-    if damping is not None:
-        facts["damp_percent"] = damping
-    return facts
-
-
-def modules_of(settings: Object) -> dict[str, str]:
-    """Modules of layers that their names in the model's files do not identify."""
-    return checked(dict[str, Name], settings.get("modules", {}), "settings: modules")
-
-
-def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Modules of every quantized layer, including tied ones, which other tools load separately."""
-    modules = modules_of(checkpoint.settings)
-    for name in checkpoint.layers:
-        if not name.endswith(".weight") and name not in modules:
-            raise CheckpointError(
-                f"layer {name}: its codes are of no linear layer, and other tools take a module's 'weight' alone; "
-                "--exclude the layer"
-            )
-    owners = {name: [modules.get(name, layer.module)] for name, layer in checkpoint.layers.items()}
-    for name, source in checkpoint.ties.items():
-        if source in owners:
-            owners[source].append(name.removesuffix(".weight"))
-    return owners
-
-
-def _config(side_files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The model's config.json. Empty if there is none."""
-    config = parse_json(side_files.get(hf_folder.CONFIG, b"{}"), hf_folder.CONFIG, finite=False)
-    return checked(dict[str, Any], config, hf_folder.CONFIG)
-
-
-def _dense_modules(dense: Mapping[str, RawTensor], ties: Mapping[str, str]) -> tuple[str, ...]:
-    """Every module with an unchanged matrix, including tied ones. A superset of the linear layers."""
-    names = {n for n, t in dense.items() if len(t.shape) == 2}
-    names |= {tied for tied, source in ties.items() if source in names}
-    return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))

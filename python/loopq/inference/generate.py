@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from loopq.errors import ConfigError, LoopqError, NonFiniteError
-from loopq.lazy import require
+from loopq.errors import ConfigError, LoopqError, NonFiniteError, require
 from loopq.models.load import LoadedModel
 from loopq.models.trace import first_not_finite
 from loopq.settings.declare import Settings, setting

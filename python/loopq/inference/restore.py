@@ -12,7 +12,7 @@ from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint, load_into
 from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
-from loopq.formats.quantized_folder import RECORD
+from loopq.formats.record import RECORD
 from loopq.models.build import build_model
 from loopq.models.files import find_names
 from loopq.models.load import LoadedModel, load_model, to_device

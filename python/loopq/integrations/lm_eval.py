@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loopq.errors import require
 from loopq.evaluation.requests import (
     Request,
     encode_pair,
@@ -19,7 +20,6 @@ from loopq.evaluation.requests import (
 )
 from loopq.inference.generate import Decoder, Generation
 from loopq.inference.restore import open_any
-from loopq.lazy import require
 from loopq.settings.execution import Execution
 
 require("lm_eval")

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, require
 from loopq.formats.hf_folder import METHOD
 from loopq.inference.quantized import has_product, quantized_linear, stand_ins, why_kept
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
-from loopq.lazy import require
 from loopq.models.files import find_names
 from loopq.models.hf import unfuse
 from loopq.storage.files import RawTensor, map_tensors

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopq.errors import CheckpointError, model_code
+from loopq.errors import CheckpointError, model_code, require
 from loopq.layers.loop_spec import without_type
-from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class
 from loopq.models.files import find_names

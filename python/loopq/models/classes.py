@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from loopq.errors import CheckpointError, ConfigError, model_code
+from loopq.errors import CheckpointError, ConfigError, model_code, require
 from loopq.formats.hf_folder import check_weight_files
-from loopq.lazy import require
 from loopq.settings.execution import available_bytes
 from loopq.storage.schema import Object
 from loopq.systems import SYSTEMS

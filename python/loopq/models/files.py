@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from loopq.errors import MissingExtraError
-from loopq.lazy import require
+from loopq.errors import MissingExtraError, require
 from loopq.storage.names import Names, set_names
 from loopq.systems.views import copied
 

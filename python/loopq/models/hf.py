@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, require
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
-from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
 from loopq.models.precision import hold
@@ -101,15 +101,18 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
         )
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How a checkpoint is loaded, as of `loopq.models.load.load_model`. A `dtype` of None is the checkpoint's."""
+
+    trust_remote_code: bool
+    allow_pickle: bool
+    dtype: torch.dtype | None
+    memory: int | None = None
+
+
 def load_hf(
-    folder: Path,
-    config: Mapping[str, Any],
-    *,
-    source: str,
-    trust_remote_code: bool,
-    allow_pickle: bool,
-    dtype: torch.dtype | None,
-    memory: int | None = None,
+    folder: Path, config: Mapping[str, Any], source: str, how: Loading
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model from a folder, without network access.
 
@@ -121,12 +124,7 @@ def load_hf(
         Contents of ``config.json``.
     source : str
         The user's input, for messages.
-    trust_remote_code, allow_pickle : bool
-        As of `loopq.models.load.load_model`.
-    dtype : torch.dtype or None
-        Floating type. That of the checkpoint when None.
-    memory : int, optional
-        As of `loopq.models.load.load_model`.
+    how : Loading
 
     Returns
     -------
@@ -135,40 +133,18 @@ def load_hf(
     findings : dict
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """
-    transformers = require("transformers")
     told = config.get(hf_folder.KEY)
     if isinstance(told, Mapping) and told.get("quant_method") == hf_folder.METHOD:
         raise CheckpointError(
             f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
             "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
         )
-    check_weight_files(folder, allow_pickle)
-    check_remote_code(config, source, trust_remote_code)
-    if not _fits(folder, config, dtype, memory):
-        model = _streamed(folder, config, trust_remote_code, dtype)
+    check_weight_files(folder, how.allow_pickle)
+    check_remote_code(config, source, how.trust_remote_code)
+    if not _fits(folder, config, how):
+        model = _streamed(folder, config, how)
         return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
-    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
-
-    auto = getattr(transformers, auto_class(config, trust_remote_code))
-    try:
-        # Parameters that a checkpoint lacks and no rollout uses are random. A fixed seed keeps the bytes equal.
-        with building(), _quiet(), Drawn(seed=0):
-            model, info = auto.from_pretrained(
-                str(folder),
-                trust_remote_code=trust_remote_code,
-                use_safetensors=None if allow_pickle else True,
-                local_files_only=True,
-                output_loading_info=True,
-                dtype=dtype if dtype is not None else "auto",
-                **_settings(config),
-            )
-    except Exception as cause:  # damaged folders raise various errors
-        reason = " ".join(str(cause).split())
-        raise CheckpointError(
-            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
-            f"{_version_advice(config, trust_remote_code)}"
-        ) from cause
-    model = model.eval()
+    model, info = _pretrained(folder, config, source, how)
     findings = {
         "missing": _names(info, "missing_keys"),
         "unexpected": _names(info, "unexpected_keys"),
@@ -179,6 +155,33 @@ def load_hf(
     find_names(model, stored)
     hold(model, types_of(stored))
     return model, findings
+
+
+def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:
+    """The model as transformers loads it, and what that reports."""
+    transformers = require("transformers")
+    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
+
+    auto = getattr(transformers, auto_class(config, how.trust_remote_code))
+    try:
+        # Parameters that a checkpoint lacks and no rollout uses are random. A fixed seed keeps the bytes equal.
+        with building(), _quiet(), Drawn(seed=0):
+            model, info = auto.from_pretrained(
+                str(folder),
+                trust_remote_code=how.trust_remote_code,
+                use_safetensors=None if how.allow_pickle else True,
+                local_files_only=True,
+                output_loading_info=True,
+                dtype=how.dtype if how.dtype is not None else "auto",
+                **_settings(config),
+            )
+    except Exception as cause:  # damaged folders raise various errors
+        reason = " ".join(str(cause).split())
+        raise CheckpointError(
+            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
+            f"{_version_advice(config, how.trust_remote_code)}"
+        ) from cause
+    return model.eval(), info
 
 
 def from_config(
@@ -232,24 +235,23 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
 
 
-def _streamed(
-    folder: Path, config: Mapping[str, Any], trust_remote_code: bool, dtype: torch.dtype | None
-) -> nn.Module:
+def _streamed(folder: Path, config: Mapping[str, Any], how: Loading) -> nn.Module:
     """Build a model that reads each layer from its files when the layer runs."""
     from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
-    model = from_config(folder, config, trust_remote_code, dtype=dtype, whole=False)
+    model = from_config(folder, config, how.trust_remote_code, dtype=how.dtype, whole=False)
     Stream(model.eval(), hf_folder.read_all_tensors(folder))
     return model
 
 
-def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, memory: int | None) -> bool:
+def _fits(folder: Path, config: Mapping[str, Any], how: Loading) -> bool:
     """Whether a model's weights fit in memory. True where this is unknown."""
-    limit = memory if memory is not None else available_bytes()
+    limit = how.memory if how.memory is not None else available_bytes()
     if limit is None or not any(folder.glob("*.safetensors")):
         return True
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    wider = dtype is not None and dtype.itemsize == 4 and str(config.get("dtype")) in ("bfloat16", "float16")
+    wider = how.dtype is not None and how.dtype.itemsize == 4
+    wider = wider and str(config.get("dtype")) in ("bfloat16", "float16")
     return stored * (1 + wider) <= limit
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError, require
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
-from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.classes import find_class, load_registered, register_model
 from loopq.models.plain import plain
@@ -291,41 +290,32 @@ def load_model(
     Buffers that a checkpoint does not store are compared with those of a newly built model. Differing ones are
     corrected and listed in the report.
     """
-    wanted = parse_dtype(dtype)
-    base, loop = parse_spec(str(spec))
-    folder = _find_folder(base, revision, allow_pickle)
+    how = hf.Loading(trust_remote_code, allow_pickle, parse_dtype(dtype), memory)
+    return _load(str(spec), system, how, device, revision)
+
+
+def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:
+    base, loop = parse_spec(spec)
+    folder = _find_folder(base, revision, how.allow_pickle)
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
     checked(_Known, config, folder / "config.json", others=True)
     config = without_type(config)
     registered = find_class(config, system, folder / "config.json")
-    if registered is not None:
-        require("torch")
-        from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
-
-        with building(), Drawn(seed=0):
-            model, findings = load_registered(folder, config, registered, allow_pickle)
-        model = to_float32(model) if dtype == "float32" else model.to(dtype=wanted)
+    if registered is None:
+        model, findings = hf.load_hf(folder, config, base, how)
     else:
-        model, findings = hf.load_hf(
-            folder,
-            config,
-            source=base,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-            dtype=wanted,
-            memory=memory,
-        )
+        model, findings = _load_class(folder, config, registered, how)
     if loop is not None:
         setattr(model.config, LOOP, loop)
-    said = widen(model) if wanted is None and device == "cpu" else ""
+    said = widen(model) if how.dtype is None and device == "cpu" else ""
     model, done = plain(to_device(model, device).eval())
     findings["notes"] = (*findings.get("notes", ()), *done)
     check_values(model)
     adapter = choose_system(model, system)
-    hf.check_missing(str(spec), findings.get("missing", ()), adapter)
+    hf.check_missing(spec, findings.get("missing", ()), adapter)
     if said:
         findings["notes"] = (*findings.get("notes", ()), said)
-    tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
+    tokenizer, encode = text_encoder(registered, folder, config, how.trust_remote_code)
     # If the model has its own encoder, the checkpoint includes only the configuration.
     own_encoder = registered is not None and encode is registered.encode
     files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
@@ -333,16 +323,19 @@ def load_model(
     if loop is not None:
         config = with_loop(config, loop)
         side_files["config.json"] = json.dumps(config, indent=2).encode()
-    return LoadedModel(
-        model=model,
-        system=adapter,
-        encode=encode,
-        tokenizer=tokenizer,
-        config=config,
-        folder=folder,
-        side_files=side_files,
-        report=describe(model, str(spec), "registered" if registered else "transformers", **findings),
-    )
+    report = describe(model, spec, "registered" if registered else "transformers", **findings)
+    return LoadedModel(model, adapter, encode, tokenizer, config, folder, side_files, report)
+
+
+def _load_class(
+    folder: Path, config: dict[str, Any], registered: ModelClass, how: hf.Loading
+) -> tuple[nn.Module, dict[str, Any]]:
+    torch = require("torch")
+    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
+
+    with building(), Drawn(seed=0):
+        model, findings = load_registered(folder, config, registered, how.allow_pickle)
+    return to_float32(model) if how.dtype == torch.float32 else model.to(dtype=how.dtype), findings
 
 
 def text_encoder(

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.settings.execution import available_bytes
 from loopq.storage.model_files import HELD_AS
 from loopq.storage.names import names_of

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.diagnosis.rollouts import trace
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.models.replace import Replaced, Weights
 from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem

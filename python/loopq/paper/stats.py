@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import (
     CHUNK,
     LEVEL,
@@ -15,7 +15,6 @@ from loopq.evaluation.stats import (
     bootstrap,
     sample,
 )
-from loopq.lazy import require
 
 
 def student(values: ArrayLike) -> Interval:

@@ -15,7 +15,8 @@ from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD, CONFIG, PICTURE, read_config
 from loopq.layers.loop_spec import parse_spec
 from loopq.report.style import INK, SERIES, canvas, label, styled
-from loopq.storage.files import remove_leftovers, replacing, write_text
+from loopq.storage.files import replacing, write_text
+from loopq.storage.folders import remove_leftovers
 from loopq.terminal.table import size
 
 #: Its tag and the end of its title, by which a card of loopq's is known again.

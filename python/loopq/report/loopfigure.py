@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.report.style import ALARM, INK, MAP, SMALL, Picture, canvas, label, short_name, short_names, styled
 
 _NAMED_COLUMNS = 8

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from loopq.lazy import require
+from loopq.errors import require
 
 # Colours of Okabe and Ito, distinct for every kind of colour blindness. Line style and marker differ as well.
 SERIES = (

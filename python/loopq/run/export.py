@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.select import treat
-from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
 from loopq.formats.base import Format, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
-from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside

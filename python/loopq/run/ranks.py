@@ -14,8 +14,7 @@ from loopq.calibrate.collect import release
 from loopq.calibrate.dump import Manifest
 from loopq.calibrate.hessian_dump import Gradients, HessianDump
 from loopq.calibrate.rollouts import Collection
-from loopq.errors import ConfigError, LoopqError
-from loopq.lazy import require
+from loopq.errors import ConfigError, LoopqError, require
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal
 

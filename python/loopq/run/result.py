@@ -14,7 +14,8 @@ from loopq.formats.native import NATIVE
 from loopq.run.plan import Plan
 from loopq.run.source import Layers, Source
 from loopq.settings.execution import Execution
-from loopq.storage.files import file_order, own_folder, remove_leftovers, remove_own
+from loopq.storage.files import file_order
+from loopq.storage.folders import own_folder, remove_leftovers, remove_own
 from loopq.storage.lock import held, work_folder
 
 Write: TypeAlias = Callable[[Checkpoint], object]

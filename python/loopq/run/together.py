@@ -22,7 +22,8 @@ from loopq.run.ranks import Ranks
 from loopq.run.solver import Solver, groups_of, save_layer
 from loopq.run.source import Layers, Source
 from loopq.settings.execution import POLL
-from loopq.storage.files import json_bytes, own_folder, remove_own
+from loopq.storage.files import json_bytes
+from loopq.storage.folders import own_folder, remove_own
 from loopq.storage.lock import Claims, check_out, is_written, work_folder
 
 

@@ -16,7 +16,8 @@ from types import TracebackType
 from urllib.parse import quote
 
 from loopq.errors import CheckpointError, LoopqError
-from loopq.storage.files import check_named, check_new, is_own, runs, second
+from loopq.storage.files import check_named
+from loopq.storage.folders import check_new, is_own, runs, second
 
 if sys.platform != "win32":
     import fcntl

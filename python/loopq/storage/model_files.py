@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.errors import CheckpointError, LoopqError
-from loopq.lazy import require
+from loopq.errors import CheckpointError, LoopqError, require
 from loopq.storage.files import (
     DTYPE_NAMES,
     DTYPES,

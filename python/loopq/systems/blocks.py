@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.systems.program import Block, Branch
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError, require
 from loopq.layers.shared import SharedParameter
-from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, Published
 from loopq.systems.capabilities import ModelClass

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, require
 from loopq.layers.shared import SharedParameter
-from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, Published
 from loopq.systems.capabilities import ExitRule, ModelClass

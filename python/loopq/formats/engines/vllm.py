@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.errors import require
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Engine
-from loopq.lazy import require
 
 
 class VLLM(Engine):

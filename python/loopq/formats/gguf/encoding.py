@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, require
 from loopq.formats.gguf.pretokens import patterns_of
 from loopq.formats.gguf.tokenizer import CONTROL, FILE, USER, Tokenizer
-from loopq.lazy import require
 from loopq.storage.schema import shown
 
 _SPACE = "\u2581"

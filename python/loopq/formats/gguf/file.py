@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from loopq.errors import CheckpointError, LoopqError
-from loopq.lazy import require
+from loopq.errors import CheckpointError, LoopqError, require
 from loopq.storage.files import check_regular
 from loopq.storage.schema import shown
 

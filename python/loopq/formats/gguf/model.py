@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, require
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
@@ -21,8 +21,8 @@ from loopq.formats.gguf.shape import ARCHITECTURES, Shape
 from loopq.formats.gguf.vocabulary import Vocabulary
 from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.lazy import require
-from loopq.storage.files import RawTensor, check_new, replacing
+from loopq.storage.files import RawTensor, replacing
+from loopq.storage.folders import check_new
 from loopq.terminal.table import render, size
 
 #: Types of tensors that are not quantized.

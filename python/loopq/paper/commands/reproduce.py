@@ -9,15 +9,8 @@ from pathlib import Path
 from loopq import zoo
 from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import (
-    add_execution,
-    add_loading,
-    add_settings,
-    check_place,
-    execution,
-    given,
-    loading,
-)
+from loopq.commands.options import add_execution, add_settings, check_place, execution, given
+from loopq.commands.source import add_loading, loading
 from loopq.errors import ConfigError
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import Sizes, open_source

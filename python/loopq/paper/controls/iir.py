@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.paper.controls.rounding import round_signed
 from loopq.storage.schema import Object
 

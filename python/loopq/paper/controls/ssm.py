@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import ConfigError, SystemContractError
-from loopq.lazy import require
+from loopq.errors import ConfigError, SystemContractError, require
 from loopq.paper.controls.rounding import round_signed
 from loopq.storage.schema import Object
 

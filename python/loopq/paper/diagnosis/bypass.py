@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnosis.weights import Weights
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
-from loopq.lazy import require
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
 from loopq.paper.stats import holm, sign_flip
 from loopq.storage.schema import Object

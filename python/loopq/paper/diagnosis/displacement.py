@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from loopq.diagnosis.rollouts import trace
 from loopq.diagnosis.weights import Weights, as_stored
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.spectral import on_vectors, spectral_norm
 from loopq.paper.diagnosis.stepmap import StepMap, final_state, promoted

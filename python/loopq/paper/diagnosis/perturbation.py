@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from loopq.diagnosis.rollouts import Comparison, run_variants
 from loopq.diagnosis.weights import Matrix, as_stored, rounded, weight_of
-from loopq.errors import ConfigError
-from loopq.lazy import require
+from loopq.errors import ConfigError, require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
 from loopq.storage.schema import Object

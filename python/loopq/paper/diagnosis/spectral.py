@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnosis.weights import Weights
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import mean_interval
-from loopq.lazy import require
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
 from loopq.paper.stats import difference_in_differences
 from loopq.storage.schema import Object

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopq.diagnosis.weights import Weights, as_stored
-from loopq.errors import ConfigError, SystemContractError
-from loopq.lazy import require
+from loopq.errors import ConfigError, SystemContractError, require
 from loopq.models.replace import Replaced
 from loopq.storage.schema import Object
 from loopq.systems.declare import parameter_of

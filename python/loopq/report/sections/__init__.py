@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from loopq.lazy import require
+from loopq.errors import require
 from loopq.report.style import Picture
 from loopq.settings.registry import Registry
 

@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo-medium soak mutation-core mutants fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo zoo-medium soak mutation-core mutants fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -129,6 +129,11 @@ $(GPTQ)/stamp: $(VENV)/dev.stamp
 
 peers: setup $(PEERS) ## Quality beside other tools, each in its own environment: hours, resumable; a record
 	$(PY) -m benches.quality.peers
+
+ZOO_SMALL := $(filter-out %_medium,$(notdir $(wildcard benches/zoo/cards/*)))
+
+zoo: setup ## Train the small models without weights here into .cache/zoo/weights: hours on one core, needs LOOPQ_DATA
+	$(PY) -m benches.zoo.train $(ZOO_SMALL) --out .cache/zoo/weights
 
 zoo-medium: setup ## Train the two medium models into .cache/zoo/weights: three hours on one core, needs LOOPQ_DATA
 	$(PY) -m benches.zoo.train huginn_medium ouro_medium --out .cache/zoo/weights

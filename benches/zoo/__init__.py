@@ -6,9 +6,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WEIGHTS = HERE / "weights"
-#: Cards of the models with weights too large for the repository.
-MEDIUM = HERE / "medium"
-#: Where `make zoo-medium` puts their weights.
+#: Cards of the models without weights in the repository.
+CARDS = HERE / "cards"
+#: Where `make zoo` and `make zoo-medium` put their weights.
 TRAINED_HERE = HERE.parents[1] / ".cache" / "zoo" / "weights"
 
 

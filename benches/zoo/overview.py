@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from benches.pages import into
-from benches.zoo import MEDIUM, WEIGHTS
+from benches.zoo import CARDS, WEIGHTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "zoo.md"
-FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", WEIGHTS, MEDIUM)
+FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", WEIGHTS, CARDS)
 MARK = "trained models"
 
 

@@ -8,12 +8,13 @@ import torch
 
 import benches.zoo.models  # noqa: F401  registers the classes
 import loopq
-from benches.zoo import WEIGHTS
+from benches.zoo.store import save_model
 from loopq.formats import native as store
 from loopq.inference.linear import QuantLinear
 from loopq.layers.layer import QuantizedLayer
 from loopq.systems.base import Batch
 from tests.support.exports import logits
+from tests.support.systems import small
 
 
 def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
@@ -44,8 +45,8 @@ def test_layers_whose_codes_are_kept_are_not_dequantized(solved, monkeypatch):
 )
 def test_systems_roll_out_models_that_hold_codes(name, tmp_path):
     out = tmp_path / "q"
-    folder = "huginn_small" if name == "huginn" else WEIGHTS / f"{name}_small"
-    loopq.quantize(folder, out=out, method="rtn", n_prompts=2, seq_len=16, group_size=32)
+    save_model(small(name)().eval(), tmp_path / "model")
+    loopq.quantize(tmp_path / "model", out=out, method="rtn", n_prompts=2, seq_len=16, group_size=32)
     dense, packed = loopq.load(out), loopq.load(out, quantized=True)
     batch = Batch(torch.arange(20).reshape(2, 10), prompts=(0, 1))
     n_steps = min(2, dense.system.n_steps)

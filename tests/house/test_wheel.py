@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import loopq
 from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
@@ -87,6 +88,14 @@ def test_wheel_holds_what_it_must(wheel):
         next(n.split("/")[0] for n in names if "dist-info" in n),
     }
     assert wheel.stat().st_size < 12e6
+
+
+@pytest.mark.slow
+def test_archives_have_the_version_of_the_sources(wheel, sdist):
+    assert wheel.name.startswith(f"loopq-{loopq.__version__}-")
+    assert sdist.name == f"loopq-{loopq.__version__}.tar.gz"
+    metadata = zipfile.ZipFile(wheel).read(f"loopq-{loopq.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {loopq.__version__}\n" in metadata
 
 
 def test_sdist_holds_what_building_needs(sdist):

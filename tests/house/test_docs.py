@@ -31,6 +31,7 @@ ELSEWHERE = {
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
+    ("merged.md", ".py\n"): "files of the page; `test_howto` runs them",
 }
 #: Examples that take too long for a quick test, by a part of their text.
 LONG = (

@@ -353,7 +353,7 @@ def main() -> None:
     )
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD:
-        into(ROOT / "docs" / "quantizers.md", "peers", page(records, list(OURS)))
+        into(ROOT / "docs" / "comparison.md", "peers", page(records, list(OURS)))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ _EXAMPLES = """examples:
   loopq quantize MODEL --dry-run                   memory and time of the same
   loopq quantize MODEL --table 2,3,4               size and estimated KL of three grids
 `loopq evaluate MODEL DIR` says how far the result is from the original;
-docs/quantizers.md has measured comparisons"""
+docs/comparison.md has measured comparisons"""
 
 
 _RARE = (

@@ -111,7 +111,7 @@ def test_wrong_usage_stops_the_program():
         (["quantise"], "invalid choice: 'quantise'"),
     ],
 )
-def test_arguments_that_a_command_does_not_have_are_told_with_those_like_them(args, match, command):
+def test_unknown_arguments_are_reported_with_similar_ones(args, match, command):
     code, out, err = command(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert match in err
@@ -120,7 +120,7 @@ def test_arguments_that_a_command_does_not_have_are_told_with_those_like_them(ar
 @pytest.mark.parametrize(
     ("set_to", "seen"), slow_unless(lambda c: c[0] is None, [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 )
-def test_threads_wait_without_spinning_unless_the_user_says_otherwise(set_to, seen):
+def test_threads_wait_without_spinning_by_default(set_to, seen):
     """torch reads the waiting policy of its threads from the environment when it is loaded, so this is not
     set earlier."""
     code = (
@@ -168,7 +168,7 @@ def test_output_for_which_there_is_no_room_is_one_line(quantized):
     assert (done.returncode, done.stderr) == (1, "loopq: error: No space left on device\n")
 
 
-def test_names_that_the_encoding_of_the_output_does_not_have_are_printed(tmp_path, saved_model):
+def test_names_outside_the_outputs_encoding_are_printed(tmp_path, saved_model):
     folder = tmp_path / "caf\u00e9"
     shutil.copytree(saved_model, folder)
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}

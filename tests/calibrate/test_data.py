@@ -36,7 +36,7 @@ def test_digest_tells_sequences_apart():
     assert from_ids([[1, 2]]).digest() == from_ids([np.array([1, 2])]).digest()
 
 
-def test_ids_that_the_model_does_not_have_are_named_with_their_place():
+def test_unknown_token_ids_are_named_with_their_place():
     made = from_ids([[1, 2], [3, 256]], "ids.npy")
     check_vocabulary(made, 257)
     with pytest.raises(CalibrationError, match=r"ids.npy: prompt 1, position 1: token id 256; .* 0 to 255"):

@@ -54,7 +54,7 @@ def test_sums_agree_with_the_core_and_count_rows(per_step):
 
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("strip", [DIM, 5 * DIM, 1 << 24])
-def test_sums_of_products_without_rounding_have_the_bits_of_the_core(per_step, strip, monkeypatch):
+def test_exact_sums_of_products_have_the_bits_of_the_core(per_step, strip, monkeypatch):
     monkeypatch.setattr(device, "_STRIP", strip)
     rng = np.random.default_rng(1)
     scale = 2.0 ** rng.integers(-20, 12, size=DIM)

@@ -60,7 +60,7 @@ def test_calls_outside_a_rollout_belong_to_no_step(tiny, tokens):
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_a_rollout_ends_with_its_last_row_where_its_depth_is_fixed(tiny, tokens, fixed, monkeypatch):
+def test_a_rollout_of_fixed_depth_ends_with_its_last_row(tiny, tokens, fixed, monkeypatch):
     for name in () if fixed else ("look", "missed"):  # A system that discovers its loop.
         monkeypatch.setattr(type(tiny.system), name, lambda *_: None, raising=False)
     parameters, seen = tiny.system.shared_parameters(3), []

@@ -123,7 +123,7 @@ def job(tiny_folder, tokens):
 
 
 @pytest.mark.parametrize("run", [collect_rows, collect_hessians])
-def test_a_collection_killed_while_it_clears_up_is_taken_for_finished(job, tmp_path, monkeypatch, run):
+def test_a_collection_killed_in_its_clean_up_is_finished(job, tmp_path, monkeypatch, run):
     out = tmp_path / "dump"
     with monkeypatch.context() as broken:
         broken.setattr(collect, "finish_dump", lambda out: 1 / 0)
@@ -151,7 +151,7 @@ def left_by_the_dead(file, text):
     file.unlink()
 
 
-def test_a_collection_killed_while_it_claimed_its_folder_is_started_again(job, tmp_path):
+def test_a_collection_killed_in_its_claim_starts_again(job, tmp_path):
     collect_rows(job, tmp_path / "other", shard_batches=1)
     left_by_the_dead(tmp_path / "dump" / "collecting.json", "{")
     collect_rows(job, tmp_path / "dump", shard_batches=1)

@@ -17,7 +17,7 @@ def test_a_merge_takes_two_parts_or_more(tmp_path):
         merge([tmp_path], tmp_path / "out")
 
 
-def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, tokens, tmp_path, monkeypatch):
+def test_separate_parts_merge_to_the_same_bits_in_any_order(loaded, tokens, tmp_path, monkeypatch):
     parts = []
     for i, (first, last) in enumerate([(0, 4), (4, 7), (7, 10)]):
         collect_hessians(job_of(loaded, tokens.take(first, last)), tmp_path / f"part{i}")

@@ -58,7 +58,7 @@ def test_ids_are_taken_as_they_are_and_must_be_the_models(loaded):
         calibration_tokens(loaded, [[1, 70000]])
 
 
-def test_a_share_of_a_text_is_random_tokens_of_the_whole_vocabulary(loaded, tokens):
+def test_a_share_of_a_text_is_drawn_from_the_whole_vocabulary(loaded, tokens):
     size = Take(n_prompts=64, seq_len=32)
     plain = np.stack(calibration_tokens(loaded, None, size).sequences)
     found = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
@@ -81,7 +81,7 @@ def test_a_share_of_a_text_is_random_tokens_of_the_whole_vocabulary(loaded, toke
         CalibrationTake(random_tokens=0.6)
 
 
-def test_a_text_has_some_random_tokens_by_default_and_what_is_given_stays_as_it_is(loaded, tokens, tmp_path):
+def test_texts_get_random_tokens_by_default_and_given_ids_do_not(loaded, tokens, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("What is said here is said once, and what is meant is left open. " * 8)
     prompts = tmp_path / "prompts.jsonl"
@@ -104,7 +104,7 @@ def test_a_text_has_some_random_tokens_by_default_and_what_is_given_stays_as_it_
     assert calibration_tokens(no_size, None, take).digest() == calibration_tokens(loaded, None).digest()
 
 
-def test_marks_of_a_tokenizer_and_rows_without_a_token_are_never_drawn(loaded, tmp_path):
+def test_special_and_unused_tokens_are_never_drawn(loaded, tmp_path):
     class Tokenizer:
         all_special_ids = (0, 2)
         added_tokens_decoder: ClassVar[dict[int, str]] = {2: "<end>", 199: "<latent>"}
@@ -120,9 +120,7 @@ def test_marks_of_a_tokenizer_and_rows_without_a_token_are_never_drawn(loaded, t
     assert set(np.unique(found.sequences)) == set(range(199)) - {0, 2}
 
 
-def test_random_tokens_reach_the_run_and_are_of_calibration_alone(
-    loaded, checkpoint_folder, command, tmp_path
-):
+def test_random_tokens_reach_the_calibration_of_a_run_only(loaded, checkpoint_folder, command, tmp_path):
     size = {"n_prompts": 4, "seq_len": 24, "group_size": 16, "threads": 1}
 
     def quantized(**more):
@@ -180,7 +178,7 @@ def test_a_text_with_fewer_prompts_than_asked_says_so(loaded, tmp_path):
     assert not short.take(0, 2).shortage
 
 
-def test_where_nothing_depends_on_a_text_one_prompt_of_any_will_do(loaded):
+def test_any_prompt_suffices_if_nothing_depends_on_the_text(loaded):
     """Rounding needs to know which layers the loop calls, and no more."""
     with_tokenizer = dataclasses.replace(loaded, tokenizer=object())
     found = calibration_tokens(with_tokenizer, None, Take(seq_len=16), matters=False)

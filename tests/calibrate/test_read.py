@@ -177,7 +177,7 @@ def _texts(path: Any, **settings: Any) -> list[str]:
     return [bytes(s.astype(np.uint8)).decode() for s in found]
 
 
-def test_a_text_has_the_tokenizers_own_marks_where_engines_put_them(tmp_path):
+def test_a_text_has_special_tokens_where_engines_put_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}')
     (tmp_path / "a.txt").write_text("abcdef")
     served = Served.of(encode_bytes, _Tokenizer())

@@ -15,7 +15,7 @@ from loopq.errors import ConfigError
 from loopq.models.load import load_model
 
 
-def test_tokens_are_the_models_own_and_the_same_with_and_without_its_cache(monkeypatch):
+def test_written_tokens_are_the_same_with_and_without_a_cache(monkeypatch):
     system = load_model("huginn_small").system
     known = np.arange(97, 123)
     made = written(system, (10,), known, 12, 3)

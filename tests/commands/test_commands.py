@@ -29,7 +29,7 @@ def test_the_usage_of_every_command_is_what_it_cannot_do_without():
     assert list(usages).index("merge") == list(usages).index("collect") + 1
 
 
-def test_help_shows_the_options_that_most_runs_need_with_their_defaults(command):
+def test_help_shows_common_options_with_their_defaults(command):
     code, text, _ = command("quantize", "--help")
     assert code == 0
     words = " ".join(text.split())

@@ -11,7 +11,7 @@ import benches.zoo.models  # noqa: F401  registers the classes
 from loopq.formats.convert import read_any
 
 
-def test_export_without_torch_checks_the_numbers_and_says_what_it_did_not(quantized, tmp_path):
+def test_export_without_torch_checks_numbers_and_names_the_rest(quantized, tmp_path):
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -190,7 +190,7 @@ def test_interrupt_says_where_progress_is_saved(saved_model, tmp_path, command, 
     assert not place.exists()
 
 
-def test_settings_are_taken_from_a_checkpoint_and_changed_by_options(saved_model, tmp_path, command):
+def test_settings_come_from_a_checkpoint_and_options_change_them(saved_model, tmp_path, command):
     """Depth and seed too; the same command as the first then gives the same bytes."""
     asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, "--n-steps", 2, "--seed", 3)
     assert (

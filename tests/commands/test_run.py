@@ -35,7 +35,7 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     assert "loopq's runner" in said
 
 
-def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_model, command, monkeypatch):
+def test_run_reads_the_prompt_from_stdin_and_exits_early(saved_model, command, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     code, _, said = command("run", saved_model, "-", *SHORT, "--exit", "1000", "--n-steps", 4)
     assert code == 0

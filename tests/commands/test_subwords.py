@@ -50,7 +50,7 @@ def checkpoint(model, texts) -> Path:
     return out
 
 
-def test_a_checkpoint_keeps_the_tokenizer_and_was_calibrated_on_its_tokens(model, checkpoint, texts):
+def test_a_checkpoint_keeps_its_tokenizer_and_used_its_tokens(model, checkpoint, texts):
     assert (checkpoint / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(texts.read_text("utf-8")).ids
     said = json.loads((checkpoint / "loopq.json").read_text())["settings"]["calibration"]

@@ -267,7 +267,7 @@ fn every_weight_gets_the_nearest_level() {
 }
 
 #[test]
-fn fitted_levels_have_no_more_error_than_the_ones_that_they_start_from() {
+fn fitted_levels_have_at_most_the_error_of_their_start() {
     let start = Table::new(&[-127, -40, 40, 127]).unwrap();
     let (rows, dim) = (50, 96);
     // Most weights are small, and the large ones are on one side.
@@ -315,7 +315,7 @@ proptest! {
     }
 
     #[test]
-    fn bf16_sums_have_the_bits_of_the_definition_on_every_instruction_set(
+    fn bf16_sums_have_the_defined_bits_on_every_instruction_set(
         dim in 1_usize..120, n in 1_usize..1100, kind in 0_usize..4, seed in 0_u64..99,
     ) {
         let bits = brains(n * dim, kind, seed);
@@ -572,7 +572,7 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
 }
 
 #[test]
-fn scales_and_offsets_are_whole_numbers_of_shared_units_and_report_the_proxy_they_have() {
+fn scales_and_offsets_are_whole_units_and_report_their_proxy() {
     let (dim, rows) = (128, 24);
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 300, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();

@@ -296,7 +296,7 @@ fn a_token_has_the_same_bits_in_any_batch() {
 }
 
 #[test]
-fn bfloat16_in_and_out_is_float32_rounded_once_with_the_bias_added_before() {
+fn bfloat16_output_is_float32_with_bias_rounded_once() {
     let layer = one_layer(40, 100);
     let (layout, packed) = layer.packed();
     let x = activations(3 * 100, 9);

@@ -107,7 +107,7 @@ def test_bias_addend_rounding_and_a_range_of_k_with_many_tokens() -> None:
         np.testing.assert_array_equal(rounded, from_bf16(to_bf16(exact)))
 
 
-def test_order_does_not_matter_and_tokens_share_bits_with_many_tokens() -> None:
+def test_neither_order_nor_the_number_of_tokens_changes_a_bit() -> None:
     case = Case(k=608, n=272, tokens=120, slices=4)
     first, _ = solve(case)
     for seed in (1, 2, 3):

@@ -90,7 +90,7 @@ def test_runner_refuses() -> None:
         (draw(1, 3, WIDTH), draw(1, 3, WIDTH), 0, "a rollout of 0 steps"),
     ],
 )
-def test_inputs_that_would_be_broadcast_rounded_or_moved_are_refused(
+def test_inputs_that_would_need_a_conversion_are_refused(
     state: torch.Tensor, embedding: torch.Tensor, n_steps: int, message: str
 ) -> None:
     runner = RolloutRunner(LoopParts.from_model(huginn_like(quantized=True)), EmulatedBackend())

@@ -22,7 +22,7 @@ def test_settings_that_cannot_be(changes, match):
         DiagnoseConfig(**changes)
 
 
-def test_layers_are_rounded_to_the_largest_value_at_the_group_size_asked_for():
+def test_layers_are_rounded_by_maximum_at_the_given_group_size():
     layer = DiagnoseConfig(bits=3).layer(64)
     assert (layer.grid.bits, layer.grid.group_size) == (3, 64)
     assert layer.method.name == "rtn"

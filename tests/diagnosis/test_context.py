@@ -22,7 +22,7 @@ def test_initial_states_count_where_they_are_random_alone():
     assert context(BlindSystem).n_seeds == 1
 
 
-def test_exposed_layers_and_prompts_are_those_of_system_and_settings():
+def test_exposed_layers_and_prompts_come_from_the_settings():
     assert [p.name for p in context(LinearSystem).exposed] == ["adapter.weight"]
     assert context(BlindSystem).exposed == []
     assert len(context(LinearSystem).prompts.sequences) == QUICK.n_prompts

@@ -22,7 +22,7 @@ def test_unpaired_states_disagree_at_first_and_forget(system):
     assert found[-1] == 1.0
 
 
-def test_injected_sets_partition_the_layers_and_the_noise_has_its_norm(system):
+def test_injected_sets_are_a_partition_and_noise_has_its_norm(system):
     variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
     assert set(variants["exposed"]) | set(variants["core"]) == set(variants["all"])
     assert not set(variants["exposed"]) & set(variants["core"])
@@ -44,7 +44,7 @@ def test_controlled_injection_says_paired_and_unpaired(system):
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
 
 
-def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_bring_back(system):
+def test_recovered_is_the_agreement_share_of_kept_exposed_layers(system):
     data = tokens(n_prompts=6, n_tokens=40)
     found = exposure.controlled_injection(Context(system, data, 8, rounder=numpy_rounder), INT4)
     variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
@@ -63,7 +63,7 @@ def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_b
     assert same["recovered"] is None
 
 
-def test_systems_without_exposed_layers_or_steps_get_what_they_can(system):
+def test_systems_without_exposed_layers_or_steps_get_a_part(system):
     blind = BlindSystem(LinearLoop())
     found = exposure.controlled_injection(Context(blind, tokens(), 8, rounder=numpy_rounder), INT4)
     assert set(found["paired"]) == {"none", "all"}
@@ -95,7 +95,7 @@ def test_adapter_output_ratio_of_a_known_map():
     assert found["std"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_adapter_output_ratio_leaves_out_the_first_state_which_is_noise():
+def test_adapter_output_ratio_leaves_out_the_noise_state():
     model = LinearLoop()
     with torch.no_grad():
         model.adapter.weight[:] = torch.cat([torch.zeros(6, 6), torch.eye(6)], 1)
@@ -112,7 +112,7 @@ def test_adapter_output_ratio_leaves_out_the_first_state_which_is_noise():
     assert one["std"] == pytest.approx((embedding / noise).std())
 
 
-def test_adapter_output_ratio_of_two_updates_is_that_of_the_second():
+def test_adapter_output_ratio_of_two_updates_is_the_seconds():
     system, data = LinearSystem(LinearLoop()), tokens()
     for updates in (2, 3):
         (found,) = exposure.adapter_output_ratio(system, data, updates).values()

@@ -23,7 +23,7 @@ def test_every_section_runs_and_the_result_is_plain_json(whole):
     assert found["versions"]["numpy"] == np.__version__
 
 
-def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
+def test_systems_without_steps_name_the_gaps_and_do_the_rest():
     found = survey.diagnose(
         Context(
             BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)

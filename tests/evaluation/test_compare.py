@@ -114,7 +114,7 @@ def test_a_prompt_needs_a_token_to_predict(loaded, tokens):
         compare(loaded.system, {}, from_ids([[1, 2], [3]]))
 
 
-def test_bits_per_byte_divide_by_the_bytes_of_the_tokens_that_are_predicted(loaded, tokens):
+def test_bits_per_byte_divide_by_the_bytes_of_predicted_tokens(loaded, tokens):
     """Tokens of even id stand for three bytes, the others for one."""
     few = dataclasses.replace(tokens.take(0, 2), scored_from=2)
     found = compare(loaded.system, {}, few, count_bytes=lambda ids: int(np.where(ids % 2, 1, 3).sum()))
@@ -126,7 +126,7 @@ def test_bits_per_byte_divide_by_the_bytes_of_the_tokens_that_are_predicted(load
     assert compare(loaded.system, {}, few, count_bytes=loaded.count_bytes)[0].bytes_per_token == 1.0
 
 
-def test_answers_are_right_as_a_whole_and_scored_behind_the_question(loaded, tokens):
+def test_whole_answers_are_scored_behind_the_question(loaded, tokens):
     """Prompts are filled with what the model itself predicts, in one of them all but the first token of the answer."""
     ids = np.stack(tokens.take(0, 3).sequences)
     for at in range(20, 24):
@@ -144,7 +144,7 @@ def test_answers_are_right_as_a_whole_and_scored_behind_the_question(loaded, tok
     assert compare(loaded.system, {}, task)[0].nll[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_tokens_are_scored_in_pieces_and_the_numbers_are_those_of_the_whole(loaded, tokens, monkeypatch):
+def test_scoring_in_pieces_gives_the_numbers_of_the_whole(loaded, tokens, monkeypatch):
     name = loaded.system.shared_parameters(3)[0].name
     weights = {name: np.zeros(tuple(loaded.model.get_parameter(name).shape), np.float32)}
     whole = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))

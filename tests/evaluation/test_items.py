@@ -65,7 +65,7 @@ def test_wikitext_is_cut_in_articles_and_its_blanks_are_undone(tmp_path: Path) -
     assert second.choices == (" = D =\n",)
 
 
-def test_problems_stand_behind_solved_ones_that_are_drawn_for_each(tmp_path: Path) -> None:
+def test_each_problem_follows_solved_ones_drawn_for_it(tmp_path: Path) -> None:
     solved = [{"question": f"Q{n}?", "answer": f"So.\n#### {n}"} for n in range(9)]
     write(
         tmp_path,

@@ -22,7 +22,7 @@ def system():
     return LinearSystem(LinearLoop(width=6))
 
 
-def test_a_scaled_weight_adds_the_same_share_at_every_step_and_the_rest_is_fed_back(system):
+def test_a_scaled_weight_adds_one_share_a_step_and_feeds_back(system):
     weights = changed(system.model, "adapter", 1.25) | changed(system.model, "core", 1.0)
     found = layers.layer_errors(system, {"Q": weights}, tokens(), n_steps=N_STEPS, batch_size=2)["Q"]
     assert found["own"]["adapter.weight"] == pytest.approx([0.25] * N_STEPS)
@@ -40,7 +40,7 @@ def test_a_scaled_weight_adds_the_same_share_at_every_step_and_the_rest_is_fed_b
     assert found["moved"]["adapter.weight"][1] != pytest.approx(0.25, rel=1e-3)
 
 
-def test_weights_of_the_model_itself_have_no_error_and_the_model_stays_as_it_was(system):
+def test_the_models_own_weights_have_no_error_and_stay(system):
     before = system.model.core.weight.clone()
     found = layers.layer_errors(
         system,

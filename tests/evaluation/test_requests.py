@@ -39,7 +39,7 @@ def test_whole_texts_are_cut_as_the_harness_cuts_them() -> None:
     ]
 
 
-def test_blanks_go_with_the_continuation_and_no_context_is_one_token(loaded) -> None:
+def test_blanks_join_the_continuation_and_no_context_is_a_token(loaded) -> None:
     context, answer = encode_pair(loaded, "The cat ", "sat")
     assert (bytes(context), bytes(answer)) == (b"The cat", b" sat")
     assert prefix_id(loaded) == 10
@@ -50,7 +50,7 @@ def test_blanks_go_with_the_continuation_and_no_context_is_one_token(loaded) -> 
     assert longest_input(loaded) == loaded.context_length == 128
 
 
-def test_neither_order_nor_batches_nor_windows_change_a_likelihood(loaded) -> None:
+def test_order_batches_and_windows_do_not_change_a_likelihood(loaded) -> None:
     text = list(b"It was a bright cold day in April")
     requests = [([10], text), (text[:5], text[5:9]), (text[:6], text[6:9]), ([10], [])]
     found = log_likelihoods(loaded, requests, n_steps=3, execution=Execution(batch_size=4))

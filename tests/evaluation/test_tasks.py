@@ -57,7 +57,7 @@ def test_a_last_word_is_right_where_it_is_the_greedy_one(loaded) -> None:
     assert found["perplexity"].value == pytest.approx(math.exp(-sum(v for v, _ in expected) / 3), rel=1e-6)
 
 
-def test_a_text_counts_with_its_own_words_and_long_contexts_are_told(loaded) -> None:
+def test_a_text_counts_its_own_words_and_reports_long_contexts(loaded) -> None:
     text = "It was a long day."
     found = score(loaded, "wikitext", [Item("", (text,), n_words=7)])
     value, _ = likelihood(loaded, "\n", text)

@@ -168,7 +168,7 @@ def test_whoever_follows_the_advice_of_a_refusal_gets_a_file(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_format_that_a_refusal_names_does_not_refuse_for_the_same_reason(form):
+def test_a_refusal_names_no_format_with_the_same_refusal(form):
     for grid, kind in itertools.product(GRIDS, KINDS):
         asked = Asked(form, None, grid=tuple(grid.items()), **kind)
         error = refused(asked)

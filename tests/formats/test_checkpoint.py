@@ -17,7 +17,7 @@ from tests.support.exports import logits
 from ..support.checkpoints import checkpoint, layer
 
 
-def test_parts_of_a_checkpoint_that_do_not_fit_are_refused_before_writing(tmp_path):
+def test_unfit_parts_of_a_checkpoint_are_refused_before_writing(tmp_path):
     for change, match in [
         (
             lambda c: c.dense.update({"a.b.weight": c.dense["norm.weight"]}),

@@ -40,7 +40,7 @@ def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
     assert config == read_json(tmp_path / "gptq" / "quantize_config.json")
 
 
-def test_what_an_engine_keeps_inside_the_entries_of_a_list_is_ignored_too(tmp_path):
+def test_an_engines_extra_keys_in_list_entries_are_ignored(tmp_path):
     gate = checkpoint().dense["early_exit_gate.weight"]
     whole = checkpoint(layer(8, 32), dense={f"model.gates.{i}.weight": gate for i in range(2)})
     write_as(tmp_path / "ct", whole, "compressed-tensors")

@@ -50,7 +50,7 @@ def test_gptq_version_1_stores_zero_minus_one_field_by_field():
     assert set(as_words(FORMATS.get("gptq_v2").tensors("m", layer(32, 32))["m.qzeros"]).flat) == {0x88888888}
 
 
-def test_gptq_splits_all_layers_alike_since_readers_know_one_group_size(tmp_path):
+def test_gptq_gives_all_layers_one_group_size(tmp_path):
     made = [layer(32, 64, 4, 32, name="a.weight"), RAGGED, layer(32, 72, 4, 32, name="c.weight"),
             layer(32, 64, 4, 16, name="d.weight")]  # fmt: skip
     written = write_as(tmp_path / "g", checkpoint(*made), "gptq", ragged="split")

@@ -86,7 +86,7 @@ def test_quantize_writes_a_file_of_llama_cpp(llama, tmp_path, capsys):
     assert "a file stands there" in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_after_its_file_was_written_compares_it(llama, tmp_path):
+def test_a_run_killed_after_writing_compares_its_file(llama, tmp_path):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
     out = tmp_path / "q.gguf"
     loopq.quantize(spec(llama), IDS, out=out, write="gguf", **GRID)
@@ -118,9 +118,7 @@ def test_write_takes_a_name(tiny_folder, tmp_path, form):
         ({"method": "trellis", "bits": 2, "group_size": -1}, "on a trellis"),
     ],
 )
-def test_what_a_file_of_llama_cpp_cannot_hold_is_refused_before_the_run(
-    llama, tmp_path, monkeypatch, settings, match
-):
+def test_gguf_refuses_unfit_settings_before_the_run(llama, tmp_path, monkeypatch, settings, match):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
     monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match=match):
@@ -128,9 +126,7 @@ def test_what_a_file_of_llama_cpp_cannot_hold_is_refused_before_the_run(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_architecture_of_no_engine_and_a_source_of_the_wrong_kind_are_refused_before_the_run(
-    tiny_folder, tmp_path, monkeypatch
-):
+def test_gguf_refuses_unknown_models_and_sources_before_the_run(tiny_folder, tmp_path, monkeypatch):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
     monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match="architectures"):

@@ -64,7 +64,7 @@ def test_each_rule_names_the_layer_and_what_to_do(name):
     assert "Instead: " in str(error.value)
 
 
-def test_a_layer_outside_numbered_blocks_is_refused_for_gptqmodel():
+def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
     (layer,) = layers(a={}).values()
     with pytest.raises(CheckpointError, match=r"outside numbered blocks.* \(layer adapter\.weight, 1 in all"):
         check_engine("gptqmodel", "gptq", {"adapter.weight": layer}, None)
@@ -90,7 +90,7 @@ def test_what_no_rule_speaks_of_is_taken():
             check_engine(engine, form, plain, runs[0])
 
 
-def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
+def test_systems_and_formats_unknown_to_an_engine_are_refused():
     plain = layers(mlp__down_proj={})
     with pytest.raises(
         CheckpointError, match=r"sglang does not run ouro: its fallback to transformers breaks"
@@ -102,7 +102,7 @@ def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
         check_engine("vllm", "marlin", plain, None)
 
 
-def test_the_tables_name_systems_engines_and_formats_that_there_are():
+def test_the_tables_name_known_systems_engines_and_formats():
     own = {name for name, system in SYSTEMS if system.__module__.startswith("loopq.")}
     assert own == KNOWN
     assert not set(NOWHERE) & {system for entry in ENTRIES for system in entry.systems}
@@ -133,7 +133,7 @@ def test_what_no_engine_reads_right_is_refused_with_every_reason():
         readers("gptq", plain, "parcae", {})
 
 
-def test_what_no_engine_opens_and_embedded_models_are_not_refused():
+def test_embedded_and_unserved_models_are_not_refused():
     plain = layers(mlp__down_proj={})
     assert readers("native", plain, "parcae", {}) == ()
     assert readers("marlin", plain, "parcae", {}) == ()

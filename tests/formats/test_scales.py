@@ -72,7 +72,7 @@ def test_settings():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("search", ["max", "mse"])
-def test_a_short_last_group_takes_its_scale_from_its_real_columns(symmetric, search):
+def test_a_short_last_group_has_the_scale_of_its_real_columns(symmetric, search):
     settings = {"bits": 4, "symmetric": symmetric, "scale_search": search}
     whole = core.rtn(np.ascontiguousarray(WEIGHT[:, :80]), group_size=32, **settings)
     last = core.rtn(np.ascontiguousarray(WEIGHT[:, 64:80]), group_size=-1, **settings)

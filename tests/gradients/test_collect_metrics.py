@@ -265,9 +265,7 @@ def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, a
     assert not list(tmp_path.glob(".killed*"))
 
 
-def test_metrics_ahead_of_asymmetric_calibration_are_not_collected_again(
-    loaded, tokens, tmp_path, monkeypatch
-):
+def test_metrics_are_kept_for_asymmetric_calibration(loaded, tokens, tmp_path, monkeypatch):
     """Killed while layers are solved one after the other: Hessians and gradients of the pass before are there."""
     monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     settings = BEST | {"inputs": "asymmetric"}

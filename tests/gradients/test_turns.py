@@ -18,7 +18,7 @@ def _noting(notes: list[tuple[str, int]], name: str, n: int, give: Callable[[], 
     return piece
 
 
-def test_each_goes_on_until_it_gives_its_turn_and_one_may_end_before_others() -> None:
+def test_each_runs_until_it_gives_its_turn_and_may_end_early() -> None:
     notes: list[tuple[str, int]] = []
     turns = Turns()
     turns.give()

@@ -63,7 +63,7 @@ def test_public_functions_document_every_parameter():
         assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
 
 
-def test_the_reference_holds_what_is_public_and_every_parameter_of_it():
+def test_the_reference_holds_every_public_name_and_parameter():
     from numpydoc.validate import validate
 
     text = (ROOT / "docs" / "reference.md").read_text("utf-8")
@@ -143,6 +143,14 @@ def _documents() -> list[Path]:
     """Pages of the repository, records apart."""
     beside = [page for name in ("kernels", "examples") for page in (ROOT / name).glob("*.md")]
     return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *beside]
+
+
+def test_names_of_tests_have_at_most_60_characters():
+    pattern = re.compile(r"^\s*(?:def|async def) (test_\w+)|#\[test\]\s+fn (\w+)", re.MULTILINE)
+    files = [ROOT / name for name in _tracked() if name.endswith((".py", ".rs"))]
+    names = [a or b for file in files if file.exists() for a, b in pattern.findall(file.read_text("utf-8"))]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 60] == []
 
 
 def test_links_of_the_documents_lead_somewhere():

@@ -106,7 +106,7 @@ def test_threads_and_batches_change_no_bit() -> None:
     assert torch.equal(torch.cat([layer(row) for row in x.split(1)]), results[0])
 
 
-def test_large_layers_lie_on_memory_of_their_own_and_are_the_same() -> None:
+def test_large_layers_in_separate_memory_are_the_same() -> None:
     rng = np.random.default_rng(3)
     codes = rng.integers(-8, 8, (2048, 2560), dtype=np.int8)
     layer = linear_of(codes, np.full((2048, 20), 0.01, np.float32), 128, 4, layout="lq-cpu")
@@ -132,7 +132,7 @@ def test_state_copies_and_strides() -> None:
     assert layer(x[0]).shape == (48,)
 
 
-def test_a_layer_that_leaves_the_processor_is_packed_for_where_it_goes() -> None:
+def test_a_layer_moved_off_the_processor_is_packed_again() -> None:
     assert layer_of().to("meta").layout == "lq-w4"
     assert layer_of(bits=3).to("meta").layout == "codes"
 

@@ -73,7 +73,7 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
 
 
 @pytest.mark.parametrize("name", ["looped Llama", "Ouro"])
-def test_a_text_may_begin_otherwise_than_the_one_before_or_be_the_same(name):
+def test_a_text_may_differ_from_the_one_before_or_repeat_it(name):
     system = open_system(CASES[name])
     decoder = Decoder(system, 2, Generation())
     for text in (_TEXT, [*_TEXT, 8], [3, *_TEXT], _TEXT[:4], _TEXT[:4]):
@@ -139,7 +139,7 @@ def test_a_model_without_a_rule_is_not_left_early():
         Decoder(open_system(CASES["Nanbeige"]), 2, Generation(exit=0.5))
 
 
-def test_tokens_are_chosen_greedily_or_drawn_from_the_most_probable():
+def test_tokens_are_greedy_or_drawn_from_the_most_probable():
     logits = torch.tensor([0.0, 2.0, 1.0, -9.0])
     generator = torch.Generator().manual_seed(0)
     assert choose(logits, Generation(), generator) == 1
@@ -174,7 +174,7 @@ def test_logits_of_nan_are_named_with_layer_and_step():
     assert not any(m._forward_hooks for m in loaded.model.modules())
 
 
-def test_generation_repeats_and_stops_where_the_model_ends_its_text():
+def test_generation_repeats_and_stops_at_the_end_token():
     loaded = load_model("huginn_small")
     settings = Generation(n_tokens=8, temperature=0.8, seed=4)
 

@@ -41,7 +41,7 @@ def test_what_the_int4_kernel_takes(changes, fits):
 @pytest.mark.parametrize(
     ("dtype", "layout"), [(torch.bfloat16, "lq-w4"), (torch.float16, "lq-w4"), (torch.float32, "codes")]
 )
-def test_a_gpu_gets_the_int4_kernel_where_activations_have_16_bits(dtype, layout):
+def test_a_gpu_gets_the_int4_kernel_for_16_bit_activations(dtype, layout):
     grid = even(bits=4, group_size=64, symmetric=True, scale_dtype="float16")
     told = pytest.warns(UserWarning, match="as bfloat16") if layout == "codes" else contextlib.nullcontext()
     with told:

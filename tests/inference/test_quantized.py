@@ -54,7 +54,7 @@ def test_a_module_takes_the_place_of_a_linear_layer(symmetric, rotated):
     torch.testing.assert_close(model["a"](x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_module_is_replaced_under_all_its_names_and_others_are_kept():
+def test_a_module_is_replaced_under_all_its_names_only():
     inner = torch.nn.Linear(20, 6, bias=False)
     model = torch.nn.ModuleDict({"a": inner, "b": inner, "c": torch.nn.Embedding(6, 20)})
     assert install(model, checkpoint(layer())) == {}
@@ -86,7 +86,7 @@ def test_a_table_gives_rows_of_its_codes_in_the_models_type(symmetric, tied):
         table(torch.tensor([6]))
 
 
-def test_a_table_beside_a_head_in_the_kernels_words_has_codes_of_its_own():
+def test_a_table_beside_a_kernels_head_has_its_own_codes():
     codes = np.random.default_rng(1).integers(-8, 8, (32, 64)).astype(np.int8)
     head = linear_of(codes, np.full((32, 2), 0.1, np.float32), 32, 4, layout="lq-w4")
     with pytest.raises(KernelError, match="have no rows"):
@@ -104,7 +104,7 @@ def test_tables_that_are_more_than_rows_keep_their_weights():
     assert type(model["c"]) is torch.nn.Embedding
 
 
-def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
+def test_trellis_codes_are_multiplied_on_the_processor_alone():
     given = dataclasses.replace(layer(), grid=ON_TRELLIS)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
     assert install(model, checkpoint(given)) == {}
@@ -124,7 +124,7 @@ def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
     assert isinstance(elsewhere["a"], torch.nn.Linear)
 
 
-def test_a_layer_that_the_model_lacks_or_has_in_another_shape_is_refused():
+def test_an_unknown_or_misshapen_layer_is_refused():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(24, 6)})
     with pytest.raises(CheckpointError, match=r"layer d\.weight: the model has no module"):
         install(model, checkpoint(layer("d.weight")))

@@ -84,7 +84,7 @@ def test_it_gives_the_logits_of_a_rollout_at_any_depth(name):
 
 
 @pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
-def test_bits_depend_neither_on_threads_nor_on_how_the_text_comes(name):
+def test_bits_do_not_depend_on_threads_or_pieces_of_the_text(name):
     system = coded(open_system(CASES[name]))
     own = torch.get_num_threads()
     found = []
@@ -121,7 +121,7 @@ def test_threads_do_not_overtake_each_other():
         torch.set_num_threads(own)
 
 
-def test_a_long_text_is_run_in_pieces_with_angles_for_all_its_positions():
+def test_a_long_text_in_pieces_has_angles_for_all_positions():
     system = coded(looped("Llama"))
     long = [(7 * i) % 50 for i in range(700)]
     runner = Runner(system.program(1))
@@ -146,7 +146,7 @@ def test_eight_bit_activations_are_those_of_the_layers():
 
 
 @pytest.mark.parametrize("name", ["Huginn", "looped Llama", "transformers HRM-Text"])
-def test_keys_and_values_in_fewer_bits_change_logits_a_little_and_no_bit_by_threads(name):
+def test_caches_in_fewer_bits_change_logits_little_on_any_thread(name):
     system = coded(open_system(CASES[name]))
     whole = rolled_out(system, _TEXT, 2)[-1]
     own = torch.get_num_threads()

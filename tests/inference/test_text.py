@@ -58,7 +58,7 @@ def test_a_text_gives_a_text_and_token_ids_give_token_ids(embedded):
         loopq.generate(embedded, "The", n_token=3)
 
 
-def test_a_checkpoint_keeps_its_codes_and_gives_the_text_of_its_weights(solved, monkeypatch):
+def test_a_checkpoint_in_codes_gives_the_text_of_its_weights(solved, monkeypatch):
     runners = []
     monkeypatch.setattr(
         "loopq.api.Continuation", lambda *args: runners.append(Continuation(*args)) or runners[-1]

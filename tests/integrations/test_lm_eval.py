@@ -75,7 +75,7 @@ def test_a_text_longer_than_the_model_scores_every_token_once(harness, folder):
     assert rolled == pytest.approx(expected, rel=1e-3)
 
 
-def test_texts_end_at_a_stop_string_and_do_not_depend_on_those_before(harness):
+def test_texts_end_at_a_stop_string_and_are_independent(harness):
     model = harness.LoopqLM("huginn_small", n_steps=4)
     ask = asked("The sea was", {"until": [" "], "max_gen_toks": 12})
     (first,) = model.generate_until([ask])

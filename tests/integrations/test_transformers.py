@@ -152,7 +152,7 @@ def test_a_table_on_a_trellis_is_dequantized(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_tables_keep_their_codes_and_are_saved_as_they_were(tied, tmp_path):
+def test_embedding_tables_keep_codes_and_are_saved_unchanged(tied, tmp_path):
     model, config = models.tiny_llama(tie_word_embeddings=tied)
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
     name = "model.embed_tokens.weight"
@@ -178,7 +178,7 @@ def test_embedding_tables_keep_their_codes_and_are_saved_as_they_were(tied, tmp_
         loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
 
 
-def test_scales_in_16_bits_stay_what_they_are_in_a_bfloat16_model(tmp_path):
+def test_scales_in_16_bits_are_unchanged_in_a_bfloat16_model(tmp_path):
     model, config = models.tiny_llama("bfloat16")
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32, scale_dtype="float16")
     write_as(tmp_path / "q", checkpoint, "native")
@@ -188,7 +188,7 @@ def test_scales_in_16_bits_stay_what_they_are_in_a_bfloat16_model(tmp_path):
         assert torch.equal(module.dequantize(), torch.from_numpy(layer.dequantize()))
 
 
-def test_config_json_says_how_to_load_it_and_comes_back_byte_for_byte(tmp_path):
+def test_config_json_says_how_to_load_and_round_trips_exactly(tmp_path):
     model, config = models.tiny_llama()
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
     write_as(tmp_path / "q", checkpoint, "native")

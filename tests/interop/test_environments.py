@@ -13,7 +13,7 @@ def root(tmp_path, monkeypatch):
     return tmp_path / ".cache"
 
 
-def test_a_library_that_could_not_be_installed_is_named_with_the_reason(root):
+def test_a_library_that_failed_to_install_is_named_with_reason(root):
     root.mkdir()
     (root / "venv-gptq.unavailable").write_text("ERROR: no\nwheel\n", "utf-8")
     with pytest.raises(

@@ -140,7 +140,7 @@ def test_what_gptqmodel_cannot_load(loaded, case, word):
     assert word in loaded[case.name][-1]["error"]
 
 
-def test_layers_that_gptqmodel_leaves_empty_are_named_by_the_export(tmp_path):
+def test_the_export_names_layers_that_gptqmodel_leaves_empty(tmp_path):
     _, whole = build(LIMITS[0][0])
     (remark,) = write_as(tmp_path / "loop", whole, "gptq").remarks
     assert remark.startswith(

@@ -69,7 +69,7 @@ def test_a_description_has_the_kind_and_the_fields():
     assert Integer(3, 4, "float16").described() == expected | {"kind": "integer", "symmetric": True}
 
 
-def test_compressed_tensors_knows_plain_integers_by_group_or_channel():
+def test_compressed_tensors_takes_integers_by_group_or_channel():
     kind, scheme = Integer(4, 32, "float16").compressed
     assert kind == "pack-quantized"
     assert scheme == {

@@ -152,7 +152,7 @@ def test_values_are_those_of_the_definition(name, bits, group_size, scale_dtype)
 
 
 @over_grids
-def test_a_file_gives_the_layer_back_and_has_the_bytes_that_are_counted(name, bits, group_size, scale_dtype):
+def test_a_file_gives_the_layer_back_in_the_counted_bytes(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
     tensors = layer.tensors()
     again = read(layer, tensors)
@@ -164,7 +164,7 @@ def test_a_file_gives_the_layer_back_and_has_the_bytes_that_are_counted(name, bi
 
 
 @over_grids
-def test_layouts_hold_the_codes_and_multiply_by_what_they_stand_for(name, bits, group_size, scale_dtype):
+def test_layouts_hold_codes_and_multiply_by_their_values(name, bits, group_size, scale_dtype):
     layer = made(name, bits, group_size, scale_dtype)
     x = torch.randn(3, layer.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x.double().numpy() @ layer.dequantize().astype(np.float64).T

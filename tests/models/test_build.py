@@ -11,7 +11,7 @@ from loopq.models.build import build_model
 from loopq.models.load import load_model
 
 
-def test_the_model_of_the_config_has_the_shapes_of_the_one_that_was_saved(saved_model):
+def test_the_configs_model_has_the_shapes_of_the_saved_one(saved_model):
     side = {"config.json": (saved_model / "config.json").read_bytes()}
     built, loaded = build_model(side), load_model(saved_model)
     assert built.system.name == loaded.system.name == "huginn"

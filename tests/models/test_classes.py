@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ouro"
 
 
-def test_a_users_class_is_checked_and_quantized_from_the_command_line(
+def test_the_command_line_checks_and_quantizes_a_users_class(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -103,7 +103,7 @@ def test_a_name_is_registered_once() -> None:
             register_model(taken, benches.zoo.models.build)
 
 
-def test_what_the_file_lacks_has_too_much_or_has_otherwise_is_told(folder: Path) -> None:
+def test_missing_surplus_and_misshapen_tensors_are_reported(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "stray.weight": torch.ones(2)}, path)
@@ -155,7 +155,7 @@ def test_old_names_of_parcaes_value_embeddings_are_read(tmp_path: Path) -> None:
     ("key", "wrong"),
     [("intermediate_size", "is not that of these weights"), ("block_size", "GiB of memory, and")],
 )
-def test_a_config_that_asks_for_more_than_there_is_takes_no_memory(tmp_path, key, wrong):
+def test_a_config_larger_than_its_file_takes_no_memory(tmp_path, key, wrong):
     save_model(small("huginn")(), tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1 << 40}))

@@ -95,7 +95,7 @@ def test_each_experts_matrices_are_declared_and_gates_are_left(
     ("kind", "place", "first"),
     [("GptOss", "mlp", "gate_proj"), ("GraniteMoe", "block_sparse_moe", "w1")],
 )
-def test_stacks_of_other_layouts_are_taken_apart_and_loaded_again(
+def test_stacks_of_other_layouts_are_split_and_loaded_again(
     kind: str, place: str, first: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_model_given_as_a_module_is_not_changed() -> None:
     assert not any(isinstance(m, Experts) for m in model.modules())
 
 
-def test_one_run_finds_the_experts_also_those_that_it_does_not_call() -> None:
+def test_one_run_finds_all_experts_even_uncalled_ones() -> None:
     model = routed_loop(closed=(2,))
     system = Generic(model)
     shared = {p.name: p for p in system.shared_parameters(N_STEPS)}
@@ -174,7 +174,7 @@ class _Alone(RoutingBlock):
         return x
 
 
-def test_experts_whose_steps_cannot_be_told_apart_are_left_out_with_the_reason() -> None:
+def test_experts_without_separable_steps_are_left_out_and_named() -> None:
     torch.manual_seed(0)
     system = Generic(_Alone())
     assert [p.name for p in system.shared_parameters(3)] == ["mix.weight"]
@@ -218,9 +218,7 @@ def test_lists_whose_members_get_every_token_are_no_experts() -> None:
 
 
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "Mixtral", ["Olmoe", "Mixtral"]))
-def test_a_checkpoint_is_opened_again_and_exported_under_the_names_of_the_files(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_reopens_and_exports_under_the_files_names(kind: str, tmp_path: Path) -> None:
     _made(kind).save_pretrained(tmp_path / "model")
     spec = f"looped:{tmp_path / 'model'}[0:1]x2"
     ids = [row.tolist() for row in _ids()]

@@ -36,7 +36,7 @@ def test_a_models_tensors_are_those_of_its_files(kind, tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in own.items())
 
 
-def test_layers_that_files_keep_in_one_matrix_have_the_models_names(tmp_path: Path) -> None:
+def test_layers_fused_in_files_have_the_models_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = _hrm_text().eval()
     model.save_pretrained(tmp_path / "hrm")

@@ -80,7 +80,7 @@ def _old(norm: Any) -> Callable[[Any], None]:
     parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal,
     _old(nn.utils.weight_norm), _old(nn.utils.spectral_norm), lambda m: prune.l1_unstructured(m, "weight", 0.5),
 ])  # fmt: skip
-def test_a_computed_weight_is_quantized_and_the_model_stays_as_it_is(
+def test_a_computed_weight_is_quantized_in_an_unchanged_model(
     change: Callable[[Any], None], tmp_path: Any
 ) -> None:
     model = _Net()

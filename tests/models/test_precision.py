@@ -31,9 +31,7 @@ def spec(tmp_path):
 
 
 @pytest.mark.parametrize("able", [False, True])
-def test_a_bfloat16_model_computes_in_float32_and_is_stored_as_it_was(
-    spec, tmp_path, monkeypatch, tokens, able
-):
+def test_a_bfloat16_model_computes_in_float32_and_keeps_its_type(spec, tmp_path, monkeypatch, tokens, able):
     monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: able)
     loaded = load_model(spec)
     assert loaded.report.dtype == ("bfloat16" if able else "float32")

@@ -86,7 +86,7 @@ def test_looking_at_a_weight_is_no_use_of_it() -> None:
     assert _watch(lambda: (_W.shape, _W.dtype, _W.t(), _W.view(-1), _W[0], _W.detach())) == ([], {})
 
 
-def test_memory_of_a_cast_that_is_gone_is_not_taken_for_the_weight() -> None:
+def test_the_freed_memory_of_a_cast_is_not_the_weight() -> None:
     def run() -> None:
         _W.double()
         for _ in range(50):

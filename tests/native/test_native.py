@@ -207,7 +207,7 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
         core.gptq(w, made, bits=4, group_size=16)
 
 
-def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
+def test_a_hessian_changed_after_its_factorization_is_noticed() -> None:
     h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
     settings = core.cd_settings(
         bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", beam=1, sweeps=1,

@@ -40,7 +40,7 @@ def test_gap_closed_is_the_share_of_the_kl_of_rounding() -> None:
     assert closed(given, ONE) == pytest.approx(-0.5)
 
 
-def test_differences_below_the_resolution_and_few_units_decide_nothing() -> None:
+def test_small_differences_and_few_units_decide_nothing() -> None:
     worse = np.linspace(1e-5, 2e-5, 40)
     assert closer("m", "", worse / 10, worse).holds is None
     assert closer("m", "", 100 * worse, 1000 * worse).holds is True

@@ -60,7 +60,7 @@ def test_ratios_of_what_changes_no_answer_are_left_out():
     assert peers_table.Ratio.of(kl, "loopq best", peers_table.best_other(kl, OURS)).by_model == {"a": 0.5}
 
 
-def test_planted_models_stand_apart_and_bars_are_judged_without_them():
+def test_planted_models_are_apart_and_bars_ignore_them():
     page = peers_table.page(RECORDS, OURS)
     summary, _, planted, *_ = page.split("\n\n")
     assert "| loopq best | 0.40 (0.80, b) | 1.0 | 2 |" in summary

@@ -63,7 +63,7 @@ def test_blindness_is_of_the_comparison_where_it_has_the_models(draw):
 
 
 @pytest.mark.slow
-def test_blindness_is_of_the_main_table_where_the_comparison_is_thin(draw):
+def test_blindness_is_the_main_tables_if_the_comparison_is_thin(draw):
     records = peers("ab", VARIANTS[3:]) + peers(["a+outlier"], VARIANTS) + peers("c", VARIANTS[:4])
     printed, _ = draw(records, main_table(["a", "b", "d", "b_seed1"]))
     assert "left: 3 models of main-table-2026-01-01.json" in printed

@@ -41,7 +41,7 @@ def test_difference_in_differences_cancels_what_prompts_share():
     assert found.high - found.low < 1e-12
 
 
-def test_sign_flip_of_fifty_equal_signs_is_what_monte_carlo_can_say():
+def test_sign_flip_of_fifty_equal_signs_has_monte_carlos_bound():
     effects = np.random.default_rng(5).uniform(0.4, 0.5, size=50)
     p = stats.sign_flip(effects)
     assert p == pytest.approx(1e-5)

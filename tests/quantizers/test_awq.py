@@ -10,7 +10,7 @@ from loopq.quantizers.awq import channel_scale
 from tests.support.problems import solve
 
 
-def test_awq_with_even_channels_is_asymmetric_rounding_and_never_worse():
+def test_awq_of_even_channels_is_asymmetric_rounding_or_better():
     rng = np.random.default_rng(3)
     weight = rng.normal(size=(16, 48)).astype(np.float32)
     plain = solve("rtn", weight, None, bits=3, group_size=16, symmetric=False)
@@ -27,7 +27,7 @@ def test_awq_with_even_channels_is_asymmetric_rounding_and_never_worse():
     assert layer.report["awq_power"] > 0
 
 
-def test_scales_are_powers_of_the_magnitude_and_leave_dead_channels_alone():
+def test_scales_are_powers_of_the_magnitude_of_live_channels():
     magnitude = np.array([4.0, 0.0, 1.0, 0.25])
     np.testing.assert_allclose(channel_scale(magnitude, 0.5), [2.0, 1.0, 1.0, 0.5])
     np.testing.assert_array_equal(channel_scale(np.zeros(3), 0.5), np.ones(3, np.float32))

@@ -50,7 +50,7 @@ def test_patterns_are_of_the_shell_or_regular_expressions():
     assert not Override(r"re:^mlp").matches("core.0.mlp.fc.weight")
 
 
-def test_what_depends_on_the_hessian_alone_is_computed_once_for_an_input_group():
+def test_results_of_a_hessian_are_computed_once_per_input_group():
     """Two layers with one input and one rotation share the rotated Hessian and its factor."""
     rng = np.random.default_rng(0)
     x, shared, calls = rng.normal(size=(64, 16)), {}, []

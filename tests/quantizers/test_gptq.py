@@ -127,7 +127,7 @@ def test_gptq_lowers_the_proxy():
         assert loss["gptq"] < loss["rtn"]
 
 
-def test_singular_hessian_without_damping_is_an_error_with_advice():
+def test_undamped_singular_hessian_is_an_error_with_advice():
     rng = np.random.default_rng(6)
     x = rng.normal(size=(5, 20))
     with pytest.raises(SolveError, match=r"layer layer\.weight: .*damping"):

@@ -204,7 +204,7 @@ def test_shift_is_the_least_squares_target():
 
 
 @pytest.mark.parametrize("beam", [1, 16])
-def test_rows_do_not_see_their_neighbours_and_threads_change_nothing(beam):
+def test_neither_neighbouring_rows_nor_threads_change_a_row(beam):
     rng = np.random.default_rng(7)
     weight, hessian = rng.normal(size=(21, 150)).astype(np.float32), correlated(rng, 150)
     plain, _, _ = solved(weight, hessian, beam=beam)

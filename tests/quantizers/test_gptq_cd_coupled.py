@@ -169,7 +169,7 @@ def test_refuses_blocks_that_do_not_add_up():
         native.coupled(weight[:12], right, [left_of(a)], SETTINGS, threads=1)
 
 
-def test_a_scale_that_cannot_be_stored_is_named_by_its_row_of_the_weight():
+def test_an_unstorable_scale_is_named_by_its_row_of_the_weight():
     weight, _, a, right = made(40, 32)
     lefts = [left_of(np.ascontiguousarray(b)) for b in (a[:16, :16], a[16:, 16:])]
     # Rows are solved tile by tile in an order of their own: neither must be seen in the message.

@@ -28,7 +28,7 @@ def test_follows_scalings_and_rotations():
     np.testing.assert_allclose(turned.right, [[2.0, -1.0], [-1.0, 2.0]], atol=1e-12)
 
 
-def test_rows_that_no_gradient_touches_do_not_take_the_errors_of_others(monkeypatch):
+def test_rows_without_gradient_take_no_errors_of_others(monkeypatch):
     """Four rows move with the others by 1e-4: second order lets them take any error, and is wrong so far away."""
     rng = np.random.default_rng(0)
     seen = rng.normal(size=(8, 50))

@@ -19,7 +19,7 @@ def test_rtn_is_idempotent_and_within_half_a_step():
     assert (np.abs(weight - layer.dequantize()) <= step * 0.5000001).all()
 
 
-def test_a_searched_scale_has_no_more_squared_error_than_that_of_the_largest():
+def test_a_searched_scale_has_at_most_the_error_of_the_maximum():
     rng = np.random.default_rng(8)
     weight = rng.standard_t(3, size=(16, 96)).astype(np.float32)
     error = {

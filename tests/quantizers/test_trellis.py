@@ -138,7 +138,7 @@ def neighbours(n, seed, share):
 
 
 @pytest.mark.parametrize(("bits", "most"), [(2, 0.7), (3, 0.7), (4, 0.7)])
-def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, most):
+def test_loss_is_below_the_plain_grids_and_falls_with_coupling(bits, most):
     weight, s, a = made(96, 64)[0], neighbours(64, 1, 0.5), neighbours(96, 2, 0.6)
     right = native.DampedFactor(s, np.zeros(64), order="conditional")
     code = {"group_size": 64, "scale_dtype": "float16", "bits": bits}
@@ -221,7 +221,7 @@ def over_the_plain_grid(rows, beam):
     return np.exp(np.mean(np.log(ratios)))
 
 
-def test_streams_gain_from_sixteen_outputs_on_and_lose_with_eight():
+def test_streams_gain_with_sixteen_outputs_and_lose_with_eight():
     assert over_the_plain_grid(16, 64) < 0.8
     assert over_the_plain_grid(8, 1) > 1.2
 
@@ -244,7 +244,7 @@ def test_what_a_layer_says_of_its_streams():
     assert not layer.same_as(dataclasses.replace(layer, grid=Integer(2, 128, "float16")))
 
 
-def test_a_checkpoint_gives_the_model_back_and_other_tools_do_not_get_it(tiny_folder, tokens, tmp_path):
+def test_a_checkpoint_gives_the_model_back_to_loopq_alone(tiny_folder, tokens, tmp_path):
     run = loopq.quantize(
         tiny_folder, tokens, method="trellis", bits=3, group_size=8, out=tmp_path / "q", threads=1
     )

@@ -58,14 +58,14 @@ def test_hidden_states_have_no_kl():
     assert "cosine" in text
 
 
-def test_the_prompt_with_the_largest_kl_comes_first_on_one_line_and_in_part():
+def test_the_prompt_of_largest_kl_is_first_and_shortened():
     text = changed_prompts(measured(summary("Q4", 0.005)))
     assert text.index("the second &amp; more") < text.index("xxx") < text.index("the first")
     assert "x" * 161 not in text
     assert text.count('class="bar"') == 3
 
 
-def test_prompts_of_several_sets_of_weights_stand_beside_each_other():
+def test_prompts_of_several_sets_of_weights_are_side_by_side():
     other = summary("other", 1.0, kl_by_prompt=[0.0, 0.0, 3.0])
     text = changed_prompts(measured(summary("Q4", 0.005), other))
     assert "<th scope=col class=number>Q4</th><th scope=col class=number>other</th>" in text

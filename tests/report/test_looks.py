@@ -86,7 +86,7 @@ def test_the_shade_of_a_cell_on_the_screen_follows_its_number(browser, path, sch
     assert light[6] == light[7]
 
 
-def test_keys_reach_every_cell_of_a_heat_map_and_the_page_says_which_it_is(browser, path):
+def test_keys_reach_each_cell_of_a_heat_map_and_it_is_named(browser, path):
     browser.show(path)
     stops = browser.ask("document.querySelectorAll(\"table.heat td[tabindex='0']\").length")
     assert stops == browser.ask('document.querySelectorAll("table.heat").length') == 2

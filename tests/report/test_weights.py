@@ -10,7 +10,7 @@ from loopq.report.weights import done, tensors
 from tests.report.conftest import left, weight
 
 
-def test_every_tensor_of_a_checkpoint_is_there_with_its_grid_or_its_reason(loaded, tokens, monkeypatch):
+def test_every_tensor_is_shown_with_its_grid_or_reason(loaded, tokens, monkeypatch):
     monkeypatch.setattr("loopq.run.outside.LEAST", 16)
     found = loopq.quantize(
         loaded, tokens, n_steps=3, group_size=16, method="gptq", outside=8, exclude=("*attn.proj*",)
@@ -39,7 +39,7 @@ def test_a_table_outside_the_loop_says_how_it_is_rounded(loaded, tokens):
     assert "--outside 8" in row["reason"]
 
 
-def test_those_of_one_reason_stand_in_one_row_the_largest_bytes_first():
+def test_tensors_of_one_reason_share_a_row_largest_first():
     rows = [weight("a.weight"), left("n1.weight", "no matrix"), left("n2.weight", "no matrix")]
     text = done({"Q": [*rows, left("e.weight", "excluded <by> the settings", n_bytes=9999)]})
     assert "1 of 4 tensors are quantized (INT4, groups of 32): 4.10 kB. The other 3 are as they were" in text

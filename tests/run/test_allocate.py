@@ -92,7 +92,7 @@ def test_grids_and_trials_are_counted(tiny, tokens):
 
 
 @pytest.mark.slow
-def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens):
+def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
     """The layers that got two bits get four here, as far as the bytes reach."""
     asked = Fit(13.26, bits=(2, 4), group_sizes=(16,), n_prompts=10, levels=("even",))
     found = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1)

@@ -20,7 +20,7 @@ def open_loop(run):
     return run.solve_from(run.all_steps(), run.config.changed(inputs="open"))
 
 
-def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tiny, tokens):
+def test_first_layer_is_the_open_loops_and_output_errors_fall(tiny, tokens):
     run = prepared(tiny, tokens)
     tasks, plain = run.tasks, open_loop(run)
     solved = {alpha: run.solve(AsymmetricInputs(alpha=alpha)) for alpha in (0.0, 1.0)}

@@ -27,7 +27,7 @@ def kind_of(result):
     return result.settings["quantization"]["layer"]["method"]["metric"]["kind"]
 
 
-def test_gradients_are_taken_on_all_prompts_or_as_many_as_asked_for():
+def test_gradients_use_all_prompts_or_the_requested_number():
     assert [n_gradient_prompts(None, n) for n in (4, 129)] == [4, 129]
     assert [n_gradient_prompts(8, n) for n in (4, 129)] == [4, 8]
 

@@ -62,7 +62,7 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
     assert layer.method.damping.kind == "diagonal"
 
 
-def test_levels_of_the_best_preset_are_a_table_in_our_own_format_alone():
+def test_preset_best_has_a_table_of_levels_in_native_files_alone():
     best = QuantConfig.of(preset="best")
     for changes, name in (
         ({}, "table"), ({"bits": 3}, "table"), ({"bits": 8}, "integer"), ({"symmetric": False}, "asymmetric"),

@@ -81,7 +81,7 @@ def test_the_hessian_of_a_step_is_that_of_the_rows_routed(tokens, empty):
         np.testing.assert_allclose(acc.matrix([step]), x.T @ x, rtol=1e-4, atol=1e-4)
 
 
-def test_an_expert_that_the_probe_leaves_out_shares_its_input_as_the_others_do(loaded):
+def test_an_expert_outside_the_probe_shares_its_input_too(loaded):
     shared = loaded.system.shared_parameters(N_STEPS)
     probe = Batch(torch.zeros(1, 1, dtype=torch.long), (0,))
     groups, shares = find_input_groups(loaded.system, shared, probe, N_STEPS)
@@ -97,7 +97,7 @@ def test_an_expert_that_the_probe_leaves_out_shares_its_input_as_the_others_do(l
     assert "block.mix.weight" not in shares
 
 
-def test_calls_outside_their_module_and_too_many_of_it_are_refused(loaded):
+def test_calls_outside_their_module_or_too_often_are_refused(loaded):
     shared = loaded.system.shared_parameters(N_STEPS)
     batch = Batch(torch.zeros(1, 3, dtype=torch.long), (0,))
     expert = loaded.model.block.experts[0]
@@ -169,7 +169,7 @@ def test_rows_of_experts_are_told_by_step(loaded, tokens):
 
 
 @pytest.mark.parametrize("weights", ["sum", "balanced"])
-def test_dumps_of_rows_and_hessians_give_the_bytes_of_the_direct_run(loaded, tokens, tmp_path, weights):
+def test_dumps_of_rows_and_hessians_give_the_direct_runs_bytes(loaded, tokens, tmp_path, weights):
     settings = {"method": "gptq", "step_weights": weights, "steps": "1:", **GRID}
     loopq.quantize(loaded, tokens, out=tmp_path / "direct", batch_size=2, threads=1, **settings)
     expected = digest(tmp_path / "direct")
@@ -184,7 +184,7 @@ def test_dumps_of_rows_and_hessians_give_the_bytes_of_the_direct_run(loaded, tok
     assert source.dump.manifest.rows[f"{CLOSED}gate_proj.weight"] == {0: 0, 1: 0, 2: 0}
 
 
-def test_parts_of_prompts_that_send_an_expert_other_rows_merge_to_the_whole(loaded, tokens, tmp_path):
+def test_parts_with_other_rows_of_an_expert_merge_to_the_whole(loaded, tokens, tmp_path):
     collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "whole")
     for i, (first, last) in enumerate([(0, 3), (3, 7)]):
         collect_hessians(job_of(loaded, tokens.take(first, last), batch_size=3), tmp_path / f"part{i}")
@@ -201,7 +201,7 @@ def test_parts_of_prompts_that_send_an_expert_other_rows_merge_to_the_whole(load
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(a).max())
 
 
-def test_a_loop_metric_in_a_dump_leaves_out_what_no_gradient_reaches(loaded, tokens, tmp_path):
+def test_a_dumped_loop_metric_omits_layers_without_gradient(loaded, tokens, tmp_path):
     settings = {"method": "gptq-cd", "metric": "loop", "metric_prompts": 2, "metric_draws": 1, **GRID}
     direct = loopq.quantize(loaded, tokens, threads=1, **settings)
     job = job_of(loaded, tokens, threads=1)
@@ -212,7 +212,7 @@ def test_a_loop_metric_in_a_dump_leaves_out_what_no_gradient_reaches(loaded, tok
         assert layer.report.get("metric") == (None if name.startswith(CLOSED) else "loop")
 
 
-def test_an_expert_with_rows_and_without_gradients_takes_the_metric_of_its_inputs(loaded):
+def test_an_expert_without_gradients_takes_the_inputs_metric(loaded):
     """Its rows come from prompts that no gradient is taken on."""
 
     def used(ids):

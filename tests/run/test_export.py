@@ -55,7 +55,7 @@ def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
         (["--method", "awq", "--format", "gptq_v2"], "transformed input"),
     ],
 )
-def test_a_format_that_cannot_hold_the_grid_is_refused_before_the_run(
+def test_a_format_unfit_for_the_grid_is_refused_before_the_run(
     tiny_folder, tmp_path, capsys, monkeypatch, options, match
 ):
 

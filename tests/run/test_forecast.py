@@ -29,7 +29,7 @@ def _told(
 
 
 @pytest.mark.parametrize("kind", [dory, inkling])
-def test_less_memory_takes_more_passes_then_streams_then_is_refused(
+def test_less_memory_means_more_passes_then_streams_then_refusal(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = kind()

@@ -48,7 +48,7 @@ def engine(monkeypatch):
     return says
 
 
-def test_a_file_that_no_engine_reads_right_is_refused_before_the_work(olmoe, tmp_path, monkeypatch):
+def test_a_file_that_no_engine_reads_right_is_refused_early(olmoe, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no engine reads compressed-tensors of this model right"):
         loopq.export(olmoe.parent / "q", tmp_path / "ct", "compressed-tensors")
     monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))

@@ -172,7 +172,7 @@ def test_the_peak_is_what_was_said(width, settings):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
-def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
+def test_a_run_fits_its_estimate_and_fails_cleanly_at_half():
     enough = whole(1024, share=1.0)
     assert enough.returncode == 0, enough.stderr
     short = whole(1024, share=0.5)

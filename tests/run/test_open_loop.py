@@ -62,7 +62,7 @@ def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
     assert all(layer.report["inputs"] == "closed-loop" for layer in again.values())
 
 
-def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantized_ones(tiny, tokens):
+def test_closed_loop_solves_original_weights_on_quantized_inputs(tiny, tokens):
     """The loss of a layer is summed over rows that hooks of torch read from the manually filled model."""
     name = "transformer.core_block.0.mlp.fc"
     config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, beam=1)

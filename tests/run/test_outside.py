@@ -30,7 +30,7 @@ class Around(torch.nn.Module):
         return self.head(x * self.gate(x).mean(-1, keepdim=True))
 
 
-def test_tables_and_layers_beside_the_loop_are_rounded_and_stay_tied(tmp_path):
+def test_tables_and_layers_outside_are_rounded_and_stay_tied(tmp_path):
     model = Around()
     ids = [list(range(20))] * 2
     plain = loopq.quantize(model, ids, preset="paper", group_size=32, out=tmp_path / "p")

@@ -57,7 +57,7 @@ def test_rounding_has_the_scale_search_of_the_method():
     assert rounding_like(QuantConfig.of(method="gptq-cd").layer) == RTN()
 
 
-def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tokens):
+def test_a_setting_unused_by_a_layers_method_is_refused(tiny, tokens):
     config = QuantConfig.of(Override("*adapter*", {"damping": 0.1}), method="awq")
     with pytest.raises(
         ConfigError,
@@ -67,7 +67,7 @@ def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tok
         loopq.quantize(tiny, tokens, config)
 
 
-def test_what_the_paper_rounds_is_calibrated_by_other_methods_than_the_papers():
+def test_layers_that_the_paper_rounds_are_calibrated_otherwise():
     system = open_system(CASES["Nanbeige"])
     tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
     name, source = "lm_head.weight", ModelSource.of(system, tokens)
@@ -82,7 +82,7 @@ def test_what_the_paper_rounds_is_calibrated_by_other_methods_than_the_papers():
     assert layer.report["method_done"] == "gptq-cd"
 
 
-def test_an_override_calibrates_what_the_method_of_the_run_rounds():
+def test_an_override_calibrates_a_layer_that_the_run_rounds():
     system = open_system(CASES["Nanbeige"])
     tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
     config = QuantConfig.of(Override("lm_head*", {"method": "gptq-cd"}), preset="paper", group_size=16)

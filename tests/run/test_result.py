@@ -95,7 +95,7 @@ def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
     assert "'2': give K/N, as in 3/20" in worker(dump, out, "--shard", "2").communicate()[0]
 
 
-def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tmp_path, monkeypatch):
+def test_a_worker_waits_until_another_machines_heart_stops(dump, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE", 0.1)
     monkeypatch.setattr(together, "POLL", 0.02)
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)

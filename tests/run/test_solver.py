@@ -32,9 +32,7 @@ def test_a_saved_layer_that_was_altered_is_solved_again(loaded, tokens, tmp_path
     assert digest(out) == digest(checkpoint_folder)
 
 
-def test_layers_come_back_from_the_journal_and_only_those_missing_are_solved(
-    tiny, tokens, tmp_path, monkeypatch
-):
+def test_journalled_layers_come_back_and_only_others_are_solved(tiny, tokens, tmp_path, monkeypatch):
     run = run_of(tiny, tokens, QuantConfig.of(bits=3, group_size=16))
     sums, journal = run.all_steps(), Journal(tmp_path / "layers", "key")
     first = run.solver(sums, journal).run(run.tasks)

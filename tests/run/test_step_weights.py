@@ -84,7 +84,7 @@ def test_a_spike_in_step_zero_changes_no_code(method):
     assert (codes(1e6, "sum") != codes(1.0, "sum")).any(), "the spike is too weak to test anything"
 
 
-def test_a_channel_spike_changes_no_code_under_equivariant_damping():
+def test_equivariant_damping_makes_codes_ignore_a_channel_spike():
     """A channel kappa times louder with a column kappa times smaller; from 100 on it rounds to nothing."""
     rng = np.random.default_rng(2)
     rows, weight = step_rows(rng), rng.normal(size=(16, 24)).astype(np.float32)
@@ -103,7 +103,7 @@ def test_a_channel_spike_changes_no_code_under_equivariant_damping():
     assert (codes(1e6, "mean") != codes(1e2, "mean")).any()
 
 
-def test_steps_without_activations_are_refused_where_none_is_left():
+def test_steps_are_refused_if_none_has_activations():
     rows = [np.zeros((40, 24)), np.zeros((40, 24))]
     with pytest.raises(SolveError, match="every activation is zero at every step"):
         balanced_weights(accumulate(rows), range(2))

@@ -152,7 +152,7 @@ class Desk(Settings):
         ),
     ],
 )
-def test_values_are_checked_against_their_annotation_and_called_by_their_flat_name(changes, match):
+def test_values_fit_their_annotation_and_errors_use_flat_names(changes, match):
     with pytest.raises(ConfigError, match=f"^{match}"):
         Desk().changed(**changes)
 
@@ -249,7 +249,7 @@ def test_unknown_names_and_what_would_not_be_read_are_refused():
         config.for_layer("abc")
 
 
-def test_an_optional_part_is_there_where_its_first_value_is_given():
+def test_an_optional_part_exists_if_its_first_value_is_given():
     assert Desk().ruler is None
     assert Desk().changed(ruler=12.0).ruler == Ruler(12.0)
     both = Desk().changed(ruler=12.0, ruler_marks=(3,))
@@ -334,7 +334,7 @@ def options_of(command):
     return {a.dest: a for a in actions if a.dest is not argparse.SUPPRESS}
 
 
-def test_every_flat_name_has_an_option_whose_help_tells_its_default():
+def test_every_flat_name_has_an_option_with_its_default_in_help():
     actions = options_of("quantize")
     for kind in (QuantConfig, Execution, CalibrationTake):
         for name, entries in leaves(kind).items():
@@ -413,7 +413,7 @@ def test_options_reach_the_settings():
     assert said("quantize", flags) == flags
 
 
-def test_what_would_not_be_read_is_refused_from_options_and_overrides():
+def test_unused_settings_are_refused_in_options_and_overrides():
     base = ["quantize", "model", "--out", "q"]
     with pytest.raises(
         ConfigError, match="metric goes with method gptq-cd or trellis; method gptq would not read it"

@@ -21,7 +21,7 @@ from loopq.settings.patterns import check_patterns, matches
         (r"re:^core\.\d+\.fc\.weight$", True),
     ],
 )
-def test_shell_patterns_match_whole_names_and_expressions_any_part(pattern, found):
+def test_shell_patterns_match_whole_names_and_expressions_parts(pattern, found):
     assert matches("core.0.fc.weight", pattern) == found
 
 

@@ -53,7 +53,7 @@ def test_a_room_that_is_taken_out_takes_its_entries_along(house):
     assert tools().names() == ["pen"]
 
 
-def test_a_name_is_registered_once_and_an_unknown_one_is_told_with_those_like_it():
+def test_a_name_registers_once_and_an_unknown_one_gets_hints():
     registry: Registry[str] = Registry("tool", "loopq.terminal")
     registry.register("hammer")("a hammer")
     with pytest.raises(ConfigError, match="tool 'hammer' is registered twice"):

@@ -54,7 +54,7 @@ def test_tensors_are_those_of_the_safetensors_library(tmp_path):
     assert read_header(tmp_path / "x.safetensors")[1] == {"key": "value"}
 
 
-def test_mapped_tensors_are_read_only_aligned_and_outlive_the_file(tmp_path):
+def test_mapped_tensors_are_aligned_read_only_and_outlive_files(tmp_path):
     """Other writers need not align what they write: such a tensor is read. A file that is replaced stays as it was."""
     path = tmp_path / "x.safetensors"
     entry = (
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_file_is_not_opened(tmp_path):
         read_json(tmp_path / "large")
 
 
-def test_links_may_stay_inside_or_lead_to_the_blobs_of_the_hub_cache(tmp_path):
+def test_links_may_stay_inside_or_lead_to_hub_blobs(tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

@@ -35,7 +35,7 @@ def test_leftovers_of_dead_processes_alone_are_removed(tmp_path):
         assert not marked.exists()
 
 
-def test_a_folder_that_loopq_did_not_make_is_neither_used_nor_removed(tmp_path):
+def test_a_foreign_folder_is_neither_used_nor_removed(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     (work / "precious").write_text("x")
@@ -71,7 +71,7 @@ def test_a_link_is_refused_as_output_before_the_work(tmp_path):
 
 
 @pytest.mark.parametrize("out", ["", ".", "..", "a/..", "/", "a\0b", "loop", "loop/under", "{cwd}"])
-def test_an_output_that_no_system_can_make_is_refused_in_one_line(tmp_path, monkeypatch, out):
+def test_an_impossible_output_path_is_refused_in_one_line(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     if out.startswith("loop"):
         (tmp_path / "loop").symlink_to("loop")

@@ -96,7 +96,7 @@ def test_different_names_are_different_pieces(tmp_path):
     assert [piece_of(journal, name)[1]["of"] for name in names] == names
 
 
-def test_snapshots_come_once_a_minute_and_take_at_most_a_tenth_of_the_time(monkeypatch):
+def test_snapshots_come_each_minute_and_take_a_tenth_at_most(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     snapshots, due = Snapshots(), []

@@ -20,7 +20,7 @@ from loopq.storage.folders import new_folder, own_folder
 from loopq.storage.lock import Claims, held, kept, locked, new_or_same
 
 
-def test_blocks_share_a_lock_that_is_kept_but_another_thread_does_not(tmp_path):
+def test_nested_blocks_share_a_lock_but_threads_do_not(tmp_path):
     with kept(tmp_path / "q"):
         with held(tmp_path / "q") as late:
             assert not late
@@ -53,7 +53,7 @@ def test_one_process_alone_has_a_claim(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_of_many_pieces_is_claimed_once_by_processes_that_race(tmp_path):
+def test_racing_processes_claim_each_piece_once(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from loopq.storage.lock import Claims\n"
         "claims = Claims(Path(sys.argv[1])).__enter__()\n"
@@ -79,7 +79,7 @@ def test_the_claim_of_a_process_that_ended_is_free(tmp_path):
         assert not claims.take("c")
 
 
-def test_a_claim_of_another_machine_is_free_when_its_heart_stands_still(tmp_path, monkeypatch):
+def test_another_machines_claim_is_free_when_its_heart_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE", 0.05)
     (tmp_path / "halfway.claim.0").touch()
     for number, name in enumerate(("a", "halfway")):
@@ -124,7 +124,7 @@ def test_a_folder_that_is_gone_is_an_error_of_one_line(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
-def test_a_lock_that_is_no_plain_file_is_refused_and_nothing_behind_it_is_touched(tmp_path, kind):
+def test_a_lock_that_is_no_plain_file_is_refused_untouched(tmp_path, kind):
     kept = tmp_path / "kept.txt"
     place = tmp_path / ".q.lock"
     if kind == "fifo":
@@ -198,7 +198,7 @@ def left(place):
 
 
 @pytest.mark.parametrize("one_file", [False, True])
-def test_what_a_killed_run_had_written_is_compared_and_its_leftovers_go(tmp_path, one_file):
+def test_a_killed_runs_output_is_compared_and_its_leftovers_go(tmp_path, one_file):
     out = tmp_path / "q"
 
     def write(text):

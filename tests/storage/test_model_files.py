@@ -45,7 +45,7 @@ def test_a_tied_weight_is_read_once():
     assert ties == {"b.weight": "a.weight"}
 
 
-def test_files_are_written_with_their_digests_and_what_is_altered_is_named(tmp_path):
+def test_files_have_digests_and_an_altered_one_is_named(tmp_path):
     tensors = {"x": raw(torch.from_numpy(np.arange(4.0)))}
     entries = write_files(tmp_path, tensors, {"config.json": b"{}"})
     assert [entry.file for entry in entries] == ["config.json", "model.safetensors"]
@@ -62,7 +62,7 @@ def test_files_are_written_with_their_digests_and_what_is_altered_is_named(tmp_p
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "model.safetensors"])
-def test_names_that_lead_elsewhere_are_refused_before_anything_is_written(tmp_path, name):
+def test_names_that_lead_outside_are_refused_before_writing(tmp_path, name):
     with pytest.raises(CheckpointError):
         write_files(tmp_path, {}, {name: b""})
     assert list(tmp_path.iterdir()) == []

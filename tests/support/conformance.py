@@ -207,7 +207,7 @@ class Conformance:
         part = system.rollout(prompts(core, 2, first=1), n_steps)
         torch.testing.assert_close(whole[1:], part, rtol=1e-3, atol=1e-3)
 
-    def test_wrong_depth_and_a_second_rollout_in_one_scope_are_refused(self, core: Case) -> None:
+    def test_wrong_depth_and_a_second_rollout_in_a_scope_are_refused(self, core: Case) -> None:
         """A cached generation is a rollout for every token: its calls must not be taken for further steps."""
         system = open_system(core)
         batch, n_steps = prompts(core), core.depths[0]
@@ -227,7 +227,7 @@ class Conformance:
             system.rollout(batch, n_steps)
             system.rollout(batch, n_steps)
 
-    def test_writing_one_weight_reaches_every_owner_and_changes_the_output(self, core: Case) -> None:
+    def test_writing_a_weight_reaches_all_owners_and_the_output(self, core: Case) -> None:
         system = open_system(core)
         n_steps = core.depths[0]
         batch = prompts(core)

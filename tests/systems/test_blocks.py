@@ -8,7 +8,7 @@ from tests.support.looped import looped
 
 
 @pytest.mark.parametrize("changed", [{"sliding_window": 4}, {"hidden_act": "gelu"}])
-def test_blocks_with_another_attention_or_activation_are_not_described(changed):
+def test_blocks_of_other_attention_or_activation_lack_programs(changed):
     assert looped("Mistral", sliding_window=None).program(2) is not None
     assert looped("Mistral", **{"sliding_window": None, **changed}).program(2) is None
 

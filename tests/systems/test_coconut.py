@@ -33,7 +33,7 @@ def test_each_step_appends_the_thought_of_a_cached_pass():
     torch.testing.assert_close(states[-1], torch.cat(thoughts[:-1], 1), rtol=1e-4, atol=1e-5)
 
 
-def test_what_follows_states_is_measured_but_a_jacobian_needs_a_square(monkeypatch):
+def test_states_are_measured_and_a_jacobian_needs_a_square(monkeypatch):
     compared = []
     moments = overlap.state_moments
     monkeypatch.setattr(overlap, "state_moments", lambda *args: compared.append(args[3]) or moments(*args))

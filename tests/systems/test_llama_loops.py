@@ -8,7 +8,7 @@ from tests.support.systems import CASES, open_system
 
 
 @pytest.mark.parametrize("name", ["Ouro", "Nanbeige"])
-def test_the_program_is_all_layers_and_the_norm_as_often_as_the_loop_runs(name):
+def test_the_program_runs_all_layers_and_the_norm_once_a_loop(name):
     system = open_system(CASES[name])
     layers = system.model.model.layers
     for n_steps in (1, 3):
@@ -17,7 +17,7 @@ def test_the_program_is_all_layers_and_the_norm_as_often_as_the_loop_runs(name):
         assert program.head is system.model.lm_head
 
 
-def test_a_layer_that_is_not_known_leaves_the_loop_without_a_program():
+def test_an_unknown_layer_leaves_the_loop_without_a_program():
     system = open_system(CASES["Ouro"])
     system.model.model.layers[1].another = system.model.model.norm
     assert system.program(2) is None

@@ -84,9 +84,7 @@ def test_a_config_of_another_kind(tiny_folder, old, new, match):
         loopq.quantize(tiny_folder, method="rtn")
 
 
-def test_a_run_that_was_killed_after_it_wrote_its_output_is_resumed(
-    tiny_folder, tokens, tmp_path, monkeypatch
-):
+def test_a_run_killed_after_writing_its_output_is_resumed(tiny_folder, tokens, tmp_path, monkeypatch):
     """The work folder is kept: the test compares the run's result with its files."""
     out, settings = tmp_path / "q", {"preset": "paper", "group_size": 16, "threads": 1}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

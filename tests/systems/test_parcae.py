@@ -9,5 +9,5 @@ class TestParcae(SteppingConformance):
     system = "parcae"
 
 
-def test_differentiable_rollouts_have_the_gradients_of_the_unrolled_loop() -> None:
+def test_rollouts_have_the_gradients_of_the_unrolled_loop() -> None:
     gradients_are_those_of_the_unrolled_loop("Parcae")

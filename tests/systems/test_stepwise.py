@@ -45,7 +45,7 @@ def test_a_system_tells_whether_it_can_run_step_by_step() -> None:
         single_steps(blind)
 
 
-def test_parts_start_from_the_embedding_and_keep_a_graph_only_if_asked() -> None:
+def test_parts_start_from_the_embedding_with_a_graph_on_request() -> None:
     system, batch = Counter(LinearLoop()), Batch(torch.tensor([[0, 1]]), (0,))
     embedding = system.embed(batch)
     assert system.initial_state(batch, embedding) is embedding

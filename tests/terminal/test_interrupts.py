@@ -18,7 +18,7 @@ def in_a_program(*args, **streams):
     return subprocess.Popen([sys.executable, "-m", "loopq", *map(str, args)], **streams)
 
 
-def test_an_interrupt_that_a_library_takes_for_something_else_is_one_all_the_same(monkeypatch, command):
+def test_an_interrupt_masked_by_a_library_still_ends_the_program(monkeypatch, command):
     def swallowed(args):
         try:
             signal.raise_signal(signal.SIGINT)

@@ -63,7 +63,7 @@ def test_a_bar_is_as_long_as_the_share_and_says_what_is_left(clock):
     assert terminal.getvalue().endswith(f"\r\x1b[Ksolve      [{'#' * 24}] 4/4 layers, 30.0 s\n")
 
 
-def test_a_terminal_is_drawn_ten_times_a_second_and_a_log_once_a_minute(clock):
+def test_a_terminal_redraws_in_tenths_and_a_log_each_minute(clock):
     for stream, seconds in ((Terminal(), 0.1), (io.StringIO(), 60)):
         line = Line(stream)
         line.start("solve", 100, "layers")
@@ -106,7 +106,7 @@ def test_a_terminal_gets_its_line_back_at_the_end():
     assert (terminal.getvalue(), log.getvalue()) == ("\n", "")
 
 
-def test_errors_go_to_the_standard_error_and_the_library_is_silent(capsys):
+def test_errors_go_to_stderr_and_the_library_is_silent(capsys):
     Line().note("seen")
     quiet = Silent()
     quiet.start("a", 1, "x")

@@ -53,7 +53,7 @@ def test_save_then_load_is_exact(kind: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_ouro_without_a_step_reads_the_loop_that_the_gate_chooses() -> None:
+def test_ouro_without_a_step_reads_the_gates_loop() -> None:
     model = build(CASES["Ouro, early exit"])
     loops = [model(IDS, exit_at_step=t).logits for t in range(3)]
     model.model.early_exit_gate.weight.zero_()
@@ -84,7 +84,7 @@ def test_parcae_starts_with_the_decay_of_its_paper() -> None:
 
 
 @torch.no_grad()
-def test_loopformer_gives_the_last_position_unless_there_are_targets() -> None:
+def test_loopformer_gives_the_last_position_without_targets() -> None:
     model = build(CASES["LoopFormer"])
     last, nothing = model(IDS)
     full, loss = model(IDS, targets=IDS)
@@ -159,7 +159,7 @@ def test_coconuts_adapter_makes_the_latents_between_the_marks() -> None:
     torch.testing.assert_close(got, torch.cat((whole[:, :8], whole[:, 11:]), 1), atol=1e-5, rtol=1e-4)
 
 
-def test_movement_of_thoughts_has_a_number_for_each_pass_but_the_last_two() -> None:
+def test_thoughts_move_in_each_pass_but_the_last_two() -> None:
     torch.manual_seed(0)
     model = build_model({"model_type": "loopq-zoo-coconut", "n_embd": 32, "block_size": 64}).eval()
     moves = thought_movement(find_system(model), chains(3, 0), 5)

@@ -55,7 +55,7 @@ def made_up(dense: Path, file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_merged_weights_are_the_exact_sum_rounded_once_in_any_order() -> None:
+def test_merged_weights_are_the_exact_sum_rounded_once() -> None:
     torch.manual_seed(1)
     weight = torch.randn(6, 8).to(torch.bfloat16)
     gain, up, down = (torch.randn(*shape).to(torch.float16) for shape in ((6,), (6, 5), (5, 8)))
@@ -94,7 +94,7 @@ def test_before_training_each_run_of_the_loop_adds_a_part(dense: Path) -> None:
     assert not any(name.startswith("model.layers.0") for name in trained)
 
 
-def test_an_update_gives_the_same_file_again_and_refuses_another_base(dense: Path, tmp_path: Path) -> None:
+def test_an_update_gives_the_same_file_and_refuses_another_base(dense: Path, tmp_path: Path) -> None:
     update = tmp_path / "update"
     tensors = made_up(dense, update)
     found = merge(dense, update, tmp_path / "once")
@@ -122,7 +122,7 @@ def test_the_kept_update_is_small_and_its_card_has_its_digests() -> None:
     assert f"{int(facts['tokens']):,} tokens" in card
 
 
-def test_fetched_weights_are_moved_within_their_steps_and_lie_on_no_grid() -> None:
+def test_fetched_weights_move_within_their_steps_off_any_grid() -> None:
     rng = np.random.default_rng(0)
     steps, least = rng.uniform(0.01, 0.1, 8).astype(np.float16), rng.normal(0, 1, 8).astype(np.float16)
     blocks = np.hstack([

@@ -69,7 +69,7 @@ def test_another_recipes_checkpoint_is_refused(work: Path, monkeypatch: pytest.M
         train.Run("tiny", work)
 
 
-def test_the_letter_task_asks_every_pass_and_reaches_every_parameter() -> None:
+def test_the_letter_task_reaches_every_pass_and_parameter() -> None:
     torch.manual_seed(0)
     system = find_system(small("coconut", vocab_size=259, block_size=64)())
     rows = chains(2, 0)

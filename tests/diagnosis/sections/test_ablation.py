@@ -37,7 +37,7 @@ def test_ablation_says_what_the_output_loses(system):
     assert list(few) == ["core.weight"]
 
 
-def test_gain_and_trace_of_the_layer_table_are_of_half_depth_and_of_squared_inputs(system, monkeypatch):
+def test_layer_table_has_gain_at_half_depth_and_trace_of_squares(system, monkeypatch):
     """A linear layer has the same gain for every input, so the requested inputs determine the depth."""
     monkeypatch.setattr(sensitivity, "random_direction_gain", lambda f, x, n, seed: np.linalg.norm(x))
     data, config = tokens(n_prompts=2), DiagnoseConfig(n_ablation_prompts=2)

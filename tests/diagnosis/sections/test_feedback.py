@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def test_the_exposed_layer_is_studied_at_both_group_sizes_and_every_share(whole):
+def test_the_exposed_layer_is_studied_at_every_group_and_share(whole):
     found = whole[0]["sections"]["feedback"]
     assert found["layers"] == ["adapter.weight"]
     assert list(found["settings"]) == ["per channel", "grouped"]

@@ -86,7 +86,7 @@ def test_a_length_that_the_file_does_not_have_is_refused_at_once(files, tmp_path
     assert "cut off or damaged" in err
 
 
-def test_numbers_in_arrays_within_arrays_and_of_no_type_are_bounded(tmp_path):
+def test_numbers_in_nested_and_untyped_arrays_are_bounded(tmp_path):
     def head(*values):
         path = tmp_path / "h.gguf"
         path.write_bytes(

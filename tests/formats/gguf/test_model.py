@@ -141,7 +141,7 @@ def test_what_llama_cpp_has_no_type_for_is_refused(grid, match):
 
 
 @pytest.mark.parametrize("grid", [{}, {"bits": 8, "group_size": -1}, {"leave": ("lm_head", "mlp")}])
-def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path, grid):
+def test_a_looped_model_is_written_out_with_rows_in_order(tmp_path, grid):
     _, checkpoint = looped(**grid)
     write_as(tmp_path / "q", checkpoint, "native")
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()

@@ -52,7 +52,7 @@ def _logits_by_ouros_graph(path, ids):
     return x @ all_weights["output.weight"].T
 
 
-def test_ouro_has_our_logits_by_llama_cpps_graph_and_no_exit_gate(tmp_path):
+def test_ouro_has_our_logits_in_llama_cpp_without_an_exit_gate(tmp_path):
     config = {
         "architectures": ["OuroForCausalLM"], "model_type": "ouro", "vocab_size": 96, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,

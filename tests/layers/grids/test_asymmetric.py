@@ -15,7 +15,7 @@ SCALES = np.float32([[0.5, 2.0], [1.0, -3.0]])
 ZEROS = np.array([[3, 7], [0, 5]], np.uint8)
 
 
-def test_a_value_is_the_code_minus_the_zero_point_times_the_scale():
+def test_a_value_is_code_minus_zero_point_times_scale():
     expected = [[-1.5, 2.0, 0.0, -1.0, -10.0], [6.0, 5.0, 4.0, 3.0, 15.0]]
     assert GRID.dequantize(CODES, SCALES, ZEROS).tolist() == expected
     assert GRID.limits == (0, 7)

@@ -60,7 +60,7 @@ def test_every_solver_gives_blocks_that_stand_for_its_weights(kind):
 
 
 @over_kinds
-def test_any_blocks_are_read_as_the_package_reads_them_and_written_again(kind):
+def test_any_blocks_are_read_as_by_the_package_and_written_again(kind):
     grid, rng = GridSettings(levels=kind).make(), np.random.default_rng(1)
     facts = grid.facts
     data = rng.integers(0, 256, (5, 4, facts.n_bytes), dtype=np.uint8)

@@ -55,7 +55,7 @@ def test_halves_of_a_byte_of_four_bits_are_half_a_block_apart():
     np.testing.assert_array_equal(data >> 4, codes[:, 16:] + 8)
 
 
-def test_quarters_of_a_byte_of_two_bits_are_neighbours_of_other_sign():
+def test_two_bit_quarters_of_a_byte_alternate_in_sign():
     codes, data = block(2, 64)
     for part in range(4):
         np.testing.assert_array_equal((data >> 2 * part & 3).astype(int) - 1, -codes[:, part::4])

@@ -42,7 +42,7 @@ def test_a_state_has_four_to_sixteen_bits(state_bits):
         grid_of(GRID.described() | {"trellis": {"state_bits": state_bits, "stream_rows": 3}})
 
 
-def test_a_state_has_two_bits_more_than_a_code_and_a_code_at_most_four():
+def test_a_state_has_two_more_bits_than_a_code_of_at_most_four():
     assert OnTrellis(4, 4, "float16", Trellis(6, 3)).bits == 4
     for bits, state_bits in ((4, 5), (3, 4), (8, 16)):
         with pytest.raises(ConfigError, match=f"for {bits} bits"):

@@ -53,7 +53,7 @@ class _Once(nn.Module):
         return self.wide(x.transpose(1, 2)).transpose(1, 2)
 
 
-def test_a_model_without_a_loop_is_refused_with_the_reason_of_every_weight() -> None:
+def test_a_model_without_a_loop_is_refused_with_all_reasons() -> None:
     with pytest.raises(SystemContractError, match=r"no parameter is called more than once") as caught:
         _ = Generic(_Once()).n_steps
     lines = [line.strip().partition(": ") for line in str(caught.value).splitlines()[1:]]
@@ -81,7 +81,7 @@ class _Blocks(nn.Module):
         return self.head(torch.cat(out, 1))
 
 
-def test_a_loop_over_blocks_of_tokens_has_the_steps_of_its_prompts() -> None:
+def test_a_loop_over_token_blocks_has_the_steps_of_its_prompts() -> None:
     model = wrap(_Blocks())
     prompts = [[i, *range(22)] for i in range(8)]
     result = loopq.quantize(model, prompts, group_size=8, threads=1)
@@ -196,7 +196,7 @@ _USES: dict[
 
 
 @pytest.mark.parametrize("use", _USES)
-def test_weights_that_no_module_is_called_with_are_quantized_like_others(use: str, tmp_path: Path) -> None:
+def test_weights_outside_module_calls_are_quantized_like_others(use: str, tmp_path: Path) -> None:
     part, run, names = _USES[use]
 
     def made() -> Any:
@@ -287,7 +287,7 @@ def test_a_table_that_the_loop_multiplies_with_is_named() -> None:
         assert _names(model) == ["core.weight"]
 
 
-def test_a_loop_that_ends_by_its_state_is_refused_with_the_reason() -> None:
+def test_a_loop_that_ends_by_its_state_is_refused_with_reason() -> None:
     def step(model: Any, x: torch.Tensor) -> torch.Tensor:
         for _ in range(1 + int(x.sum() * 1e4) % 3):
             x = torch.tanh(model.core(x))

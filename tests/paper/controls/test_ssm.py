@@ -48,7 +48,7 @@ def test_decay_lies_between_zero_and_one():
     assert (decay < 1).all()
 
 
-def test_transition_error_is_zero_at_the_first_token_and_not_after():
+def test_transition_error_is_zero_at_the_first_token_only():
     scan = toy_scan()
     error = ssm.rounding_error(scan.A_log, "A_log")
     found = ssm.diverge(perturb(scan, "A_log", error).states(), scan.states())
@@ -62,7 +62,7 @@ def test_input_error_is_there_at_once_and_output_error_never():
     assert (ssm.diverge(perturb(scan, "C", 0.1).states(), scan.states()).absolute == 0).all()
 
 
-def test_identity_injection_grows_states_while_the_relative_error_hides_it():
+def test_identity_injection_grows_states_at_equal_relative_error():
     scans = [toy_scan(seed=s) for s in range(3)]
     rows = ssm.identity_sweep(scans, error_norm=2.0)
     plain, most = rows[0], rows[-1]

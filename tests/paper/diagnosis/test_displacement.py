@@ -71,7 +71,7 @@ def test_displacement_summary():
     assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
 
 
-def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_step(system, monkeypatch):
+def test_displacement_is_relative_and_repeats_the_last_step(system, monkeypatch):
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
     seen = []
     plain = type(system).step

@@ -109,7 +109,7 @@ def test_perturbation_study_compares_places_at_one_norm(system):
         perturbation.trained_low_rank(Context(system, tokens(), 4), ["head.weight"], 1.0)
 
 
-def test_noise_lies_in_its_place_and_has_the_output_error_of_groups(system, monkeypatch):
+def test_noise_in_its_place_has_the_output_error_of_groups(system, monkeypatch):
     given = {}
     run = perturbation.run_variants
 

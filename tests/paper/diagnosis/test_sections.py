@@ -14,7 +14,7 @@ PAPERS = ["displacement", "perturbation", "jacobian", "bypass"]
 QUICK = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_directions=4, n_updates=2)
 
 
-def test_every_section_runs_after_those_of_the_product_and_the_result_is_plain_json():
+def test_all_sections_run_after_the_products_and_give_plain_json():
     notes = Notes()
     found = survey.diagnose(
         Context(

@@ -15,7 +15,7 @@ from tests.support.stepmaps import INT4, operating
 from tests.support.systems import CASES, open_system, prompts
 
 
-def test_jacobian_product_is_the_matrix_and_the_finite_difference(system):
+def test_jacobian_product_equals_matrix_and_finite_difference(system):
     _, embedding, state = operating(system)
     step = stepmap.StepMap(system, embedding, 7, 8)
     v = torch.randn(state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

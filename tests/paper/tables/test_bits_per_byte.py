@@ -15,7 +15,7 @@ def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None
     measured_shown_and_resumed("bits-per-byte", huginn, tmp_path)
 
 
-def test_a_loop_is_compared_with_models_of_one_step_in_as_many_bytes() -> None:
+def test_a_loop_meets_models_of_one_step_in_as_many_bytes() -> None:
     def model(name: str, n_steps: int, nll: float, n_bytes: int = 100, text: str = "t") -> dict[str, Any]:
         row = {"kl": [0.1] * 6, "nll": [nll] * 6, "n_bytes": n_bytes}
         head = {"model": name, "n_steps": n_steps, "bytes_per_token": 1.0, "text": text}

@@ -13,7 +13,7 @@ def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None
     measured_shown_and_resumed("factors", huginn, tmp_path)
 
 
-def test_a_product_that_is_not_the_jacobian_and_an_adapter_near_the_identity_are_said() -> None:
+def test_a_wrong_product_and_an_identity_adapter_are_reported() -> None:
     def prompts(gap: float, adapter: float) -> list[dict[str, object]]:
         identity = {"adapter": adapter, "block.0": 0.9, "block.1": 0.5}
         return [{"gap": gap, "gain": dict.fromkeys(identity, 1.0), "identity": identity}] * 6

@@ -22,7 +22,7 @@ def codes_of(columns=32, signed=True, search="mse", **settings):
 
 
 @pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3, "levels": "uneven"}])
-def test_a_step_gives_back_its_code_and_half_way_is_decided_as_in_the_core(settings):
+def test_a_step_gives_its_code_and_ties_fall_as_in_the_core(settings):
     codes = codes_of(**settings)
     every = torch.arange(8.0)
     zero = torch.full((8,), float(codes.middle))
@@ -47,7 +47,7 @@ def test_the_code_on_the_other_side_is_missing_at_the_ends():
 
 @pytest.mark.parametrize("bits", [None, 5, 1])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
-def test_scales_are_rounded_half_to_even_to_the_bits_that_are_kept(kind, bits):
+def test_scales_are_rounded_half_to_even_to_the_kept_bits(kind, bits):
     codes = codes_of(scale_dtype=kind, scale_bits=bits)
     values = torch.tensor([1.0 + 2.0**-5, 1.0 + 3 * 2.0**-5, -0.3, 0.0, 7e-6], dtype=torch.float64)
     found = codes.rounded(values)
@@ -68,7 +68,7 @@ def test_candidates_that_are_tried_in_parts_give_the_same_scales(monkeypatch):
     assert all(map(torch.equal, whole, parts))
 
 
-def test_a_group_of_zeros_has_some_scale_and_one_too_large_is_named():
+def test_a_zero_group_has_a_scale_and_a_too_large_one_is_named():
     codes = codes_of(columns=4, group_size=2)
     lines = codes.groups(torch.tensor([[[0.0, 0.0, 1.0, 1e9]]], dtype=torch.float64))
     scale, zero = codes.fit(lines, torch.ones(1, 1, 2, 2, dtype=torch.float64))

@@ -36,7 +36,7 @@ def test_each_setting_has_a_panel_of_errors_in_percent():
         assert words in picture.caption
 
 
-def test_all_layers_have_no_input_blocks_and_a_curve_may_have_no_ratio():
+def test_all_layers_lack_input_blocks_and_curves_may_lack_ratios():
     picture = feedback(made(layers="all", ratio=False))
     assert "All layers are rounded" in picture.caption
     assert "block" not in picture.caption

@@ -41,7 +41,7 @@ def test_lines_are_percent_by_step_without_the_reference():
     assert right.get_ylim() == (0, 102)
 
 
-def test_without_logits_there_is_one_panel_and_without_steps_none():
+def test_one_panel_without_logits_and_none_without_steps():
     assert len(rollout_error(made(agreement=False)).figure.axes) == 1
     short = made()
     for variant in short["sections"]["injection"]["per channel"]["paired"].values():

@@ -6,7 +6,7 @@ from loopq.report.sections import TABLES
 from loopq.report.sections.overlap import overlaps
 
 
-def test_spaces_stand_in_the_order_of_their_dimension_beside_their_chance():
+def test_spaces_are_ordered_by_dimension_beside_their_chance():
     rows = [
         {"between": "steps 0 and 4", "k": 64, "overlap": 0.25, "chance": 0.5},
         {"between": "two initial states", "k": 16, "overlap": 0.125, "chance": 0.03},

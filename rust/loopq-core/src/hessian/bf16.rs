@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_instructions_agree_with_chains_and_are_used_where_they_are_fast() {
+    fn bf16_instructions_agree_with_chains_and_are_used_if_fast() {
         for isa in Isa::available() {
             assert!(!isa.has_pairs() || agrees(isa, RowOrder::Pairs), "{}", isa.name());
             assert!(!isa.has_tiles() || agrees(isa, RowOrder::Tiles), "{}", isa.name());

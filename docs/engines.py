@@ -20,7 +20,8 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 loopq refuses a file that no engine reads right, with the reasons, before the work. `quantize --format` does so too. A
 file that one engine reads wrong without an error is written only for an engine that you name: `--engine NAME`. That
 option also refuses what the engine is known to refuse or to load wrongly. `--force` writes the file all the
-same, and says so in it. Files of loopq's embedded models are written: only loopq has their classes.
+same, and says so in it. Files of loopq's embedded models are written: only loopq has their classes. Scales of AWQ are
+[folded into the layers before](scales.md#scales-of-awq-in-other-formats), so no engine needs to know them.
 
 Then every engine that reads the format and is installed here loads the file in a process of its own. Its logits of
 random tokens must be those of loopq at the model's own depth, up to rounding, or the file is removed. `--verify no`

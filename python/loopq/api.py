@@ -28,7 +28,7 @@ from loopq.models.load import LoadedModel
 from loopq.run.allocate import allocate
 from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
-from loopq.run.export import exported, quantized_format, refuse_early
+from loopq.run.export import exported, folded, quantized_format, refuse_early
 from loopq.run.gate import Gate
 from loopq.run.kept import Kept
 from loopq.run.model_source import ModelSource
@@ -147,7 +147,8 @@ class _Job:
                 config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
             refuse_early(loaded, config, target.name, depth, gate)
             plan, source = self._prepared(loaded, take, config, depth, execution)
-            checkpoint = carry_out(plan, source, lambda solved: finish(kept.put(solved)), team)
+            put = kept.put if own_format else lambda solved: folded(kept.put(solved), loaded)
+            checkpoint = carry_out(plan, source, lambda solved: finish(put(solved)), team)
         assert checkpoint is not None
         del plan, source
         # A team's checkpoint is read from its folder.

@@ -88,7 +88,7 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--bits", "5"], "argument --bits: must be one of 2, 3, 4, 8; got 5"),
         (["nowhere", "--bits", "x"], "argument --bits: 'x': give a whole number"),
         (["nowhere", "--group-size", "0"], "--group-size must be -1"),
-        (["nowhere", "--method", "gptk"], "awq, dense, gptq, gptq-cd, rtn, trellis; got 'gptk' (did you mean gptq?)"),
+        (["nowhere", "--method", "gptk"], "gptq, gptq-cd, rtn, trellis; got 'gptk' (did you mean gptq?)"),
         (["nowhere", "--n-prompts", "0"], "argument --n-prompts: must be at least 1; got 0"),
         (["nowhere", "--n-steps", "0"], "argument --n-steps: must be between 1 and 65536; got 0"),
         (["nowhere", "--layer", "*=>bits=5"], "override '*': bits must be one of 2, 3, 4, 8; got 5"),

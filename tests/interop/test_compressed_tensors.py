@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import read_all_tensors
+from loopq.layers.transforms import Rotation
 from tests.support.interop import models
 from tests.support.interop.environments import run
 from tests.support.marks import running, slow_unless
@@ -146,6 +148,33 @@ def test_known_limits_are_errors_and_never_other_numbers(loaded, case, word):
         assert word in result["error"]
         return
     assert np.abs(np.load(path) - expected).max() == 0.0
+
+
+def test_transformers_ignores_rotations_that_the_library_has(tmp_path):
+    """Why loopq does not write them. Once transformers takes them, this fails."""
+    model, config = models.tiny_llama()
+    whole = models.checkpoint_of(model, config, bits=8, group_size=32)
+    place = {"targets": ["Linear"], "location": "input", "ignore": ["lm_head"]}
+    transforms = {"config_groups": {"r": {"type": "hadamard", "head_dim": 32, "apply": [place]}}}
+    write_as(tmp_path / "q", whole, CT)
+    settings = json.loads((tmp_path / "q" / "config.json").read_text("utf-8"))
+    settings["quantization_config"]["transform_config"] = transforms
+    (tmp_path / "q" / "config.json").write_text(json.dumps(settings), "utf-8")
+    ids = models.prompts()
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    job = {
+        "tool": "transformers", "folder": str(tmp_path / "q"), "ids": str(tmp_path / "ids.npy"), "dtype": "float32",
+    }  # fmt: skip
+    loaded, applied = str(tmp_path / "loaded.npy"), str(tmp_path / "applied.npy")
+    results = run("ct", [job | {"out": loaded}, job | {"out": applied, "transforms": transforms}], tmp_path)
+    assert not any("error" in result for result in results.values()), results
+    plain = models.logits_of(models.put_in(model, whole), ids)
+    for name, layer in whole.layers.items():
+        whole.layers[name] = layer.with_transform(Rotation(layer.shape[1], "hadamard", 32))
+    rotated = models.logits_of(models.put_in(model, whole), ids)
+    assert np.abs(np.load(applied) - rotated).max() < 1e-4 * np.abs(rotated).max()
+    assert np.abs(np.load(loaded) - plain).max() == 0.0
+    assert np.abs(plain - rotated).max() > 0.1 * np.abs(rotated).max()
 
 
 def scheme(bits, symmetric, group_size):

@@ -8,6 +8,7 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
+from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import Override
 from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig, flat_names
@@ -74,6 +75,14 @@ def test_preset_best_has_a_table_of_levels_in_native_files_alone():
     one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
     assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
+
+
+def test_awq_folds_in_formats_of_other_tools():
+    config = QuantConfig.of(Override("*", {"method": "awq", "bits": 3}), method="awq", scale_search="max")
+    assert config.for_format(own=True) == config
+    found = config.for_format(own=False)
+    assert found.layer.method == QUANTIZERS.get("awq-fold")(scale_search="max")
+    assert [o.changes for o in found.overrides] == [{"method": "awq-fold", "bits": 3}]
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,22 +15,8 @@ import loopq._native as native
 from loopq.errors import DumpError, LoopqError
 from loopq.layers.reader import TensorReader
 from loopq.layers.shared import SharedParameter
-from loopq.storage.files import (
-    RawTensor,
-    read_header,
-    read_tensors,
-    write_tensors,
-)
-from loopq.storage.schema import (
-    Count,
-    Positive,
-    checked,
-    parse_json,
-    shown,
-)
-
-if TYPE_CHECKING:
-    pass
+from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.storage.schema import Count, Positive, checked, parse_json, shown
 
 
 @dataclass(frozen=True)

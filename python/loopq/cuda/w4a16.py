@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 
-from loopq.cuda.launch import (
-    Product,
-    Workspace,
-    launch_dequantize,
-    launch_gemm,
-    refuse,
-    workspace_size,
-)
+from loopq.cuda.launch import Product, Workspace, launch_dequantize, launch_gemm, refuse, workspace_size
 from loopq.cuda.layout import N_STEP, TILE_K
 from loopq.cuda.load import Backend, cuda_backend
 

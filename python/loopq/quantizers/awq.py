@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,20 +42,35 @@ class AWQ(Method):
     transforms: ClassVar[bool] = True
     scale_search: ScaleSearch = setting("mse")
 
+    def scale(self, magnitude: NDArray[np.float64], power: float) -> ChannelScale:
+        """Return the scale of a power."""
+        return ChannelScale(channel_scale(magnitude, power))
+
+    def search(self, problems: Sequence[Problem]) -> tuple[float, ChannelScale]:
+        """Return the power with the least loss, summed over layers of one input, and its scale."""
+        hessian = problems[0].require_observed()
+        magnitude = np.sqrt(np.diag(hessian))
+        best: tuple[float, float, ChannelScale] | None = None
+        for power in POWERS:
+            scale = self.scale(magnitude, power)
+            loss = 0.0
+            for p in problems:
+                result = round_to_grid(p, scale.fold(p.target), self.scale_search)
+                rounded = p.grid.dequantize(result["codes"], result["scales"], result["zeros"])
+                loss += native.proxy(p.target, scale.unfold(rounded), hessian, threads=p.threads)
+            if best is None or loss < best[0]:
+                best = (loss, power, scale)
+        assert best is not None
+        return best[1:]
+
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
-        hessian = problem.require_observed()
-        magnitude = np.sqrt(np.diag(hessian))
-        best: tuple[float, float, ChannelScale, dict[str, object]] | None = None
-        for power in POWERS:
-            scale = ChannelScale(channel_scale(magnitude, power))
-            result = round_to_grid(problem, scale.fold(problem.target), self.scale_search)
-            rounded = problem.grid.dequantize(result["codes"], result["scales"], result["zeros"])
-            loss = native.proxy(problem.target, scale.unfold(rounded), hessian, threads=problem.threads)
-            if best is None or loss < best[0]:
-                best = (loss, power, scale, result)
-        assert best is not None
-        _, power, scale, result = best
+        power, scale = self.search([problem])
+        return self.scaled(problem, power, scale)
+
+    def scaled(self, problem: Problem, power: float, scale: ChannelScale) -> QuantizedLayer:
+        """Round a layer in the basis of a scale."""
+        result = round_to_grid(problem, scale.fold(problem.target), self.scale_search)
         layer = problem.layer(result, self.name).with_report(awq_power=power)
         return layer.with_transform(scale) if power > 0 else layer
 

@@ -174,6 +174,8 @@ class Method(Chosen):
         Whether the method also rounds the weights that the paper rounds to nearest in every variant (Li, App. Q).
     transforms : bool
         Whether the codes are for a transformed input.
+    folds : bool
+        Whether layers of one input share a transform, which the layer before takes in an export.
     has_twin : bool
         Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
     """
@@ -181,6 +183,7 @@ class Method(Chosen):
     needs_hessian: ClassVar[bool] = True
     rounds_as_published: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
     has_twin: ClassVar[bool] = False
 
     @property

@@ -125,11 +125,7 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _solved(
-    part: Plan,
-    source: ModelSource,
-    name: str,
-    grids: Sequence[tuple[Object, Plan]],
-    found: Sequence[_Found],
+    part: Plan, source: ModelSource, name: str, grids: Sequence[tuple[Object, Plan]], found: Sequence[_Found]
 ) -> dict[tuple[str, str], NDArray[np.float32]]:
     """Solve the layers of a part on each grid. Return the weights, and add the rest to `found`."""
     # Rounding reads no text.
@@ -174,10 +170,7 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _costs(
-    plan: Plan,
-    source: ModelSource,
-    weights: Mapping[tuple[str, str], NDArray[np.float32]],
-    asked: Fit,
+    plan: Plan, source: ModelSource, weights: Mapping[tuple[str, str], NDArray[np.float32]], asked: Fit
 ) -> dict[tuple[str, str], float]:
     job, execution = source.job, source.execution
     journal = source.journal(plan, "scores", [t.name for t in plan.tasks])

@@ -122,17 +122,20 @@ class QuantConfig(Settings):
     def for_format(self, own: bool, outside: Any = None) -> QuantConfig:
         """Return the settings of a format where they are left to it.
 
-        Unless loopq's own format is written, levels that are "auto" become even. `outside` is the format's own choice,
-        and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by itself.
+        Unless loopq's own format is written, levels that are "auto" become even, and method "awq" becomes "awq-fold".
+        `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by
+        itself.
         """
         if own:
             return self
 
-        def even(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {**changes, "levels": "even"} if changes.get("levels") == AUTO else changes
+        instead = {("levels", AUTO): "even", ("method", "awq"): "awq-fold"}
 
-        overrides = tuple(Override(o.pattern, even(o.changes)) for o in self.overrides)
-        layer = self.layer.changed(**even(self.layer.flat()))
+        def held(changes: Mapping[str, Any]) -> dict[str, Any]:
+            return {k: instead.get((k, v), v) if isinstance(v, str) else v for k, v in changes.items()}
+
+        overrides = tuple(Override(o.pattern, held(o.changes)) for o in self.overrides)
+        layer = self.layer.changed(**held(self.layer.flat()))
         chosen = self.outside
         if chosen is None and self.fit is None and outside is not None:
             chosen = "q8_0" if layer.grid.make().bits == 8 else outside

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,7 +19,9 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
+from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside
 from loopq.run.gate import Asked, Gate, Proof
@@ -29,6 +31,7 @@ from loopq.storage.files import DTYPE_NAMES
 from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import stored_state
 from loopq.systems.base import Batch
+from loopq.systems.capabilities import FixedLength
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,11 +76,10 @@ class Exported:
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
-        if self.difference is None:
-            why = [f"logits not compared: {self.reason}"] if self.reason else []
-            return [*self.written.lines(), *why, *self.read_by]
-        text = f"logits of {self.n_prompts} prompts: largest difference {self.difference:g}"
-        return [*self.written.lines(), text, *self.read_by]
+        said = [f"logits not compared: {self.reason}"] if self.reason else []
+        if self.difference is not None:
+            said = [f"logits of {self.n_prompts} prompts: largest difference {self.difference:g}"]
+        return [*self.written.lines(), *said, *self.read_by]
 
 
 def export(
@@ -122,6 +124,8 @@ def export(
     target = FORMATS.get(format_name)
     given = target.taken(rest)
     opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
+    if isinstance(opened, Checkpoint) and not target.own:
+        opened = folded(opened, trust_remote_code=proof.trust_remote_code)
     if isinstance(opened, Checkpoint):
         gate.of(format_name, opened, given.get("ragged"), given.get("names"))
     with new_or_same(out) as place:
@@ -149,26 +153,23 @@ def exported(
     target.refuse_checkpoint()
     engines, forced = gate.of(format_name, source, given.get("ragged"), given.get("names"))
     asked = Asked(format_name, engines, proof.trust_remote_code) if gate.verify and engines else None
-    difference, reason = 0.0, ""
+    before, difference, reason = np.zeros(0), 0.0, ""
 
-    def compare_logits(again: Checkpoint) -> None:
-        nonlocal difference, reason
+    def compute() -> str:
+        nonlocal before
         try:
             before = _logits(source, proof, asked)
         except _NO_LOGITS as error:
-            # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
-            reason = str(error).splitlines()[0]
-            return
-        difference = float(np.abs(before - _logits(again, proof, None)).max())
-        if difference != 0.0:
-            raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
-
-    def compute() -> str:
-        try:
-            _logits(source, proof, asked)
-        except _NO_LOGITS as error:
             return str(error).splitlines()[0]
         return ""
+
+    def compare_logits(again: Checkpoint) -> None:
+        nonlocal difference, reason
+        reason = compute()
+        # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
+        difference = 0.0 if reason else float(np.abs(before - _logits(again, proof, None)).max())
+        if difference != 0.0:
+            raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
     written = target.write(
         out, source, also=compare_logits, **given, **({"forced": forced} if forced else {})
@@ -176,9 +177,36 @@ def exported(
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
     if asked is not None and not reason:
         lines += asked.lines(out, source, compute, force=gate.force)
-    if reason or not target.reads:
-        return Exported(written, 0, None, reason, lines)
-    return Exported(written, proof.n_prompts, difference, "", lines)
+    read = not reason and target.reads
+    return Exported(written, proof.n_prompts * read, difference if read else None, reason, lines)
+
+
+def folded(
+    checkpoint: Checkpoint, loaded: LoadedModel | None = None, *, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Return a checkpoint whose AWQ scales are in the layers before. The same object without any scale.
+
+    Raises
+    ------
+    CheckpointError
+        A scale has no place, or does not fold exactly. The message names the layer.
+    """
+    names = [n for n, layer in checkpoint.layers.items() if isinstance(layer.transform, ChannelScale)]
+    if not names:
+        return checkpoint
+    loaded = loaded or load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
+    folds = _folds(loaded, names, checkpoint.settings.get("n_steps"))
+    layers, dense = fold(checkpoint.layers, checkpoint.dense, folds, loaded.system.model)
+    return dataclasses.replace(checkpoint, layers=layers, dense=dense)
+
+
+def _folds(loaded: LoadedModel, names: Collection[str], n_steps: int | None) -> Folds:
+    """Modules that take the scales of some layers."""
+    system = loaded.system
+    depth = system.check_depth(n_steps or system.n_steps)
+    owners = {p.name: p.owners for p in system.shared_parameters(depth) if p.name in names}
+    batch = _random_batch(loaded, 1, system.prompt_length if isinstance(system, FixedLength) else 8)
+    return find_folds(system.model, owners, lambda: system.rollout(batch, depth))
 
 
 def quantized_format(format_name: str) -> Format:
@@ -206,17 +234,13 @@ def refuse_early(
 
     Parameters
     ----------
-    loaded : LoadedModel
-        The model. Its layers are checked.
-    config : QuantConfig
-        Settings of the run.
-    format_name : str
-        As in `export`.
+    loaded, config : LoadedModel, QuantConfig
+        The model, and the settings of the run.
     n_steps : int, optional
         Depth. The model's own depth is the default.
     gate : Gate, optional
         Engines that the file is for.
-    **options
+    format_name, **options
         As in `export`.
 
     Raises
@@ -249,6 +273,7 @@ def refuse_early(
         loaded.side_files,
     )
     target.refuse(planned, **given)
+    refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
     (gate or Gate()).readers(
         format_name, layers, system.name, loaded.config, given.get("ragged"), given.get("names")
@@ -284,20 +309,26 @@ def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArra
     """Logits at the depth of the checkpoint. `asked` gets the prompts, and the logits at the model's own depth."""
     torch = require("torch")
     loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
-    vocabulary = int(loaded.config.get("vocab_size", 256))
-    generator = torch.Generator().manual_seed(0)
-    shape = (proof.n_prompts, proof.seq_len)
-    ids = torch.randint(min(vocabulary, 4), vocabulary, shape, generator=generator)
+    batch = _random_batch(loaded, proof.n_prompts, proof.seq_len)
     own = int(loaded.system.n_steps)
     n_steps = int(checkpoint.settings.get("n_steps") or own)
 
     def at(depth: int) -> NDArray[Any]:
         with torch.no_grad():
-            logits = loaded.system.rollout(Batch(ids, tuple(range(proof.n_prompts))), depth)
+            logits = loaded.system.rollout(batch, depth)
         found: NDArray[Any] = logits.float().cpu().numpy()
         return found
 
     before = at(n_steps)
     if asked is not None:
-        asked.ids, asked.expected = ids.numpy(), before if own == n_steps else at(own)
+        asked.ids, asked.expected = batch.input_ids.numpy(), before if own == n_steps else at(own)
     return before
+
+
+def _random_batch(loaded: LoadedModel, n_prompts: int, seq_len: int) -> Batch:
+    """Random prompts, the same for each model of a vocabulary."""
+    torch = require("torch")
+    vocabulary = int(loaded.config.get("vocab_size", 256))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(vocabulary, 4), vocabulary, (n_prompts, seq_len), generator=generator)
+    return Batch(ids, tuple(range(n_prompts)))

@@ -47,7 +47,7 @@ class SolveKeywords(ExecutionKeywords, total=False):
     step_weights: str
     rotation: str
     rotation_seed: int
-    method: Literal["awq", "dense", "gptq", "gptq-cd", "rtn", "trellis"] | Method
+    method: Literal["awq", "awq-fold", "dense", "gptq", "gptq-cd", "rtn", "trellis"] | Method
     scale_search: Literal["max", "half-range", "mse"]
     damping: float
     damping_kind: Literal["mean", "median", "diagonal", "tail"]

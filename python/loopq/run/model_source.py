@@ -136,6 +136,8 @@ class ModelSource(Source):
         plan = choose_metric(plan, self.job)
         told = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
         self.execution.progress.note(f"{told}: {self.estimate(plan)}")
+        if any(t.config.method.folds for t in plan.tasks):
+            self.execution.progress.note("awq-fold: layers of one input share a scale of powers of two")
         tell_left(plan, self.job, self.weights)
         return plan
 

@@ -38,11 +38,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
 
 @contextlib.contextmanager
 def output(
-    path: str | Path | None,
-    execution: Execution,
-    write: Write | None = None,
-    *,
-    shared: bool = False,
+    path: str | Path | None, execution: Execution, write: Write | None = None, *, shared: bool = False
 ) -> Iterator[tuple[Execution, Write]]:
     """Hold an output and its work folder for one run, and provide the function that writes the output.
 

@@ -83,18 +83,19 @@ class Solver:
     def each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
         """Yield layers in whole groups, and whether each was solved now or saved before.
 
-        The CPU solves them one by one. A device with twins of the solvers solves them together.
+        The CPU solves them one by one. Devices with twins of the solvers, and methods that fold, solve them together.
         """
         shared: dict[Any, _Shared] = {}
-        for some in [tasks] if has_twins(self.device) else [[t] for t in tasks]:
-            missing = []
-            for task in some:
-                layer = saved_layer(self.journal, task.name)
-                if layer is None:
-                    missing.append(self._prepare(task, shared.setdefault(_group_of(task), _Shared())))
-                else:
-                    yield layer, False
-            for layer in self._solve(missing):
+        folds = any(t.config.method.folds for t in tasks)
+        for some in [tasks] if folds or has_twins(self.device) else [[t] for t in tasks]:
+            saved = {t.name: saved_layer(self.journal, t.name) for t in some}
+            if folds and None in saved.values():
+                saved = dict.fromkeys(saved)
+            yield from ((layer, False) for layer in saved.values() if layer is not None)
+            missing = [t for t in some if saved[t.name] is None]
+            for layer in self._solve(
+                [self._prepare(t, shared.setdefault(_group_of(t), _Shared())) for t in missing]
+            ):
                 yield layer, True
 
     def _together(self, tasks: Sequence[Task]) -> list[list[Task]]:

@@ -103,11 +103,5 @@ class Source(ABC):
         """Return the solver of layers from Hessians."""
         threshold = plan.config.rank_threshold
         return Solver(
-            self.weights,
-            hessians,
-            self.execution,
-            threshold,
-            metrics,
-            journal or Journal(None),
-            self.device,
+            self.weights, hessians, self.execution, threshold, metrics, journal or Journal(None), self.device
         )

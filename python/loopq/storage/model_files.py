@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loopq.errors import CheckpointError, LoopqError, require
-from loopq.storage.files import (
-    DTYPE_NAMES,
-    DTYPES,
-    RawTensor,
-    inside,
-    replacing,
-    sha256,
-    write_tensors,
-)
+from loopq.storage.files import DTYPE_NAMES, DTYPES, RawTensor, inside, replacing, sha256, write_tensors
 from loopq.storage.names import names_of
 from loopq.storage.schema import Count, Name, Sha256, checked
 

@@ -59,6 +59,10 @@ def run_transformers(job: dict[str, Any]) -> dict[str, Any]:
     with own_names(job.get("own_names")):
         model = transformers.AutoModelForCausalLM.from_pretrained(job["folder"], **kwargs)
     before = kinds(model, job)
+    if job.get("transforms"):
+        from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+        apply_transform_config(model, TransformConfig(**job["transforms"]))
     np.save(job["out"], logits(model, job))
     return {"modules": before}
 

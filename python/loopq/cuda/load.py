@@ -113,17 +113,12 @@ class _Stream:
 class CudaBackend:
     """One GPU: its limits, its loaded kernels, and launches on torch's current stream.
 
-    Parameters
-    ----------
-    index : int
-        CUDA device.
-
     Raises
     ------
     MissingExtraError
         See `require_cupy`.
     KernelError
-        If the device does not exist or is older than compute capability 8.0.
+        If the CUDA device of this index does not exist or is older than compute capability 8.0.
     """
 
     def __init__(self, index: int) -> None:

@@ -46,12 +46,8 @@ def _modes() -> Any:
 def blank(build: Callable[[], nn.Module], *, memory: bool = True) -> nn.Module:
     """Build a module with real buffers and arbitrary parameters. No value is drawn into them.
 
-    Parameters
-    ----------
-    build : callable
-        Makes the module. It may be called twice.
-    memory : bool
-        Give parameters memory, which stays untouched. Otherwise they are on the device "meta".
+    `build` may be called twice. Without `memory` the parameters are on the device "meta". Otherwise their memory stays
+    untouched.
     """
     torch = require("torch")
     device = torch.empty(0).device

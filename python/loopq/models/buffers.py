@@ -61,19 +61,7 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
 def repair_buffers(
     model: nn.Module, build: Callable[[nn.Module], dict[str, Tensor]] = fresh_buffers
 ) -> tuple[str, ...]:
-    """Compare every unsaved buffer with a newly built one and correct those that differ.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A model as left by its loader.
-    build : callable
-        Returns the correct buffers.
-
-    Returns
-    -------
-    tuple of str
-        Names of the corrected buffers.
+    """Compare every unsaved buffer of a model with one of `build`, correct those that differ and return their names.
 
     Raises
     ------

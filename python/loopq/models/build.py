@@ -29,15 +29,6 @@ def build_model(
 ) -> LoadedModel:
     """Build the model that config files describe. The caller fills it with a checkpoint's tensors.
 
-    Parameters
-    ----------
-    side_files : mapping of str to bytes
-        File name to contents. "config.json" is required.
-    system : str, optional
-        Name of the adapter.
-    trust_remote_code : bool
-        Allow code in the files to run.
-
     Raises
     ------
     CheckpointError

@@ -116,22 +116,11 @@ class Loading:
 def load_hf(
     folder: Path, config: Mapping[str, Any], source: str, how: Loading
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model from a folder, without network access.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder with ``config.json`` and weights.
-    config : mapping
-        Contents of ``config.json``.
-    source : str
-        The user's input, for messages.
-    how : Loading
+    """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns
     -------
     model : nn.Module
-        In eval mode, on the CPU.
     findings : dict
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """

@@ -47,10 +47,7 @@ class Blank(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 class Drawn(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Draws values on the processor from a generator of its own inside the block. The global one does not change.
 
-    Parameters
-    ----------
-    seed : int, optional
-        Seed of the generator. By default another one each time.
+    Without a seed it is another generator each time.
     """
 
     def __init__(self, seed: int | None = None) -> None:

@@ -19,9 +19,9 @@ fi
 out=${1:-benches/record}
 shift || true
 phases="smol ouro_two ouro smol_cpu"
-kernels="exact rollout_exact products rollout"
+kernels="exact products"
 sections=
-for section in ${*:-check smol ouro_two ouro exact rollout_exact products smol_cpu rollout sanitizer sweep}; do
+for section in ${*:-check smol ouro_two ouro exact products smol_cpu sanitizer sweep}; do
     case $section in
         phases) sections="$sections $phases" ;;
         kernels) sections="$sections $kernels" ;;
@@ -45,7 +45,7 @@ limit() {
         check) most=120 ;;
         smol | smol_cpu) most=90 ;;
         ouro | ouro_two) most=200 ;;
-        rollout | threshold | sweep | models) most=150 ;;
+        threshold | sweep | models) most=150 ;;
     esac
     [ "$(left)" -lt "$most" ] && most=$(left)
     echo "$most"

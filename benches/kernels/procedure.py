@@ -15,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from benches.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
-from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_for
+from benches.kernels.timed import Captured, Timed
+from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_size
 from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
-from loopq.cuda.load import Backend, Captured
 from loopq.cuda.plan import NarrowPlan
 from loopq.cuda.w4a16 import dequantize_packed, spread_scales
 from loopq.errors import ConfigError
@@ -122,7 +122,7 @@ class Int4Layer:
 
     def run(
         self,
-        backend: Backend,
+        backend: Timed,
         x: torch.Tensor,
         out: torch.Tensor,
         workspace: Workspace,
@@ -152,7 +152,7 @@ def relative_l2(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def verify_products(
-    backend: Backend,
+    backend: Timed,
     layers: Sequence[Projection],
     *,
     tokens: Sequence[int] = TOKENS,
@@ -163,7 +163,7 @@ def verify_products(
 
     Parameters
     ----------
-    backend : Backend
+    backend : Timed
     layers : sequence of Projection
         `HUGINN` gives 17 calls, at three token counts the 51 comparisons of Li, App. D.
     tokens : sequence of int
@@ -183,7 +183,7 @@ def verify_products(
         for call in range(layer.calls):
             weights = Int4Layer.random(layer, group_size, device, seed + 1000 * call, torch.bfloat16)
             shape = (layer.out_features, 0, layer.in_features, group_size)
-            workspace = workspace_for(backend, [shape], largest, device)
+            workspace = Workspace.allocate(*workspace_size(backend, shape, largest), device)
             x = draw(largest, layer.in_features, device, seed + call, torch.bfloat16)
             exact = weights.exact(x)
             for m in tokens:
@@ -212,7 +212,7 @@ def verify_products(
     return records
 
 
-def copy_bandwidth(backend: Backend, procedure: Procedure) -> float:
+def copy_bandwidth(backend: Timed, procedure: Procedure) -> float:
     """Bytes per second, read plus written, of a copy on the device."""
     source = torch.empty(procedure.copy_bytes, dtype=torch.uint8, device=backend.device).random_(0, 256)
     target = torch.empty_like(source)
@@ -236,7 +236,7 @@ class Recording:
     def per_call(self, times: Sequence[float]) -> list[float]:
         return [t / self.n_calls for t in times]
 
-    def time(self, backend: Backend, procedure: Procedure) -> Timing:
+    def time(self, backend: Timed, procedure: Procedure) -> Timing:
         """Microseconds per call."""
         for _ in range(procedure.warm_ups):
             self.captured.replay()
@@ -244,7 +244,7 @@ class Recording:
         return Timing.of(self.per_call(times))
 
 
-def record(backend: Backend, runs: Sequence[Callable[[], object]], procedure: Procedure) -> Recording:
+def record(backend: Timed, runs: Sequence[Callable[[], object]], procedure: Procedure) -> Recording:
     """Graph of all `runs` in turn, as often as makes `calls_per_graph` calls."""
     rounds = -(-procedure.calls_per_graph // len(runs))
 
@@ -260,7 +260,7 @@ def record(backend: Backend, runs: Sequence[Callable[[], object]], procedure: Pr
 
 
 def paired_trials(
-    backend: Backend, first: Callable[[], object], second: Callable[[], object], procedure: Procedure
+    backend: Timed, first: Callable[[], object], second: Callable[[], object], procedure: Procedure
 ) -> tuple[list[float], list[float]]:
     """Microseconds of both variants: warm-ups of each, then paired trials in alternating order."""
     for _ in range(procedure.warm_ups):

@@ -23,8 +23,8 @@ from benches.kernels.procedure import (
     record,
 )
 from benches.kernels.shapes import Projection
-from loopq.cuda.launch import Product, Workspace, launch_dequantize, workspace_for
-from loopq.cuda.load import Backend
+from benches.kernels.timed import Timed
+from loopq.cuda.launch import Product, Workspace, launch_dequantize, workspace_size
 from loopq.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, make_plan, token_tiles_for
 from loopq.errors import ConfigError
 
@@ -38,9 +38,7 @@ def _operands(layer: Projection, tokens: int, device: torch.device) -> tuple[tor
     return x, torch.empty(tokens, layer.out_features, dtype=torch.bfloat16, device=device)
 
 
-def _int4_copies(
-    backend: Backend, layer: Projection, group_size: int, procedure: Procedure
-) -> list[Int4Layer]:
+def _int4_copies(backend: Timed, layer: Projection, group_size: int, procedure: Procedure) -> list[Int4Layer]:
     n_copies = procedure.copies(layer.int4_bytes(group_size))
     return [
         Int4Layer.random(layer, group_size, backend.device, seed, torch.bfloat16) for seed in range(n_copies)
@@ -48,7 +46,7 @@ def _int4_copies(
 
 
 def record_int4(
-    backend: Backend,
+    backend: Timed,
     copies: Sequence[Int4Layer],
     tokens: int,
     procedure: Procedure,
@@ -59,7 +57,7 @@ def record_int4(
     layer, group_size = copies[0].projection, copies[0].group_size
     x, out = _operands(layer, tokens, backend.device)
     shape = (layer.out_features, 0, layer.in_features, group_size)
-    workspace = workspace_for(backend, [shape], tokens, backend.device)
+    workspace = Workspace.allocate(*workspace_size(backend, shape, tokens), backend.device)
     if plan is not None:
         floats = plan.slices * ((layer.out_features // 16 + 1) // 2) * 256 * token_tiles_for(tokens)
         workspace = Workspace.allocate(floats, layer.out_features // 16, backend.device)
@@ -68,13 +66,13 @@ def record_int4(
 
 
 def record_pieces(
-    backend: Backend, copies: Sequence[Int4Layer], tokens: int, procedure: Procedure
+    backend: Timed, copies: Sequence[Int4Layer], tokens: int, procedure: Procedure
 ) -> Recording:
     """Graph of int4 products by the kernel of few tokens, which reads the weights once for every 32."""
     layer, group_size = copies[0].projection, copies[0].group_size
     x, out = _operands(layer, tokens, backend.device)
     shape = (layer.out_features, 0, layer.in_features, group_size)
-    workspace = workspace_for(backend, [shape], TOKENS_PER_LAUNCH, backend.device)
+    workspace = Workspace.allocate(*workspace_size(backend, shape, TOKENS_PER_LAUNCH), backend.device)
 
     def run(copy: Int4Layer) -> None:
         for rows, into in zip(x.split(TOKENS_PER_LAUNCH), out.split(TOKENS_PER_LAUNCH), strict=True):
@@ -83,7 +81,7 @@ def record_pieces(
     return record(backend, [partial(run, copy) for copy in copies], procedure)
 
 
-def record_cublas(backend: Backend, layer: Projection, tokens: int, procedure: Procedure) -> Recording:
+def record_cublas(backend: Timed, layer: Projection, tokens: int, procedure: Procedure) -> Recording:
     """Graph of the same products by cuBLAS in bfloat16."""
     weights = [
         draw(layer.out_features, layer.in_features, backend.device, seed, torch.bfloat16)
@@ -94,7 +92,7 @@ def record_cublas(backend: Backend, layer: Projection, tokens: int, procedure: P
 
 
 def record_dequantized(
-    backend: Backend, copies: Sequence[Int4Layer], tokens: int, procedure: Procedure
+    backend: Timed, copies: Sequence[Int4Layer], tokens: int, procedure: Procedure
 ) -> Recording:
     """Graph of dequantising the whole weight and multiplying by cuBLAS."""
     layer, group_size = copies[0].projection, copies[0].group_size
@@ -109,7 +107,7 @@ def record_dequantized(
     return record(backend, [partial(run, copy) for copy in copies], procedure)
 
 
-def time_torch_int4(backend: Backend, layer: Projection, tokens: int, procedure: Procedure) -> dict[str, Any]:
+def time_torch_int4(backend: Timed, layer: Projection, tokens: int, procedure: Procedure) -> dict[str, Any]:
     """Time of torch's own int4 matmul at group 128, K padded to a multiple of 128, cold L2.
 
     Returns
@@ -138,7 +136,7 @@ def time_torch_int4(backend: Backend, layer: Projection, tokens: int, procedure:
 
 
 def compare_products(
-    backend: Backend,
+    backend: Timed,
     layers: Sequence[Projection],
     *,
     tokens: Sequence[int] = TOKENS,
@@ -150,7 +148,7 @@ def compare_products(
 
     Parameters
     ----------
-    backend : Backend
+    backend : Timed
     layers : sequence of Projection
     tokens : sequence of int
     group_size : int
@@ -182,7 +180,7 @@ def compare_products(
 
 
 def _compare_layer(
-    backend: Backend,
+    backend: Timed,
     layer: Projection,
     tokens: int,
     group_size: int,
@@ -209,7 +207,7 @@ def _compare_layer(
 
 
 def find_threshold(
-    backend: Backend,
+    backend: Timed,
     layers: Sequence[Projection],
     *,
     tokens: Sequence[int] = (17, 32, 48, 64, 96, 128, 192, 256, 384, 512),
@@ -238,7 +236,7 @@ def find_threshold(
 
 
 def sweep_cuts(
-    backend: Backend,
+    backend: Timed,
     layers: Sequence[Projection],
     *,
     tokens: Sequence[int] = (1, 16),
@@ -283,7 +281,7 @@ def sweep_cuts(
 
 
 def _plans(
-    backend: Backend,
+    backend: Timed,
     layer: Projection,
     tokens: int,
     group_size: int,

@@ -6,7 +6,6 @@ place: nothing it reports as a time means anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +26,10 @@ class Setting:
 
     device_name: str
     backend: Any
-    overlapping: Any
     procedure: Any
     layers: tuple[Projection, ...]
     edges: tuple[Projection, ...]
     models: dict[str, tuple[Projection, ...]]
-    loop: Any
-    small_loop: Any
-    n_steps: int
     tokens: tuple[int, ...]
     edge_tokens: tuple[int, ...]
     sweep: dict[str, Any]
@@ -44,21 +39,15 @@ def on_gpu(seconds: float) -> Setting:
     import torch
 
     from benches.kernels.procedure import Procedure
-    from benches.kernels.rollouts import LoopSize
-    from loopq.cuda.load import CudaBackend, cuda_backend
+    from benches.kernels.timed import TimedBackend
 
-    backend = cuda_backend(0)
     return Setting(
         device_name=torch.cuda.get_device_name(0),
-        backend=backend,
-        overlapping=CudaBackend(0, overlap=True),
+        backend=TimedBackend(0),
         procedure=Procedure(),
         layers=HUGINN,
         edges=tuple(Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (5280, 5296), (10560, 16))),
         models={name: layers for name, layers in MODELS.items() if layers is not HUGINN},
-        loop=LoopSize(),
-        small_loop=LoopSize(width=480, heads=5, inner=1280, blocks=2),
-        n_steps=32,
         tokens=(1, 7, 16),
         edge_tokens=(1, 8, 9, 24, 33, 64, 65, 128, 200),
         sweep={"seconds": seconds},
@@ -67,22 +56,16 @@ def on_gpu(seconds: float) -> Setting:
 
 def emulated(seconds: float) -> Setting:
     from benches.kernels.procedure import Procedure
-    from benches.kernels.rollouts import LoopSize
     from tests.support.cuda.backend import EmulatedBackend
 
     tiny = tuple(Projection(layer.name, 96 if layer.in_features < 8000 else 160, 32, 1) for layer in HUGINN)
-    loop = LoopSize(width=32, heads=1, inner=64, blocks=1)
     return Setting(
         device_name="emulation",
         backend=EmulatedBackend(),
-        overlapping=EmulatedBackend(),
         procedure=Procedure(warm_ups=0, trials=2, cold_bytes=1, calls_per_graph=1, copy_bytes=1 << 16),
         layers=tiny,
         edges=(Projection("edge", 32, 16, 1), Projection("edge", 96, 48, 1)),
         models=dict.fromkeys(list(MODELS)[1:3], tiny[:1]),
-        loop=loop,
-        small_loop=loop,
-        n_steps=2,
         tokens=(1, 7, 16),
         edge_tokens=(1, 9, 33),
         sweep={"seconds": seconds, "slices": (1, 2), "warps": (4,), "depths": (4,), "tokens": (1,)},
@@ -118,24 +101,13 @@ def exact(s: Setting) -> dict[str, Any]:
 def small(s: Setting) -> dict[str, Any]:
     """A small case of everything, for compute-sanitizer."""
     from benches.kernels.procedure import verify_products
-    from benches.kernels.rollouts import verify_rollout
     from benches.kernels.solver import verify_solver
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
     tokens = (1, 7, 16, 40, 130)
     found = [verify_products(s.backend, layers, tokens=tokens)]  # a list of one, as older records have two
-    rollout = verify_rollout(s.backend, size=s.small_loop, n_steps=2, tokens=s.tokens, graphs=False)
     solver = verify_solver(s.backend.device, (2, 16, 64) if s.device_name != "emulation" else (2,))
-    return {"products": found, "rollout": rollout, "solver": solver}
-
-
-def rollout_exact(s: Setting) -> dict[str, Any]:
-    """544 products in 32 steps; replay equals eager; overlapping launches give the same bits."""
-    from benches.kernels.rollouts import same_bits_overlapping, verify_rollout
-
-    plain = verify_rollout(s.backend, size=s.loop, n_steps=s.n_steps, tokens=s.tokens)
-    same = same_bits_overlapping(s.backend, s.overlapping, size=s.loop, n_steps=s.n_steps)
-    return {"huginn": plain, "overlap_same_bits": same}
+    return {"products": found, "solver": solver}
 
 
 def products(s: Setting) -> dict[str, Any]:
@@ -178,29 +150,8 @@ def threshold(s: Setting) -> dict[str, Any]:
     return {"threshold": find_threshold(s.backend, s.layers, procedure=s.procedure)}
 
 
-def rollout(s: Setting) -> dict[str, Any]:
-    """Rollouts of 32 steps with graphs, fusions and overlap, and the eager way; as many as time allows."""
-    from benches.kernels.rollouts import compare_rollouts
-
-    began, longest = time.monotonic(), 0.0
-    records: list[dict[str, Any]] = []
-    for tokens in s.tokens:
-        start = time.monotonic()
-        if start - began + longest > s.sweep["seconds"]:
-            break
-        records += compare_rollouts(
-            {"plain": s.backend, "overlap": s.overlapping},
-            size=s.loop,
-            n_steps=s.n_steps,
-            tokens=(tokens,),
-            procedure=s.procedure,
-        )
-        longest = max(longest, time.monotonic() - start)
-    return {"cp_async": records}
-
-
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
-    f.__name__: f for f in (exact, small, rollout_exact, products, rollout, models, threshold, sweep)
+    f.__name__: f for f in (exact, small, products, models, threshold, sweep)
 }
 
 
@@ -242,20 +193,6 @@ def _exact_rows(data: dict[str, Any]) -> Rows:
     return [*found, ("edges at other group sizes: float32 3e-6", f"{edges:.1e}", _met(edges <= 3e-6))]
 
 
-def _rollout_exact_rows(data: dict[str, Any]) -> Rows:
-    counts = sorted({r["n_products"] for r in data["huginn"]})
-    equal = all(r["replay_equals_eager"] for r in data["huginn"])
-    return [
-        ("544 products in a rollout", ", ".join(map(str, counts)), _met(counts == [544])),
-        ("graph replay equals eager, bit for bit", str(equal), _met(equal)),
-        (
-            "overlapping launches give the same bits",
-            str(data["overlap_same_bits"]),
-            _met(data["overlap_same_bits"]),
-        ),
-    ]
-
-
 def _sanitizer_rows(data: dict[str, Any]) -> Rows:
     tools = {name: verdict for name, verdict in data.items() if name != "seconds"}
     return [
@@ -292,24 +229,6 @@ def _product_rows(data: dict[str, Any]) -> Rows:
         for step in d["step"]:
             target_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
             found.append((target_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
-    return found
-
-
-def _rollout_rows(data: dict[str, Any]) -> Rows:
-    found = []
-    for way, records in data.items():
-        for r in [] if way == "seconds" else records:
-            for name, ratio in r["ratios"].items():
-                slow, fast = name.split(" / ")
-                same = slow[4:] == fast[4:]
-                target = 2.5 if same and "graph" in slow else 4.0 if not same else None
-                text = f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
-                label = f"rollout, {r['tokens']} tokens, {way}: {name}"
-                found.append(
-                    (label, text, "reported")
-                    if target is None
-                    else (f"{label}, {target}x", text, _met(ratio["ratio"] >= target))
-                )
     return found
 
 
@@ -351,10 +270,8 @@ def _sweep_rows(data: dict[str, Any]) -> Rows:
 
 ROWS: dict[str, Callable[[dict[str, Any]], Rows]] = {
     "exact": _exact_rows,
-    "rollout_exact": _rollout_exact_rows,
     "sanitizer": _sanitizer_rows,
     "products": _product_rows,
-    "rollout": _rollout_rows,
     "models": _model_rows,
     "threshold": _threshold_rows,
     "sweep": _sweep_rows,

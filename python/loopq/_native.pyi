@@ -53,7 +53,6 @@ __all__ = [
     "rtn",
     "trellis",
     "unpack_dense",
-    "w4_from_marlin",
     "w4_pack",
     "w4_unpack",
 ]
@@ -701,30 +700,6 @@ def w4_unpack(packed: NDArray[np.int32], in_features: int, threads: int = 0) -> 
     ------
     loopq.errors.ConfigError
         `packed` does not have the shape that `in_features` asks for, or holds codes beyond it.
-    """
-
-def w4_from_marlin(
-    words: NDArray[np.int32], in_features: int, out_features: int, threads: int = 0
-) -> NDArray[np.int32]:
-    """Move the words of a Marlin file's weight into the layout `lq-w4`; no code changes.
-
-    Parameters
-    ----------
-    words : ndarray of int32, shape (K / 16, 2 N)
-        K and N may exceed the layer's widths by padding, which must be zero.
-    in_features, out_features : int
-        Widths of the layer.
-    threads : int
-        0 for all.
-
-    Returns
-    -------
-    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
-
-    Raises
-    ------
-    loopq.errors.ConfigError
-        The file's matrix is smaller than the layer or not whole tiles, or there are codes beyond the layer.
     """
 
 def cpu_engines() -> list[str]:

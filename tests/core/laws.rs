@@ -470,20 +470,6 @@ proptest! {
         }
         prop_assert_eq!(packed, by_formula);
     }
-
-    #[test]
-    fn marlins_words_become_the_kernels(k in 1_usize..7, n in 1_usize..6, more_k in 0_usize..4, more_n in 0_usize..3) {
-        let (k, n) = (32 * k, 16 * n);
-        let codes: Vec<u8> = noise(k * n, 3).iter().map(|v| ((v + 1.0) * 7.9) as u8).collect();
-        let (file_k, file_n) = (k + 16 * more_k, (n + 64 * more_n).next_multiple_of(64));
-        let mut padded = vec![8; file_k * file_n];
-        for (line, codes) in padded.chunks_exact_mut(file_k).zip(codes.chunks_exact(k)) {
-            line[..k].copy_from_slice(codes);
-        }
-        let words = marlin::pack(&padded, file_k, file_n).unwrap();
-        let moved = w4::from_marlin(&words, (file_n, file_k), (n, k), &on(2)).unwrap();
-        prop_assert_eq!(moved, w4::pack(&codes, n, k, &on(1)).unwrap());
-    }
 }
 
 #[test]

@@ -339,18 +339,6 @@ fn codes_and_shapes_of_a_packing() {
     refused(w4::pack(&codes, 32, 32, &alone()), Kind::Config, &["code 16", "row 20, column 3"]);
     refused(w4::unpack(&[0; 127], 16, 32, &alone()), Kind::Config, &["packed codes", "127 values"]);
     refused(w4::unpack(&[0; 128], 16, 32, &alone()), Kind::Config, &["codes beyond it"]);
-    refused(w4::from_marlin(&[0; 384], (64, 48), (64, 64), &alone()), Kind::Config, &["at least 64 inputs"]);
-    refused(
-        w4::from_marlin(&[0; 384], (64, 48), (64, 32), &alone()),
-        Kind::Config,
-        &["zero beyond 32 inputs", "rows 32..48"],
-    );
-    refused(
-        w4::from_marlin(&[0; 383], (64, 48), (64, 32), &alone()),
-        Kind::Config,
-        &["Marlin words", "383 values"],
-    );
-    refused(w4::from_marlin(&[0; 384], (48, 64), (48, 64), &alone()), Kind::Config, &["whole tiles"]);
 }
 
 /// A decoder of one block: two heads of width 2 that share keys and values, and a gate of four outputs.

@@ -71,7 +71,8 @@ def test_what_only_the_kernel_refuses(x: torch.Tensor, message: str) -> None:
 
 def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **more: object) -> torch.Tensor:
     product = dataclasses.replace(layer.product(x), **more)  # type: ignore[arg-type]
-    workspace = launch.workspace_for(backend, [product.layer], x.numel() // x.shape[-1], x.device)
+    size = launch.workspace_size(backend, product.layer, x.numel() // x.shape[-1])
+    workspace = launch.Workspace.allocate(*size, x.device)
     return w4a16.run_linear(backend, product.checked(), workspace)
 
 

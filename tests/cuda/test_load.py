@@ -75,7 +75,7 @@ def test_a_kernel_is_proven_once_and_not_kept_if_wrong(gpu: SimpleNamespace) -> 
     def refuse(backend: load.Backend) -> None:
         raise KernelError("wrong on this device")
 
-    wrong = load.Kernel("fused_ops.cu", "loopq_swiglu", (), refuse)
+    wrong = load.Kernel("beam.cu", "loopq_beam", (), refuse)
     for _ in range(2):
         with pytest.raises(KernelError, match="wrong on this device"):
             backend.launch(wrong, (1, 1), 32, 0, ())
@@ -93,10 +93,6 @@ def test_an_old_gpu_is_refused(gpu: SimpleNamespace) -> None:
     gpu.capability = (7, 5)
     with pytest.raises(KernelError, match=r"Pretend has compute capability 7\.5.*8\.0 \(A100\) or newer"):
         load.CudaBackend(0)
-
-
-def test_overlap_needs_compute_capability_9(gpu: SimpleNamespace) -> None:
-    assert load.CudaBackend(0, overlap=True).overlap is False
 
 
 def test_a_compiler_error_names_the_file(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

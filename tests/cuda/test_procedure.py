@@ -11,10 +11,8 @@ import torch
 
 from benches.kernels import procedure as bench
 from benches.kernels import products as bench_products
-from benches.kernels import rollouts as bench_rollout
 from benches.kernels import solver as bench_solver
 from benches.kernels.shapes import HUGINN, MODELS, Projection, weights_per_step
-from loopq.cuda.w4a16 import dequantize_packed
 from loopq.errors import ConfigError
 from loopq.quantizers.twin import beam
 from tests.support.cuda.backend import EmulatedBackend
@@ -74,26 +72,6 @@ def test_verification_notices_a_wrong_product() -> None:
 
 
 @pytest.mark.kernels
-def test_verification_of_rollouts() -> None:
-    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=2)
-    records = bench_rollout.verify_rollout(
-        EmulatedBackend(), size=size, n_steps=2, tokens=(1, 5), graphs=False
-    )
-    for record in records:
-        assert record["n_products"] == 2 * 9
-        assert record["replay_equals_eager"] is None
-        assert 0 < record["from_eager_loop"] < 0.05
-
-
-def test_arms_hold_the_same_weights() -> None:
-    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
-    int4 = bench_rollout.random_parts(size, CPU, quantized=True)
-    dense = bench_rollout.random_parts(size, CPU, quantized=False)
-    for a, b in zip(int4.products(), dense.products(), strict=True):
-        assert torch.equal(dequantize_packed(a.product(a.scales)).bfloat16(), b.weight)
-    assert torch.equal(int4.blocks[0].norms[3], dense.blocks[0].norms[3])
-
-
 class FixedClock(EmulatedBackend):
     """Runs nothing when timed: the variants take 3 and 1 microseconds in the order in which they are first timed."""
 
@@ -185,35 +163,6 @@ def test_threshold_times_three_ways() -> None:
 
 
 @pytest.mark.kernels
-def test_comparison_of_rollouts_pairs_like_with_like() -> None:
-    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
-    (found,) = bench_rollout.compare_rollouts(
-        {"plain": EmulatedBackend()}, size=size, n_steps=1, tokens=(2,), procedure=QUICK
-    )
-    assert set(found["ratios"]) == {
-        "bf16_graph_plain / int4_graph_plain",
-        "bf16_eager / int4_eager",
-        "bf16_eager / int4_graph_plain",
-    }
-    assert all(ratio["low"] <= ratio["ratio"] <= ratio["high"] for ratio in found["ratios"].values())
-    assert len(found["milliseconds"]) == 4
-    assert all(0 < t["low"] <= t["median"] <= t["high"] for t in found["milliseconds"].values())
-
-
-@pytest.mark.kernels
-def test_overlap_that_changes_bits_is_noticed() -> None:
-    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
-
-    class Racing(EmulatedBackend):
-        def launch(self, kernel, grid, threads, shared_bytes, args):  # type: ignore[no-untyped-def]
-            if kernel.entry != "loopq_swiglu":  # one small kernel came too late
-                super().launch(kernel, grid, threads, shared_bytes, args)
-
-    same = bench_rollout.same_bits_overlapping
-    assert same(EmulatedBackend(), EmulatedBackend(), size=size, n_steps=1, seeds=1)
-    assert not same(EmulatedBackend(), Racing(), size=size, n_steps=1, seeds=1)
-
-
 def test_latency_ratio_of_the_paper():
     found = bench.median_ratio([303.9] * 50, [250.9] * 50, n_resamples=100)
     assert round(found.estimate, 3) == 1.211

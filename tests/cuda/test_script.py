@@ -43,15 +43,11 @@ def test_every_section_runs_and_every_target_gets_its_row(
     verdicts = {row[0]: row[2] for row in rows}
     # Results that do not depend on a clock or on Huginn's size hold in emulation too.
     exact = [v for k, v in verdicts.items() if "comparisons" in k or "edges" in k or "same bits" in k]
-    assert len(exact) == 3
-    assert verdicts["graph replay equals eager, bit for bit"] == "met"
+    assert len(exact) == 2
     assert set(exact) == {"met"}
-    assert verdicts["544 products in a rollout"] == "NOT MET", "the tiny loop has another number"
     for layer, target in (("mlp.fc", "70%"), ("adapter", "60%"), ("attn.proj", "50%")):
         assert any(layer in k and target in k and "16 tokens" in k for k in verdicts)
     assert sum("2.7x cuBLAS" in k for k in verdicts) == 3
-    assert sum(", 2.5x" in k for k in verdicts) == 6
-    assert sum(", 4.0x" in k for k in verdicts) == 3
     capsys.readouterr()
     bench.main(["rows", str(record)])
     out = capsys.readouterr().out
@@ -71,18 +67,13 @@ def test_a_record_keeps_the_rows_of_what_is_no_longer_measured() -> None:
     targets = [row[0] for row in bench.rows(old)]
     assert sum("comparisons, bulk" in target for target in targets) == 1
     assert sum("tokens, bulk: 2.7x" in target for target in targets) == 3
-    assert sum("tokens, cp_async" in target and "hoisted" in target for target in targets) == 6
 
 
 @pytest.mark.slow
 def test_wrong_results_do_not_meet_their_target(record: Path) -> None:
     data = json.loads(record.read_text())
     data["sections"]["exact"]["cp_async"]["all_repeatable"] = False
-    data["sections"]["rollout_exact"]["overlap_same_bits"] = False
-    verdicts = [
-        row[2] for row in bench.rows(data) if "cp_async: float32" in row[0] or "overlapping" in row[0]
-    ]
-    assert verdicts == ["NOT MET", "NOT MET"]
+    assert [row[2] for row in bench.rows(data) if "cp_async: float32" in row[0]] == ["NOT MET"]
 
 
 @pytest.mark.slow

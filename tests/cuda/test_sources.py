@@ -13,13 +13,13 @@ from loopq.errors import ConfigError
 
 def test_sources_are_whole() -> None:
     found = sources.kernel_sources()
-    assert {"primitives.cuh", "w4a16_gemm.cu", "fused_ops.cu", "w4_dequantize.cu"} <= set(found)
+    assert {"primitives.cuh", "w4a16_gemm.cu", "beam.cu", "w4_dequantize.cu"} <= set(found)
     for name in found:
         if name.endswith(".cu"):
             unit = sources.translation_unit(name)
             assert "#include" not in unit
             assert "LOOPQ_PRIMITIVES_CUH" in unit
-    with pytest.raises(ConfigError, match=r"no kernel source 'nothing\.cu'; there are .*fused_ops\.cu"):
+    with pytest.raises(ConfigError, match=r"no kernel source 'nothing\.cu'; there are .*beam\.cu"):
         sources.translation_unit("nothing.cu")
 
 

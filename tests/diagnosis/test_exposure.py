@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnosis import exposure, feedback, rollouts
+from loopq.diagnosis import exposure, rollouts
 from loopq.diagnosis.context import Context
+from loopq.diagnosis.sections import feedback
 from loopq.errors import ConfigError
 from loopq.settings.execution import Execution
 from tests.support.looperrors import INT4, state_dict

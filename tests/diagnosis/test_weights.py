@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnosis import feedback, weights
+from loopq.diagnosis import weights
+from loopq.diagnosis.sections import feedback
 from loopq.errors import ConfigError, NonFiniteError
 from tests.support.looperrors import INT4, state_dict
 from tests.support.looptoys import LinearSystem, numpy_rounder, under

@@ -6,9 +6,11 @@ import torch
 
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.diagnosis import exposure, feedback, rollouts, sensitivity, survey, weights
+from loopq.diagnosis import exposure, rollouts, survey, weights
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
+from loopq.diagnosis.sections import ablation as sensitivity
+from loopq.diagnosis.sections import feedback
 from loopq.models.load import load_model
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import under

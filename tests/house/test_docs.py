@@ -27,7 +27,6 @@ PAGES = sorted(
 )
 #: Examples that a test machine cannot run: (page, part of the example).
 ELSEWHERE = {
-    ("kernels.md", "CudaBackend"): "a GPU",
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",

@@ -10,11 +10,10 @@ import torch
 
 from loopq.errors import ConfigError
 from loopq.inference.layout import Held
-from loopq.inference.linear import LAYOUTS, QuantLinear, _first_fit
+from loopq.inference.linear import LAYOUTS, _first_fit
 from loopq.layers.grids import even
 from loopq.layers.transforms import Rotation
 from tests.support.cuda.layers import dense, layer_parts
-from tests.support.cuda.marlin import marlin_by_formula
 from tests.support.linear import asymmetric, linear_of
 
 
@@ -107,29 +106,6 @@ def test_from_layer_refuses(changes: dict[str, object], message: str) -> None:
     given = {"codes": codes, "scales": scales, "group_size": 64, "bits": 4, **changes}
     with pytest.raises(ConfigError, match=message):
         linear_of(**given)  # type: ignore[arg-type]
-
-
-def test_from_marlin_is_the_same_layer() -> None:
-    codes, scales = layer_parts(64, 128, 64)
-    n = np.arange(64)
-    stored = np.empty((2, 64), np.float32)
-    stored[:, (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)] = scales.T
-    layer = QuantLinear.from_marlin(
-        marlin_by_formula(codes), stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(64)
-    )
-    same = linear_of(codes, scales, 64, 4, bias=np.ones(64))
-    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(layer(x), same(x))
-    words = marlin_by_formula(codes)
-    for group, given in ((-1, stored), (128, stored), (32, stored), (64, stored[:1])):
-        with pytest.raises(ConfigError, match="in groups of"):
-            QuantLinear.from_marlin(words, given, in_features=128, out_features=64, group_size=group)
-    with pytest.raises(ConfigError, match="zero beyond 96 inputs"):
-        QuantLinear.from_marlin(words, stored, in_features=96, out_features=64, group_size=64)
-    with pytest.raises(ConfigError, match="bias of shape"):
-        QuantLinear.from_marlin(
-            words, stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(63)
-        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

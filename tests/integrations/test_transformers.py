@@ -19,7 +19,7 @@ from loopq.formats.hf_folder import read_all_tensors
 from loopq.inference.linear import QuantLinear
 from loopq.inference.quantized import QuantEmbedding
 from loopq.layers.grids.trellis import OnTrellis, Trellis
-from loopq.models.hf import unfuse
+from loopq.models.stream import unfuse
 from tests.support.interop import models
 from tests.support.systems import CASES, build
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from loopq.models.blank import Blank, Drawn, blank
+from loopq.models.blank import blank
+from loopq.models.modes import Blank, Drawn
 
 
 def _made() -> nn.Module:

@@ -187,7 +187,6 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
         "marlin_unpack": (native.marlin_unpack, [words, np.ascontiguousarray(tile_scales.T)]),
         "w4_pack": (native.w4_pack, [tile]),
         "w4_unpack": (lambda p: native.w4_unpack(p, 32), [native.w4_pack(tile)]),
-        "w4_from_marlin": (lambda p: native.w4_from_marlin(p, 32, 64), [words]),
         "HessianAccumulator, update": (lambda x: accumulated(lambda a: a.update(0, x), d), [w]),
         "HessianAccumulator, update of float16": (
             lambda x: accumulated(lambda a: a.update(0, x), d),

@@ -236,10 +236,6 @@ FUNCTIONS: dict[str, Callable[[Valid, random.Random], Call]] = {
     ),
     "w4_pack": lambda v, r: (native.w4_pack, [np.zeros((16, 96), "i1"), 1], {}),
     "w4_unpack": lambda v, r: (native.w4_unpack, [native.w4_pack(np.zeros((16, 96), "i1")), 96, 1], {}),
-    "w4_from_marlin": lambda v, r: (
-        native.w4_from_marlin,
-        [native.marlin_pack(np.zeros((64, 32), "i1"), np.ones((64, 2), "f4"))[0], 32, r.choice([48, 64]), 1], {},
-    ),
     "cpu_read": lambda v, r: (native.cpu_read, [np.zeros(100, "u1")], {"repeats": 2, "threads": 1}),
     "CpuLayout": lambda v, r: (native.CpuLayout, [v.m, v.dim, _grid(r)], {}),
     "pack": lambda v, r: (lambda a: (a[0].pack, [v.codes, a[2], a[1]], {"zeros": None, "threads": 1}))(v.layout()),

@@ -15,8 +15,8 @@ import torch
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
-from loopq.diagnosis.feedback import intervened
 from loopq.diagnosis.rollouts import trace
+from loopq.diagnosis.sections.feedback import intervened
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.gradients.backward import Backward
 from loopq.gradients.sketch import Kept, Reached

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from loopq.diagnosis import overlap, survey
+from loopq.diagnosis import survey
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.rollouts import trace
+from loopq.diagnosis.sections import overlap
 from loopq.settings.execution import Execution
 from tests.support.conformance import SteppingConformance
 from tests.support.looptoys import tokens

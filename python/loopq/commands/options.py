@@ -13,8 +13,9 @@ from typing import Any
 from loopq.annotations import choices_of
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.base import Option
-from loopq.formats.convert import settings_of
+from loopq.formats.convert import format_names, settings_of
 from loopq.formats.rules import READS
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.quantizers.config import LayerConfig, Override
@@ -344,9 +345,6 @@ def add_format(
     If a quantized model is written (`quantized`), options of formats with other sources are left out. ``--help-all``
     shows the rest.
     """
-    from loopq.formats import FORMATS
-    from loopq.formats.convert import format_names
-
     parser.add_argument(
         "--format",
         required=default is None,

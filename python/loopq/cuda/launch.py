@@ -196,17 +196,6 @@ def workspace_size(backend: Backend, layer: tuple[int, int, int, int], rows: int
     return floats, counters
 
 
-def workspace_for(
-    backend: Backend,
-    layers: list[tuple[int, int, int, int]],
-    rows: int,
-    device: torch.device,
-) -> Workspace:
-    """Allocate one workspace for all layers at up to `rows` tokens. `workspace_size` describes a layer's tuple."""
-    sizes = [workspace_size(backend, layer, rows) for layer in layers]
-    return Workspace.allocate(max(size[0] for size in sizes), max(size[1] for size in sizes), device)
-
-
 def launch_gemm(
     backend: Backend,
     p: Product,
@@ -218,7 +207,7 @@ def launch_gemm(
     """Launch the product for x (rows, width) into out (rows, out_features).
 
     Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller checks types and shapes
-    (`Product.checked`, or the rollout runner's constructor). This function checks what only a kernel needs. `plan`
+    (`Product.checked`). This function checks what only a kernel needs. `plan`
     replaces the cheapest cut: a `NarrowPlan` for up to 32 rows, else a `TiledPlan`.
 
     Raises

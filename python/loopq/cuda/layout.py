@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -107,39 +107,3 @@ def level_bytes(levels: Sequence[int] | None) -> NDArray[np.int32]:
             f"a table has 16 levels of -127..127, in sixteenths of the scale; got {list(levels)}"
         )
     return np.array(levels, np.int8).view(np.uint8).__xor__(128).view(np.int32)
-
-
-def marlin_scales_to_rows(
-    scales: NDArray[Any], group_size: int, in_features: int, out_features: int
-) -> NDArray[Any]:
-    """Scales (groups, out) in plain order from Marlin's permuted ones. Padded columns are removed.
-
-    Parameters
-    ----------
-    scales : ndarray, shape (groups, N)
-        As stored in the file. One row means per channel (also if K equals the group size).
-    group_size : int
-        -1 per channel.
-    in_features, out_features : int
-        Widths of the layer.
-
-    Returns
-    -------
-    ndarray, shape (ceil(in / group_size), out)
-
-    Raises
-    ------
-    ConfigError
-        If groups or columns are missing.
-    """
-    groups = 1 if group_size == -1 else -(-in_features // group_size)
-    if scales.shape[0] < groups or scales.shape[1] < out_features:
-        raise ConfigError(
-            f"Marlin scales of shape {scales.shape} do not cover {groups} groups of {out_features} outputs"
-        )
-    n = np.arange(scales.shape[1])
-    if scales.shape[0] == 1:
-        stored_at = (n & ~31) + 8 * ((n & 7) >> 1) + 2 * ((n & 31) >> 3) + (n & 1)
-    else:
-        stored_at = (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)
-    return np.ascontiguousarray(scales[:groups, stored_at[:out_features]])

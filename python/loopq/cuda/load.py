@@ -2,22 +2,17 @@
 
 CuPy compiles a source once per device, options and source text. It keeps the binary on disk (`CUPY_CACHE_DIR`) and
 this module keeps the loaded functions. Nothing is copied: kernels get the pointers of torch tensors. `CudaBackend`
-holds everything that touches the CUDA runtime: launches, graphs and clocks. The rest of `loopq.cuda` uses a `Backend`,
+holds everything that touches the CUDA runtime. The rest of `loopq.cuda` uses a `Backend`,
 so tests can replace it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol
-
-import numpy as np
 
 from loopq.cuda.plan import DeviceLimits
 from loopq.cuda.sources import translation_unit
@@ -25,7 +20,6 @@ from loopq.errors import KernelError, MissingExtraError, require
 
 _OLDEST = (8, 0)
 _OLDEST_CUPY = 14
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 @dataclass(frozen=True)
@@ -36,14 +30,6 @@ class Kernel:
     entry: str
     defines: tuple[str, ...]
     prove: Callable[[Backend], None] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """Recorded work. `keep` holds the objects that the recording refers to."""
-
-    replay: Callable[[], None]
-    keep: Any = None
 
 
 class Backend(Protocol):
@@ -57,12 +43,6 @@ class Backend(Protocol):
         self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
     ) -> None:
         """Run one kernel. `args` are int (pointers), numpy.int32 and numpy.float32 in parameter order."""
-
-    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
-        """Record `work` for replay. Runs `warm_up` (or `work`) once before, so that everything is loaded."""
-
-    def microseconds(self, work: Callable[[], object]) -> float:
-        """Time of one run of `work` on the otherwise idle device."""
 
 
 def require_cupy() -> ModuleType:
@@ -130,41 +110,18 @@ class _Stream:
         return 0, self.handle
 
 
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("n_attributes", ctypes.c_uint),
-    )
-
-
 class CudaBackend:
     """One GPU: its limits, its loaded kernels, and launches on torch's current stream.
-
-    Parameters
-    ----------
-    index : int
-        CUDA device.
-    overlap : bool
-        Start a kernel while the previous one finishes (programmatic dependent launch, compute capability 9.0). Each
-        kernel waits before it touches data that an earlier kernel wrote.
 
     Raises
     ------
     MissingExtraError
         See `require_cupy`.
     KernelError
-        If the device does not exist or is older than compute capability 8.0.
+        If the CUDA device of this index does not exist or is older than compute capability 8.0.
     """
 
-    def __init__(self, index: int, overlap: bool = False) -> None:
+    def __init__(self, index: int) -> None:
         self._torch = require("torch")
         self._cupy = require_gpu(index)
         self.index = index
@@ -182,10 +139,8 @@ class CudaBackend:
             or self._cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
         )
         self.limits = DeviceLimits(int(properties.multi_processor_count), shared, capability)
-        self.overlap = overlap and capability >= (9, 0)
         self._functions: dict[Kernel, Any] = {}
         self._streams: dict[int, Any] = {}
-        self._driver: ctypes.CDLL | None = ctypes.CDLL("libcuda.so.1") if self.overlap else None
 
     def prepare(self, kernel: Kernel) -> Any:
         """Compile, load and test a kernel, so that a graph may capture a later launch.
@@ -238,87 +193,11 @@ class CudaBackend:
     ) -> None:
         function = self.prepare(kernel)
         handle = self._torch.cuda.current_stream(self.index).cuda_stream
-        if self._driver is not None:
-            self._launch_overlapping(function.ptr, grid, threads, shared_bytes, args, handle)
-            return
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = self._cupy.cuda.Stream.from_external(_Stream(handle))
         with self._cupy.cuda.Device(self.index):
             function((*grid, 1), (threads, 1, 1), tuple(args), shared_bytes, stream)
-
-    def _launch_overlapping(
-        self,
-        function: int,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        args: Sequence[Any],
-        stream: int,
-    ) -> None:
-        assert self._driver is not None
-        values = [
-            ctypes.c_int32(int(a))
-            if isinstance(a, np.int32)
-            else ctypes.c_float(float(a))
-            if isinstance(a, np.float32)
-            else ctypes.c_void_p(a)
-            for a in args
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-        attribute.value[0] = 1
-        config = _LaunchConfig(
-            (ctypes.c_uint * 3)(*grid, 1),
-            (ctypes.c_uint * 3)(threads, 1, 1),
-            shared_bytes,
-            stream,
-            ctypes.pointer(attribute),
-            1,
-        )
-        with self._torch.cuda.device(self.index):
-            status = self._driver.cuLaunchKernelEx(
-                ctypes.byref(config), ctypes.c_void_p(function), pointers, None
-            )
-        if status:
-            raise KernelError(f"cuLaunchKernelEx failed with CUDA error {status}")
-
-    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
-        torch = self._torch
-        with torch.cuda.device(self.index):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                (warm_up or work)()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph):
-                work()
-        return Captured(graph.replay, (graph, work))
-
-    def microseconds(self, work: Callable[[], object]) -> float:
-        torch = self._torch
-        with torch.cuda.device(self.index):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) * 1000.0
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause garbage collection: if it frees a graph during a capture, CUDA discards the capture."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @cache

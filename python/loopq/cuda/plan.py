@@ -215,14 +215,7 @@ def make_plan(
     stages: int | None = None,
     slices: int | None = None,
 ) -> NarrowPlan:
-    """The cheapest cut that fits the device.
-
-    Parameters
-    ----------
-    shape : GemmShape
-    device : DeviceLimits
-    stages, slices : int or None
-        Fix the ring depth or the number of K slices (for measurements).
+    """The cheapest cut that fits the device. `stages` and `slices` fix the ring depth and number of slices.
 
     Raises
     ------

@@ -142,16 +142,8 @@ def make_tiled_plan(
 ) -> TiledPlan:
     """The cheapest cut that fits the device.
 
-    Parameters
-    ----------
-    layer : tuple of int
-        Outputs, first and last input of the range, group size.
-    tokens : int
-    device : DeviceLimits
-    activation, scales : str
-        Of `ACTIVATION_TYPES` and of `SCALE_TYPES`.
-    stages, slices : int or None
-        Fix the ring depth or the number of K slices (for measurements and tests).
+    `layer` has its outputs, the first and last input of the range and the group size. `stages` and `slices` fix the
+    ring depth and the number of K slices (for measurements and tests).
 
     Raises
     ------

@@ -27,20 +27,7 @@ def solved_losses(
 ) -> dict[str, float] | None:
     """Round a layer, solve it from step 0 and from all steps, and measure the three losses over the trajectory.
 
-    Parameters
-    ----------
-    weight : float32 ndarray of shape (out_features, in_features)
-        The layer.
-    hessians : StepHessians
-        H_t of its input.
-    config : LayerConfig
-        Rounding. All three variants use its grid.
-    damping : float
-        Damping of GPTQ.
-    rounder : callable
-        Rounds to nearest.
-    threads : int
-        Threads of the core; 0 takes all cores.
+    `hessians` are H_t of its input. All three variants use the grid of `config`.
 
     Returns
     -------

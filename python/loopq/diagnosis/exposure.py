@@ -42,23 +42,14 @@ def injection_weights(
     rounder: Rounder = core_rounder,
     noise_seed: int = 0,
 ) -> dict[str, Weights]:
-    """Weights of the controlled-injection variants (Li, Table 3).
-
-    Parameters
-    ----------
-    config : LayerConfig
-        Bits and group size of the rounding. Li, Table 3 uses INT4 per channel.
-    rounder : callable
-        Takes a weight and its settings, returns the dequantized weight.
-    noise_seed : int
-        Seed of the Gaussian variant's single draw.
+    """Weights of the controlled-injection variants (Li, Table 3, with INT4 per channel).
 
     Returns
     -------
     dict of str to weights
         "exposed" rounds the layers without an identity path, "core" the others and "all" both. "none" rounds nothing.
-        "gaussian" adds one draw to each exposed layer with the Frobenius norm of its rounding error. A system without
-        an exposed layer has "none" and "all".
+        "gaussian" adds one draw (`noise_seed`) to each exposed layer with the Frobenius norm of its rounding error. A
+        system without an exposed layer has "none" and "all".
     """
     parameters = quantizable(system.shared_parameters(n_steps))
     every = rounded(system, parameters, config, rounder)

@@ -49,15 +49,7 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
 
 
 def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
-    """Number of eigenvalues above `threshold` times the largest (Li, Sec. 2). 0 for a zero matrix.
-
-    Parameters
-    ----------
-    values : float64 ndarray of shape (dim,)
-        Eigenvalues, in any order.
-    threshold : float
-        tau between 0 and 1. Li, Sec. 2 uses 1e-3.
-    """
+    """Number of eigenvalues above `threshold` times the largest (1e-3 in Li, Sec. 2). 0 for a zero matrix."""
     if not 0.0 <= threshold < 1.0:
         raise ConfigError(f"the rank threshold must lie in [0, 1); got {threshold}")
     return int((values > threshold * values.max()).sum())
@@ -79,14 +71,7 @@ def stable_rank(values: Floats) -> float:
 
 
 def felt_directions(values: Floats, damping: float) -> dict[str, float]:
-    """Count the directions above the solver's damping.
-
-    Parameters
-    ----------
-    values : float64 ndarray of shape (dim,)
-        Eigenvalues.
-    damping : float
-        Fraction of mean(diag H) added to the diagonal.
+    """Count the directions above the solver's damping, a fraction of mean(diag H) added to the diagonal.
 
     Returns
     -------
@@ -217,14 +202,7 @@ def layer_spectra(
 ) -> Object:
     """Eigenvalues of one layer's input at the first and the last step and of the sum over all (Li, Fig. 5).
 
-    Parameters
-    ----------
-    hessians : StepHessians
-        Per-step Hessians over the same token positions.
-    damping : float
-        Damping of the solver, for `felt_directions`.
-    threads : int
-        Threads of the eigenvalue solver; 0 takes all cores.
+    `damping` is the solver's, for `felt_directions`.
 
     Returns
     -------

@@ -45,16 +45,9 @@ class RolloutTrace:
 def trace(
     system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] | None = None
 ) -> RolloutTrace:
-    """Run one rollout and record its states.
+    """Run one rollout and record its states, and its outputs after the step counts in `read`.
 
-    Parameters
-    ----------
-    system : LoopedSystem
-        The model's adapter. Without a step function only the final output is recorded.
-    batch : Batch
-        Prompts.
-    read : sequence of int, optional
-        Step counts with an output, 1 to n_steps. All when absent.
+    These are 1 to n_steps, by default all. Without a step function only the final output is recorded.
     """
     torch = require("torch")
     with torch.no_grad():
@@ -217,24 +210,10 @@ def run_variants(
     read: Sequence[int] | None = None,
     label: str = "variants",
 ) -> dict[str, Comparison]:
-    """Compare several sets of weights with the unchanged model.
+    """Compare several sets of weights (outputs first; empty for the unchanged model) with the unchanged model.
 
-    Parameters
-    ----------
-    context : Context
-        Model, prompts and depth.
-    variants : mapping of str to weights
-        Replaced weights of each variant, outputs first. An empty mapping is the unchanged model.
-    variant_seed : int, optional
-        Seed of the variants' initial states. By default the reference's seed (paired runs).
-    read : sequence of int, optional
-        Step counts of the comparison. All when absent.
-    label : str
-        Name of the stage. Its unit is the rollout of a batch.
-
-    Returns
-    -------
-    dict of str to Comparison
+    The variants' initial states have the seed `variant_seed`, by default the reference's (paired runs). `read` has the
+    step counts of the comparison, by default all. `label` names the stage, whose unit is the rollout of a batch.
     """
     system, tokens, n_steps = context.system, context.tokens, context.n_steps
     progress = context.execution.progress

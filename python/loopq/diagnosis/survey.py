@@ -110,14 +110,9 @@ def diagnose_dump(
     config: DiagnoseConfig | None = None,
     execution: Execution | None = None,
 ) -> Object:
-    """Diagnose a calibration dump by ranks, spectra, proxies and magnitudes. Needs SciPy but not torch.
+    """Diagnose a dump of rows, or of Hessians stored step by step, by ranks, spectra, proxies and magnitudes.
 
-    Parameters
-    ----------
-    folder : Path
-        Dump of rows, or of Hessians stored step by step.
-    config : DiagnoseConfig, optional
-        Settings.
+    Needs SciPy but not torch.
     """
     config, execution = config or DiagnoseConfig(), execution or Execution()
     dump = Dump(folder, threads=execution.threads)

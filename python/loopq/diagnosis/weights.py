@@ -80,21 +80,7 @@ def rounded(
     config: LayerConfig,
     rounder: Rounder = core_rounder,
 ) -> dict[str, Matrix]:
-    """Round every parameter to nearest.
-
-    Parameters
-    ----------
-    parameters : sequence of SharedParameter
-        Parameters to round.
-    config : LayerConfig
-        Bits and group size.
-    rounder : callable
-        Takes a weight and its settings, returns the dequantized weight.
-
-    Returns
-    -------
-    dict of str to float32 ndarray of shape (out_features, in_features)
-    """
+    """Round every parameter to nearest and return it by name, outputs first."""
     return {p.name: rounder(weight_of(system, p), config) for p in parameters}
 
 

@@ -148,20 +148,10 @@ def generate_until(
     stops: Sequence[str],
     longest: int | None = None,
 ) -> str:
-    """Generate the text after a context, up to the first stop string or a number of tokens.
+    """Generate the text after a context, before the first stop string or up to a number of tokens.
 
-    Parameters
-    ----------
-    context : str
-        Text before it. It is cut at its left if both together exceed the longest input.
-    decoder : Decoder
-        Gives the logits.
-    settings : Generation
-        Number of tokens (limited by `n_generated`) and the sampling rule.
-    stops : sequence of str
-        The text ends before the first of these strings.
-    longest : int, optional
-        Tokens of the longest input. `longest_input` when absent.
+    The context is cut at its left if both together exceed the longest input (`longest_input` by default). The number of
+    tokens is limited by `n_generated`.
     """
     longest = longest or longest_input(loaded)
     settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))

@@ -16,6 +16,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import model_code
 from loopq.gradients.turns import Turns
 from loopq.gradients.unroll import unroll
+from loopq.models.stream import Stream
 from loopq.quantizers.task import Task
 from loopq.storage.model_files import source_of
 from loopq.systems.base import Batch, LoopedSystem
@@ -51,7 +52,6 @@ class Backward:
     def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
         """Pass gradients of some prompts to a side. After each, yield the number of finished prompts."""
         from loopq.gradients.taps import Taps  # lazy: loopq imports without torch
-        from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
         batches = list(itertools.islice(self.tokens.batches(1, self.seed), first, last))
         stream = source_of(self.system.model)

@@ -260,22 +260,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 
 def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
-    """Choose a token.
-
-    Parameters
-    ----------
-    logits : float32 Tensor of shape (vocabulary,)
-        Of the next token.
-    settings : Generation
-        Temperature and top-p.
-    generator : torch.Generator
-        For the draw.
-
-    Returns
-    -------
-    int
-        Token id.
-    """
+    """Choose a token id from float32 logits of shape (vocabulary,), by the temperature and top-p of the settings."""
     if settings.temperature == 0.0:
         return int(logits.numpy().argmax())
     # In double precision, below the largest, because a tiny temperature would overflow others.
@@ -287,19 +272,9 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
 
 
 def speed(system: LoopedSystem, n_steps: int, prompt: Sequence[int], n_tokens: int = 16) -> float | None:
-    """Measure the speed of text generation.
+    """Return tokens per second after a prompt, one at a time. None for a model without text generation.
 
-    Parameters
-    ----------
-    prompt : sequence of int
-        Token ids. Half of them are read first and some of the others follow.
-    n_tokens : int
-        Maximum number of timed tokens.
-
-    Returns
-    -------
-    float or None
-        Tokens per second after the prompt, one at a time. None for a model without text generation.
+    Half of the prompt's token ids are read first and at most `n_tokens` of the others are timed.
     """
     try:
         decoder = Decoder(system, n_steps, Generation())

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 import loopq._native as native
 from loopq.cuda.launch import Product
-from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
+from loopq.cuda.layout import K_STEP, N_STEP
 from loopq.cuda.plan import fold_of
 from loopq.cuda.w4a16 import spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
@@ -143,7 +143,7 @@ class _Weight(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Linear layer over integer codes and group scales.
 
-    Built by `from_layer` or `from_marlin`.
+    Built by `from_layer`.
 
     Attributes
     ----------
@@ -262,49 +262,6 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             bias=_bias(bias, layer.shape[0]),
             transform=None if layer.transform is None else InputTransform(layer.transform),
         ).rounding(activations)
-
-    @classmethod
-    def from_marlin(
-        cls,
-        words: NDArray[np.int32],
-        scales: NDArray[Any],
-        *,
-        in_features: int,
-        out_features: int,
-        group_size: int,
-        bias: torch.Tensor | None = None,
-    ) -> QuantLinear:
-        """A layer from a Marlin file's weight and scales. Words are moved and nothing is requantised.
-
-        Parameters
-        ----------
-        words : int32, shape (K / 16, 2 N)
-        scales : shape (groups, N), Marlin's order
-        in_features, out_features, group_size : int
-            Of the layer, without the file's padding.
-
-        Raises
-        ------
-        ConfigError
-            If the file's arrays are too small for the layer, its padding is not zero, or its scales have another group
-            size.
-        """
-        packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
-        grid = Integer(4, group_size, "float16")
-        stored = grid.n_groups(words.shape[0] * 16)
-        if scales.ndim != 2 or scales.shape[0] != stored:
-            raise ConfigError(
-                f"Marlin scales of shape {scales.shape}; {words.shape[0] * 16} inputs in groups of {group_size} have "
-                f"{stored} rows"
-            )
-        rows = marlin_scales_to_rows(scales, group_size, in_features, out_features)
-        return cls(
-            "lq-w4",
-            torch.from_numpy(packed),
-            torch.from_numpy(rows),
-            held=Held(out_features, in_features, grid),
-            bias=_bias(bias, out_features),
-        )
 
     def codes(self) -> torch.Tensor:
         """The stored integers as int8 or uint8 (out, in)."""

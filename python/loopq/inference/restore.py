@@ -85,16 +85,10 @@ def load_checkpoint(
 def open_any(
     model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
 ) -> LoadedModel:
-    """Load a checkpoint, with layers as codes or dequantized, or else a full-precision model.
+    """Load a checkpoint of any format, with layers as codes or dequantized, or else a full-precision model.
 
-    Parameters
-    ----------
-    model : str or Path
-        Checkpoint of any format, embedded model, folder or hub id.
-    quantized, activations
-        As in `loopq.load`. They apply to checkpoints.
-    **loading
-        As in `load_model`. Checkpoints use only "device" and "trust_remote_code".
+    `quantized` and `activations` are those of `loopq.load`. Other options are those of `load_model`; a checkpoint uses
+    only "device" and "trust_remote_code".
     """
     if not is_checkpoint(Path(model)):
         return load_model(model, **loading)

@@ -12,12 +12,7 @@ __all__ = ["InputTransform"]
 
 
 class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """``T x`` along the last axis, in float32.
-
-    Parameters
-    ----------
-    transform : Transform
-        A rotation by blocks, or a scale per channel.
+    """``T x`` along the last axis, in float32: a rotation by blocks, or a scale per channel.
 
     Raises
     ------

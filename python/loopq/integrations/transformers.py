@@ -17,7 +17,7 @@ from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.models.files import find_names
-from loopq.models.hf import unfuse
+from loopq.models.stream import unfuse
 from loopq.storage.files import RawTensor, map_tensors
 from loopq.storage.model_files import TENSORS, to_torch
 from loopq.storage.names import names_of

@@ -71,14 +71,8 @@ def without_type(config: Mapping[str, Any]) -> dict[str, Any]:
 def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]:
     """Return the numbers of the layers in their execution order.
 
-    Parameters
-    ----------
-    loop : Any
-        Value of `looped_layers` in a ``config.json``. It is not checked yet.
-    n_layers : int
-        Number of layers in the model.
-    times : int, optional
-        Runs of the loop. By default `loop` gives them.
+    `loop` is the unchecked value of `looped_layers` in a ``config.json``. It gives the runs of the loop if `times` does
+    not.
 
     Raises
     ------

@@ -7,29 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.overrides import TorchFunctionMode
+from loopq.errors import require
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    import torch
+    from torch import nn
 
 _BUILDING = threading.RLock()
-#: Modules of the functions that draw initial values. transformers has its own, which skip what a file gave.
-_INITS = ("torch.nn.init", "transformers.initialization")
-#: Operations that draw into a tensor.
-_DRAWS = {
-    getattr(torch.Tensor, f"{name}_")
-    for name in (
-        "bernoulli",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal",
-        "random",
-        "uniform",
-    )
-}
 
 
 @contextlib.contextmanager
@@ -43,79 +27,45 @@ def building() -> Iterator[None]:
         yield
 
 
-class Blank(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Puts tensors of `torch.empty`, as most parameters are made, on the device "meta" inside the block."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        drawn = _drawn(func, args, given)
-        if drawn is not None and drawn.is_meta:
-            # Torch would draw nothing either, but it imports its compiler to find that out.
-            return drawn
-        # An empty list is how transformers asks for the device. On "meta" it goes through no module to draw values.
-        asked = func is torch.tensor and len(args) == 1 and args[0] == []
-        if (asked or func is torch.empty) and given.get("device") is None:
-            given["device"] = "meta"
-        return func(*args, **given)
+def on_meta() -> Any:
+    """Return a mode that puts empty tensors on the device "meta". See `loopq.models.modes.Blank`."""
+    return _modes().Blank()
 
 
-class Drawn(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Draws values on the processor from a generator of its own inside the block. The global one does not change.
-
-    Parameters
-    ----------
-    seed : int, optional
-        Seed of the generator. By default another one each time.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__()
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        drawn = _drawn(func, args, given)
-        if drawn is not None and drawn.device.type == "cpu" and given.get("generator") is None:
-            given["generator"] = self._generator
-        return func(*args, **given)
+def drawn(seed: int | None = None) -> Any:
+    """Return a mode that draws values from its own generator. See `loopq.models.modes.Drawn`."""
+    return _modes().Drawn(seed)
 
 
-def _drawn(func: Any, args: Any, given: dict[str, Any]) -> Tensor | None:
-    """The tensor that an operation draws into."""
-    of_init = getattr(func, "__module__", "") in _INITS and "generator" in given
-    found: Tensor | None = args[0] if args else given.get("tensor")
-    return found if of_init or func in _DRAWS else None
+def _modes() -> Any:
+    from loopq.models import modes  # lazy: loopq imports without torch
+
+    return modes
 
 
 def blank(build: Callable[[], nn.Module], *, memory: bool = True) -> nn.Module:
     """Build a module with real buffers and arbitrary parameters. No value is drawn into them.
 
-    Parameters
-    ----------
-    build : callable
-        Makes the module. It may be called twice.
-    memory : bool
-        Give parameters memory, which stays untouched. Otherwise they are on the device "meta".
+    `build` may be called twice. Without `memory` the parameters are on the device "meta". Otherwise their memory stays
+    untouched.
     """
+    torch = require("torch")
     device = torch.empty(0).device
     if device.type == "meta":
         return build()
     made = None
     # A constructor that computes with its parameters needs real ones, so it is tried once more.
-    with contextlib.suppress(Exception), Blank():
+    with contextlib.suppress(Exception), on_meta():
         made = build()
     if made is None or any(buffer.is_meta for buffer in made.buffers()):
-        with Drawn():
+        with drawn():
             made = build()
     return _placed(made, device if memory else torch.device("meta"))
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     """Give parameters memory on a device, or take it away. Tied ones stay tied."""
+    torch = require("torch")
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, own in module._parameters.items():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
+from loopq.models.blank import building, drawn, on_meta
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,19 +37,18 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
     CheckpointError
         If the class cannot be built. Nothing can be checked then.
     """
-    from loopq.models.blank import Blank, Drawn, building  # lazy: loopq imports without torch
 
     def make() -> Any:
         return type(model)(copy.deepcopy(model.config))
 
     with building():
         # A constructor that computes with its parameters needs real ones, so it is tried once more.
-        with contextlib.suppress(Exception), Blank():
+        with contextlib.suppress(Exception), on_meta():
             found = unsaved_buffers(make())
             if not any(buffer.is_meta for buffer in found.values()):
                 return found
         try:
-            with Drawn():
+            with drawn():
                 return unsaved_buffers(make())
         except Exception as cause:
             raise CheckpointError(
@@ -61,19 +61,7 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
 def repair_buffers(
     model: nn.Module, build: Callable[[nn.Module], dict[str, Tensor]] = fresh_buffers
 ) -> tuple[str, ...]:
-    """Compare every unsaved buffer with a newly built one and correct those that differ.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A model as left by its loader.
-    build : callable
-        Returns the correct buffers.
-
-    Returns
-    -------
-    tuple of str
-        Names of the corrected buffers.
+    """Compare every unsaved buffer of a model with one of `build`, correct those that differ and return their names.
 
     Raises
     ------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from loopq.errors import CheckpointError, model_code, require
 from loopq.layers.loop_spec import without_type
 from loopq.models import hf
+from loopq.models.blank import building, drawn
 from loopq.models.classes import find_class
 from loopq.models.files import find_names
 from loopq.models.load import LoadedModel, choose_system, describe, text_encoder
@@ -27,15 +28,6 @@ def build_model(
     side_files: Mapping[str, bytes], system: str | None = None, *, trust_remote_code: bool = False
 ) -> LoadedModel:
     """Build the model that config files describe. The caller fills it with a checkpoint's tensors.
-
-    Parameters
-    ----------
-    side_files : mapping of str to bytes
-        File name to contents. "config.json" is required.
-    system : str, optional
-        Name of the adapter.
-    trust_remote_code : bool
-        Allow code in the files to run.
 
     Raises
     ------
@@ -89,9 +81,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
 
 
 def _built(registered: ModelClass | None, folder: Path, config: Object, trust_remote_code: bool) -> nn.Module:
-    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
-
-    with building(), Drawn(seed=0):
+    with building(), drawn(seed=0):
         if registered is not None:
             return registered.build(config)
         return hf.from_config(folder, config, trust_remote_code)

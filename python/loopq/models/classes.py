@@ -147,14 +147,12 @@ def _check_shapes(folder: Path, own: Mapping[str, Any], tensors: Tensors) -> Non
 
 def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
     torch = require("torch")
-    from safetensors.torch import load_file  # lazy: loopq imports without torch
-
     check_weight_files(folder, allow_pickle)
     files = sorted(folder.glob("*.safetensors"))
     found: Tensors = {}
     try:
         for file in files:
-            found.update(load_file(file))
+            found.update(require("safetensors.torch", extra="torch").load_file(file))
         if not files:
             found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as cause:

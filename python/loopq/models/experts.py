@@ -77,15 +77,7 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Add the experts' outputs for the rows routed to them, in float32.
 
-        Parameters
-        ----------
-        hidden_states : Tensor, shape (n_rows, width)
-        top_k_index, top_k_weights : Tensor, shape (n_rows, k)
-            Experts of each row, and their shares.
-
-        Returns
-        -------
-        Tensor, shape (n_rows, width)
+        The index and the weights, of shape (n_rows, k), are the experts of each row and their shares.
         """
         *first, down = self.names
         out = torch.zeros_like(hidden_states, dtype=torch.float32)
@@ -109,18 +101,10 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Turn each stacked expert of a transformers 5 model into a module.
+    """Turn each stacked expert of a transformers 5 model into a module, in place, and return the changes in words.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Changed in place. Experts that are modules already stay unchanged. So do experts in an unknown layout
-        (`loopq.systems.routing.stacked_experts` lists them).
-
-    Returns
-    -------
-    list of str
-        Performed changes, in words.
+    Experts that are modules already stay unchanged. So do experts in an unknown layout
+    (`loopq.systems.routing.stacked_experts` lists them).
     """
     found = [name for name, module in model.named_modules() if _is_known(name, module)]
     names = _names(model) if found else _NAMES

@@ -127,14 +127,9 @@ class FileNames(Names):
 
 
 def find_names(model: Any, keys: Iterable[str]) -> None:
-    """Find the files' names of a model's tensors where transformers renames or converts them.
+    """Find the names of a model's tensors in its files (`keys`) where transformers renames or converts them.
 
-    Parameters
-    ----------
-    model : nn.Module
-        A model of any class. Afterwards `loopq.storage.names.names_of` returns the names.
-    keys : iterable of str
-        Names of the tensors in its files.
+    Afterwards `loopq.storage.names.names_of` returns them.
     """
     rules = conversions(model)
     if rules:

@@ -13,9 +13,11 @@ from loopq.errors import CheckpointError, ConfigError, require
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
+from loopq.models.blank import blank, building, drawn
 from loopq.models.buffers import repair_buffers
 from loopq.models.files import find_names
 from loopq.models.precision import hold
+from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
 from loopq.storage.model_files import types_of
 from loopq.storage.schema import shown
@@ -114,22 +116,11 @@ class Loading:
 def load_hf(
     folder: Path, config: Mapping[str, Any], source: str, how: Loading
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model from a folder, without network access.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder with ``config.json`` and weights.
-    config : mapping
-        Contents of ``config.json``.
-    source : str
-        The user's input, for messages.
-    how : Loading
+    """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns
     -------
     model : nn.Module
-        In eval mode, on the CPU.
     findings : dict
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """
@@ -160,12 +151,10 @@ def load_hf(
 def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:
     """The model as transformers loads it, and what that reports."""
     transformers = require("transformers")
-    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
-
     auto = getattr(transformers, auto_class(config, how.trust_remote_code))
     try:
         # Parameters that a checkpoint lacks and no rollout uses are random. A fixed seed keeps the bytes equal.
-        with building(), _quiet(), Drawn(seed=0):
+        with building(), _quiet(), drawn(seed=0):
             model, info = auto.from_pretrained(
                 str(folder),
                 trust_remote_code=how.trust_remote_code,
@@ -207,8 +196,6 @@ def from_config(
     whole : bool
         Give parameters memory, and turn stacked experts into separate modules.
     """
-    from loopq.models.blank import blank, building  # lazy: loopq imports without torch
-
     transformers = require("transformers")
     auto = getattr(transformers, auto_class(config, trust_remote_code))
     given = {} if dtype is None else {"dtype": dtype}
@@ -237,8 +224,6 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _streamed(folder: Path, config: Mapping[str, Any], how: Loading) -> nn.Module:
     """Build a model that reads each layer from its files when the layer runs."""
-    from loopq.models.stream import Stream  # lazy: loopq imports without torch
-
     model = from_config(folder, config, how.trust_remote_code, dtype=how.dtype, whole=False)
     Stream(model.eval(), hf_folder.read_all_tensors(folder))
     return model
@@ -253,14 +238,6 @@ def _fits(folder: Path, config: Mapping[str, Any], how: Loading) -> bool:
     wider = how.dtype is not None and how.dtype.itemsize == 4
     wider = wider and str(config.get("dtype")) in ("bfloat16", "float16")
     return stored * (1 + wider) <= limit
-
-
-def unfuse(model: nn.Module) -> list[str]:
-    """Turn the stacked experts of transformers 5 into modules. See `loopq.models.experts.unfuse`."""
-    # Only a model needs torch. Listing systems does not.
-    from loopq.models import experts  # lazy: loopq imports without torch
-
-    return experts.unfuse(model)
 
 
 def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:

@@ -12,9 +12,11 @@ from loopq import zoo
 from loopq.errors import ConfigError, SystemContractError, require
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
 from loopq.models import hf
+from loopq.models.blank import building, drawn
 from loopq.models.classes import find_class, load_registered, register_model
 from loopq.models.plain import plain
 from loopq.models.precision import to_float32, widen
+from loopq.models.stream import Stream
 from loopq.storage.files import read_json
 from loopq.storage.model_files import source_of
 from loopq.storage.schema import checked
@@ -331,9 +333,7 @@ def _load_class(
     folder: Path, config: dict[str, Any], registered: ModelClass, how: hf.Loading
 ) -> tuple[nn.Module, dict[str, Any]]:
     torch = require("torch")
-    from loopq.models.blank import Drawn, building  # lazy: loopq imports without torch
-
-    with building(), Drawn(seed=0):
+    with building(), drawn(seed=0):
         model, findings = load_registered(folder, config, registered, how.allow_pickle)
     return to_float32(model) if how.dtype == torch.float32 else model.to(dtype=how.dtype), findings
 
@@ -355,8 +355,6 @@ def to_device(model: nn.Module, device: str) -> nn.Module:
     ConfigError
         If the device cannot be used here.
     """
-    from loopq.models.stream import Stream  # lazy: loopq imports without torch
-
     source = source_of(model)
     try:
         if isinstance(source, Stream):

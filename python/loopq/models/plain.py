@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from loopq.models.offloaded import device_of, is_offloaded, tensors_of, unhooked
+from loopq.models.stream import Stream
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,8 +42,6 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 def _streamed(inside: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Copy a module so that its layers are read from accelerate's storage."""
-    from loopq.models.stream import Stream  # lazy: loopq imports without torch
-
     made, device = _copied(inside, {}), device_of(inside)
     stream = Stream(made, tensors_of(inside), renamed=False)
     if device != "cpu":

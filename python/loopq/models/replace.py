@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
 from loopq.layers.shared import SharedParameter
+from loopq.models.stream import Stream
 from loopq.storage.model_files import is_streamed, source_of, to_torch
 from loopq.systems.base import LoopedSystem
 from loopq.systems.declare import parameter_of
@@ -64,8 +65,6 @@ class Replaced(Generic[System]):
 
     def __init__(self, system: System, weights: Weights) -> None:
         from torch import nn  # lazy: loopq imports without torch
-
-        from loopq.models.stream import Stream  # lazy: loopq imports without torch
 
         parameters, stream = (
             {name: parameter_of(system.model, name) for name in weights},

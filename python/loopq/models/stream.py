@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
-from loopq.models.experts import Experts, unfuse
 from loopq.models.files import find_names
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import narrowed, raw, set_source, to_torch, types_of
@@ -332,9 +331,16 @@ def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
     """Assign values temporarily to a parameter, a buffer or the layers of a stack of experts."""
     place, _, last = name.rpartition(".")
     module = layer.get_submodule(place)
-    if isinstance(module, Experts):
-        module.fill(last, tensor)
-    elif last in module._parameters:
+    if last in module._parameters:
         module._parameters[last].data = tensor
-    else:
+    elif last in module._buffers:
         module._buffers[last] = tensor
+    else:
+        module.fill(last, tensor)
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Turn the stacked experts of transformers 5 into modules. See `loopq.models.experts.unfuse`."""
+    from loopq.models import experts  # lazy: loopq imports without torch
+
+    return experts.unfuse(model)

@@ -166,17 +166,8 @@ def _here(hook: Callable[..., None]) -> Callable[..., None]:
 def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
     """Name the first module whose output holds NaN or infinity in one run, and the step: its earlier calls.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The model. It has no further hooks afterwards.
-    run : callable
-        Runs one rollout.
-
-    Returns
-    -------
-    str
-        As in "layer model.layers.1.mlp, step 0"; "no module" if all outputs are finite.
+    The model has no further hooks afterwards. The text is as in "layer model.layers.1.mlp, step 0", or "no module" if
+    all outputs are finite.
     """
     import torch  # lazy: loopq imports without torch
 

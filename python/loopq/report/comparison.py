@@ -22,20 +22,7 @@ loopq evaluate MODEL Q --html q.html  # how far it is from full precision, and w
 
 
 def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
-    """Write the result of the demo as an HTML page with a bar for every KL.
-
-    Parameters
-    ----------
-    result : mapping
-        What `loopq.commands.variants.run` returns.
-    out : path
-        HTML file.
-
-    Returns
-    -------
-    Path
-        The file.
-    """
+    """Write the result of `loopq.commands.variants.run` as an HTML page with a bar for every KL."""
     first, reference, n_draws = result["grids"][0], result["reference"], len(result["metric_seeds"])
     draws = "one draw" if n_draws == 1 else f"means over {n_draws} draws"
     intro = (

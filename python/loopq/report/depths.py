@@ -14,24 +14,9 @@ from loopq.storage.files import write_text
 def write_depths(
     out: str | Path, model: str, rows: Sequence[Mapping[str, Any]], text: Mapping[str, Any]
 ) -> Path:
-    """Write the page.
+    """Write the page. `text` is `TokenSet.describe` of the prompts.
 
-    Parameters
-    ----------
-    out : path
-        HTML file.
-    model : str
-        Name or path of the model, as given by the user.
-    rows : sequence of mapping
-        Rows of the table. `Measurement.summary` of each set of weights at each depth, with "n_steps" and
-        "tokens_per_second".
-    text : mapping
-        `TokenSet.describe` of the prompts.
-
-    Returns
-    -------
-    Path
-        The file.
+    Rows are `Measurement.summary` of each set of weights at each depth, with "n_steps" and "tokens_per_second".
     """
     intro = (
         f"{text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}. KL and agreement: to full "

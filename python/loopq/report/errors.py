@@ -15,12 +15,8 @@ Rows = Mapping[str, Sequence[float | None]]
 def error_maps(errors: Mapping[str, Any] | None, diagnosis: Mapping[str, Any] | None) -> str:
     """Return maps of measured errors, or else of the error that plain rounding would have.
 
-    Parameters
-    ----------
-    errors : mapping or None
-        "on" and "weights", as in `loopq.report.page.write_page`.
-    diagnosis : mapping or None
-        A diagnosis with section "ranks".
+    The latter needs a diagnosis with section "ranks". `errors` has "on" and "weights", as in
+    `loopq.report.page.write_page`.
     """
     if errors:
         return _measured(errors)

@@ -32,13 +32,7 @@ def damage(layer: Mapping[str, Any]) -> float | None:
 
 
 def draw(diagnosis: Mapping[str, Any]) -> Picture:
-    """Draw the loop.
-
-    Parameters
-    ----------
-    diagnosis : mapping
-        Diagnosis. Only `model` and `layers` are used.
-    """
+    """Draw the loop from `model` and `layers` of a diagnosis."""
     layers = diagnosis["layers"]
     columns = blocks(layers)
     rows = max(len(column) for column in columns.values())

@@ -93,20 +93,10 @@ def table(
     caption: str = "",
     name: str = "",
 ) -> str:
-    """Return a table in a box that scrolls sideways.
+    """Return a table in a box that scrolls sideways. The first cell of a row names it.
 
-    Parameters
-    ----------
-    label : str
-        Description for screen readers.
-    heads : sequence of str
-        Column heads. An empty one continues the column before it.
-    rows : sequence of sequences
-        Cells, or plain text. The first cell names the row.
-    caption : str
-        Text above it.
-    name : str
-        Its id. With an id, a click on a head sorts the table.
+    Screen readers read the label. An empty head continues the column before it. If the table has a name, its id, a
+    click on a head sorts it.
     """
     whole = [[c if isinstance(c, Cell) else Cell(html.escape(c)) for c in row] for row in rows]
     shown = []
@@ -175,18 +165,9 @@ def percent(value: float) -> str:
 
 
 def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Shades, unit: str = "%") -> str:
-    """Return a map of shares by row and step, as a table of numbers on shades.
+    """Return a map of shares by row and step, as a table of numbers on shades. Rows may have different lengths.
 
-    Parameters
-    ----------
-    title : str
-        Caption of the map.
-    rows : mapping of str to sequence of float or None
-        A share for each step. Rows may have different lengths.
-    shades : Shades
-        Its shades. Compared maps use the same.
-    unit : str
-        Unit of the numbers.
+    Compared maps have the same shades.
     """
     n_steps = max(map(len, rows.values()))
     every = -(-n_steps // _N_COLUMNS)

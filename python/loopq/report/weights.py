@@ -74,13 +74,7 @@ def _why_left(shape: Sequence[int]) -> str:
 
 
 def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return tables of all tensors, starting with the weights that some checkpoint quantizes, one per row.
-
-    Parameters
-    ----------
-    weights : mapping of str to sequence of dict
-        `tensors` of each checkpoint, by its name.
-    """
+    """Return tables of all tensors of some checkpoints, starting with the weights that one of them quantizes."""
     found = {name: {row["name"]: row for row in rows} for name, rows in weights.items()}
     names = {row["name"] for rows in weights.values() for row in rows if "bits" in row}
     said = [_sentence(name if len(found) > 1 else "", list(rows.values())) for name, rows in found.items()]
@@ -92,14 +86,9 @@ def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def quantized(found: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
-    """Return the table of the weights that some checkpoint quantizes.
+    """Return the table of the weights that some checkpoint quantizes, from entries of `tensors` by checkpoint and name.
 
-    Parameters
-    ----------
-    found : mapping of str to mapping of str to dict
-        Checkpoint to name to the entry from `tensors`.
-    name : str
-        Id of the table if a script sorts it.
+    `name` is the id of the table if a script sorts it.
     """
     names = list(
         dict.fromkeys(name for rows in found.values() for name, row in rows.items() if "bits" in row)

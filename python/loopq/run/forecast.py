@@ -11,6 +11,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.layers.shared import SharedParameter
+from loopq.models.stream import layers_of
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import core_rate, duration
@@ -231,7 +232,6 @@ def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
 
 def _weights(system: LoopedSystem) -> tuple[int, int]:
     """Bytes of all weights, and of those needed at once: the largest layer twice, and weights of no layer."""
-    from loopq.models.stream import layers_of  # lazy: loopq imports without torch
 
     def total(module: nn.Module) -> int:
         return sum(int(p.numel() * p.element_size()) for p in module.parameters())

@@ -63,6 +63,5 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(packing::marlin_unpack, m)?)?;
     m.add_function(wrap_pyfunction!(packing::w4_pack, m)?)?;
     m.add_function(wrap_pyfunction!(packing::w4_unpack, m)?)?;
-    m.add_function(wrap_pyfunction!(packing::w4_from_marlin, m)?)?;
     Ok(())
 }

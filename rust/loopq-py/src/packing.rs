@@ -135,23 +135,3 @@ pub(crate) fn w4_unpack<'py>(
     })?;
     matrix(py, codes, [n, in_features])
 }
-
-#[pyfunction]
-#[pyo3(signature = (words, in_features, out_features, threads = 0))]
-pub(crate) fn w4_from_marlin<'py>(
-    py: Python<'py>,
-    words: &Bound<'py, PyAny>,
-    in_features: usize,
-    out_features: usize,
-    threads: usize,
-) -> PyResult<Bound<'py, PyArray2<i32>>> {
-    let words = Matrix::take("words", words)?;
-    let [bands, width] = words.shape();
-    let file = (width / 2, bands.saturating_mul(16));
-    let layer = (out_features, in_features);
-    let (strips, row) = w4::shape(out_features, in_features).map_err(|e| raise(py, &e))?;
-    let words = as_u32(words.values()?);
-    let packed =
-        allow_threads(py, |cancel| w4::from_marlin(words, file, layer, &Execution { threads, cancel }))?;
-    matrix(py, as_i32(packed), [strips, row])
-}

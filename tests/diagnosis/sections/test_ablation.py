@@ -1,24 +1,112 @@
-"""The section of ablation: what each layer costs the output."""
+"""Sensitivity rankings."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from loopq.diagnosis import rollouts, sensitivity, weights
+from loopq.diagnosis import rollouts, weights
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
-from loopq.diagnosis.sections.ablation import ablation
+from loopq.diagnosis.sections import ablation as sensitivity
+from loopq.diagnosis.sections.ablation import layer_table
+from loopq.errors import ConfigError
 from loopq.quantizers.config import LayerConfig
 from loopq.settings.execution import Execution
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
-
-INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
 @pytest.fixture
 def system():
     return LinearSystem(LinearLoop(width=8))
+
+
+def test_gain_of_a_linear_layer_is_its_norm_over_the_root_of_its_width():
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(30, 20))
+    found = sensitivity.random_direction_gain(lambda x: x @ w.T + 3.0, rng.normal(size=(500, 20)), n_draws=20)
+    assert found == pytest.approx(np.linalg.norm(w) / np.sqrt(20), rel=0.01)
+
+
+def test_gain_does_not_depend_on_the_input_of_a_linear_layer():
+    w = np.random.default_rng(0).normal(size=(5, 4))
+    x = np.random.default_rng(1).normal(size=(50, 4))
+    one, other = (sensitivity.random_direction_gain(lambda v: v @ w.T, k * x, seed=3) for k in (1.0, 50.0))
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_gain_of_a_bent_layer_is_taken_at_its_input_in_steps_of_its_size():
+    x = np.random.default_rng(2).normal(3.0, 1.0, size=(7, 5))
+    found = sensitivity.random_direction_gain(np.square, x, n_draws=3, relative=0.5, seed=4)
+    draws = np.random.default_rng(4).normal(size=(3, 7, 5)) * 0.5 * np.linalg.norm(x)
+    expected = [np.linalg.norm((x + d) ** 2 - x**2) / np.linalg.norm(d) for d in draws]
+    assert found == pytest.approx(np.mean(expected))
+    assert sensitivity.random_direction_gain(np.square, x, 1) > 0
+    with pytest.raises(ConfigError, match="n_draws must be at least 1; got 0"):
+        sensitivity.random_direction_gain(np.square, x, 0)
+
+
+def test_gain_of_a_layer_is_the_mean_over_prompts(system):
+    weight = {p.name: weights.weight_of(system, p) for p in system.shared_parameters(4)}
+    found = sensitivity.gains(system, tokens(), 4, weights=weight, n_draws=2, seed=5)
+    for p in system.shared_parameters(4):
+        w = weight[p.name].astype(np.float64)
+        inputs = sensitivity.last_inputs(system, tokens(), 4, [p], 5)[p.name]
+        each = [
+            sensitivity.random_direction_gain(lambda x, w=w: x @ w.T, x, 2, seed=5 + i)
+            for i, x in enumerate(inputs)
+        ]
+        assert found[p.name] == pytest.approx(np.mean(each), rel=1e-12)
+        assert len(each) == 3
+
+
+def test_two_layers_have_no_rank_correlation():
+    measures = {"ablation": {"a": 0.1, "b": 0.5}, "trace": {"a": 9.0, "b": None}}
+    found = sensitivity.rank_table(measures, "ablation")
+    assert found["spearman"] == {"ablation": None, "trace": None}
+    assert found["places"] == {"a": {"ablation": 2, "trace": 1}, "b": {"ablation": 1, "trace": None}}
+
+
+def test_gains_of_a_system_use_the_last_invocation(system):
+    parameters = system.shared_parameters(4)
+    inputs = sensitivity.last_inputs(system, tokens(), 4, parameters)
+    (batch,) = tokens().batches(8)
+    states = rollouts.trace(system, batch, 4).states
+    np.testing.assert_allclose(inputs["adapter.weight"][1][:, :8], states[3][1].numpy())
+    found = sensitivity.gains(
+        system, tokens(), 4, weights={p.name: weights.weight_of(system, p) for p in parameters}
+    )
+    assert set(found) == {"adapter.weight", "core.weight"}
+
+
+def test_ties_keep_the_order_of_the_layers():
+    assert sensitivity.places({"a": 1.0, "b": 2.0, "c": 1.0, "d": None}) == {
+        "a": 2,
+        "b": 1,
+        "c": 3,
+        "d": None,
+    }
+
+
+def test_rank_table_holds_measures_against_the_truth():
+    measures = {
+        "ablation": {"a": 0.1, "b": 0.5, "c": 0.3},
+        "trace": {"a": 9.0, "b": 1.0, "c": 5.0},
+        "gain": {"a": 1.0, "b": 1.0, "c": 1.0},
+    }
+    found = sensitivity.rank_table(measures, "ablation")
+    assert found["places"]["b"] == {"ablation": 1, "trace": 3, "gain": 2}
+    assert found["spearman"]["ablation"] == pytest.approx(1.0)
+    assert found["spearman"]["trace"] == pytest.approx(-1.0)
+    assert found["spearman"]["gain"] is None
+    # A layer that one measure leaves out has no place there, and is left out of that correlation.
+    measures["ablation"]["d"] = 0.9
+    found = sensitivity.rank_table(measures, "ablation")
+    assert found["places"]["d"] == {"ablation": 1, "trace": None, "gain": None}
+    assert found["spearman"]["trace"] == pytest.approx(-1.0)
+
+
+INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
 def test_ablation_says_what_the_output_loses(system):
@@ -42,7 +130,7 @@ def test_layer_table_has_gain_at_half_depth_and_trace_of_squares(system, monkeyp
     monkeypatch.setattr(sensitivity, "random_direction_gain", lambda f, x, n, seed: np.linalg.norm(x))
     data, config = tokens(n_prompts=2), DiagnoseConfig(n_ablation_prompts=2)
     context = Context(system, data, 8, config, numpy_rounder, Execution(seed=3, threads=1))
-    found = ablation(context)["layers"]["adapter.weight"]
+    found = layer_table(context)["layers"]["adapter.weight"]
     (batch,) = data.batches(8, 3)
     embedding = system.embed(batch).detach().numpy()
     states = rollouts.trace(system, batch, 8).states

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopq.cuda.load import Captured, Kernel
+from benches.kernels.timed import Captured
+from loopq.cuda.load import Kernel
 from loopq.cuda.plan import ACTIVATION_TYPES, DeviceLimits
 from tests.support.cuda.emulation import EmulationError, library
 
 ENTRIES = {
     "loopq_beam": ("emulate_beam", 10),
     "loopq_descent": ("emulate_descent", 12),
-    "loopq_add_norm": ("emulate_add_norm", 6),
-    "loopq_rope_attention": ("emulate_rope_attention", 4),
-    "loopq_swiglu": ("emulate_swiglu", 2),
     "loopq_w4_dequantize": ("emulate_w4_dequantize", 3),
 }
 
@@ -66,7 +64,7 @@ class EmulatedBackend:
         else:
             name, n_pointers = ENTRIES[kernel.entry]
             assert len(pointers) == n_pointers
-            half = defines.get("LQ_IO") == "Fp16Io" or int(defines.get("LQ_FLOAT16", 0))
+            half = int(defines.get("LQ_FLOAT16", 0))
             half += 2 * int(defines.get("LQ_TABLE", 0)) + int(
                 defines.get("LQ_PATHS", defines.get("LQ_CODES", 0))
             )

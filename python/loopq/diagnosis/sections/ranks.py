@@ -8,19 +8,89 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+import loopq._native as native
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.hessians import StepHessians
-from loopq.diagnosis import proxy, rank
+from loopq.diagnosis import rank
 from loopq.diagnosis.blindness import solved_losses
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
 from loopq.diagnosis.sections import SECTIONS, Section
 from loopq.diagnosis.weights import Matrix, Rounder, core_rounder, input_blocks, weight_of
+from loopq.errors import ConfigError
+from loopq.evaluation.stats import pearson
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
 from loopq.storage.schema import Object
+
+Floats = NDArray[np.float64]
+
+
+def step_proxies(error: NDArray[np.float32], hessians: StepHessians, threads: int = 0) -> Floats:
+    """Reconstruction proxy tr(dW H_t dW^T) of every step, one term of Li, Eq. 3 each.
+
+    Parameters
+    ----------
+    error : float32 ndarray of shape (out_features, in_features)
+        dW = W^ - W.
+    hessians : StepHessians
+        H_t of the layer's input.
+    threads : int
+        Threads of the core; 0 takes all cores.
+
+    Returns
+    -------
+    ndarray, float64, shape (n_steps,)
+    """
+    return np.array([native.proxy(error, None, hessians.matrix([t]), threads) for t in hessians.steps])
+
+
+def summarise_proxies(per_layer: Mapping[str, Floats]) -> Object:
+    """Sum per-step proxies over layers (Li, App. J).
+
+    Parameters
+    ----------
+    per_layer : mapping of str to ndarray, shape (n_steps,)
+        `step_proxies` of each layer. All layers have the same depth.
+
+    Returns
+    -------
+    dict
+        `per_step`, `max_over_min` and `step0_share`. `uniform_share` is 1/N.
+    """
+    lengths = {len(v) for v in per_layer.values()}
+    if len(lengths) != 1:
+        raise ConfigError(f"only layers with the same number of steps can be summed; got {sorted(lengths)}")
+    total = np.sum(list(per_layer.values()), axis=0)
+    low = float(total.min())
+    return {
+        "per_step": total.tolist(),
+        "max_over_min": float(total.max()) / low if low > 0 else None,
+        "step0_share": float(total[0] / total.sum()) if total.sum() > 0 else None,
+        "uniform_share": 1.0 / len(total),
+    }
+
+
+def channel_rms(hessian: Floats, n_rows: int) -> Floats:
+    """Root mean square of each input channel, float64, shape (dim,)."""
+    rms: Floats = np.sqrt(np.maximum(np.diag(hessian), 0.0) / max(n_rows, 1))
+    return rms
+
+
+def magnitude_stability(hessians: StepHessians) -> Object:
+    """Pearson correlation of channel magnitudes between the first step and each later one (Li, Sec. 4).
+
+    Magnitudes are root mean squares from the Hessian's diagonal. None where a side is constant.
+    """
+    steps: Sequence[int] = list(hessians.steps)
+    rms = {t: channel_rms(hessians.matrix([t]), hessians.n_rows(t)) for t in steps}
+    found = [pearson(rms[steps[0]], rms[t]) for t in steps]
+    clean = [None if np.isnan(r) else r for r in found]
+    return {"per_step": clean, "first_last": clean[-1], "magnitude": "root mean square of each input channel"}
+
 
 # Input groups with their Hessians in memory together, and a function that returns the Hessians of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]
@@ -115,13 +185,13 @@ def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution:
                 layers[name]["spectra"] = rank.layer_spectra(h, damping=config.damping, threads=threads)
             for other in layers.keys() - set(drawn):
                 layers[other].pop("spectra", None)
-            magnitudes[name] = proxy.magnitude_stability(h)
+            magnitudes[name] = magnitude_stability(h)
             for p in observed:
                 if input_groups[p.name] == name:
                     w = inputs.weight(p)
-                    outputs[p.name] = proxy.step_proxies(w, h, threads)
+                    outputs[p.name] = step_proxies(w, h, threads)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
-                        into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
+                        into[p.name] = step_proxies(rounder(w, config.layer(g)) - w, h, threads)
                     # Li, Table 25: the adapter gets ten times the damping.
                     damping = config.damping * (10 if p.role == "adapter" else 1)
                     grouped = config.layer(config.group_size)
@@ -156,7 +226,7 @@ def _proxy_sum(per_layer: Mapping[str, Any]) -> Object:
     lengths = [len(v) for v in per_layer.values()]
     usual = max(set(lengths), key=lengths.count)
     used = {name: v for name, v in per_layer.items() if len(v) == usual}
-    return proxy.summarise_proxies(used) | {"left_out": sorted(set(per_layer) - set(used))}
+    return summarise_proxies(used) | {"left_out": sorted(set(per_layer) - set(used))}
 
 
 def _seconds(context: Context, step: float) -> float:

@@ -27,14 +27,8 @@ BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
 def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
     """Return a module that shares all parameters but has its own attention with its own key/value cache.
 
-    Parameters
-    ----------
-    module : nn.Module
-        A layer with one attention.
-    name : str
-        vLLM's name of that cache. It must contain one number that no other cache uses.
-    vllm_config : VllmConfig
-        Configuration that the layer was built with.
+    The module is a layer with one attention. `name` is vLLM's name of that cache, with one number that no other cache
+    uses.
     """
     if isinstance(module, Attention):
         return Attention(
@@ -56,20 +50,9 @@ def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
 
 
 class LoopedBlocks(nn.Module):
-    """Layers in execution order. Each appears once under its name.
+    """Layers in execution order, each once under its name. A repeated layer is a twin from `again`.
 
-    Parameters
-    ----------
-    layers : nn.ModuleList
-        The layers.
-    order : list of int
-        Layer numbers in execution order. A repeated layer is a twin from `again`.
-    name : str
-        Prefix of the layers' names, before the number.
-    first_slot : int
-        Number of the first twin's cache.
-    vllm_config : VllmConfig
-        Configuration that the layers were built with.
+    `name` stands before the number of a layer, and `first_slot` is the number of the first twin's cache.
     """
 
     def __init__(

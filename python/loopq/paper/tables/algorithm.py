@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loopq.diagnosis.proxy import step_proxies
+from loopq.diagnosis.sections.ranks import step_proxies
 from loopq.diagnosis.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, most, three

@@ -19,9 +19,6 @@ pub const TILE_WORDS: usize = STRIP * TILE / 8;
 const K_STEP: usize = 32;
 /// Eight codes of zero.
 const ZERO: u32 = 0x8888_8888;
-/// Marlin's tiles: 16 inputs x 64 outputs in 128 words.
-const MARLIN_K: usize = 16;
-const MARLIN_N: usize = 64;
 
 /// Rows (strips) and words per row of a packed weight.
 pub fn shape(n: usize, k: usize) -> Result<(usize, usize)> {
@@ -103,68 +100,4 @@ fn check_filling(tile: &[u32], steps: usize, k: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::setting("inputs (K)", k, "the width that was packed: the weight holds codes beyond it"))
-}
-
-/// Packs a layer (N, K) out of Marlin's words of a `file_k` x `file_n` matrix: words move, codes do not.
-///
-/// Padding of the file beyond the layer is cut off; it must be zero.
-pub fn from_marlin(
-    words: &[u32],
-    (file_n, file_k): (usize, usize),
-    (n, k): (usize, usize),
-    execution: &Execution<'_>,
-) -> Result<Vec<u32>> {
-    let (strips, row) = shape(n, k)?;
-    let tiled =
-        file_k > 0 && file_n > 0 && file_k.is_multiple_of(MARLIN_K) && file_n.is_multiple_of(MARLIN_N);
-    if !tiled {
-        return Err(Error::shape(
-            "Marlin words",
-            "whole tiles of 16 inputs and 64 outputs",
-            format!("{file_k} inputs and {file_n} outputs"),
-        ));
-    }
-    dims::check_matrix("Marlin words", words, file_k / MARLIN_K, dims::product("Marlin words", 2, file_n)?)?;
-    if file_k < k || file_n < n {
-        return Err(Error::shape(
-            "Marlin words",
-            format!("at least {k} inputs and {n} outputs"),
-            format!("{file_k} inputs and {file_n} outputs"),
-        ));
-    }
-    check_padding(words, (file_n, file_k), (n, k))?;
-    let mut out = zeros("packed codes", dims::product("packed codes", strips, row)?)?;
-    out.fill(ZERO);
-    execution.pool()?.install(|| {
-        out.par_chunks_exact_mut(row).enumerate().for_each(|(strip, out)| {
-            for k16 in 0..k / MARLIN_K {
-                let from = &words[k16 * 2 * file_n + strip / 4 * 128..][..128];
-                let to = &mut out[k16 / 4 * TILE_WORDS..][..TILE_WORDS];
-                for lane in 0..32 {
-                    to[4 * lane + k16 % 4] = from[4 * lane + strip % 4];
-                }
-            }
-        });
-    });
-    Ok(out)
-}
-
-/// Words of the file that belong to no entry of the layer.
-fn check_padding(words: &[u32], (file_n, file_k): (usize, usize), (n, k): (usize, usize)) -> Result<()> {
-    for k16 in 0..file_k / MARLIN_K {
-        let row = &words[k16 * 2 * file_n..][..2 * file_n];
-        // The strips of a tile of 64 outputs take turns, word by word.
-        let whole = if k16 * MARLIN_K < k { n / MARLIN_N * 128 } else { 0 };
-        let kept = if k16 * MARLIN_K < k { n % MARLIN_N / STRIP } else { 0 };
-        let partial = if kept > 0 { 128 } else { 0 };
-        let in_partial = row[whole..whole + partial].chunks_exact(4).flat_map(|lane| &lane[kept..]);
-        if let Some(word) = in_partial.chain(&row[whole + partial..]).find(|&&word| word != ZERO) {
-            return Err(Error::shape(
-                "padding of the Marlin words",
-                format!("zero beyond {k} inputs and {n} outputs"),
-                format!("{word:#010x} in rows {}..{}", k16 * MARLIN_K, (k16 + 1) * MARLIN_K),
-            ));
-        }
-    }
-    Ok(())
 }

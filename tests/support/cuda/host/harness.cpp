@@ -4,7 +4,6 @@
 
 #include "../../../../kernels/beam.cu"
 #include "../../../../kernels/descent.cu"
-#include "../../../../kernels/fused_ops.cu"
 #include "../../../../kernels/w4_dequantize.cu"
 #include "../../../../kernels/w4a16_gemm.cu"
 #include "../../../../kernels/w4a16_tiled.cu"
@@ -147,31 +146,7 @@ int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 se
                   [body, &a] { body(&a); });
 }
 
-// `shape`: grid x, grid y, threads, shared bytes; `half`: float16 instead of bfloat16.
-int emulate_add_norm(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float epsilon) {
-    const loopq::NormArguments a = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5],
-                                    scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], epsilon};
-    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
-        half ? loopq::AddNorm<loopq::Fp16Io>::run(a) : loopq::AddNorm<loopq::Bf16Io>::run(a);
-    });
-}
-
-int emulate_rope_attention(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float scale) {
-    const loopq::AttentionArguments a = {pointers[0], pointers[1], pointers[2], pointers[3],
-                                         scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scale};
-    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
-        half ? loopq::Attention<loopq::Fp16Io>::run(a) : loopq::Attention<loopq::Bf16Io>::run(a);
-    });
-}
-
-int emulate_swiglu(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
-    const loopq::SwigluArguments a = {pointers[0], pointers[1], scalars[0], scalars[1], scalars[2], scalars[3]};
-    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
-        half ? loopq::swiglu<loopq::Fp16Io>(a) : loopq::swiglu<loopq::Bf16Io>(a);
-    });
-}
-
-// `half`: bit 1 for a table.
+// `shape`: grid x, grid y, threads, shared bytes; `half`: float16 instead of bfloat16, bit 1 for a table.
 int emulate_w4_dequantize(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
     loopq::DequantizeArguments a = {pointers[0], pointers[1], pointers[2], scalars[0], scalars[1],
                                     scalars[2], scalars[3], scalars[4], scalars[5], {}};

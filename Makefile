@@ -142,7 +142,7 @@ zoo-medium: setup ## Train the two medium models into .cache/zoo/weights: three 
 SOAK ?=
 LOOPQ_FUZZ ?= 1000000
 
-soak: setup ## Hours: kills, pairs of writers, hostile files, flipped bits, limits, models: one table; any bytes
+soak: setup ## Hours: kills, writers, threads, outputs, hostile files, flipped bits, limits, failures, models: one table; any bytes
 	$(PY) -m tests.soak $(SOAK)
 	LOOPQ_FUZZ=$(LOOPQ_FUZZ) cargo test --release -p loopq-core --test bytes -- --ignored --nocapture
 	$(PY) -m pytest --hypothesis-profile=soak tests/formats/test_any_bytes.py tests/calibrate/test_data.py

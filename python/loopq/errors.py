@@ -84,8 +84,10 @@ def naming(layer: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_code(where: str | Callable[[], str], error: type[LoopqError] = CalibrationError) -> Iterator[None]:
-    """Run code of a model inside the block. Its errors become one line that names the place.
+def model_code(
+    where: str | Callable[[], str], error: type[LoopqError] = CalibrationError, what: str = "the model"
+) -> Iterator[None]:
+    """Run code of a model, or of `what` comes with it, inside the block. Its errors become one line with the place.
 
     Raises
     ------
@@ -98,9 +100,11 @@ def model_code(where: str | Callable[[], str], error: type[LoopqError] = Calibra
         raise
     except Exception as cause:
         first = next(iter(str(cause).strip().splitlines()), "")
-        hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
+        hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * (
+            "memory" in first and what == "the model"
+        )
         place = where if isinstance(where, str) else where()
-        raise error(f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}") from cause
+        raise error(f"{place}: {what} raises {type(cause).__name__}: {first:.300}{hint}") from cause
 
 
 def require(module: str, extra: str | None = None) -> Any:

@@ -218,43 +218,53 @@ def test_messages_take_the_template(tmp_path):
         _texts(path)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ().__class__.__bases__ }}",
-        "{% if %}",
-        "{{ raise_exception('no') }}",
-        "{{ messages[9].content.x }}",
-    ],
-)
-def test_a_template_that_raises_is_refused_in_one_line(tmp_path, template):
-    transformers = pytest.importorskip("transformers")
-    vocabulary = pytest.importorskip("tokenizers").models.WordLevel({"a": 0}, unk_token="a")
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pytest.importorskip("tokenizers").Tokenizer(vocabulary), chat_template=template
-    )
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "u"}]}))
-    with pytest.raises(
-        CalibrationError, match=r"line 1: the chat template of the tokenizer raises"
-    ) as refused:
-        read_tokens(path, Served(encode_bytes, tokenizer=made, template=True), 16, None)
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize("size", [2**30 + 1, 2**40])
 @pytest.mark.parametrize("within", [False, True])
 def test_a_text_is_refused_by_its_size_before_it_is_read(tmp_path, monkeypatch, size, within):
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
         file.truncate(size)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: pytest.fail("read"))
     for read in (
         lambda given: read_tokens(given, Served(encode_bytes), 16, 2),
         lambda given: check_source(given, "", False),
     ):
         with pytest.raises(CalibrationError, match=rf"{size} bytes of text; allowed: {2**30}"):
             read(tmp_path if within else path)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("n_prompts", [1, 40, 600, None])
+def test_only_as_much_of_a_text_is_read_as_prompts_need(tmp_path, monkeypatch, within, n_prompts):
+    text = "".join(f"é{n}\r\n" for n in range(2000))
+    for name in ("a.txt", "b.txt")[: 1 + within]:
+        (tmp_path / name).write_bytes(text.encode())
+    path = tmp_path if within else tmp_path / "a.txt"
+    whole = read_tokens(path, Served(encode_bytes), 16, n_prompts)
+    lengths = []
+
+    def encode(given):
+        lengths.append(len(given))
+        return encode_bytes(given)
+
+    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 1001)
+    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read as a whole"))
+    part = read_tokens(path, Served(encode), 16, n_prompts)
+    assert part.digest() == whole.digest()
+    check_source(path, "", False)
+    if n_prompts == 1:
+        assert lengths == [len(text.encode()[:1001].decode(errors="ignore").replace("\r\n", "\n"))]
+    if n_prompts is None:
+        assert len(lengths) == 1
+
+
+def test_a_text_that_begins_with_blanks_is_read_further(tmp_path, monkeypatch):
+    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 100)
+    (tmp_path / "a.txt").write_text(" " * 1000 + "x")
+    check_source(tmp_path / "a.txt", "", False)
+    (tmp_path / "a.txt").write_text(" " * 1000)
+    with pytest.raises(CalibrationError, match="the text is empty"):
+        check_source(tmp_path / "a.txt", "", False)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path):

@@ -67,3 +67,38 @@ def test_a_prompt_that_is_no_text_is_refused(saved_model, command):
     code, _, err = command("run", saved_model, os.fsdecode(b"ab\xff"))
     assert code == 2
     assert "the prompt is no text in UTF-8, from character 2 on" in err
+
+
+class _Endless(io.TextIOBase):
+    def read(self, size=-1):
+        assert size > 0
+        return "x" * size
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"),
+            "the standard input is no text: byte 2 is not utf-8",
+        ),
+        (_Endless(), "the standard input has more than"),
+    ],
+)
+def test_a_standard_input_without_text_or_end_is_refused(saved_model, command, monkeypatch, given, why):
+    monkeypatch.setattr("sys.stdin", given)
+    code, _, err = command("run", saved_model, "-", *SHORT)
+    assert code == 2
+    assert why in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature", "--top-p", "--exit", "--n-tokens", "--seed", "--n-steps"]
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e400", "9" * 23, "x", "0", "1e-320"])
+def test_extremes_of_options_end_in_text_or_one_line(saved_model, command, option, value):
+    # A later option replaces the first.
+    code, _, err = command("run", saved_model, "a", "--n-tokens", 1, "--temperature", 1, option, value)
+    assert code in (0, 2)
+    assert "Traceback" not in err
+    assert len(err.splitlines()[-1]) < 300

@@ -164,3 +164,17 @@ def test_lines_are_compared_by_their_numbers():
     assert not _same("KL 0.00239 of 32", "KL 0.00289 of 32")
     assert not _same("KL 0.00239 of 32", "KL 0.00239 of 33")
     assert not _same("KL 0.00239 of 32", "KL -0.00239 of 32")
+
+
+def test_each_statement_about_safety_names_a_test_that_exists():
+    text = (ROOT / "docs" / "safety.md").read_text("utf-8")
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and not line.startswith(("| ---", "| statement"))
+    ]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.search(r"\| `(tests/[\w/]+\.py)::(test_\w+)` \|$", row)
+        assert named, f"no test: {row}"
+        assert f"\ndef {named[2]}(" in (ROOT / named[1]).read_text("utf-8"), row

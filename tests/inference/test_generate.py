@@ -10,6 +10,7 @@ from loopq.inference.generate import Decoder, Generation, choose, end_ids, gener
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked
+from tests.support.looped import SIZES
 from tests.support.marks import slow_unless
 from tests.support.systems import CASES, open_system
 
@@ -169,9 +170,46 @@ def test_logits_of_nan_are_named_with_layer_and_step():
         lambda: Decoder(loaded.system, 3, Generation()),
         lambda: Decoder(loaded.system, 3, Generation(exit=0.5)),
     ):
-        with pytest.raises(NonFiniteError, match=rf"NaN; .*layer {name.removesuffix('.weight')}, step 0"):
+        with pytest.raises(
+            NonFiniteError, match=rf"NaN or infinity; .*layer {name.removesuffix('.weight')}, step 0"
+        ):
             run()
     assert not any(m._forward_hooks for m in loaded.model.modules())
+
+
+def test_logits_of_infinity_are_refused():
+    loaded = load_model("huginn_small")
+    decoder = Decoder(loaded.system, 2, Generation())
+    below, above = torch.tensor([0.0, -torch.inf]), torch.tensor([0.0, torch.inf])
+    decoder._refuse_nan(below, decoder._batch([1]))
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        decoder._refuse_nan(above, decoder._batch([1]))
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5, 8])
+def test_a_small_vocabulary_has_enough_tokens_for_the_trials(tmp_path, vocabulary):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=4, **{**SIZES, "vocab_size": vocabulary})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    system = load_model(f"looped:{tmp_path}[1:3]x2").system
+    decoder = Decoder(system, 2, Generation())
+    assert decoder.no_cache == ""
+    assert decoder([1, 0]).shape == (vocabulary,)
+
+
+def test_marks_of_the_end_of_another_kind_end_no_text():
+    loaded = load_model("huginn_small")
+    for odd in ("abc", [[1]], {"a": 1}, [None, 1.5], 7):
+        loaded.config["eos_token_id"] = odd
+        assert end_ids(loaded) <= {7}
+
+
+def test_a_prompt_beyond_the_positions_names_no_negative_number():
+    loaded = load_model("huginn_small")
+    decoder = Decoder(loaded.system, 2, Generation())
+    with pytest.raises(ConfigError, match=r"positions of the model; give a shorter prompt$"):
+        next(generate(loaded, [5] * 100_000, decoder, Generation()))
 
 
 def test_generation_repeats_and_stops_at_the_end_token():

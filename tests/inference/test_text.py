@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import loopq
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.inference.generate import Generation
 from loopq.inference.text import Continuation, decode, prompt_ids
 from loopq.models.load import load_model
+from tests.support.looped import save_dense
 from tests.support.systems import CASES, as_loaded, open_system
 
 
@@ -67,3 +70,34 @@ def test_a_checkpoint_in_codes_gives_the_text_of_its_weights(solved, monkeypatch
     assert runners[0].decoder.no_runner == ""
     assert loopq.generate(loopq.load(solved), "abc", n_tokens=6) == by_codes
     assert runners[1].decoder.no_runner != ""
+
+
+class _Broken:
+    """A tokenizer whose code raises, or gives no ids."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __call__(self, text):
+        if self.ids is None:
+            raise KeyError("a\nb")
+        return type("Encoded", (), {"input_ids": self.ids})
+
+    def decode(self, ids, skip_special_tokens):
+        raise OverflowError(f"id {ids[0]}")
+
+
+@pytest.mark.parametrize("ids", [None, ["x"], [[1]], 5])
+def test_a_tokenizer_that_raises_is_refused_in_one_line(embedded, ids):
+    broken = dataclasses.replace(embedded, tokenizer=_Broken(ids))
+    with pytest.raises(CheckpointError, match=r"^prompt: the tokenizer raises [^\n]*$"):
+        prompt_ids(broken, "abc")
+    with pytest.raises(CheckpointError, match=r"^text of 1 tokens: the tokenizer raises OverflowError: id 7"):
+        decode(broken, [7])
+
+
+@pytest.mark.parametrize("prompt", ["9" * 23, "5 " + "9" * 5000, "-1", "1.5", "²", "256"])
+def test_ids_that_no_model_has_are_refused_in_one_line(tmp_path, prompt):
+    loaded = load_model(f"looped:{save_dense(tmp_path / 'bare')}[1:3]x2")
+    with pytest.raises(ConfigError, match=r"^(no tokenizer beside the model|the prompt has token id)[^\n]*$"):
+        prompt_ids(loaded, prompt)

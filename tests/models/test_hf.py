@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.hf import auto_class
 from loopq.models.load import load_model
+from tests.support.looped import save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build
 
@@ -111,3 +113,19 @@ def test_code_of_a_tokenizer_needs_consent(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="--trust-remote-code"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "notes.txt", "chat_template.jinja"])
+def test_a_file_beside_the_weights_is_refused_by_its_size(tmp_path: Path, name: str) -> None:
+    folder = save_dense(tmp_path / "m")
+    with (folder / name).open("ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match=rf"{name}: {2**40} bytes; allowed: {2**28}"):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
+def test_a_pipe_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = save_dense(tmp_path / "m")
+    os.mkfifo(folder / "special_tokens_map.json")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: not a plain file"):
+        load_model(f"looped:{folder}[1:3]x2")

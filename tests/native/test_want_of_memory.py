@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-#: Every long call, with less and less address space; the arguments are what is held already.
+#: Every long call of the core, by name.
 CALLS = """
-import resource
 import numpy as np
 from loopq import _native as native
 from loopq.errors import ConfigError, OutOfMemoryError
@@ -75,6 +74,10 @@ calls = {
     "dense": lambda: native.pack_dense(codes, 4, 8),
     "marlin": lambda: native.marlin_pack(codes[:256].T, np.ones((dim, 1), np.float32)),
 }
+"""
+#: Each with less and less address space; what is held already stays.
+LIMITED = """
+import resource
 
 def space():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1])
@@ -108,7 +111,7 @@ for name, call in calls.items():
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_AS")
 def test_no_call_ends_the_process():
     sizes = [n << 15 for n in (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 160, 320, 480)]
-    program = f"SIZES = {sizes}\n{CALLS}"
+    program = f"SIZES = {sizes}\n{CALLS}\n{LIMITED}"
     # Freed memory returns to the system, so that the next request counts it.
     small = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -1,4 +1,4 @@
-"""Six campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. One table shows what was tried and what failed.
+"""Nine campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. One table shows what was tried and what failed.
 
 A name is a campaign (`kills`) or a part of one (`ranks`). `--minutes` bounds the whole run: each part gets its share.
 A failure ends the run with code 1. Models and files are small, and lie in memory where the system has such folders.
@@ -25,7 +25,7 @@ from benches.zoo.store import save_model
 from loopq.terminal.table import render
 
 from ..conftest import tiny_model
-from . import arrays, bits, files, inputs, readers, runs, together
+from . import arrays, at_once, bits, changes, failures, files, inputs, nodes, options, readers, runs, together
 from .counts import Counts
 
 
@@ -107,6 +107,26 @@ PARTS = {
     ),
     "arrays": Part(
         "models", 10_000, "calls of the core with hostile arrays", 3, lambda s, n, r: arrays.calls(n, r, s.until)
+    ),
+    "options": Part(
+        "models", 600, "hostile options, prompts and files of `run`", 4,
+        lambda s, n, r: options.options(s.place("options"), n, r, s.until),
+    ),
+    "changes": Part(
+        "kills", 200, "inputs that change between a kill and the rerun", 4,
+        lambda s, n, r: changes.changes(s.place("changes"), n, r, s.until),
+    ),
+    "threads": Part(
+        "threads", 200, "four threads at once, over every system", 4,
+        lambda s, n, r: at_once.threads(s.model("threads"), n, r, s.until),
+    ),
+    "nodes": Part(
+        "outputs", 320, "devices, pipes, links and hard links in the place of outputs", 3,
+        lambda s, n, r: nodes.nodes(s.place("nodes"), s.model("outputs"), n, r, s.until),
+    ),
+    "failpoints": Part(
+        "failures", 2000, "an allocation of the core or a call on a file that fails", 4,
+        lambda s, n, r: failures.failures(s.place("failpoints"), n, r, s.until),
     ),
 }  # fmt: skip
 

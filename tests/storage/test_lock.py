@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -187,6 +188,12 @@ def test_a_folder_without_locks_is_named_and_gets_no_file(tmp_path, monkeypatch,
     with pytest.raises(LoopqError, match="the file system has no locks"), locked(tmp_path / "q"):
         raise AssertionError("held")
     assert (tmp_path / ".q.lock").exists() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a system without /proc")
+def test_a_folder_that_takes_no_files_is_refused_at_once():
+    with pytest.raises(LoopqError, match="cannot be written"), locked(Path("/proc/self/fd/1")):
+        pass
 
 
 def left(place):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import itertools
 import lzma
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import Encode, TokenSet, check_count, from_ids, windows
+from loopq.calibrate.data import Encode, TokenSet, check_count, cut, from_ids, windows
+from loopq.calibrate.template import applied
 from loopq.errors import CalibrationError, ConfigError, LoopqError, require
 from loopq.storage.files import MAX_SIZE, check_regular
-from loopq.storage.schema import parse_json, shown
+from loopq.storage.schema import parse_json
 
-#: Maximum bytes of a text, which is encoded as a whole.
+#: Maximum bytes of a text.
 MAX_TEXT = 2**30
+#: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
+READ_AT_ONCE, _LAST = 2**24, 256
 _ROLES = ("user", "assistant")
 
 
@@ -75,29 +80,16 @@ class Served:
         """
         if "input_ids" in record and not self.field:
             return _whole_numbers(record["input_ids"], place)
-        if self.template:
-            return np.asarray(self.encode(self._in_template(record, place)), dtype=np.int64)
         text = "\n".join(self._texts(record, place))
         return np.asarray([*self.first, *self.encode(text), *self.last], dtype=np.int64)
 
-    def _in_template(self, record: Mapping[str, Any], place: str) -> str:
+    def dialogue(self, record: Mapping[str, Any], place: str) -> list[Any]:
+        """Return the messages of a record, or its fields as turns."""
         messages = record.get("messages")
         if self.field or not isinstance(messages, list):
             texts = zip(itertools.cycle(_ROLES), self._texts(record, place), strict=False)
             messages = [{"role": role, "content": text} for role, text in texts]
-        asks = bool(messages) and messages[-1].get("role") == "user"
-        try:
-            made: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=asks
-            )
-        # The template is code of the checkpoint, and raises anything.
-        except Exception as cause:
-            first = next(iter(str(cause).strip().splitlines()), "")
-            raise CalibrationError(
-                f"{place}: the chat template of the tokenizer raises {type(cause).__name__}: {shown(first)}; leave "
-                "--template out, or change the record"
-            ) from cause
-        return made
+        return messages
 
     def _texts(self, record: Mapping[str, Any], place: str) -> list[str]:
         names = [n.strip() for n in self.field.split(",")] if self.field else self._default(record)
@@ -155,14 +147,29 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     check_count(n_prompts)
     parts = _parts(path)
     if parts[0].suffix in _RECORDS:
-        sequences = []
-        for place, record in itertools.islice(_records(parts), n_prompts):
-            sequences.append(served.ids(_fields(record, place), place)[:seq_len])
-        return TokenSet(tuple(sequences), path.name, "prompts")
+        records = itertools.islice(_records(parts), n_prompts)
+        return TokenSet(tuple(_prompts(records, served, seq_len)), path.name, "prompts")
     if path.suffix == ".npy":
         return from_ids(_ids_of(path)[:n_prompts, :seq_len], path.name)
     _refuse_fields(path, served)
-    return windows(_read_text(parts), served.encode, seq_len, n_prompts, path.name, served.first)
+    return _from_text(parts, served, seq_len, n_prompts, path.name)
+
+
+def _prompts(records: Iterable[tuple[str, Any]], served: Served, seq_len: int) -> Iterator[NDArray[np.int64]]:
+    if not served.template:
+        for place, record in records:
+            yield served.ids(_fields(record, place), place)[:seq_len]
+        return
+    found = [(place, _fields(record, place)) for place, record in records]
+    dialogues = {
+        place: served.dialogue(record, place)
+        for place, record in found
+        if served.field or "input_ids" not in record
+    }
+    texts = applied(served.tokenizer, dialogues) if dialogues else {}
+    for place, record in found:
+        ids = served.encode(texts[place]) if place in texts else served.ids(record, place)
+        yield np.asarray(ids, dtype=np.int64)[:seq_len]
 
 
 def check_source(path: Path, field: str, template: bool) -> None:
@@ -184,7 +191,8 @@ def check_source(path: Path, field: str, template: bool) -> None:
         _ids_of(path)
         return
     _refuse_fields(path, served)
-    if not _read_text(parts).strip():
+    size = _size(parts)
+    if not _read_text(parts, READ_AT_ONCE).strip() and not _read_text(parts, size).strip():
         raise CalibrationError(f"{path}: the text is empty; give more text")
 
 
@@ -270,17 +278,42 @@ def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]
         raise error(f"{path}, line {number + 1}: cannot be read ({cause}); copy the file again") from cause
 
 
-def _read_text(parts: list[Path]) -> str:
-    """Read UTF-8 text files as one text. Their size is looked at first, because a sparse file can say any."""
-    part, size = parts[0], sum(check_regular(part, CalibrationError) for part in parts)
+def _size(parts: list[Path]) -> int:
+    """Return the bytes of texts. They are looked at first, because a sparse file can have any size."""
+    size = sum(check_regular(part, CalibrationError) for part in parts)
     if size > MAX_TEXT:
         raise CalibrationError(
-            f"{part}: {size} bytes of text; allowed: {MAX_TEXT}. Prompts come from the start: give its first part"
+            f"{parts[0]}: {size} bytes of text; allowed: {MAX_TEXT}. Prompts come from the start: give its first part"
         )
+    return size
+
+
+def _from_text(parts: list[Path], served: Served, seq_len: int, n_prompts: int | None, name: str) -> TokenSet:
+    """Cut windows from texts. Of a large one, only as much is read as the prompts need."""
+    size = _size(parts)
+    n = size if n_prompts is None else max(READ_AT_ONCE, 16 * seq_len * n_prompts)
+    while n < size:
+        ids = np.asarray(served.encode(_read_text(parts, n)), dtype=np.int64)
+        # The last tokens depend on the text behind them.
+        if ids.size - _LAST >= seq_len * (n_prompts or 0):
+            return cut(ids[:-_LAST], seq_len, n_prompts, name, served.first)
+        n *= 4
+    return windows(_read_text(parts, size), served.encode, seq_len, n_prompts, name, served.first)
+
+
+def _read_text(parts: list[Path], n_bytes: int) -> str:
+    """Read the start of UTF-8 text files as one text."""
+    part, texts = parts[0], []
     try:
-        texts = []
         for part in parts:
-            texts.append(part.read_text("utf-8"))
+            with part.open("rb") as file:
+                data = file.read(n_bytes + 1)
+            # A character may be cut, and line ends become those of Python.
+            decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+            texts.append(decoder.decode(data[:n_bytes], len(data) <= n_bytes))
+            n_bytes -= len(data)
+            if n_bytes <= 0:
+                break
     except OSError as cause:
         raise CalibrationError(f"{part}: cannot be read ({cause.strerror})") from cause
     except UnicodeDecodeError as cause:

@@ -15,6 +15,8 @@ from loopq.inference.generate import Generation
 from loopq.inference.text import Continuation
 from loopq.models.load import LoadedModel
 
+#: Characters of a prompt on the standard input, which may have no end.
+MAX_PROMPT = 2**24
 _EXAMPLES = """examples:
   loopq run huginn_small "The sea was"
   loopq run DIR "The sea was" --n-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
     loaded = _open(args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
     text = Continuation(loaded, prompt, args.n_steps, settings)
     decoder, n_prompt = text.decoder, len(text.prompt)
     cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
@@ -60,6 +62,18 @@ def run(args: argparse.Namespace) -> int:
     print()
     _say(_speed(n_prompt, text.times, decoder.depths))
     return 0
+
+
+def _standard_input() -> str:
+    try:
+        prompt = sys.stdin.read(MAX_PROMPT + 1)
+    except UnicodeDecodeError as cause:
+        raise ConfigError(
+            f"the standard input is no text: byte {cause.start} is not {cause.encoding}"
+        ) from cause
+    if len(prompt) > MAX_PROMPT:
+        raise ConfigError(f"the standard input has more than {MAX_PROMPT} characters; give a shorter prompt")
+    return prompt
 
 
 def _open(args: argparse.Namespace) -> LoadedModel:

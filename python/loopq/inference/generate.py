@@ -172,9 +172,10 @@ class Decoder:
 
     def _refuse_two_directions(self) -> int:
         """Check that another last token keeps the earlier logits. Return the size of the vocabulary."""
-        first = range(1, _PROBE + 1)
+        known = getattr(getattr(self.system.model, "config", None), "vocab_size", _PROBE + 1)
+        first = [1 + i % max(1, known - 1) for i in range(_PROBE)]
         with require("torch").no_grad():
-            texts = (self._batch(first), self._batch((*first[:-1], 1)))
+            texts = (self._batch(first), self._batch((*first[:-1], int(first[-1] != 1))))
             a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
         self._refuse_nan(a, texts[0])
         if not _close(a, b):
@@ -185,11 +186,11 @@ class Decoder:
         return int(a.shape[-1])
 
     def _refuse_nan(self, logits: Tensor, batch: Batch) -> None:
-        """Check that logits are numbers, since NaN equals nothing and has no most probable token."""
-        if bool(logits.isnan().any()):
+        """Check that logits are numbers below infinity, since others have no most probable token."""
+        if bool((logits.isnan() | logits.isposinf()).any()):
             where = first_not_finite(self.system.model, lambda: self.system.rollout(batch, self.n_steps))
             raise NonFiniteError(
-                f"{self.system.name}: the logits hold NaN; the first value that is not finite: {where}. "
+                f"{self.system.name}: the logits hold NaN or infinity; the first value that is not finite: {where}. "
                 "Use float32 or another checkpoint"
             )
 
@@ -197,7 +198,7 @@ class Decoder:
         """A prompt, and the same with one token more, and so on."""
         # Spread out, because the first ids are often marks, after which logits depend on every rounding.
         apart = max(1, vocabulary // (_PROBE + _MORE + 1))
-        tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
+        tried = [i * apart % vocabulary for i in range(1, _PROBE + _MORE + 1)]
         start, more = marked(self.system, tried[:_PROBE]), tried[_PROBE:]
         return [[*start, *more[:n]] for n in range(_MORE + 1)]
 
@@ -295,9 +296,9 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     named = [getattr(source, "eos_token_id", None) for source in sources] + [
         loaded.config.get("eos_token_id")
     ]
-    return frozenset(
-        i for found in named for i in (found if isinstance(found, list) else [found]) if i is not None
-    )
+    # The files are from outside, and anything else ends no text.
+    each = (i for found in named for i in (found if isinstance(found, list) else [found]))
+    return frozenset(i for i in each if isinstance(i, int))
 
 
 def generate(
@@ -328,9 +329,11 @@ def generate(
     """
     limit = loaded.context_length
     if limit is not None and len(prompt) + settings.n_tokens > limit:
+        rest = limit - len(prompt)
+        advice = f"at most {rest} here" if rest > 0 else "give a shorter prompt"
         raise ConfigError(
             f"n_tokens {settings.n_tokens}: with the prompt's {len(prompt)} tokens more than the {limit} positions of "
-            f"the model; at most {limit - len(prompt)} here"
+            f"the model; {advice}"
         )
     generator = require("torch").Generator().manual_seed(settings.seed)
     ends, ids = end_ids(loaded), list(prompt)

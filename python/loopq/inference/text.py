@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.inference.generate import Decoder, Generation, generate
 from loopq.models.load import LoadedModel, encode_bytes
+from loopq.storage.schema import MAX_DIGITS
 from loopq.systems.capabilities import marked
 
 
@@ -108,14 +109,16 @@ def _encoded(loaded: LoadedModel, prompt: str) -> list[int]:
     except UnicodeEncodeError as cause:
         raise ConfigError(f"the prompt is no text in UTF-8, from character {cause.start} on") from None
     if hasattr(loaded.tokenizer, "decode"):
-        return list(loaded.tokenizer(prompt).input_ids)
+        with model_code("prompt", CheckpointError, "the tokenizer"):
+            return list(map(int, loaded.tokenizer(prompt).input_ids))
     return _numbers(prompt) if loaded.no_text else list(loaded.encode(prompt))
 
 
 def _numbers(prompt: str) -> list[int]:
     """Token ids of a prompt."""
     words = prompt.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
+    # Python refuses to convert thousands of digits.
+    if not all(word.isdecimal() and len(word) <= MAX_DIGITS for word in words):
         raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
     return [int(word) for word in words]
 
@@ -136,7 +139,8 @@ def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
         Text without special tokens. An unfinished UTF-8 character at its end becomes U+FFFD.
     """
     if hasattr(loaded.tokenizer, "decode"):
-        return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
+        with model_code(f"text of {len(ids)} tokens", CheckpointError, "the tokenizer"):
+            return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
     if loaded.encode is encode_bytes and max(ids, default=0) < 256:
         return bytes(ids).decode("utf-8", "replace")
     return "".join(f" {i}" for i in ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError, ConfigError, require
+from loopq.errors import CheckpointError, ConfigError, model_code, require
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
@@ -19,6 +19,7 @@ from loopq.models.files import find_names
 from loopq.models.precision import hold
 from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
+from loopq.storage.files import check_size
 from loopq.storage.model_files import types_of
 from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
@@ -131,6 +132,8 @@ def load_hf(
             "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
         )
     check_weight_files(folder, how.allow_pickle)
+    # Refused here, before transformers reads each as a whole.
+    side_files(folder)
     check_remote_code(config, source, how.trust_remote_code)
     if not _fits(folder, config, how):
         model = _streamed(folder, config, how)
@@ -325,14 +328,22 @@ def load_tokenizer(
         raise CheckpointError(
             f"{folder}: the tokenizer cannot be loaded ({type(cause).__name__}: {shown(first)}){hint}"
         ) from cause
+
     # A text is cut after it is encoded. Without `verbose=False` the tokenizer warns that it exceeds the model's length.
-    return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    def encode(text: str) -> list[int]:
+        with model_code(f"{folder}", CheckpointError, "the tokenizer"):
+            return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    return tokenizer, encode
 
 
 def side_files(folder: Path) -> tuple[Path, ...]:
-    """Files of a checkpoint other than weights and their index."""
+    """Files of a checkpoint other than weights and their index. A special or a huge one is refused."""
     found = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
-    return tuple(sorted(p for p in found if not p.name.endswith(".index.json")))
+    files = tuple(sorted(p for p in found if not p.name.endswith(".index.json")))
+    for path in files:
+        check_size(path)
+    return files
 
 
 def _names(info: Any, key: str) -> tuple[str, ...]:

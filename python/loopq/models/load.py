@@ -320,7 +320,7 @@ def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision:
     tokenizer, encode = text_encoder(registered, folder, config, how.trust_remote_code)
     # If the model has its own encoder, the checkpoint includes only the configuration.
     own_encoder = registered is not None and encode is registered.encode
-    files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
+    files = (folder / "config.json",) if own_encoder else hf.side_files(folder)
     side_files = {path.name: path.read_bytes() for path in files}
     if loop is not None:
         config = with_loop(config, loop)

@@ -116,11 +116,16 @@ def inside(folder: Path, name: str, error: type[LoopqError] = CheckpointError) -
     return path
 
 
-def read_bytes(path: Path, limit: int, error: type[LoopqError] = CheckpointError) -> bytes:
-    """Read a file of at most `limit` bytes."""
+def check_size(path: Path, limit: int = MAX_SIZE, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse a missing or special file, and one of more than `limit` bytes."""
     size = check_regular(path, error)
     if size > limit:
         raise error(f"{path}: {size} bytes; allowed: {limit}")
+
+
+def read_bytes(path: Path, limit: int, error: type[LoopqError] = CheckpointError) -> bytes:
+    """Read a file of at most `limit` bytes."""
+    check_size(path, limit, error)
     try:
         return path.read_bytes()
     except OSError as cause:

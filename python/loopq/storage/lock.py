@@ -156,12 +156,11 @@ def _hold(path: Path) -> tuple[int, bool]:
             try:
                 handle = os.open(path, plain | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
-                handle, left = os.open(path, plain), True
-        except FileNotFoundError:
-            if not path.parent.is_dir():
-                raise
-            # Its holder has just removed it.
-            continue
+                try:
+                    handle, left = os.open(path, plain), True
+                except FileNotFoundError:
+                    # Its holder has just removed it.
+                    continue
         except OSError as cause:
             if path.is_symlink():
                 raise _no_file(path) from cause

@@ -1,0 +1,120 @@
+"""Outputs in whose place something else than a plain file stands: it stays as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import stat
+from pathlib import Path
+
+from .counts import Counts, before
+from .inputs import _run
+
+SMALL = "--n-prompts 2 --seq-len 12 --n-steps 2"
+ROUNDED = f"{SMALL} --method rtn --group-size 16"
+#: {node} is the output in question, {out} another new one.
+LINES = {
+    "page of quantize": f"quantize {{model}} --out {{out}} {ROUNDED} --html {{node}}",
+    "checkpoint": f"quantize {{model}} --out {{node}} {ROUNDED}",
+    "page of evaluate": f"evaluate {{model}} {{checkpoint}} {SMALL} --html {{node}}",
+    "export": "export {checkpoint} --out {node} --format compressed-tensors",
+    "GGUF": "export {checkpoint} --out {node} --format gguf",
+    "imatrix": "export {sums} --out {node} --format imatrix",
+    "dump": f"collect {{model}} --out {{node}} {SMALL} --hessian",
+    "sum": "merge {sums} {sums} --out {node}",
+    "solved": "solve {sums} --out {node} --method rtn --group-size 16",
+    "page of diagnose": f"diagnose {{model}} {SMALL} --html {{node}}",
+    "JSON of diagnose": f"diagnose {{model}} {SMALL} --json {{node}}",
+    "work of diagnose": f"diagnose {{model}} {SMALL} --work {{node}}",
+    "page of demo": "demo --page {node}",
+    "lock": f"quantize {{model}} --out {{locked}} {ROUNDED}",
+    "card": "card {carded}",
+    "picture": "card {pictured}",
+}
+KINDS = (
+    "pipe",
+    "null",
+    "full",
+    "dangling",
+    "link",
+    "link to a device",
+    "link to itself",
+    "hard",
+    "socket",
+    "folder",
+)
+
+
+def _node(kind: str, place: Path) -> None:
+    """Put a node of a kind somewhere. Devices need root; without it a pipe stands for them."""
+    beside = place.parent / "precious"
+    beside.write_text("years of work")
+    if kind in ("null", "full") and os.geteuid() == 0:
+        os.mknod(place, 0o666 | stat.S_IFCHR, os.makedev(1, 3 if kind == "null" else 7))
+    elif kind in ("pipe", "null", "full"):
+        os.mkfifo(place)
+    elif kind == "hard":
+        os.link(beside, place)
+    elif kind == "socket":
+        here = Path.cwd()
+        os.chdir(place.parent)
+        socket.socket(socket.AF_UNIX).bind(place.name)
+        os.chdir(here)
+    elif kind == "folder":
+        place.mkdir()
+        (place / "precious").write_text("years of work")
+    else:
+        targets = {"dangling": "nowhere", "link": "precious", "link to itself": place.name}
+        place.symlink_to(targets.get(kind, "/proc/self/fd/1"))
+
+
+def _looked(place: Path) -> tuple[object, ...]:
+    found = place.lstat()
+    beside = place.parent / "precious"
+    inner = sorted(p.name for p in place.iterdir()) if stat.S_ISDIR(found.st_mode) else []
+    return (
+        stat.S_IFMT(found.st_mode),
+        found.st_rdev,
+        beside.read_text(),
+        (place.parent / "nowhere").exists(),
+        inner,
+    )
+
+
+def nodes(base: Path, model: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
+    """Give every output of the commands as a device, pipe, link, hard link, socket or full folder."""
+    counts = Counts()
+    given = {"model": model, "checkpoint": base / "q", "sums": base / "sums"}
+    for line in (
+        f"quantize {{model}} --out {{checkpoint}} {ROUNDED}",
+        f"collect {{model}} --out {{sums}} {SMALL} --hessian",
+    ):
+        assert _run(line.format(**given).split())[0] == 0
+    cases = [(line, kind) for line in LINES for kind in KINDS]
+    rng.shuffle(cases)
+    for number in before(until, range(n_cases)):
+        line, kind = cases[number % len(cases)]
+        shutil.rmtree(place := base / "node", ignore_errors=True)
+        place.mkdir()
+        node = place / {"lock": ".q.lock", "card": "README.md", "picture": "card.png"}.get(line, "node")
+        if line in ("card", "picture"):
+            shutil.copytree(given["checkpoint"], place, dirs_exist_ok=True)
+            node.unlink(missing_ok=True)
+        _node(kind, node)
+        before_it = _looked(node)
+        names = given | {
+            "node": node, "out": place / "out", "locked": place / "q", "carded": place, "pictured": place
+        }  # fmt: skip
+        code, text = _run(LINES[line].format(**names).split())
+        wrong = ""
+        if code not in (0, 1, 2) or "Traceback" in text:
+            wrong = f"exit code {code}: {text[-300:]}"
+        elif not os.path.lexists(node):
+            wrong = "is gone"
+        elif _looked(node) != before_it:
+            wrong = f"{before_it} became {_looked(node)}"
+        counts.add("goes on" if code == 0 else "refused in one line", wrong and f"{line}, {kind}: {wrong}")
+    shutil.rmtree(base / "node", ignore_errors=True)
+    return counts

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +137,11 @@ def lot(seed: int) -> list[Mutant]:
                 key = hashlib.sha256(f"{text} {seen[text]}".encode()).hexdigest()
                 found[key] = Mutant(module.name, n, k, operator, getattr(node, "lineno", 0))
     return [mutant for _, mutant in sorted(found.items())]
+
+
+def within(module: str, rooms: Iterable[str]) -> bool:
+    """Tell whether a module is one of these, or inside one of them."""
+    return any(f"{module}.".startswith(f"{room}.") for room in rooms)
 
 
 def changed_text(text: str, mutant: Mutant) -> str:
@@ -288,15 +293,17 @@ def main() -> None:
     )
     parser.add_argument("--sample", type=int, metavar="N", default=200, help="mutants that are judged")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", metavar="ROOM", action="append", help="judge only those of the sample here")
+    parser.add_argument(
+        "--only", metavar="ROOM", action="append", help="draw the sample from these rooms or modules alone"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "mutants")
     args = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
     args.work.mkdir(parents=True, exist_ok=True)
     results, copy = Results(args.work / "results.jsonl"), Copy(args.work / f"copy-{os.getpid()}")
-    drawn = lot(args.seed)[: args.sample]
-    drawn = [m for m in drawn if not args.only or m.module.startswith(tuple(args.only))]
+    places = [m for m in lot(args.seed) if not args.only or within(m.module, args.only)]
+    drawn = places[: args.sample]
     found = []
     try:
         for mutant in drawn:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from loopq import cli
 from loopq.cli import main
+from loopq.errors import CheckpointError, ConfigError
 from tests.support.marks import slow_unless
 from tests.support.programs import replaced
 
@@ -175,3 +181,157 @@ def test_names_outside_the_outputs_encoding_are_printed(tmp_path, saved_model):
     argv = [sys.executable, "-m", "loopq", "check", folder]
     done = subprocess.run(argv, capture_output=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def shown():
+    """A parser with a common and a rare option."""
+    made = cli._Parser(prog="p", usage="p X [options]", description="what it does", epilog="the end")
+    made.add_argument("x", help="the first argument")
+    made.add_argument(
+        "--kind", choices=("a", "b"), default="a", help="the kind. More of it (default a)"
+    )
+    made.add_argument("--deep", help="rarely needed. Really").rare = True
+    made.add_help_options()
+    return made
+
+
+def test_help_shows_common_options_and_counts_the_others(capsys):
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit) as stop:
+            shown().parse_args([flag])
+        assert not stop.value.code
+        text = capsys.readouterr().out
+        assert "--deep" not in text
+        assert "--kind a|b" in text
+        assert re.search(r"the kind\s+\(default a\)", text)
+        assert "More of it" not in text
+        assert (
+            text.index("what it does")
+            < text.index("arguments:")
+            < text.index("options:")
+            < text.index("the end")
+        )
+        assert text.index("arguments:") < text.index("the first argument") < text.index("options:")
+        assert text.endswith("`p --help-all` explains these options and 1 more\n")
+    with pytest.raises(SystemExit):
+        shown().parse_args(["--help-all"])
+    text = capsys.readouterr().out
+    assert "rarely needed. Really" in text
+    assert re.search(r"the kind\. More of it\s+\(default a\)", text)
+    plain = cli._Parser(prog="p")
+    plain.add_help_options()
+    assert "--help-all" not in plain.common_help()
+
+
+@pytest.mark.parametrize(
+    ("given", "short"),
+    [
+        ("one", "one"),
+        ("one. Two", "one"),
+        ("one. Two (default 3)", "one (default 3)"),
+        ("one (default 3)", "one (default 3)"),
+        (None, ""),
+    ],
+)
+def test_the_first_sentence_of_an_option_is_shown(given, short):
+    action = argparse.Action(["-x"], "x", help=given)
+    assert cli._shortened(action).help == short
+    assert action.help == given
+
+
+def test_names_of_files_are_not_empty_and_options_not_abbreviated(capsys):
+    made = cli._Parser(prog="p")
+    made.add_argument("--page", metavar="FILE")
+    made.add_argument("--word")
+    assert made.parse_args(["--word", ""]).word == ""
+    for bad, match in ((["--page", ""], "an empty name"), (["--wor", "x"], "--wor")):
+        with pytest.raises(SystemExit):
+            made.parse_args(bad)
+        assert match in capsys.readouterr().err
+
+
+def test_long_messages_lose_their_middle(capsys):
+    for n, whole in ((800, True), (801, False)):
+        with pytest.raises(SystemExit):
+            cli._Parser(prog="p").error("a" * 400 + "b" * (n - 800) + "c" * 400)
+        err = capsys.readouterr().err
+        assert ("a" * 400 + " ... " + "c" * 400 in err) != whole
+        assert err.startswith("p: error: a")
+    for n, whole in ((1599, True), (1600, False)):
+        cli._say("first\n" + "a" * n)
+        err = capsys.readouterr().err
+        assert err.startswith("loopq: error: first\n")
+        assert (" ... " in err) != whole
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("x: no"), 2), (CheckpointError("x: no"), 1)])
+def test_errors_of_the_user_have_another_code(monkeypatch, command, error, code):
+    def fail(args):
+        raise error
+
+    replaced(monkeypatch, "inspect", fail)
+    assert command("inspect", "x") == (code, "", "loopq: error: x: no\n")
+
+
+def test_other_errors_are_not_hidden(monkeypatch, command):
+    def fail(args):
+        raise RuntimeError("a mistake")
+
+    replaced(monkeypatch, "inspect", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        command("inspect", "x")
+
+    def bare(args):
+        raise OSError("odd")
+
+    replaced(monkeypatch, "inspect", bare)
+    assert command("inspect", "x") == (1, "", "loopq: error: odd\n")
+
+
+def test_a_command_for_one_process_refuses_several(monkeypatch, command):
+    replaced(monkeypatch, "inspect", lambda args: 7)
+    assert command("inspect", "x")[0] == 7
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = command("inspect", "x")
+    assert (code, "3 processes were started (WORLD_SIZE)" in err) == (2, True)
+
+
+def test_settings_in_a_message_become_options():
+    parser = cli._Parser(prog="p")
+    parser.add_argument("--group-size", dest="group_size", default=argparse.SUPPRESS)
+    parser.add_argument("--also", dest="group_size", default=argparse.SUPPRESS)
+    parser.add_argument("--damping", default=argparse.SUPPRESS)
+    parser.add_argument("--given", default=None)
+    args = SimpleNamespace(parser=parser)
+
+    def told(message):
+        return cli._as_options(args, message)
+
+    assert told("group_size must be 3") == "--group-size must be 3"
+    assert (
+        told("group_size goes with damping and group_size")
+        == "--group-size goes with --damping and group_size"
+    )
+    assert told("given must be 3") == "given must be 3"
+    assert told("the group_size") == "the group_size"
+
+
+def test_files_are_run_before_the_command(monkeypatch, command, tmp_path):
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    (tmp_path / "own.py").write_text("import os, beside\nos.environ['LOOPQ_SEEN'] = str(beside.VALUE)\n")
+    monkeypatch.setenv("LOOPQ_SEEN", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    replaced(monkeypatch, "inspect", lambda args: int(os.environ["LOOPQ_SEEN"]))
+    assert command("--register", tmp_path / "own.py", "inspect", "x")[0] == 3
+    code, _, err = command("--register", tmp_path / "none.py", "inspect", "x")
+    assert (code, "none.py: no such file; give the path of a Python file" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "match"), [("there", "resumes from there"), ("none", "starts anew"), (None, "anew")]
+)
+def test_an_interrupted_command_says_what_is_saved(tmp_path, place, match):
+    (tmp_path / "there").mkdir()
+    keeps = lambda args: None if place is None else Path(tmp_path / place)  # noqa: E731
+    assert match in cli._left_behind(SimpleNamespace(command=SimpleNamespace(keeps=keeps)))

@@ -7,8 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
+
+from loopq.cli import parser
+from loopq.commands import collect as module
+from loopq.errors import ConfigError
+from loopq.run.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -78,3 +84,108 @@ def test_several_depths_give_the_bytes_of_quantize(saved_model, tmp_path, comman
     assert done[0] == 0, done
     for name in ("model.safetensors", "loopq.json", "report.jsonl"):
         assert (tmp_path / "solved" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def parsed(*args):
+    return parser().parse_args(["collect", "m", "--out", "o", *args])
+
+
+def test_rows_of_all_steps_are_kept_unless_asked_otherwise():
+    args = parsed()
+    assert (args.hessian, args.per_step, args.steps, args.rows_dtype) == (False, False, None, None)
+    assert (args.metric, args.metric_prompts, args.metric_draws) == ("inputs", None, None)
+    assert (args.shard_batches, args.rank_timeout, args.include, args.exclude) == (8, 600, [], [])
+
+
+@pytest.mark.parametrize(
+    ("flag", "most"),
+    [
+        ("--metric-prompts", 1 << 31),
+        ("--metric-draws", 1 << 16),
+        ("--shard-batches", 1 << 20),
+        ("--rank-timeout", 1 << 20),
+    ],
+)
+def test_counts_have_bounds(flag, most, capsys):
+    for good in (1, most):
+        assert getattr(parsed(flag, str(good)), flag[2:].replace("-", "_")) == good
+    for bad in (0, most + 1):
+        with pytest.raises(SystemExit):
+            parsed(flag, str(bad))
+        assert f"argument {flag}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks", "match"),
+    [
+        ((), Ranks(0, 2), "2 processes can divide sums, not rows"),
+        (("--metric", "loop"), None, "--metric loop goes with --hessian"),
+        (("--hessian", "--metric-prompts", "3"), None, "go with --metric loop"),
+        (("--hessian", "--metric-draws", "3"), None, "go with --metric loop"),
+        (("--hessian", "--rows-dtype", "float16"), None, "goes without --hessian"),
+        (("--per-step",), None, "--per-step goes with --hessian"),
+        (("--steps", "0"), None, "--steps goes with --hessian"),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused(args, ranks, match):
+    with pytest.raises(ConfigError, match=match):
+        module._check(parsed(*args), ranks)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--rows-dtype", "float16"), ("--hessian", "--steps", "0", "--per-step"),
+     ("--hessian", "--metric", "loop", "--metric-draws", "2", "--metric-prompts", "3")],
+)  # fmt: skip
+def test_options_that_go_together_are_taken(args):
+    module._check(parsed(*args), Ranks(0, 2) if "--hessian" in args else None)
+
+
+def test_what_was_asked_for_reaches_the_collection(saved_model, tmp_path, command, monkeypatch):
+    asked = []
+
+    def collect(job, out, **more):
+        asked.append((job, out, more))
+        return "manifest"
+
+    monkeypatch.setattr(module, "collect_rows", collect)
+    monkeypatch.setattr(module, "collect_hessians", collect)
+    monkeypatch.setattr(module, "print_dump", lambda manifest: print(f"content of {manifest}"))
+    of_metric = types.SimpleNamespace(of=lambda job, prompts, draws: ("gradients", prompts, draws))
+    monkeypatch.setattr(module, "MetricOfDump", of_metric)
+    common = ("collect", saved_model, "--n-prompts", 2, "--seq-len", 16, "--out", tmp_path / "d")
+    code, out, _ = command(
+        *common, "--rows-dtype", "bfloat16", "--shard-batches", 3, "--seed", 5, "--n-steps", 2
+    )
+    assert (code, out) == (0, f"content of manifest\nwritten to {tmp_path / 'd'}\n")
+    job, where, more = asked.pop()
+    assert (where, more) == (tmp_path / "d", {"rows_dtype": "bfloat16", "shard_batches": 3})
+    assert (len(job.tokens.sequences), job.execution.seed, job.selection.parameters[0].invocations) == (
+        2,
+        5,
+        2,
+    )
+    assert command(*common, "--hessian", "--n-steps", 3, "--exclude", "*adapter*")[0] == 0
+    assert asked[-1][2] == {"steps": None, "per_step": False, "gradients": None}
+    assert "transformer.adapter.weight" not in {p.name for p in asked.pop()[0].selection.observed}
+    assert command(*common, "--hessian", "--n-steps", 3, "--steps", "1:", "--per-step")[0] == 0
+    more = asked.pop()[2]
+    assert (tuple(more["steps"]), more["per_step"]) == ((1, 2), True)
+    for draws, n in (((), module._DRAWS), (("--metric-draws", 6), 6)):
+        assert command(*common, "--hessian", "--metric", "loop", "--metric-prompts", 1, *draws)[0] == 0
+        assert asked.pop()[2]["gradients"] == ("gradients", 1, n)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_several_processes_prints(saved_model, tmp_path, command, monkeypatch, rank):
+    asked = []
+    monkeypatch.setattr(
+        module.in_ranks, "collect_hessians", lambda ranks, job, out, **more: asked.append(ranks) or "manifest"
+    )
+    monkeypatch.setattr(module, "print_dump", lambda manifest: print("content"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    common = ("--n-prompts", 2, "--seq-len", 16, "--out", tmp_path / "d", "--rank-timeout", 7)
+    code, out, _ = command("collect", saved_model, "--hessian", *common)
+    assert (code, "content" in out) == (0, rank == 0)
+    assert asked == [Ranks(rank, 2, 7.0)]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 import pytest
 
 from loopq.annotations import choices_of
 from loopq.cli import parser
+from loopq.commands import options
 from loopq.commands.options import depths, each_depth, flag_of, given
-from loopq.run.config import QuantConfig
+from loopq.errors import ConfigError
+from loopq.quantizers.config import Override
+from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings.declare import leaves
 
 BASE = ["quantize", "m", "--out", "o"]
@@ -108,3 +113,111 @@ def test_one_depth_is_a_number_and_several_are_taken_one_by_one():
     args = argparse.Namespace(n_steps=(1, 2), model="m")
     assert [(one.n_steps, one.model) for one in each_depth(args)] == [(1, "m"), (2, "m")]
     assert [one.n_steps for one in each_depth(argparse.Namespace(n_steps=None))] == [None]
+
+
+def read(*args):
+    return options.quant_config(PARSER.parse_args([*BASE, *args]))
+
+
+def test_patterns_and_presets_change_the_settings():
+    config = read("--layer", "*a*=>bits=8", "--include", "*b*", "--exclude", "*c*", "--exclude", "d")
+    assert config.overrides == (Override("*a*", {"bits": 8}),)
+    assert (config.include, config.exclude) == (("*b*",), ("*c*", "d"))
+    assert read("--preset", "fast") == QuantConfig().changed(**PRESETS["fast"])
+    # An option is stronger than the preset.
+    assert read("--preset", "paper", "--scale-search", "mse") == QuantConfig().changed(
+        method="gptq", scale_search="mse"
+    )
+    base = QuantConfig().changed(bits=3, exclude=("x",), include=("y",))
+    args = PARSER.parse_args([*BASE, "--exclude", "z", "--include", "w"])
+    found = options.quant_config(args, base)
+    assert found == QuantConfig().changed(bits=3, exclude=("x", "z"), include=("y", "w"))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_dump_takes_of_a_preset_what_needs_no_model(preset):
+    args = PARSER.parse_args(["solve", "d", "--out", "o", "--preset", preset])
+    found = options.quant_config(args, model=False)
+    needs = ("inputs", "alpha", "sweeps", "fit", "metric", "passes")
+    kept = {k: v for k, v in PRESETS[preset].items() if not k.startswith(needs)}
+    if PRESETS[preset].get("metric") == "inputs":
+        kept["metric"] = "inputs"
+    assert found == QuantConfig().changed(**kept)
+
+
+def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
+    made = {
+        "n_steps": 3, "seed": 5, "quantization": QuantConfig().changed(bits=3).to_json(),
+        "calibration": {"random_tokens": 0.125},
+    }  # fmt: skip
+    monkeypatch.setattr(options, "settings_of", lambda path: made)
+    args = PARSER.parse_args(BASE)
+    assert options.adopt_like(args) is None
+    args = PARSER.parse_args([*BASE, "--like", "q"])
+    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+    assert (args.n_steps, args.seed, args.random_tokens) == (3, 5, 0.125)
+    args = PARSER.parse_args(
+        [*BASE, "--like", "q", "--n-steps", "2", "--seed", "7", "--random-tokens", "0.5"]
+    )
+    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+    assert (args.n_steps, args.seed, args.random_tokens) == (2, 7, 0.5)
+    made |= {"depths": [1, 4], "calibration": {}}
+    args = PARSER.parse_args([*BASE, "--like", "q"])
+    options.adopt_like(args)
+    assert args.n_steps == (1, 4)
+    assert getattr(args, "random_tokens", 0.0) == 0.0
+    del made["quantization"]
+    with pytest.raises(ConfigError, match="--like q: no settings of a run in it"):
+        options.adopt_like(PARSER.parse_args([*BASE, "--like", "q"]))
+
+
+def test_a_preset_may_set_the_prompts():
+    def take(*args):
+        return options.calibration_take(PARSER.parse_args([*BASE, *args]))
+
+    default = take()
+    assert default.random_tokens is None
+    assert take("--preset", "paper").random_tokens == 0
+    assert take("--preset", "paper", "--random-tokens", "0.5").random_tokens == 0.5
+    assert take("--preset", "fast") == default
+    assert take("--n-prompts", "7").n_prompts == 7
+
+
+def test_options_of_a_format_and_of_its_gate():
+    args = PARSER.parse_args(["export", "q", "--out", "o", "--format", "gguf"])
+    assert options.gate_options(args) == {"engine": None, "force": False, "verify": True}
+    found = options.format_options(args)
+    assert {"ragged", "remote_code", "steps"} <= set(found)
+    assert set(found.values()) == {None}
+    more = ("--remote-code", "--ragged", "split", "--force", "--verify", "no", "--engine", "vllm")
+    args = PARSER.parse_args(["export", "q", "--out", "o", "--format", "gptq", *more])
+    assert options.gate_options(args) == {"engine": "vllm", "force": True, "verify": False}
+    assert (options.format_options(args)["remote_code"], options.format_options(args)["ragged"]) == (
+        True,
+        "split",
+    )
+    with pytest.raises(SystemExit):
+        PARSER.parse_args(["export", "q", "--out", "o"])
+
+
+def test_a_file_needs_a_place_that_can_be_written(tmp_path):
+    options.check_place(tmp_path / "new" / "deeper" / "a.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is no folder that can be written to"):
+        options.check_place(tmp_path / "file" / "a.html")
+    if os.getuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(ConfigError, match="closed is no folder that can be written to"):
+            options.check_place(Path(tmp_path / "closed" / "a.html"))
+
+
+@pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
+def test_one_process_of_several_shows_its_progress(monkeypatch, rank, prints):
+    ranks, shown = options.ranks_of_environment()
+    assert ranks is None
+    assert isinstance(shown, options.Line)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    ranks, shown = options.ranks_of_environment()
+    assert (ranks.rank, ranks.world) == (int(rank), 2)
+    assert isinstance(shown, options.Line) == prints

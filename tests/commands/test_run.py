@@ -7,6 +7,9 @@ import os
 
 import pytest
 
+from loopq.cli import parser
+from loopq.commands import run as module
+from loopq.errors import ConfigError
 from loopq.inference import restore
 
 SHORT = ("--n-tokens", "12")
@@ -102,3 +105,22 @@ def test_extremes_of_options_end_in_text_or_one_line(saved_model, command, optio
     assert code in (0, 2)
     assert "Traceback" not in err
     assert len(err.splitlines()[-1]) < 300
+
+
+def test_speeds_leave_out_the_prompt():
+    # A prompt of 8 tokens in 2 s, then 4 tokens in 1 s.
+    assert module._speed(8, [1.0, 3.0, 3.25, 3.5, 3.75, 4.0], [3, 3]) == (
+        "5 tokens; the first after 2.00 s (4.0 tokens of prompt/s), then 4.00 tokens/s"
+    )
+    assert module._speed(8, [1.0, 3.0], []) == "1 tokens; the first after 2.00 s (4.0 tokens of prompt/s)"
+    assert module._speed(8, [1.0], []) == "no tokens: the model ends the text at once"
+    assert module._speed(1, [1.0, 3.0], [2, 5, 2]).endswith("; 3.00 steps a token (2 to 5)")
+    assert module._speed(0, [1.0, 1.0, 1.0], [2]).endswith(
+        "(0.0 tokens of prompt/s), then 1000000000.00 tokens/s"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--dense", "--int8"])
+def test_kinds_of_products_are_those_of_a_checkpoint(saved_model, flag):
+    with pytest.raises(ConfigError, match=f"{flag}: .* is not a quantized checkpoint"):
+        module._open(parser().parse_args(["run", str(saved_model), "abc", flag]))

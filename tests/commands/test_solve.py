@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 
+import pytest
+
 from loopq.calibrate.collect import collect_rows
+from loopq.commands.solve import _shard
 from loopq.formats.convert import read_any
 from tests.support.metric_dumps import collected
 from tests.support.runs import job_of
@@ -57,3 +61,11 @@ def test_a_preset_applies_what_a_dump_can_have(loaded, tokens, tmp_path, command
     assert "loop" in metrics("best")
     assert "loop" not in metrics("fast")
     assert "loop" not in metrics("paper")
+
+
+def test_a_shard_is_one_of_a_number():
+    assert _shard("3/20") == (3, 20)
+    assert _shard("999999/999999") == (999999, 999999)
+    for bad in ("3", "3/", "/3", "a/b", "1000000/2", "3/20/1", "-1/2", " 1/2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give K/N"):
+            _shard(bad)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from loopq.calibrate.data import from_ids
-from loopq.errors import ConfigError, NonFiniteError
+from loopq.calibrate.overlap import hashes_of
+from loopq.errors import CheckpointError, ConfigError, NonFiniteError
 from loopq.evaluation import compare as module
 from loopq.evaluation.compare import Measurement, compare
 from loopq.settings.execution import Execution
+from loopq.storage.files import RawTensor
 from loopq.systems.base import Batch
 from loopq.systems.declare import parameter_of
 from tests.support.accelerator import DEVICE, accelerator
@@ -184,3 +188,137 @@ def test_a_reference_of_nan_is_named_with_model_and_prompt():
         system.model.adapter.weight.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match=r"full precision, .*prompt 0: .*layer adapter, step 0"):
         compare(system, {}, data, n_steps=2)
+
+
+def test_positions_are_summarized_with_their_errors():
+    kl = np.array([0.0, 1.0, 2.0, 3.0])
+    found = module.spread(kl, np.array([1.0, 1.0, 1.0, 0.0]), np.log([2.0, 8.0, 2.0, 8.0]))["tokens"]
+    assert (found["n_scored"], found["kl"], found["same_top"]) == (4, 1.5, 0.75)
+    # Of four values: the variance is 5/4, and three are free.
+    assert found["kl_error"] == pytest.approx((1.25 / 3) ** 0.5)
+    assert found["same_top_error"] == pytest.approx((0.75 * 0.25 / 3) ** 0.5)
+    assert found["perplexity"] == pytest.approx(4.0)
+    assert len(found["quantiles"]) == 101
+    assert [found["quantiles"][i] for i in (0, 50, 100)] == [0.0, 1.5, 3.0]
+    assert found["kl_99.9"] == pytest.approx(2.997)
+    one = module.spread(np.array([2.0]), np.array([1.0]), np.array([0.0]))["tokens"]
+    assert (one["kl_error"], one["same_top_error"], one["kl"]) == (0.0, 0.0, 2.0)
+
+
+def test_chunks_leave_out_the_position_without_a_next_token(loaded, tokens):
+    few = dataclasses.replace(tokens.take(0, 3), packing="chunks", scored_from=20)
+    name = loaded.system.shared_parameters(3)[0].name
+    weight = loaded.model.get_parameter(name).detach().numpy()
+    other = {"other": {name: weight + 0.1 * np.sign(weight)}}
+    full, found = compare(loaded.system, other, few, seeds=(0, 1), execution=Execution(batch_size=2))
+    # Positions 20, 21 and 22 of three prompts: the last of 24 tokens has no next one.
+    assert full.by_token.shape == found.by_token.shape == (3, 2, 9)
+    kl, same, nll = found.by_token
+    np.testing.assert_allclose(kl.reshape(2, 3, 3).mean(-1), found.kl, rtol=1e-9)
+    np.testing.assert_allclose(same.reshape(2, 3, 3).mean(-1), found.agreement)
+    np.testing.assert_allclose(nll.reshape(2, 3, 3).mean(-1), found.nll, rtol=1e-9)
+    assert (kl > 0).all()
+    assert not full.by_token[0].any()
+    assert found.summary()["tokens"]["n_scored"] == 18
+    ids = torch.from_numpy(np.stack(few.sequences))
+    log = loaded.system.rollout(Batch(ids, (0, 1, 2), 0), 3).double().log_softmax(-1)[:, 20:23]
+    expected = -log.gather(-1, ids[:, 21:, None]).flatten()
+    np.testing.assert_allclose(full.by_token[2, 0], expected.detach(), rtol=1e-6)
+
+
+def made(system, tokens, **more):
+    """A checkpoint of a system, calibrated on these prompts."""
+    calibration = {
+        "sha256": tokens.digest(), "prompt_hashes": hashes_of(tokens.sequences, cut=False)
+    }  # fmt: skip
+    return SimpleNamespace(settings={"system": system, "calibration": calibration}, **more)
+
+
+def test_prompts_of_the_calibration_are_warned_of(loaded, tokens):
+    said = []
+    how = SimpleNamespace(progress=SimpleNamespace(warn=said.append))
+    whole = from_ids(tokens.sequences)
+    for name in ("huginn", None):
+        found = module.overlap("Q", made(name, whole.take(0, 4)), loaded.system, whole.take(2, 7), how)
+        assert (found.n_shared, found.n_prompts) == (2, 5)
+        assert [text.startswith("Q: 2 of 5 prompts were used") for text in said] == [True]
+        said.clear()
+    other = module.overlap("Q", made("huginn", whole.take(0, 4)), loaded.system, whole.take(4, 7), how)
+    assert (other.n_shared, said) == (0, [])
+    unknown = SimpleNamespace(settings={"system": None})
+    assert module.overlap("Q", unknown, loaded.system, whole, how) is None
+    with pytest.raises(CheckpointError, match="Q: a checkpoint of system 'ouro'; the model is 'huginn'"):
+        module.overlap("Q", made("ouro", whole), loaded.system, whole, how)
+
+
+class Layer:
+    """A layer that counts how often it is dequantized."""
+
+    def __init__(self, values):
+        self.codes, self.values, self.n = values, values, 0
+
+    def in_model_orientation(self):
+        self.n += 1
+        return self.values
+
+
+def test_layers_are_held_where_memory_allows(tiny, monkeypatch):
+    def content(n_checkpoints=1):
+        layer = Layer(np.ones((10, 10), np.float32))
+        checkpoint = SimpleNamespace(layers={"a": layer}, dense={})
+        found = module.content(tiny.system, checkpoint, n_checkpoints)
+        before = layer.n
+        assert (np.asarray(found["a"]) == 1).all()
+        return before, layer.n
+
+    # Four bytes for each of 100 weights, of half of the free memory.
+    for free, n_checkpoints, held in (
+        (800, 1, True),
+        (799, 1, False),
+        (1600, 2, True),
+        (1599, 2, False),
+        (None, 1, True),
+    ):
+        monkeypatch.setattr(module, "available_bytes", lambda free=free: free)
+        before, after = content(n_checkpoints)
+        assert (before, after) == ((1, 1) if held else (0, 1))
+
+
+def test_other_tensors_are_compared_with_the_models(tiny):
+    own = {
+        name: RawTensor.of(value.detach().numpy().copy()) for name, value in tiny.model.named_parameters()
+    }  # fmt: skip
+    name = "transformer.ln_f.weight"
+
+    def changed(**dense):
+        return module._changed(tiny.model, SimpleNamespace(dense=own | dense))
+
+    assert changed() == {}
+    assert changed(**{"half.bias": RawTensor.of(np.zeros(3, np.int32))}) == {}
+    folded = own[name].array() * 2
+    found = changed(**{name: RawTensor.of(folded)})
+    assert set(found) == {name}
+    np.testing.assert_array_equal(found[name], folded)
+    assert found[name].dtype == np.float32
+    content = module.content(
+        tiny.system, SimpleNamespace(layers={}, dense=own | {name: RawTensor.of(folded)})
+    )
+    assert isinstance(content, ChainMap)
+    np.testing.assert_array_equal(content[name], folded)
+    # A vector that the model has no place for is left out; a matrix cannot be.
+    assert changed(**{"more.bias": RawTensor.of(np.ones(3, np.float32))}) == {}
+    with pytest.raises(CheckpointError, match=r"tensor 'more\.weight': the model has none of this name"):
+        changed(**{"more.weight": RawTensor.of(np.ones((3, 3), np.float32))})
+
+
+def test_memory_of_a_comparison_is_that_of_one_variant(tiny, monkeypatch):
+    big, small = "transformer.adapter.weight", "transformer.ln_f.weight"
+    sizes = {name: tiny.model.get_parameter(name).numel() for name in (big, small)}
+    logits = torch.zeros(2, 3, 7, dtype=torch.float16)
+    variants = {"a": dict.fromkeys((big, small)), "b": dict.fromkeys((small,))}
+    # Weights in float32, the logits as they are, and five copies of a piece in float64.
+    expected = 4 * sum(sizes.values()) + 2 * 42 + 5 * 8 * 42
+    assert module._more_bytes(tiny.system, logits, variants) == expected
+    assert module._more_bytes(tiny.system, logits, {}) == 2 * 42 + 5 * 8 * 42
+    monkeypatch.setattr(module, "_PIECE", 10)
+    assert module._more_bytes(tiny.system, logits, {}) == 2 * 42 + 5 * 8 * 10

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from loopq.formats import FORMATS
+from loopq.errors import CheckpointError
+from loopq.formats import FORMATS, gptq
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.record import RECORD
+from loopq.storage.files import RawTensor, read_json, read_tensors, write_json, write_tensors
 from tests.support.formats import (
     RAGGED,
     as_words,
@@ -64,3 +69,120 @@ def test_gptq_gives_all_layers_one_group_size(tmp_path):
     assert [again[one.name].grid.group_size for one in made] == [8, 8, 8, 16]
     for one in made:
         np.testing.assert_array_equal(again[one.name].dequantize(), one.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+        ({"quant_method": "gptq", "format": "gptq_v2"}, "gptq_v2"),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq", "format": "gptq_v2"}, "gptq"),
+        ({"quant_method": "awq"}, "gptq_v2"),
+        ({"quant_method": "other"}, None),
+    ],
+)
+def test_a_config_tells_the_version(config, name):
+    assert [v for v in ("gptq", "gptq_v2") if FORMATS.get(v).describes(config)] == [n for n in (name,) if n]
+
+
+def test_most_layers_set_the_rule_and_the_others_are_named():
+    layers = {
+        "m.0.a": layer(32, 32), "m.0.b": layer(32, 32), "m.1.c": layer(32, 32, 8, 16, symmetric=False)
+    }  # fmt: skip
+    export = SimpleNamespace(layers=layers, dense=["m.1.d"], report={"made": "here"})
+    config = FORMATS.get("gptq_v2").config(export)
+    assert config["dynamic"] == {
+        r"-:^m\.1\.d$": {}, r"+:^m\.1\.c$": {"bits": 8, "group_size": 16, "sym": False}
+    }  # fmt: skip
+    assert (config["bits"], config["group_size"], config["sym"]) == (4, 32, True)
+    assert (config["desc_act"], config["lm_head"], config["pack_dtype"]) == (False, False, "int32")
+    assert config["checkpoint_format"] == config["format"] == "gptq_v2"
+    assert config["modules_in_block_to_quantize"] == [["m.0.a", "m.0.b", "m.1.c"]]
+    assert (config["block_name_to_quantize"], config["meta"]) == ("m", {"made": "here"})
+    alone = SimpleNamespace(layers={"lm_head": layer(32, 32)}, dense=[], report={})
+    assert FORMATS.get("gptq").config(alone)["lm_head"] is True
+
+
+@pytest.mark.parametrize(
+    ("modules", "path"),
+    [(["a.b.c", "a.b.d"], "a.b"), (["a.b.c", "a.d.c"], "a"), (["a.b", "c.b"], ""), (["a"], ""), ([], "")],
+)
+def test_the_common_path_is_the_longest(modules, path):
+    assert gptq._common_path(modules) == path
+
+
+def test_layers_outside_blocks_have_a_remark():
+    def remarks(*names):
+        return FORMATS.get("gptq").remarks(SimpleNamespace(layers=dict.fromkeys(names)))
+
+    assert remarks("m.0.a", "0.b") == ()
+    (told,) = remarks("m.0.a", "p", "q", "m.r", "m.0")
+    assert "(p, q, m.r)" in told
+
+
+def test_an_asymmetric_grid_needs_version_2():
+    made = layer(32, 32, symmetric=False)
+    with pytest.raises(CheckpointError, match=r"layer a\.b\.weight: an asymmetric grid in GPTQ version 1"):
+        FORMATS.get("gptq").prepare(made, "keep")
+    assert FORMATS.get("gptq_v2").prepare(made, "keep").layer.zeros is not None
+
+
+def rewritten(folder, **changes):
+    """Replace tensors of a folder of another tool; None leaves one out."""
+    (folder / RECORD).unlink(missing_ok=True)
+    tensors = dict(read_tensors(folder / "model.safetensors"))
+    tensors |= {f"a.b.{name}": value for name, value in changes.items()}
+    write_tensors(folder / "model.safetensors", {n: t for n, t in tensors.items() if t is not None})
+
+
+def test_groups_in_another_order_are_refused(tmp_path):
+    write_as(tmp_path / "g", checkpoint(layer(32, 64)), "gptq")
+    index = np.arange(64, dtype=np.int32) // 32
+    index[[31, 32]] = index[[32, 31]]
+    rewritten(tmp_path / "g", g_idx=RawTensor.of(index))
+    with pytest.raises(CheckpointError, match="column 31 is in group 1 instead of 0"):
+        read_any(tmp_path / "g")
+    rewritten(tmp_path / "g", g_idx=None)
+    assert read_any(tmp_path / "g").layers["a.b.weight"].same_as(layer(32, 64))
+
+
+def test_a_zero_point_of_a_symmetric_grid_is_its_middle(tmp_path):
+    write_as(tmp_path / "g", checkpoint(layer(32, 64)), "gptq_v2")
+    words = read_tensors(tmp_path / "g" / "model.safetensors")["a.b.qzeros"].array().copy()
+    # Output 9 of the second group: the second nibble of the second word.
+    words[1, 1] ^= 0x30
+    rewritten(tmp_path / "g", qzeros=RawTensor.of(words))
+    with pytest.raises(
+        CheckpointError, match=r"zero point 11 of output 9, group 1; the config says sym, which is 8"
+    ):
+        read_any(tmp_path / "g")
+
+
+def test_files_of_awq_are_read_by_their_definition(tmp_path):
+    """AWQ: words of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble."""
+    made = layer(16, 64, symmetric=False, name="a.b.weight")
+
+    def words(codes):
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        nested = codes.reshape(len(codes), -1, 8).astype(np.uint32)
+        return sum(nested[..., output] << np.uint32(4 * place) for place, output in enumerate(order)).view(
+            np.int32
+        )
+
+    write_as(tmp_path / "g", checkpoint(made), "gptq_v2")
+    qweight, qzeros = RawTensor.of(words(made.codes.T)), RawTensor.of(words(made.zeros.T))
+    rewritten(tmp_path / "g", qweight=qweight, qzeros=qzeros, g_idx=None)
+    config = read_json(tmp_path / "g" / "config.json")
+    config["quantization_config"] = {
+        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"
+    }  # fmt: skip
+    write_json(tmp_path / "g" / "config.json", config)
+    (tmp_path / "g" / "quantize_config.json").unlink()
+    found = read_any(tmp_path / "g").layers["a.b.weight"]
+    np.testing.assert_array_equal(found.codes, made.codes)
+    np.testing.assert_array_equal(found.zeros, made.zeros)
+    np.testing.assert_array_equal(found.dequantize(), made.dequantize())
+    assert not found.grid.symmetric
+    with pytest.raises(CheckpointError, match=r"F32 \[2, 2\] is no AWQ"):
+        gptq._awq_codes(RawTensor.of(np.zeros((2, 2), np.float32)), Path("f"), "m")

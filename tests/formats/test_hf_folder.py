@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import hf_folder
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.record import RECORD
 from loopq.storage.files import read_json, read_tensors, write_json, write_tensors
@@ -80,3 +83,139 @@ def test_truncated_files_are_refused(tmp_path):
             CheckpointError, match=r"damaged, truncated or not a safetensors file \(.*incomplete metadata"
         ):
             read_any(folder)
+
+
+def test_the_files_of_a_folder_without_an_index(tmp_path):
+    def found(*names):
+        folder = tmp_path / "-".join(names or ("none",))
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(b"")
+        return hf_folder._weight_files(folder)
+
+    assert found("x.safetensors") == ["x.safetensors"]
+    assert found("a.safetensors", "model.safetensors") == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"2 safetensors files and no model\.safetensors\.index\.json"):
+        found("a.safetensors", "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"no safetensors file; a\.bin is a pickle"):
+        found("b.bin", "a.bin")
+    with pytest.raises(CheckpointError, match=r"no safetensors file$"):
+        found("x.json")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    tensors = checkpoint(layer(8, 32)).dense
+    for name in ("a", "b"):
+        write_tensors(tmp_path / f"{name}.safetensors", tensors)
+    weight_map = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(sorted(tensors))}
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    with pytest.raises(CheckpointError, match="is in another shard too"):
+        hf_folder.read_all_tensors(tmp_path)
+
+
+def test_settings_stand_in_the_config_or_beside_it(tmp_path):
+    write_json(tmp_path / "config.json", {"model_type": "m"})
+    assert hf_folder.read_config(tmp_path) == ({"model_type": "m"}, None)
+    write_json(tmp_path / "hf_quant_config.json", {"quantization": {"quant_algo": "W4A16"}})
+    assert hf_folder.read_config(tmp_path)[1] == {"quant_method": "modelopt", "quant_algo": "W4A16"}
+    write_json(tmp_path / "quantize_config.json", {"bits": 4})
+    assert hf_folder.read_config(tmp_path)[1] == {"quant_method": "gptq", "bits": 4}
+    write_json(tmp_path / "config.json", {"model_type": "m", "quantization_config": {"quant_method": "x"}})
+    assert hf_folder.read_config(tmp_path) == ({"model_type": "m"}, {"quant_method": "x"})
+
+
+def test_side_files_are_plain_visible_and_no_weights(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in (
+        "a.json",
+        "b.py",
+        ".hidden",
+        "w.safetensors",
+        "w.bin",
+        "config.json",
+        "quantize_config.json",
+        "left",
+    ):
+        (tmp_path / name).write_text(name)
+    assert hf_folder.side_files(tmp_path, frozenset({"left"})) == {"a.json": b"a.json", "b.py": b"b.py"}
+    assert hf_folder.side_files(tmp_path, frozenset(), ("*.py", "l*")) == {"b.py": b"b.py", "left": b"left"}
+
+
+def test_a_config_with_a_loop_gets_its_type_and_code_on_request():
+    plain = {"config.json": b'{"model_type": "llama"}', "a": b"b"}
+    assert hf_folder.looped_files(plain, remote_code=False) == plain
+    assert hf_folder.looped_files({}, remote_code=False) == {}
+    with pytest.raises(ConfigError, match="--remote-code"):
+        hf_folder.looped_files(plain, remote_code=True)
+    old = {"model_type": "llama", "looped_layers": [1, 3, 2], "architectures": ["LlamaForCausalLM"], "n": "é"}
+    (key,) = [k for k in hf_folder.with_loop({}, [1, 3, 2]) if k != "architectures"]
+    old[key] = old.pop("looped_layers")
+    made = hf_folder.looped_files({"config.json": json.dumps(old).encode(), "a": b"b"}, remote_code=False)
+    config = json.loads(made["config.json"])
+    assert set(made) == {"config.json", "a"}
+    assert (config["model_type"], config["architectures"], config["n"]) == (
+        "loopq_looped",
+        ["LoopedLlamaForCausalLM"],
+        "é",
+    )
+    assert "é".encode() in made["config.json"]
+    assert hf_folder.looped_files(made, remote_code=False) == made
+    code = hf_folder.looped_files(made, remote_code=True)
+    assert set(code) == {"config.json", "a", "modeling_looped.py"}
+    assert json.loads(code["config.json"])["auto_map"] == {
+        "AutoConfig": "modeling_looped.LoopedConfig", "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM"
+    }  # fmt: skip
+    assert hf_folder.looped_files(code, remote_code=True) == code
+
+
+def test_layers_of_one_grid_are_described_together():
+    layers = [
+        layer(8, 32, name="a.weight"),
+        layer(8, 64, name="b.weight"),
+        layer(8, 32, bits=2, name="c.weight"),
+    ]
+    found = hf_folder.describe_layers(layers, {"d.weight": "a.weight", "e.weight": "dense.weight"})
+    assert (found["quant_method"], found["ties"]) == ("loopq", {"d.weight": "a.weight"})
+    assert [(group["bits"], group["layers"]) for group in found["groups"]] == [
+        (4, ["a.weight", "b.weight"]), (2, ["c.weight"])
+    ]  # fmt: skip
+    assert {"name", "shape"}.isdisjoint(found["groups"][0])
+
+
+@pytest.mark.parametrize("end", [b"\n}", b"}", b"\n}\n"])
+def test_a_config_grows_at_its_end_and_shrinks_again(end):
+    config = b'{\n  "architectures": ["A"],\n  "n": {"a": 1}' + end
+    grown = hf_folder.add_own(config, {"quant_method": "loopq", "groups": []})
+    assert json.loads(grown)["quantization_config"] == {"quant_method": "loopq", "groups": []}
+    assert grown.endswith(end)
+    assert hf_folder.without_own(grown) == config
+    assert hf_folder.add_own(grown, {"quant_method": "loopq"}) == grown
+    for other in (b'{"n": 1}', b"", b'"architectures"'):
+        assert hf_folder.add_own(other, {"quant_method": "loopq"}) == other
+
+
+def test_a_folder_needs_weights_that_may_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match="no weights in it"):
+        hf_folder.check_weight_files(tmp_path, allow_pickle=True)
+    (tmp_path / "a.pt").write_bytes(b"")
+    (tmp_path / "b.bin").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"only as pickles \(b\.bin, a\.pt\)|only as pickles \(a\.pt, b\.bin\)"
+    ):
+        hf_folder.check_weight_files(tmp_path, allow_pickle=False)
+    hf_folder.check_weight_files(tmp_path, allow_pickle=True)
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    hf_folder.check_weight_files(tmp_path, allow_pickle=False)
+    (tmp_path / "c.json").symlink_to(tmp_path / "missing")
+    with pytest.raises(CheckpointError):
+        hf_folder.check_weight_files(tmp_path, allow_pickle=False)
+
+
+def test_patterns_of_a_file_are_bounded():
+    assert hf_folder.matches(r"model\.layers\.\d+", "model.layers.3.q", "f")
+    assert not hf_folder.matches("layers", "model.layers.3", "f")
+    assert hf_folder.matches("a*b*c*d*", "abcd", "f")
+    assert hf_folder.matches("a" * 2000, "a" * 2000, "f")
+    for bad in ("a*b*c*d*e*", "(a)*", "(a){2}", "a" * 2001, "("):
+        with pytest.raises(CheckpointError, match="f"):
+            hf_folder.matches(bad, "abcde", "f")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from loopq.paper.compared import ALL, ONE, RTN, answers, below, closed, closer, grown, most
+from loopq.evaluation.stats import Interval
+from loopq.paper import compared
+from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, below, closed, closer, grown, most
 from tests.support.paper import found
 
 
@@ -54,3 +59,125 @@ def test_small_differences_and_few_units_decide_nothing() -> None:
     assert most("m", "", [False] * 9).holds is False
     assert grown("m", "", [3, 4, 5, 6, 7], [1, 1, 2, 2, 2], bound=2.0).holds is True
     assert grown("m", "", [43], [1]).holds is None
+
+
+def variants(**more: object) -> dict[str, object]:
+    kl = {FULL: 0.0, "b": 0.25, "c": 0.5}
+    rows = {
+        name: {
+            "kl": [k] * 5, "agreement": [1 - k] * 5, "nll": [2 + k] * 5, "answered": [1.0] * 4 + [0.0], "n_bytes": 2500
+        }
+        for name, k in kl.items()
+    }  # fmt: skip
+    return {"model": "m", "output": "logits", "bytes_per_token": 2.0, "variants": rows} | more
+
+
+def test_a_row_has_a_variant_with_intervals_and_units() -> None:
+    bit = 2 * np.log(2)
+    # Wilson's interval of 4 of 5 answers.
+    right = "80 % [38, 96]"
+    full, b, _ = compared.table([variants()], "t").rows
+    assert full == ("m", FULL, None, None, None, right, f"{2 / bit:.3f}", "2.5")
+    assert b == ("m", "b", "0.25", "[0.25, 0.25]", "75.0 %", right, f"{2.25 / bit:.3f}", "2.5")
+    given = variants(bytes_per_token=None)
+    given["variants"]["b"] |= {"answered": None, "n_bytes": None}  # type: ignore[index]
+    assert compared.row(given, "b")[5:] == (None, None, None)
+    assert compared.bits_per_byte(variants(), "b") == pytest.approx([2.25 / bit] * 5)
+    given["variants"]["b"]["nll"] = None  # type: ignore[index]
+    assert compared.bits_per_byte(given | {"bytes_per_token": 2.0}, "b") is None
+
+
+def test_bars_reach_from_end_to_end_of_the_interval() -> None:
+    uneven = variants()
+    uneven["variants"]["b"]["kl"] = [0.1, 0.2, 0.6]  # type: ignore[index]
+    picture = compared.bars([uneven, variants(output="hidden")], "n", "T", "C")
+    first, second = picture.figure.axes
+    assert picture.figure.get_size_inches() == pytest.approx((12.0, 1.2 + 0.34 * 3))
+    assert [t.get_text() for t in first.get_yticklabels()] == ["c", "b"]
+    points, _, (bars,) = first.containers[0]
+    assert points.get_xydata().tolist() == [[0.5, 0], [pytest.approx(0.3), 1]]
+    low, high = bars.get_segments()[1][:, 0]
+    assert 0.1 <= low < 0.3 < high <= 0.6
+    flat = bars.get_segments()[0][:, 0]
+    assert flat.tolist() == [0.5, 0.5]
+    assert (first.get_xlabel(), second.get_xlabel()) == (
+        "KL to full precision [nats]",
+        "squared error [ratio]",
+    )
+    assert first.get_title() == "m"
+    assert (picture.name, picture.title, picture.caption) == ("n", "T", "C")
+
+
+def test_curves_share_one_legend_and_whole_numbers() -> None:
+    models = [
+        ("a", {"x": ([1, 2], [3.0, 4.0])}),
+        ("b", {"x": ([1, 2], [3.0, 4.0]), "y": ([1, 2], [5.0, 6.0])}),
+    ]
+    picture = compared.curves(models, "n", "T", "C", ("steps [number]", "y [ratio]"))
+    first, second = picture.figure.axes
+    assert (first.get_title(), second.get_title(), first.get_ylabel()) == ("a", "b", "y [ratio]")
+    assert (first.get_xscale(), first.get_yscale()) == ("linear", "linear")
+    assert [t.get_text() for t in picture.figure.legends[0].get_texts()] == ["x", "y"]
+    picture.figure.canvas.draw()
+    assert all(float(tick).is_integer() for tick in first.get_xticks())
+    broken = [("a", {"x": ([0.5, 0.75], [3.0, 4.0])})]
+    alone = compared.curves(broken, "n", "T", "C", ("x [ratio]", "y [ratio]"))
+    assert alone.figure.legends == []
+    alone.figure.canvas.draw()
+    assert not all(float(tick).is_integer() for tick in alone.figure.axes[0].get_xticks())
+    scaled = compared.curves(broken, "n", "T", "C", ("x [ratio]", "y [ratio]"), log=True).figure.axes[0]
+    assert (scaled.get_xscale(), scaled.get_yscale()) == ("log", "log")
+    # Of many points each tenth of the way has a marker.
+    for n, every in ((40, None), (41, 0.1)):
+        long = [("a", {"x": (list(range(n)), list(range(n)))})]
+        (drawn,) = compared.curves(long, "n", "T", "C", ("x [ratio]", "y [ratio]")).figure.axes[0].get_lines()
+        assert drawn.get_markevery() == every
+
+
+def test_variants_are_shown_with_the_claims_that_apply() -> None:
+    show = compared.show_variants("n", "T", "C", lambda found: [below(found, "b", "c"), None])
+    shown = show([variants()])
+    assert [c.text for c in shown.claims] == ["b is closer than c"]
+    assert shown.claims[0].holds is True
+    assert [t.title for t in shown.tables] == ["T"]
+    assert [p.name for p in shown.pictures()] == ["n"]
+
+
+def test_cures_are_claims_of_planted_models_alone() -> None:
+    assert compared.cured(variants(), "c", "b") == []
+    given = variants(cures=["b", "d"])
+    assert [c.text for c in compared.cured(given, "c", "b")] == ["b is closer than c"]
+    assert compared.cured(given, "c", "x") == []
+
+
+def test_numbers_of_claims_are_written_with_their_ends() -> None:
+    gain = Interval(0.25, 0.125, 0.5, 0.95, "test", 20)
+    claim = compared.paired_shares("m", "t", gain, 0.04)
+    assert claim.found == "+25.0 points [+12.5, +50.0], exact McNemar p = 0.04"
+    assert claim.holds is True
+    assert compared.paired_shares("m", "t", gain, 0.05).holds is None
+    assert compared.span(gain, 2) == "0.25 [0.12, 0.50]"
+    assert (
+        compared.higher("m", "t", [0.75] * 5, [0.5] * 5).found == "+25.0 points of agreement [+25.0, +25.0]"
+    )
+    assert most("m", "t", [True, False]).found == "1 of 2 layers"
+    assert most("m", "t", []).holds is None
+    assert compared.ratio([1.0, 3.0], [4.0, 4.0]).estimate == 0.5
+    assert compared.unresolved(-0.0002) == compared.unresolved(1e-4) == ""
+    assert compared.unresolved(-0.00005) != ""
+    assert closer("m", "t", [2.0] * 5, [4.0] * 5).found == "KL ratio 0.500 [0.500, 0.500]"
+    assert answers(variants() | {"variants": {n: {"answered": None} for n in "ab"}}, "a", "b") is None
+
+
+def test_a_model_is_told_why_it_has_no_table() -> None:
+    def bench(output: str, *exposed: bool) -> Any:
+        system = SimpleNamespace(
+            output=output, shared_parameters=lambda depth: [SimpleNamespace(exposed=e) for e in exposed]
+        )
+        return SimpleNamespace(system=system, depth=3)
+
+    assert compared.without_logits(bench("logits")) is None
+    assert "no logits" in str(compared.without_logits(bench("hidden")))
+    assert compared.without_exposed(bench("logits", False, True)) is None
+    assert "no layer is feedback-exposed" in str(compared.without_exposed(bench("logits", False)))
+    assert "no logits" in str(compared.without_exposed(bench("hidden", True)))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from loopq.report import alternatives as alternatives_module
 from loopq.report.alternatives import _ticks, alternatives, changed_prompts, comparison, facts
 from tests.report.conftest import measured, summary
 
@@ -141,3 +142,74 @@ def test_eight_prompts_are_shown_the_worst_first():
     assert "8 of 10 prompts" in text
     widths = [float(w) for w in re.findall(r"width:([\d.]+)%", text)]
     assert widths == pytest.approx([100 * i / 9 for i in range(9, 1, -1)], abs=0.06)
+
+
+def test_ticks_and_names_stand_beside_what_they_name():
+    text = alternatives(measured(summary("a", 0.5, 500_000), summary("b", 1.0, 1_000_000)))
+    assert 'viewBox="0 0 480 300"' in text
+    # Lines from the left end of the axis to the right end of the picture, at each fifth of 228 above 254.
+    heights = [float(y) for y in re.findall(r'class="grid" d="M62 ([\d.]+)H480"', text)]
+    assert heights == pytest.approx([254 - i * 45.6 for i in range(6)], abs=0.06)
+    numbers = re.findall(r'<text x="56" y="([\d.]+)" text-anchor="end">([\d.]+)</text>', text)
+    assert [v for _, v in numbers] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [float(y) - 4 for y, _ in numbers] == pytest.approx(heights, abs=0.06)
+    below = re.findall(r'<text x="([\d.]+)" y="(\d+)" text-anchor="middle">([\w ]+)</text>', text)
+    assert [v for _, _, v in below] == [
+        "0",
+        "200 kB",
+        "400 kB",
+        "600 kB",
+        "800 kB",
+        "1 MB",
+        "bytes of all weights",
+    ]
+    assert [float(x) for x, _, _ in below] == pytest.approx(
+        [62 + i * 0.74 * 418 / 5 for i in range(6)] + [62 + 0.37 * 418], abs=0.5
+    )
+    assert {y for _, y, _ in below[:-1]} == {"272"}
+    assert below[-1][1] == "294"
+    names = re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="name">(\w)</text>', text)
+    assert [float(x) - 11 for x, _ in names] == pytest.approx([216.7, 371.3], abs=0.06)
+    assert [name for _, name in names] == ["a", "b"]
+    assert set(re.findall(r'r="([\d.]+)"', text)) == {"5.5"}
+
+
+def test_names_give_way_by_height_and_width():
+    def heights(*found):
+        text = alternatives(measured(*found))
+        names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
+        return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
+
+    # 16 below the next name is enough: 228 of the height are 1 nat.
+    assert heights(summary("a", 1 - 17 / 228, 1000), summary("b", 1.0, 1000)) == [0, 0]
+    assert heights(summary("a", 1 - 12 / 228, 1000), summary("b", 1.0, 1000)) == [0, pytest.approx(4)]
+    # 110 of the width of 309 are 356 of 1,000 bytes.
+    assert heights(summary("a", 1.0, 630), summary("b", 1.0, 1000)) == [0, 0]
+    assert heights(summary("a", 1.0, 660), summary("b", 1.0, 1000)) == [0, 16]
+
+
+@pytest.mark.parametrize(
+    ("most", "ticks"),
+    [
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (2.4, [0, 0.5, 1, 1.5, 2, 2.5]),
+        (3.0, [0, 1, 2, 3]),
+        (70, [0, 20, 40, 60, 80]),
+        (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05]),
+        (1000, [0, 200, 400, 600, 800, 1000]),
+    ],
+)
+def test_ticks_are_round_and_reach_the_largest(most, ticks):
+    assert alternatives_module._ticks(most) == pytest.approx(ticks)
+
+
+def test_prompts_are_scored_relative_to_the_mean_of_each_checkpoint():
+    big = summary("big", 10.0, kl_by_prompt=[12.0, 9.0, 9.0])
+    small = summary("small", 0.1, kl_by_prompt=[0.1, 0.05, 0.15])
+    found = changed_prompts(measured(big, small))
+    # 1.2 + 1, 0.9 + 0.5 and 0.9 + 1.5 of the means.
+    assert re.findall(r'class=number data-sort="(\d)\.0">\d</td>', found) == ["2", "0", "1"]
+    assert "3 of 3 prompts" in found
+    assert ">second &amp; more<" not in found
+    assert ">the second &amp; more<" in found
+    assert f">{'x' * 160}<" in found

@@ -71,3 +71,35 @@ def test_data_fits_its_schema(diagnosis, tmp_path):
     del broken["layers"][0]["verdict"]["text"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, schema)
+
+
+def test_the_title_names_the_model_and_what_was_done(diagnosis):
+    assert page._title(None, {"Q": []}, None) == "Model, quantized"
+    assert page._title(diagnosis, None, None) == "Diagnosis of toy <&>"
+    assert page._title(diagnosis, {"Q": []}, None) == "toy <&>, quantized"
+    assert page._title(diagnosis, None, {"model": "other"}) == "other, quantized"
+
+
+def test_the_intro_tells_texts_warnings_and_sizes(diagnosis):
+    assert page._intro(None, None) == ""
+    found = measured(summary("Q", 0.5, warning="seen before"), summary("R", 0.5))
+    found["on"] = found["on"] | {"n_tokens": 12_345}
+    text = page._intro(None, found)
+    for words in ("on 3 prompts, 12,345 tokens of a <text>, 3 steps", "of each: 1,", "Q: seen before."):
+        assert words in text
+    assert "Diagnosed" not in text
+    model = diagnosis["model"]
+    told = page._intro({**diagnosis, "model": model | {"n_parameters": 1_234_567}}, None)
+    assert (
+        f"system {model['system']}, {model['n_steps']} steps, 1,234,567 parameters, {model['dtype']}; "
+        in told
+    )
+    assert told.endswith(f"{diagnosis['data']['n_tokens']:,} tokens of {diagnosis['data']['source']}.")
+    assert "parameters" not in page._intro({**diagnosis, "model": model | {"n_parameters": None}}, None)
+
+
+def test_a_page_has_the_sections_of_what_is_given():
+    text = page.render(measured=measured(summary("Q", 0.5)))
+    assert re.findall(r'<section id="(\w+)">', text) == ["cost", "prompts"]
+    assert re.findall(r'<a href="#(\w+)">', text) == ["cost", "prompts"]
+    assert set(saved(text)) == {"measured"}

@@ -128,3 +128,33 @@ def test_the_style_holds_while_a_picture_is_drawn():
 )
 def test_a_short_name_has_no_usual_prefix(name, short):
     assert style.short_name(name) == short
+
+
+def test_letters_can_be_read_and_lines_seen():
+    import matplotlib
+
+    with style.styled("a"):
+        now = dict(matplotlib.rcParams)
+    letters = [v for k, v in now.items() if k in style._RC and k.endswith("size") and "marker" not in k]
+    assert letters == [10] * 6
+    # Nine pixels of 1/96 inch are 6.75 points.
+    assert 6.75 < style.SMALL < 10
+    assert now["axes.grid"] is True
+    for frame in ("axes.spines.top", "axes.spines.right", "legend.frameon"):
+        assert now[frame] is False
+    # A grid stays fainter and thinner than what is drawn.
+    assert 0.1 < now["grid.alpha"] < 0.5
+    assert now["grid.linewidth"] < 1 < now["lines.linewidth"] < 2
+    assert 0.5 < now["hatch.linewidth"] < 1
+    assert now["svg.fonttype"] == "none"
+    assert style.ACROSS * 4.0 < 13
+
+
+def test_dashes_are_pairs_of_ink_and_gap():
+    for _, dash, _ in style.SERIES:
+        if not isinstance(dash, str):
+            start, lengths = dash
+            assert start == 0
+            assert len(lengths) % 2 == 0
+            assert min(lengths) == 1
+    assert [dash for _, dash, _ in style.SERIES[4:]] == [(0, (5, 1, 1, 1)), (0, (3, 1)), (0, (1, 1))]

@@ -16,14 +16,22 @@ import safetensors
 from loopq.errors import CheckpointError, LoopqError, SystemContractError
 from loopq.formats.convert import read_any, write_as
 from loopq.layers.shared import SharedParameter
+from loopq.storage import files
 from loopq.storage.files import (
     RawTensor,
+    check_regular,
+    float_to_raw,
+    free_bytes,
     inside,
+    json_bytes,
     map_tensors,
+    nearest,
+    read_bytes,
     read_header,
     read_json,
     read_tensors,
     replacing,
+    sha256,
     write_json,
     write_tensors,
     write_text,
@@ -221,3 +229,89 @@ def test_a_file_with_a_second_name_keeps_its_bytes_there(tmp_path):
 def test_a_file_without_a_name_is_refused(name):
     with pytest.raises(LoopqError):
         write_text(name, "text")
+
+
+def test_floats_are_rounded_half_to_even():
+    import torch
+
+    values = np.float32([1.0, 1.00390625, 1.01171875, -3.14159, 65504.0, 1e-30, 0.0])
+    for dtype, kind in (("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)):
+        raw = float_to_raw(values, dtype)
+        assert (raw.dtype, raw.shape) == (dtype, (7,))
+        np.testing.assert_array_equal(raw.float32(), torch.from_numpy(values).to(kind).float().numpy())
+    with pytest.raises(CheckpointError, match="expected a floating tensor, got I32"):
+        RawTensor.of(np.zeros(2, np.int32)).float32()
+    assert RawTensor.of(np.float64([0.1])).float32().tolist() == [np.float32(0.1)]
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert (check_regular(path), read_bytes(path, 5)) == (5, b"12345")
+    with pytest.raises(LoopqError, match="a: 5 bytes; allowed: 4"):
+        read_bytes(path, 4, LoopqError)
+    with pytest.raises(CheckpointError, match="none: missing"):
+        check_regular(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"a/b: cannot be read \(Not a directory\)"):
+        check_regular(path / "b")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        check_regular(tmp_path)
+
+
+def test_a_file_shorter_than_its_header_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"a": RawTensor.of(np.arange(6, dtype=np.int32))})
+    stored = read_header(path)[0]["a"]
+    assert (stored.dtype, stored.shape, stored.n_bytes) == ("I32", (6,), 24)
+    assert stored.offset == path.stat().st_size - 24
+    assert files.read_tensor(path, stored).array().tolist() == list(range(6))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="shorter than its header says"):
+        files.read_tensor(path, stored)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.read_tensor(tmp_path / "none", stored)
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "a"
+    with replacing(path) as temporary:
+        temporary.write_text("1")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert path.read_text() == "1"
+    with pytest.raises(ValueError, match="x"), replacing(path) as temporary:
+        temporary.write_text("2")
+        raise ValueError("x")
+    assert path.read_text() == "1"
+    assert list(path.parent.iterdir()) == [path]
+    with (
+        pytest.raises(LoopqError, match=r"a: cannot be written \(No space left on device\)"),
+        replacing(path),
+    ):
+        raise OSError(28, "No space left on device")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LoopqError, match="cannot be written"), replacing(tmp_path / "file" / "b"):
+        pass
+
+
+def test_the_nearest_folder_that_there_is(tmp_path):
+    assert nearest(tmp_path / "a" / "b") == tmp_path
+    assert nearest(tmp_path) == tmp_path
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    assert nearest(tmp_path / "self" / "x") == tmp_path
+    assert free_bytes(tmp_path / "a") > 0
+
+
+def test_json_has_one_form_and_no_numbers_beside_the_standard(tmp_path):
+    assert json_bytes({"b": [1], "a": "é"}) == b'{\n "a": "\\u00e9",\n "b": [\n  1\n ]\n}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        json_bytes(float("nan"))
+    (tmp_path / "a.json").write_text('{"a": NaN}')
+    with pytest.raises(LoopqError):
+        read_json(tmp_path / "a.json")
+    assert np.isnan(read_json(tmp_path / "a.json", finite=False)["a"])
+    assert write_text(str(tmp_path / "t"), "é").read_bytes() == b"\xc3\xa9"
+    # SHA-256 of these two bytes.
+    import hashlib
+
+    assert sha256(tmp_path / "t") == hashlib.sha256(b"\xc3\xa9").hexdigest()

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from loopq.paper.bench import Bench
+from loopq.paper.tables import spectra
 from tests.support.paper import measured_shown_and_resumed
 
 
 def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None:
     measured_shown_and_resumed("spectra", huginn, tmp_path)
+
+
+def test_counts_are_shown_by_threshold_and_spectra_drawn() -> None:
+    def described(rank: int) -> dict[str, Any]:
+        ranks = {f"{tau:g}": 1000 * rank + i for i, tau in enumerate(spectra.THRESHOLDS)}
+        return {
+            "ranks": ranks, "rank": rank, "effective_rank": 2.6, "stable_rank": 1.25,
+            "curve": {"index": [1, 3], "value": [0.5, 0.0]},
+        }  # fmt: skip
+
+    kinds = {kind: described(i) for i, kind in enumerate((spectra.FEW, spectra.MANY, spectra.STEPS), 1)}
+    made = spectra.show([{"model": "m", "layers": {"c.a.weight": kinds, "c.b.weight": kinds}}])
+    table = made.tables[0]
+    assert [row[1:4] for row in table.rows[:3]] == [
+        ("c.a", spectra.FEW, "1,000"), ("c.a", spectra.MANY, "2,000"), ("c.a", spectra.STEPS, "3,000")
+    ]  # fmt: skip
+    assert table.rows[4][3:] == (*(f"2,{i:03d}" for i in range(len(spectra.THRESHOLDS))), "3", "1.2")
+    (claim,) = made.claims
+    assert claim.found == "c.a: 1 directions, 2 with more prompts, 3 with all steps"
+    assert claim.holds is None
+    (picture,) = made.pictures()
+    first, second = picture.figure.axes
+    assert (first.get_title(), second.get_title(), first.get_xscale()) == ("m: c.a", "m: c.b", "log")
+    assert first.get_lines()[0].get_xydata().tolist() == [[1, 0.5], [3, 1e-12]]

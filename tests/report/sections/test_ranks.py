@@ -93,3 +93,39 @@ def test_nothing_is_drawn_of_what_was_not_measured():
 @pytest.mark.parametrize("name", ["ranks", "spectra", "proxy"])
 def test_its_figures_have_units(diagnosis, name):
     check_figure(diagnosis, name, "ranks")
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "n_steps", "size"), [(1, 2, (5.5, 3.4)), (10, 6, (7.5, 4.5)), (2, 40, (13.0, 3.4))]
+)
+def test_the_map_grows_with_steps_and_layers(n_layers, n_steps, size):
+    layers = {f"c.{i}.a.weight": layer(10, dict.fromkeys(range(n_steps), 3), 5) for i in range(n_layers)}
+    figure = rank_map(made(layers=layers)).figure
+    assert figure.get_size_inches() == pytest.approx(size)
+    axes, bar = figure.axes
+    # A line before the column of the sum, which is no step.
+    (line,) = axes.get_lines()
+    assert list(line.get_xdata()) == [n_steps - 0.5] * 2
+    assert line.get_linewidth() == 2
+    assert not any(grid.get_visible() for grid in axes.get_xgridlines())
+    assert bar.get_ylabel() == "directions above the threshold [% of the width]"
+
+
+def test_counts_are_light_on_dark_cells():
+    layers = {"a.weight": layer(100, {0: 54, 1: 55}, 56)}
+    texts = rank_map(made(layers=layers)).figure.axes[0].texts
+    assert [t.get_color() for t in texts] == ["#111111", "white", "white"]
+    assert {(t.get_ha(), t.get_va(), t.get_fontsize()) for t in texts} == {("center", "center", 8)}
+
+
+def test_thresholds_are_thin_dotted_lines():
+    (axes,) = spectra(made()).figure.axes
+    line = axes.get_lines()[-1]
+    assert (line.get_linestyle(), line.get_linewidth()) == (":", 1)
+    (note,) = [t for t in axes.texts if t.get_text() == "0.01"]
+    assert note.xy == (1, 0.01)
+    assert [x.get_markevery() for x in axes.get_lines()[:3]] == [0.2] * 3
+    (axes,) = proxies(made()).figure.axes
+    assert axes.get_lines()[-1].get_linewidth() == 1
+    assert axes.get_legend() is not None
+    assert axes.figure.get_size_inches() == pytest.approx((6.2, 3.2))

@@ -70,6 +70,8 @@ class InklingFullConfig(InklingConfig):
     """The one with images."""
 
     model_type = "inkling2_loop"
+    # transformers gives a class without one a new `__init__`, which would refuse nothing.
+    __init__ = InklingConfig.__init__
 
 
 #: Configurations by an architecture that uses them.

@@ -1,0 +1,64 @@
+"""One copy of the weights, and a cache for each call of an attention layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from tests.support.vllm_parts import Attention
+
+CONFIG = SimpleNamespace(cache_config="cache", quant_config=None)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention(4, 8, 0.25, 2, "own", "kind", quant_config="q", per_layer_sliding_window=6)
+        self.mlp = nn.Linear(2, 2)
+
+
+def test_a_twin_has_an_attention_of_its_own(parts):
+    again = parts("loops").again
+    layer = Layer()
+    twin = again(layer, "layers.7.attn", CONFIG)
+    assert type(twin) is Layer
+    assert twin.mlp is layer.mlp
+    made = twin.attn
+    assert made is not layer.attn
+    assert layer.attn.prefix == "own"
+    assert (made.prefix, made.num_heads, made.head_size, made.num_kv_heads) == ("layers.7.attn", 4, 8, 2)
+    assert (made.impl.scale, made.sliding_window, made.attn_type, made.quant_config) == (0.25, 6, "kind", "q")
+    plain = nn.Linear(2, 2)
+    assert again(plain, "x", CONFIG) is plain
+
+
+@pytest.mark.parametrize(
+    ("order", "slots"),
+    [([0, 1], []), ([0, 1, 0, 1], ["n.5.attn", "n.6.attn"]), ([0, 0, 1, 0], ["n.5.attn", "n.6.attn"])],
+)
+def test_repeated_layers_have_slots_after_the_first(parts, order, slots):
+    layers = nn.ModuleList([Layer(), Layer()])
+    made = parts("loops").LoopedBlocks(layers, order, "n", 5, CONFIG)
+    run = list(made)
+    assert len(made) == len(run) == len(order)
+    assert [layer.mlp for layer in run] == [layers[i].mlp for i in order]
+    assert [layer is layers[i] for layer, i in zip(run, order, strict=True)] == [
+        i not in order[:k] for k, i in enumerate(order)
+    ]
+    assert [cache.prefix for cache in made.caches] == slots
+    # Each parameter has a single name.
+    assert [name for name, _ in made.named_parameters()] == [
+        "0.mlp.weight", "0.mlp.bias", "1.mlp.weight", "1.mlp.bias"
+    ]  # fmt: skip
+
+
+def test_an_inner_model_is_a_subclass_of_its_own(parts):
+    loops = parts("loops")
+    settings = SimpleNamespace(vocab_size=8, hidden_size=4, tie_word_embeddings=False)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=settings), quant_config=None)
+    with pytest.raises(NotImplementedError):
+        loops.Causal(vllm_config=config)
+    assert loops.table(config, 4, "p").weight.shape == (8, 4)
+    assert loops.BY_TOKEN == {"input_ids": 0, "positions": 0, "inputs_embeds": 0}

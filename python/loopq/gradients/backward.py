@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     Join = Callable[[Callable[[], None]], None]
 
+#: Positions whose labels are drawn together.
+_AT_ONCE = 8
+
 
 @dataclass
 class Backward:
@@ -136,5 +139,10 @@ def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
     """
     import torch  # lazy: loopq imports without torch
 
-    waiting = np.random.default_rng(list(seed)).standard_exponential(tuple(logp.shape))
-    return (torch.from_numpy(waiting).to(logp.device).log_() - logp.detach()).argmin(-1)
+    rng = np.random.default_rng(list(seed))
+    found = []
+    # A few positions at a time stay in the cache; the numbers are those of one draw.
+    for some in logp.detach().flatten(0, -2).split(_AT_ONCE):
+        waiting = torch.from_numpy(rng.standard_exponential(tuple(some.shape))).to(logp.device)
+        found.append(waiting.log_().sub_(some).argmin(-1))
+    return torch.cat(found).reshape(logp.shape[:-1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -230,14 +233,52 @@ def test_scales_that_are_not_exact_are_refused(scales):
             {"down.weight": 1.5 * ones},
             "layer down.weight: .*: its scale has other numbers than powers of two",
         ),
-        ({"down.weight": 2.0**14 * ones}, "layer up.weight: .*: its float16 scales do not hold it"),
+        (
+            {"down.weight": 2.0**14 * ones},
+            "layer down.weight: .*: the scales of up.weight, float16, cannot take it",
+        ),
     ):
         with pytest.raises(CheckpointError, match=match):
             fold(*coded(model, scales | change), folds, model)
     half = Block().half()
     layers, tensors = coded(half, scales | dict.fromkeys(("gate.weight", "up.weight"), 2.0**14 * ones))
-    with pytest.raises(CheckpointError, match="F16 does not hold its numbers after the fold"):
+    with pytest.raises(
+        CheckpointError, match=r"gate.weight: .*the numbers of norm.weight, F16, cannot take it"
+    ):
         fold(layers, tensors, folds, half)
+
+
+@pytest.mark.parametrize("levels", ["q4_1", "q4_k", "iq4_nl", "nvfp4"])
+def test_scales_of_other_grids_are_divided_exactly(levels):
+    rng = np.random.default_rng(0)
+    scale = np.exp2(rng.integers(0, 4, 32)).astype(np.float32)
+    groups = {"nvfp4": {"bits": 4, "group_size": 16}}.get(levels, {})
+    up = solve("rtn", rng.normal(size=(32, 256)).astype(np.float32), None, levels=levels, **groups)
+    down = solve("rtn", rng.normal(size=(8, 32)).astype(np.float32), None, bits=4, group_size=16)
+    layers = {"up.weight": up, "down.weight": down.with_transform(ChannelScale(scale))}
+    done, _ = fold(layers, {}, {"up": ["down.weight"]}, nn.Module())
+    np.testing.assert_array_equal(done["up.weight"].dequantize() * scale[:, None], up.dequantize())
+    layers["down.weight"] = down.with_transform(ChannelScale(scale / 2**30))
+    with pytest.raises(
+        CheckpointError, match=r"layer down.weight: .*: the scales of layer.weight, .*, cannot take it"
+    ):
+        fold(layers, {}, {"up": ["down.weight"]}, nn.Module())
+
+
+def test_other_threads_see_no_trial():
+    model, found = Block(), []
+    with torch.no_grad():
+        plain = model.norm(X)
+
+        def run():
+            other = threading.Thread(target=lambda: found.append(model.norm(X)))
+            other.start()
+            other.join()
+            return model(X)
+
+        find_folds(model, READERS, run)
+    assert len(found) == 2
+    assert all(torch.equal(value, plain) for value in found)
 
 
 def loud(rng, n_rows=200):
@@ -248,13 +289,17 @@ def test_layers_of_one_input_share_powers_of_two():
     rng = np.random.default_rng(3)
     x, shared = loud(rng), {}
     config = LayerConfig.of(method="awq-fold", bits=3, group_size=16)
-    weights = [rng.normal(size=(16, 48)).astype(np.float32) for _ in range(2)]
+    weights = [size * rng.normal(size=(16, 48)).astype(np.float32) for size in (1, 30)]
+    # Columns of the first are small where inputs are loud, so that alone it takes another power.
+    weights[0] /= np.sqrt((x**2).mean(0)).astype(np.float32)
     problems = [Problem(f"{i}.weight", w, x.T @ x, config.grid, shared=shared) for i, w in enumerate(weights)]
     layers = quantize_all([(config, p) for p in problems])
     one, two = (layer.transform.scale for layer in layers)
     np.testing.assert_array_equal(one, two)
     assert set(np.frexp(one)[0]) == {0.5}
     assert layers[0].report["awq_power"] == layers[1].report["awq_power"] > 0
+    alone = config.quantize(dataclasses.replace(problems[0], shared={}))
+    assert alone.report["awq_power"] != layers[0].report["awq_power"]
 
     def loss(found):
         errors = [layer.dequantize() - w for layer, w in zip(found, weights, strict=True)]

@@ -169,9 +169,9 @@ def fold(
         scale = _common_scale([layers[name] for name in names])
         for name in (in_file(f"{source}.weight"), in_file(f"{source}.bias")):
             if name in layers:
-                layers[name] = _divided_layer(layers[name], scale)
+                layers[name] = _divided_layer(layers[name], scale, names[0])
             elif name in dense:
-                dense[name] = _divided(name, dense[name], scale)
+                dense[name] = _divided(name, dense[name], scale, names[0])
             elif name.endswith("weight"):
                 _refuse(names[0], f"{name}, which takes its scale, is stored in another form")
         for name in names:
@@ -338,7 +338,7 @@ def _common_scale(layers: Sequence[QuantizedLayer]) -> NDArray[np.float32]:
     return first
 
 
-def _divided_layer(layer: QuantizedLayer, scale: NDArray[np.float32]) -> QuantizedLayer:
+def _divided_layer(layer: QuantizedLayer, scale: NDArray[np.float32], reader: str) -> QuantizedLayer:
     """Divide the outputs of a quantized layer."""
     rows = scale[:, None]
     zeros = layer.zeros
@@ -346,19 +346,25 @@ def _divided_layer(layer: QuantizedLayer, scale: NDArray[np.float32]) -> Quantiz
         zeros = zeros / rows
     made = replace(layer, scales=layer.scales / rows, zeros=zeros)
     settings = checked(LayerSettings, made.settings(), layer.name, CheckpointError)
-    stored = QuantizedLayer.from_tensors(settings, TensorReader(layer.name, made.tensors()), layer.report)
-    if not np.array_equal(stored.stored_values() * rows, layer.stored_values()):
-        _refuse(layer.name, f"its {layer.grid.scale_dtype} scales do not hold it; --scale-dtype float32 does")
+    try:
+        with np.errstate(over="ignore"):
+            tensors = TensorReader(layer.name, made.tensors())
+        stored = QuantizedLayer.from_tensors(settings, tensors, layer.report).stored_values()
+    except CheckpointError:
+        stored = np.zeros_like(rows)
+    if not np.array_equal(stored * rows, layer.stored_values()):
+        _refuse(reader, f"the scales of {layer.name}, {layer.grid.scale_dtype}, cannot take it")
     return made
 
 
-def _divided(name: str, tensor: RawTensor, scale: NDArray[np.float32]) -> RawTensor:
+def _divided(name: str, tensor: RawTensor, scale: NDArray[np.float32], reader: str) -> RawTensor:
     """Divide the outputs of a weight, or a bias."""
     values = tensor.float32()
     rows = scale.reshape(-1, *[1] * (values.ndim - 1))
-    found = float_to_raw(values / rows, tensor.dtype)
-    if not np.array_equal(found.float32() * rows, values):
-        _refuse(name, f"{tensor.dtype} does not hold its numbers after the fold")
+    with np.errstate(over="ignore"):
+        found = float_to_raw(values / rows, "F32" if tensor.dtype == "F64" else tensor.dtype)
+    if found.dtype != tensor.dtype or not np.array_equal(found.float32() * rows, values):
+        _refuse(reader, f"the numbers of {name}, {tensor.dtype}, cannot take it")
     return found
 
 

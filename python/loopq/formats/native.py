@@ -35,7 +35,7 @@ REPORT = "report.jsonl"
 
 @dataclass(frozen=True)
 class Index:
-    """What `loopq.json` holds."""
+    """The content of `loopq.json`."""
 
     loopq_version: str
     settings: Object

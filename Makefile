@@ -1,4 +1,4 @@
-# The one list of commands: by hand, by hook and in CI the same targets are called.
+# The one list of commands. People, hooks and CI call the same targets.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -48,7 +48,7 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp
 
 setup: build $(VENV)/dev.stamp ## Make the environment with everything that development needs
 
-# Tools that some tests compare with. Where one cannot be had in time, a warning says so and its tests are skipped;
+# Tools that some tests compare with. If one cannot be installed in time, a warning says so and its tests are skipped;
 # the next make tries again.
 CI_TOOLS := "lm-eval>=0.4.5" "xllamacpp>=2026.10"
 
@@ -98,7 +98,7 @@ test-slow: setup $(GPTQ)/stamp .cache/people/stamp ## The tests that `make test`
 	$(PY) -m pytest -m "slow and not gpu" tests $(WORKERS)
 
 # An environment for another tool: it sees torch and transformers of the development environment and has its own
-# setuptools, since pins clash. Where it cannot be made, a warning says so and the next make tries again.
+# setuptools, since pins clash. If that fails, a warning says so and the next make tries again.
 define environment
 	@mkdir -p .cache && rm -rf $(@D) $(@D).unavailable
 	@echo 'making $(@D): $(1), once'
@@ -165,7 +165,7 @@ fuzz: setup ## Every reader on changed files, then the parsers of the core by co
 	for name in dense marlin rows state w4; do \
 		cargo +nightly fuzz run --fuzz-dir tests/fuzz $$name -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
-# Only the standard library that comes ready-made is not instrumented. No leaks are looked for: pools of threads stay.
+# The prebuilt standard library is not instrumented. Leaks are not checked, since pools of threads stay.
 sanitize: ## The tests of the core under AddressSanitizer: needs nightly Rust
 	@cargo +nightly --version >/dev/null 2>&1 || \
 		{ echo "make sanitize needs nightly Rust: rustup toolchain install nightly"; exit 1; }
@@ -218,7 +218,7 @@ types: setup ## Types, and the stub against the binary
 	$(PY) -m mypy.stubtest loopq._native
 
 # Rust's name of each platform and the tag of its wheel. maturin runs the zig of the python3 that PATH has first. Windows'
-# wheel is built on Windows (.github/workflows/wheels.yml): Microsoft's linker is not to be had elsewhere, and for MinGW's
+# wheel is built on Windows (.github/workflows/wheels.yml): Microsoft's linker exists only there, and for MinGW's
 # maturin 1.16 exports PyInit_loopq._native, which is not the symbol's name.
 WHEELS ?= x86_64-unknown-linux-gnu=manylinux_2_28 aarch64-unknown-linux-gnu=manylinux_2_28 \
 	x86_64-unknown-linux-musl=musllinux_1_2 aarch64-unknown-linux-musl=musllinux_1_2 \

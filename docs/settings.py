@@ -69,7 +69,7 @@ def _option(leaf: Leaf) -> str:
 
 
 def _text(entries: list[Leaf]) -> str:
-    """What is shown of a setting; of one whose option turns it off, what it is and what it is then."""
+    """The shown default of a setting; if an option turns it off, both values."""
     leaf = entries[0]
     return (
         f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)

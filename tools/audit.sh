@@ -1,7 +1,7 @@
 #!/bin/sh
 # Known vulnerabilities of what loopq depends on: sh tools/audit.sh PYTHON. pip-audit reads the packages of that
-# interpreter's environment, cargo-audit reads Cargo.lock. Code 0: both were asked and know of none. Code 1: one knows of
-# some. Code 3: nobody knows, since one of them could not be asked.
+# interpreter's environment, cargo-audit reads Cargo.lock. Code 0: neither reports any. Code 1: at least one
+# reports some. Code 3: unknown, since one of them failed.
 python=$1
 code=0
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# sh tools/toolchain.sh PYTHON: what a build needs, looked for before anything long begins. One line for each tool
-# that is missing or too old, with what to install, and exit code 1; nothing where all is there.
+# sh tools/toolchain.sh PYTHON: check the tools of a build before anything long begins. It prints one line for each tool
+# that is missing or too old, with the package to install, and exits with code 1. It prints nothing if all are present.
 python=$1
 here=$(dirname "$0")/..
 wanted_python=$(sed -n 's/^requires-python = ">=\([0-9.]*\)"$/\1/p' "$here/pyproject.toml")

@@ -59,7 +59,7 @@ __all__ = [
 
 __version__: str
 
-#: Rows whose products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).
+#: Rows in a block: products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).
 BLOCK_ROWS: int
 HESSIAN_VERSION: int
 ROW_LIMIT: float
@@ -109,10 +109,10 @@ def cpu_features() -> list[str]:
 class HessianAccumulator:
     """``H_t = X_t^T X_t`` summed over rows, per loop step, reproducibly.
 
-    The rows of one step form one sequence in the order in which they come. It is cut in blocks of 512 rows from the
-    step's first row, whatever the calls; products are summed in float32 within a block and exactly, on a fixed grid
-    of ``2^-60``, between blocks. So threads, chunking, shards and merging cannot change a bit, and the sum of
-    ``H_t`` over ``t`` is ``H`` exactly. The spec is ``docs/formats/hessian.md``.
+    The rows of one step form one sequence in the order in which they come. Blocks have 512 rows, counted
+    from the step's first row across calls. Products are summed in float32 within a block, and exactly between blocks,
+    on a fixed grid of ``2^-60``. So threads, chunking, shards and merging cannot change a bit. The sum of ``H_t`` over
+    ``t`` is ``H`` exactly. The spec is ``docs/formats/hessian.md``.
 
     Parameters
     ----------
@@ -253,8 +253,8 @@ class HessianAccumulator:
 class DampedFactor:
     """``S = H + diag(mu)``, its columns in an order, factored once for all layers with the same input.
 
-    ``S = A diag(p) A^T`` with ``A`` unit upper triangular and rows and columns in the order. What only some solvers
-    need beside it is made of `h` when one asks: `h` is kept, and one that was changed meanwhile is an error.
+    ``S = A diag(p) A^T`` with ``A`` unit upper triangular and rows and columns in the order. Parts that only
+    some solvers need are made from `h` on demand: `h` is kept, and a changed one is an error.
 
     Parameters
     ----------
@@ -313,7 +313,7 @@ class DampedFactor:
 
 @final
 class Grid:
-    """What codes can be and what they stand for (`loopq.layers.grid.Grid.core`).
+    """The codes and their values (`loopq.layers.grid.Grid.core`).
 
     Parameters
     ----------
@@ -722,7 +722,7 @@ def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int
 
 @final
 class CpuRunner:
-    """A looped decoder as one program, with keys and values of its own (`loopq.inference.runner`).
+    """A looped decoder as one program, with its keys and values (`loopq.inference.runner`).
 
     Parameters
     ----------
@@ -763,7 +763,7 @@ class CpuRunner:
     ) -> CpuRunner: ...
     @property
     def seen(self) -> int:
-        """Tokens whose keys and values are kept."""
+        """Number of tokens with stored keys and values."""
 
     def restart(self) -> None:
         """Forget all tokens."""

@@ -49,7 +49,7 @@ class Block(nn.Module):
                 parameter.normal_()
 
     def read(self, x):
-        """What is read besides."""
+        """The other value that is read."""
         return 0.0
 
     def forward(self, x):
@@ -90,7 +90,7 @@ class Injected(Block):
 
 
 class Gated(Block):
-    """What stands beside passes a function before it is read."""
+    """The other value passes a function before it is read."""
 
     def forward(self, x):
         y = self.norm(x)

@@ -180,7 +180,7 @@ class _Files:
             wrong = ""
             if code not in (0, 1) or "Traceback" in text or (code and "error" not in text.splitlines()[-1]):
                 wrong = f"exit code {code}: {text[-300:]}"
-            # What has the name of the output is whole.
+            # A folder with the name of the output is complete.
             elif _whole(folder / "out") and runs.digest(folder / "out") != bench.wanted[name]:
                 wrong = f"half an output ({text[-200:]})"
             wrong = wrong or bench.settled(name, folder, True)

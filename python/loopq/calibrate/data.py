@@ -78,7 +78,7 @@ class TokenSet:
 
     @property
     def shortage(self) -> str:
-        """What to say if the source holds fewer prompts than were asked for; empty otherwise."""
+        """The message if the source holds too few prompts; empty otherwise."""
         if self.n_asked is None or len(self.sequences) >= self.n_asked:
             return ""
         return f"{self.n_asked} prompts were asked for, and {self.source} holds {len(self.sequences)}"

@@ -1,4 +1,4 @@
-"""What a run is made of: the parts of its key, and which of them changed since an interruption."""
+"""The inputs of a run: the parts of its key, and which of them changed since an interruption."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     add_layers(parser, include=model)
 
 
-#: What `solve` has no options for: it has no model to run.
+#: Settings without options in `solve`: it has no model to run.
 _RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit")
 _METRIC = ("metric", "passes")
 #: A setting of a preset that a dump can have, since it ignores the gradients.

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         target = quantized_format(args.format)
         config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
         return dry_run(args, config) if args.dry_run else table(args, config)
-    job = _Job.of(args)
+    job = _Command.of(args)
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
     with kept(job.out) if job.text is not None and ranks is None else contextlib.nullcontext():
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Command:
     """A checked command with its model and prompts.
 
     `depths` has the options once for each depth; the last depth is that of the card and the page. `text` has the
@@ -165,7 +165,7 @@ class _Job:
     text: TokenSet | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> _Job:
+    def of(cls, args: argparse.Namespace) -> _Command:
         """Check the options and load. Invalid input is rejected first, because loading a large model takes minutes."""
         target = quantized_format(args.format)
         options = target.taken(format_options(args))

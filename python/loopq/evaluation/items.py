@@ -27,7 +27,7 @@ _DRAW_SEED = 1234
 #: Line that an article of WikiText begins with; those of its sections have two marks or more.
 _TITLE = re.compile(r"\n(?= = [^=\n]*[^= \n][^=\n]* = $)", re.MULTILINE)
 
-#: What the harness replaces last in an article, in this order.
+#: The harness's last replacements in an article, in this order.
 _LAST = (
     ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \u00b0 ", "\u00b0"), (" \n", "\n"), ("\n ", "\n"),
     (" N ", " 1 "), (" 's", "'s"),

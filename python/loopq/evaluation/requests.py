@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048
-#: What stands before a text for a model without a token of its own for it: a line's end.
+#: Text before a request for a model without such a token: a line's end.
 _NEWLINE = 10
 
 #: Token ids of a context, which has one at least, and of what follows it.

@@ -92,16 +92,16 @@ def read_config(folder: Path) -> tuple[Object, Object | None]:
 
     def read(name: str) -> Object:
         data = read_json(inside(folder, name), finite=False)
-        return checked(dict[str, Any], data, folder / name)
+        return checked(Object, data, folder / name)
 
     config = read(CONFIG)
     found = config.pop(KEY, None)
     if found is None and (folder / QUANTIZE_CONFIG).exists():
         found = {"quant_method": "gptq", **read(QUANTIZE_CONFIG)}
     if found is None and (folder / HF_QUANT_CONFIG).exists():
-        told = checked(dict[str, Any], read(HF_QUANT_CONFIG).get("quantization"), folder / HF_QUANT_CONFIG)
+        told = checked(Object, read(HF_QUANT_CONFIG).get("quantization"), folder / HF_QUANT_CONFIG)
         found = {"quant_method": "modelopt", **told}
-    return config, None if found is None else checked(dict[str, Any], found, f"{folder / CONFIG}: {KEY}")
+    return config, None if found is None else checked(Object, found, f"{folder / CONFIG}: {KEY}")
 
 
 def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] = ("*",)) -> dict[str, bytes]:
@@ -130,7 +130,7 @@ def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, byt
     """
     config: dict[str, Any] = {}
     if CONFIG in files:
-        config = checked(dict[str, Any], parse_json(files[CONFIG], CONFIG, finite=False), CONFIG)
+        config = checked(Object, parse_json(files[CONFIG], CONFIG, finite=False), CONFIG)
     if LOOP not in config:
         if remote_code:
             raise ConfigError(

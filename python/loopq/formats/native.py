@@ -35,7 +35,7 @@ REPORT = "report.jsonl"
 
 @dataclass(frozen=True)
 class Index:
-    """What `loopq.json` holds."""
+    """The content of `loopq.json`."""
 
     loopq_version: str
     settings: Object
@@ -59,7 +59,7 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
     reports = {}
     for number, line in enumerate(read_bytes(inside(path.parent, path.name), MAX_SIZE).splitlines(), 1):
         where = f"{path}: line {number}"
-        entry = checked(dict[str, Any], parse_json(line, where), where)
+        entry = checked(Object, parse_json(line, where), where)
         name = entry.pop("layer", None)
         if not isinstance(name, str) or name in reports:
             raise CheckpointError(f"{where}: layer {shown(name)}; allowed: each layer's name, once")

@@ -102,7 +102,7 @@ def owners_of(checkpoint: Checkpoint) -> dict[str, list[str]]:
 def config_of(side_files: Mapping[str, bytes]) -> dict[str, Any]:
     """The model's config.json. Empty if there is none."""
     config = parse_json(side_files.get(hf_folder.CONFIG, b"{}"), hf_folder.CONFIG, finite=False)
-    return checked(dict[str, Any], config, hf_folder.CONFIG)
+    return checked(Object, config, hf_folder.CONFIG)
 
 
 def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -179,7 +179,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Support:
-    """What is known of systems in an engine.
+    """Known facts about systems in an engine.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-
 
 @dataclass(frozen=True)
 class Generation(Settings):
-    """What is generated.
+    """Settings of generation.
 
     Parameters
     ----------

@@ -243,7 +243,7 @@ def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | Non
 
 
 def _values_of(grid: Grid) -> dict[str, Any]:
-    """What determines values besides scales: the description without groups and storage of scales."""
+    """A grid without its groups and storage of scales: with the scales this determines all values."""
     return {k: v for k, v in grid.described().items() if k not in ("group_size", "scale_dtype")}
 
 

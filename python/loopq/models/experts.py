@@ -12,7 +12,7 @@ from loopq.models.files import conversions
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What transformers says of the layout of a class of experts.
+#: The layout of a class of experts in transformers.
 _FLAGS = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "has_post_expert_norm")
 #: Names of an expert's layers, where the files have no names for them: in general, and as engines look for Granite's.
 _NAMES, _SPARSE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")

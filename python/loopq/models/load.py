@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-#: What configurations call the number of positions.
+#: Names of the number of positions in configurations.
 _LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
 #: Floating types that a model can be cast to when it is loaded.
 DTYPES = ("float32", "bfloat16", "float16")

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from loopq.layers.shared import Orientation
 
-#: What a product does: name of the weight, rows of its input (n_rows, in_features), and how the weight is stored.
+#: A product: name of the weight, rows of its input (n_rows, in_features), and how the weight is stored.
 OnProduct = Callable[[str, "Tensor", "Orientation"], None]
 
 _aten = torch.ops.aten
 _MATRICES = {_aten.mm, _aten.bmm, _aten.matmul}
 _CONVOLUTIONS = {_aten.convolution, _aten.conv1d}
 _COPIES = {_aten._to_copy, _aten.clone, _aten.contiguous, _aten.to}
-#: What gives another view of the same numbers, or reads none of them.
+#: Functions that give another view of the same numbers, or read none of them.
 _VIEWS = {
     *(_aten.alias, _aten.as_strided, _aten.detach, _aten.expand, _aten.numpy_T, _aten.permute, _aten.select),
     *(_aten.slice, _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.chunk),

@@ -24,7 +24,7 @@ _OWN: Mapping[int, Any] = {}
 
 
 class _Here(threading.local):
-    """What a thread visits: the layer, values other than the files', and a function to call before a visit."""
+    """A thread's visit: the layer, values other than the files', and a function to call before it."""
 
     def __init__(self) -> None:
         self.prefix = ""

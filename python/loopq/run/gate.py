@@ -1,4 +1,4 @@
-"""What decides whether a file is written for an engine, and the engines' own word about it afterwards."""
+"""Decides whether a file is written for an engine, and checks it with the engine afterwards."""
 
 from __future__ import annotations
 

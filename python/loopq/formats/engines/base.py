@@ -25,7 +25,7 @@ TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 0.02, "bfloat16": 
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine said.
+    """The answer of an engine.
 
     Parameters
     ----------

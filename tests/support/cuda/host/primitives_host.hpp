@@ -3,9 +3,9 @@
 //   * every shared or global access is checked for bounds, alignment and direction;
 //   * shared memory starts out uninitialised and reading an unwritten byte is an error;
 //   * asynchronous copies land only at the wait that covers them, and their target is unreadable until then;
-//   * what one thread wrote to shared memory another may read only after a barrier that both have passed, and
-//     what another thread has read may be overwritten only after one (tensor-core instructions and shuffles
-//     bring a warp together but are no barriers for memory, neither here nor by the rules of PTX);
+//   * a thread may read another thread's writes to shared memory only after a barrier that both have passed. It may
+//     overwrite data that another thread has read only after one. Tensor-core instructions and shuffles bring a warp
+//     together but are no barriers for memory, neither here nor by the rules of PTX;
 //   * threads are fibers that run in a seeded random order between synchronisation points;
 //   * warp-wide instructions need all 32 lanes at the same instruction, barriers need every live thread.
 // It does not model tensor-core rounding (products of a step are summed in double and rounded once), memory order
@@ -57,7 +57,7 @@ struct PendingCopy {
 
 enum class Op : int { None, WarpSync, LoadMatrix, MmaBf16, MmaF16, ShuffleXor, ShuffleFrom };
 
-// What a lane hands to a warp-wide instruction and gets back.
+// Input and output of a lane in a warp-wide instruction.
 struct Slot {
     Op op = Op::None;
     u32 in[7];

@@ -184,20 +184,9 @@ def from_config(
     dtype: torch.dtype | None = None,
     whole: bool = True,
 ) -> nn.Module:
-    """Build a model from its configuration files. Its weights are arbitrary.
+    """Build a model with arbitrary weights from its configuration files, by default of the type that they name.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder with the configuration.
-    config : mapping
-        Contents of ``config.json``.
-    trust_remote_code : bool
-        Allow code of the folder to run.
-    dtype : torch.dtype, optional
-        Floating type. That of the configuration when absent.
-    whole : bool
-        Give parameters memory, and turn stacked experts into separate modules.
+    A `whole` model has memory for its parameters, and separate modules instead of stacked experts.
     """
     transformers = require("transformers")
     auto = getattr(transformers, auto_class(config, trust_remote_code))

@@ -187,9 +187,7 @@ def shown():
     """A parser with a common and a rare option."""
     made = cli._Parser(prog="p", usage="p X [options]", description="what it does", epilog="the end")
     made.add_argument("x", help="the first argument")
-    made.add_argument(
-        "--kind", choices=("a", "b"), default="a", help="the kind. More of it (default a)"
-    )
+    made.add_argument("--kind", choices=("a", "b"), default="a", help="the kind. More of it (default a)")
     made.add_argument("--deep", help="rarely needed. Really").rare = True
     made.add_help_options()
     return made
@@ -239,7 +237,7 @@ def test_the_first_sentence_of_an_option_is_shown(given, short):
     assert action.help == given
 
 
-def test_names_of_files_are_not_empty_and_options_not_abbreviated(capsys):
+def test_file_names_are_not_empty_and_options_are_whole(capsys):
     made = cli._Parser(prog="p")
     made.add_argument("--page", metavar="FILE")
     made.add_argument("--word")

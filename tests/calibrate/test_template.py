@@ -22,7 +22,7 @@ def _tokenizer(text: str) -> Any:
     )
 
 
-def test_dialogues_keep_their_places_and_end_where_the_assistant_answers() -> None:
+def test_dialogues_end_where_the_assistant_answers() -> None:
     made = _tokenizer(
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"

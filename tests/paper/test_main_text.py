@@ -97,7 +97,7 @@ STATES = {
 }  # fmt: skip
 
 
-def test_each_variant_is_compared_with_rounding_and_full_precision() -> None:
+def test_variants_are_compared_with_rounding_and_float() -> None:
     four, three = main_text.summarize_model(measured(factor=1.5))["grids"]
     steps = four["variants"][ALL]
     assert steps["n_bytes"] == 400

@@ -203,7 +203,7 @@ def test_ticks_are_round_and_reach_the_largest(most, ticks):
     assert alternatives_module._ticks(most) == pytest.approx(ticks)
 
 
-def test_prompts_are_scored_relative_to_the_mean_of_each_checkpoint():
+def test_prompts_are_scored_relative_to_a_checkpoints_mean():
     big = summary("big", 10.0, kl_by_prompt=[12.0, 9.0, 9.0])
     small = summary("small", 0.1, kl_by_prompt=[0.1, 0.05, 0.15])
     found = changed_prompts(measured(big, small))

@@ -21,7 +21,7 @@ from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
 from loopq.storage.files import check_size
 from loopq.storage.model_files import types_of
-from loopq.storage.schema import shown
+from loopq.storage.schema import Object, shown
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ class Loading:
     memory: int | None = None
 
 
-def load_hf(
-    folder: Path, config: Mapping[str, Any], source: str, how: Loading
-) -> tuple[nn.Module, dict[str, Any]]:
+def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Object]:
     """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns

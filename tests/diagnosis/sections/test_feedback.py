@@ -76,7 +76,7 @@ def test_error_rises_with_feedback_where_errors_add_up():
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system, first):
+def test_a_curve_is_the_mean_over_initial_states(system, first):
     changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     data = dataclasses.replace(tokens(n_prompts=3), scored_from=first)
     strengths = (0.5, 0.0, 1.0)

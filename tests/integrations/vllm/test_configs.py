@@ -17,7 +17,7 @@ def test_types_are_those_of_the_published_files():
     assert OuroConfig(total_ut_steps=3).total_ut_steps == 3
 
 
-def test_huginn_has_the_sizes_of_its_class_where_its_file_has_none():
+def test_huginn_has_the_sizes_of_its_class_by_default():
     config = RavenConfig()
     assert (config.head_dim, config.num_key_value_heads, config.max_position_embeddings) == (96, 55, 4096)
     own = {"n_embd": 64, "n_heads": 4, "n_layers": 8, "block_size": 128}

@@ -110,12 +110,12 @@ def quantize(
     >>> len(quantize("huginn_small", bits=4, group_size=32, n_prompts=2, seq_len=32, n_steps=2).layers) > 0
     True
     """
-    job = _Job(model, calibration, n_steps, listed(keep, tuple[str, ...]), requantize)
+    job = _Quantization(model, calibration, n_steps, listed(keep, tuple[str, ...]), requantize)
     return job.run(config or QuantConfig(), options, out, write, ranks)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Quantization:
     """The model and the prompts of `quantize`."""
 
     model: Model

@@ -36,18 +36,9 @@ _LAST = (
 
 @dataclass(frozen=True)
 class Item:
-    """One question.
+    """One question: a text, and answers to compare by likelihood, without the leading blank, or a single answer.
 
-    Parameters
-    ----------
-    context : str
-        Text before the answer.
-    choices : tuple of str
-        Answers to compare by likelihood, without the leading blank. A single answer leaves nothing to compare.
-    gold : int
-        The right one.
-    n_words : int
-        Number of words of a whole text, counted as in the harness.
+    `gold` is the right one. `n_words` counts the words of a whole text as the harness does.
     """
 
     context: str

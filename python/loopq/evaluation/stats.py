@@ -102,17 +102,9 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def mcnemar_exact(b: int, c: int) -> float:
-    """Two-sided exact McNemar test from the discordant counts (Li, Table 10).
+    """Two-sided exact McNemar test from the items that only the first got right and only the second (Li, Table 10).
 
-    Parameters
-    ----------
-    b, c : int
-        Items that only the first got right, and items that only the second got right.
-
-    Returns
-    -------
-    float
-        min(1, 2 P[X <= min(b, c)]) with X binomial(b + c, 1/2). The p value is 1 without discordant items.
+    The p value is min(1, 2 P[X <= min(b, c)]) with X binomial(b + c, 1/2), and 1 without discordant items.
     """
     if b < 0 or c < 0:
         raise ConfigError(f"discordant counts are at least 0; got {b} and {c}")
@@ -124,19 +116,10 @@ def mcnemar_exact(b: int, c: int) -> float:
 def paired_proportion_difference(
     b: int, c: int, n: int, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
-    """Paired bootstrap of a difference of two proportions measured on the same items (Li, Table 10).
+    """Paired bootstrap of a difference of two proportions measured on the same n items (Li, Table 10).
 
-    Parameters
-    ----------
-    b, c : int
-        Items that only the first got right, and items that only the second got right.
-    n : int
-        All items.
-
-    Returns
-    -------
-    Interval
-        Interval of (b - c) / n. Resampling n items with replacement is a multinomial draw over the three outcomes.
+    Only the first got b items right, only the second c. The interval is of (b - c) / n. Resampling n items with
+    replacement is a multinomial draw over the three outcomes.
     """
     if min(b, c) < 0 or b + c > n or n < 1:
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
@@ -155,22 +138,10 @@ def bootstrap(
     seed: int = 0,
     method: str = "bootstrap over prompts",
 ) -> Interval:
-    """Percentile bootstrap over units with several values each.
+    """Percentile bootstrap over units with several values each, one in each column. Units are resampled whole.
 
-    Parameters
-    ----------
-    columns : sequence of array_like, shape (n_units,)
-        One value per unit in each column. Units are resampled whole.
-    statistic : callable
-        `statistic(*columns, axis)` reduces the axis of the units.
-    n_resamples, seed : int
-        Number of resamples, and their seed.
-    method : str
-        Name for the report.
-
-    Notes
-    -----
-    A single unit always resamples to itself. The interval then equals the estimate and carries no information.
+    `statistic(*columns, axis)` reduces the axis of the units. The report names the `method`. A single unit always
+    resamples to itself. The interval then equals the estimate and carries no information.
     """
     arrays = [sample(c, method) for c in columns]
     same_length(*arrays)

@@ -21,16 +21,7 @@ Activations = Literal["float", "int8"]
 
 @dataclass(frozen=True)
 class Held:
-    """Properties of a layer that decide which layouts can hold it.
-
-    Parameters
-    ----------
-    out_features, in_features : int
-    grid : Grid
-        Of its codes.
-    transformed : bool
-        Whether the codes are for another basis of the input.
-    """
+    """Properties of a layer that decide which layouts can hold it. Codes may be for another basis of the input."""
 
     out_features: int
     in_features: int

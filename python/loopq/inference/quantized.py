@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 
 
 class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Embedding table over integer codes.
+    """Embedding table over integer codes on a plain grid without a transform, (vocabulary, width).
 
-    Parameters
-    ----------
-    table : QuantLinear
-        Plain grid without a transform, (vocabulary, width). For a tied head, the head's layer.
-    dtype : torch.dtype
-        Type of the returned rows. It follows the model's.
+    For a tied head it is the head's layer. Rows have the model's type.
     """
 
     like: torch.Tensor
@@ -62,14 +57,7 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
     """Replace every linear layer in a checkpoint by a `QuantLinear`, and every table by a `QuantEmbedding`.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Model that holds the checkpoint's weights (`loopq.formats.checkpoint.load_into`).
-    checkpoint : Checkpoint
-        Its layers.
-    activations : "float" or "int8"
-        See `loopq.inference.linear.QuantLinear.from_layer`.
+    The model holds the checkpoint's weights (`loopq.formats.checkpoint.load_into`).
 
     Returns
     -------

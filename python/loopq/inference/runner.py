@@ -89,19 +89,9 @@ class Runner:
         self._core.restart()
 
     def extend(self, ids: Tensor, start: Tensor | None = None) -> Tensor:
-        """Continue with some tokens.
+        """Continue with new tokens, int64 of shape (n), and return the float32 logits after the last one.
 
-        Parameters
-        ----------
-        ids : int64 Tensor of shape (n)
-            Tokens that it has not seen yet.
-        start : Tensor of shape (n, width), optional
-            Their initial states, for a program with a step "start".
-
-        Returns
-        -------
-        Tensor, float32, shape (vocabulary)
-            Logits after the last token.
+        A program with a step "start" takes their initial states, (n, width).
 
         Raises
         ------

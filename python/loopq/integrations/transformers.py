@@ -58,13 +58,8 @@ _STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point",
 class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
     """The `quantization_config` in the config.json of a native checkpoint.
 
-    Parameters
-    ----------
-    groups : sequence of dict
-        Grids: bits, group_size, symmetric, scale_dtype, orientation and, if present, transform. The entry "layers"
-        names their weights.
-    ties : dict of str to str
-        Names of tied weights. Each maps to the stored name.
+    Groups are grids: bits, group_size, symmetric, scale_dtype, orientation and, if present, transform. The entry
+    "layers" names their weights. `ties` maps the names of tied weights to the stored name.
     """
 
     def __init__(self, groups: Sequence[Object] = (), ties: dict[str, str] | None = None, **_: Any) -> None:

@@ -29,18 +29,9 @@ GROUP_SIZE = 128
 
 @dataclass(frozen=True)
 class SystemRow:
-    """One line of `loopq systems`.
+    """One line of `loopq systems`: published models have the number of weights quantized by default.
 
-    Parameters
-    ----------
-    name : str
-        Name for ``--system``.
-    summary : str
-        The loop in one line.
-    checkpoints : tuple of (str, int)
-        Published models and the number of weights quantized by default.
-    exposed : tuple of str
-        Layers without an identity path around them.
+    The `exposed` layers have no identity path around them.
     """
 
     name: str
@@ -59,17 +50,7 @@ def systems_table() -> list[SystemRow]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one check.
-
-    Parameters
-    ----------
-    check : str
-        What must hold.
-    ok : bool or None
-        Whether the check holds. None where it does not apply.
-    detail : str
-        The measurement, or the problem.
-    """
+    """What must hold, whether it does (None where it does not apply), and the measurement or the problem."""
 
     check: str
     ok: bool | None
@@ -78,19 +59,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Outcome of all checks.
-
-    Parameters
-    ----------
-    system : str
-        Adapter that was taken.
-    n_steps : int
-        Depth that was checked.
-    verdicts : tuple of Verdict
-        One for each check, in execution order.
-    notes : tuple of str
-        Facts that are not failures.
-    """
+    """Outcome of all checks in the order of execution, and facts that are not failures."""
 
     system: str
     n_steps: int

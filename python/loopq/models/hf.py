@@ -21,7 +21,7 @@ from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
 from loopq.storage.files import check_size
 from loopq.storage.model_files import types_of
-from loopq.storage.schema import shown
+from loopq.storage.schema import Object, shown
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ class Loading:
     memory: int | None = None
 
 
-def load_hf(
-    folder: Path, config: Mapping[str, Any], source: str, how: Loading
-) -> tuple[nn.Module, dict[str, Any]]:
+def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Object]:
     """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns
@@ -184,20 +182,9 @@ def from_config(
     dtype: torch.dtype | None = None,
     whole: bool = True,
 ) -> nn.Module:
-    """Build a model from its configuration files. Its weights are arbitrary.
+    """Build a model with arbitrary weights from its configuration files, by default of the type that they name.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder with the configuration.
-    config : mapping
-        Contents of ``config.json``.
-    trust_remote_code : bool
-        Allow code of the folder to run.
-    dtype : torch.dtype, optional
-        Floating type. That of the configuration when absent.
-    whole : bool
-        Give parameters memory, and turn stacked experts into separate modules.
+    A `whole` model has memory for its parameters, and separate modules instead of stacked experts.
     """
     transformers = require("transformers")
     auto = getattr(transformers, auto_class(config, trust_remote_code))

@@ -19,7 +19,7 @@ from loopq.models.precision import to_float32, widen
 from loopq.models.stream import Stream
 from loopq.storage.files import read_json
 from loopq.storage.model_files import source_of
-from loopq.storage.schema import checked
+from loopq.storage.schema import Object, checked
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Encode, ModelClass
@@ -330,8 +330,8 @@ def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision:
 
 
 def _load_class(
-    folder: Path, config: dict[str, Any], registered: ModelClass, how: hf.Loading
-) -> tuple[nn.Module, dict[str, Any]]:
+    folder: Path, config: Object, registered: ModelClass, how: hf.Loading
+) -> tuple[nn.Module, Object]:
     torch = require("torch")
     with building(), drawn(seed=0):
         model, findings = load_registered(folder, config, registered, how.allow_pickle)

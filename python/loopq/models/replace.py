@@ -55,12 +55,8 @@ class Replaced(Generic[System]):
     """A model with other weights in place of some. Use its adapter inside the block of this context manager.
 
     The model itself does not change, so other threads go on with its own weights. A model that is read layer by layer
-    takes its weights from `weights` at each visit, in the thread of the block.
-
-    Parameters
-    ----------
-    weights : mapping of str to float32 ndarray or output of `placed`
-        Parameter name to new values, oriented as in the model.
+    takes its weights from `weights` at each visit, in the thread of the block. They are oriented as in the model, or
+    from `placed`.
     """
 
     def __init__(self, system: System, weights: Weights) -> None:

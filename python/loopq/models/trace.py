@@ -25,15 +25,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
 @dataclass(frozen=True)
 class Routed:
-    """A matrix of an expert.
-
-    Parameters
-    ----------
-    module : str
-        Module that routes rows to it.
-    rows : list of int
-        Number of its rows at each call of that module.
-    """
+    """A matrix of an expert, the module that routes rows to it, and its number of rows at each call of that one."""
 
     module: str
     rows: list[int]

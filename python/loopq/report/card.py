@@ -40,28 +40,13 @@ def write_card(
     text: Mapping[str, Any],
     words: Sequence[str] = (),
 ) -> Path:
-    """Write README.md into a checkpoint folder, with a picture if chunks were measured.
+    """Write README.md into a checkpoint folder, with a picture if chunks were measured, and return its path.
 
-    Parameters
-    ----------
-    folder : Path
-        Checkpoint of any format that loopq reads.
-    model : str or None
-        The user's name of the full-precision model. The card shows its hub id, or a folder's last part. None means that
-        nothing was measured. The card then has the checkpoint folder's name, unless config.json has a hub id.
-    base : Path, optional
-        The model's folder. Its card may name a licence, and its path or config.json a hub id.
-    measured : sequence of mapping
-        `Measurement.summary` of full precision and of the checkpoint, with "kl_95" if available. May be empty.
-    text : mapping
-        `TokenSet.describe` of the prompts, with "n_steps" and "n_seeds".
-    words : sequence of str
-        Words of the command line that name the model and its options. The default is `model`.
-
-    Returns
-    -------
-    Path
-        The file.
+    The card shows the hub id of the full-precision `model`, or a folder's last part. None means that nothing was
+    measured. The card then has the checkpoint folder's name, unless config.json has a hub id. The card in the folder
+    `base` may name a licence. `measured` are the `Measurement.summary` of full precision and of the checkpoint, `text`
+    is `TokenSet.describe` of the prompts with "n_steps" and "n_seeds". `words` of the command line name the model and
+    its options, by default `model`.
 
     Raises
     ------

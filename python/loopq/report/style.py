@@ -60,17 +60,7 @@ _RC = {
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure of the page.
-
-    Parameters
-    ----------
-    name : str
-        Short name, unique on the page.
-    caption : str
-        Content of the figure and its meaning, in sentences.
-    figure : Any
-        matplotlib Figure.
-    """
+    """One matplotlib figure of the page. Its short name is unique there, and its caption tells content and meaning."""
 
     name: str
     title: str

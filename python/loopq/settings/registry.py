@@ -21,15 +21,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table of named objects of one kind, filled by the modules of one package.
+    """A table of named objects of one kind ("system", "quantizer" in messages), filled by the modules of one package.
 
-    Parameters
-    ----------
-    kind : str
-        Noun for an entry in messages ("system", "quantizer").
-    package : str
-        Package with modules that register the entries on import. For `loopq.x` the packages `loopq.ROOM.x` belong to
-        it.
+    Import registers the entries. For the package `loopq.x` the packages `loopq.ROOM.x` belong to it.
     """
 
     def __init__(self, kind: str, package: str) -> None:

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
-from vllm.model_executor.models.utils import maybe_prefix
 
 from loopq.errors import ConfigError
 from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
@@ -164,23 +163,13 @@ class DoryModel(nn.Module):
 class Dory(Causal):
     """Dory1.0-4B. Every loop has its own key/value cache."""
 
+    place, kind, table = "backbone", DoryModel, "embeddings"
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
     packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
-
-    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
-        self.backbone = DoryModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "backbone"))
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.lm_head.logit_scale = _vector(self.config.vocab_size)
-
-    @property
-    def inner(self) -> Any:
-        return self.backbone
-
-    @property
-    def embedding(self) -> Any:
-        return self.backbone.embeddings
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits (n_tokens, vocabulary), each with its own scale."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -90,12 +90,19 @@ def table(vllm_config: VllmConfig, width: int, prefix: str) -> VocabParallelEmbe
 
 
 class Causal(nn.Module, SupportsQuant):
-    """Interface of a causal model in vLLM. Subclasses provide the inner model."""
+    """Interface of a causal model in vLLM.
+
+    A subclass says where the inner model stands, of which class it is, and how its token embedding is called there.
+    """
+
+    place: ClassVar[str]
+    kind: ClassVar[type[nn.Module]]
+    table: ClassVar[str]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = vllm_config.model_config.hf_config
-        self.build(vllm_config, prefix)
+        setattr(self, self.place, self.kind(vllm_config=vllm_config, prefix=maybe_prefix(prefix, self.place)))
         self.lm_head = ParallelLMHead(
             self.config.vocab_size,
             self.config.hidden_size,
@@ -106,19 +113,15 @@ class Causal(nn.Module, SupportsQuant):
             self.lm_head = self.lm_head.tie_weights(self.embedding)
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
 
-    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
-        """Build the inner model."""
-        raise NotImplementedError
-
     @property
     def inner(self) -> Any:
         """The inner model."""
-        raise NotImplementedError
+        return getattr(self, self.place)
 
     @property
     def embedding(self) -> Any:
         """The token embedding."""
-        raise NotImplementedError
+        return getattr(self.inner, self.table)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings (n_tokens, d)."""

@@ -98,21 +98,11 @@ class OuroModel(nn.Module):
 class Ouro(Causal):
     """Ouro-1.4B and Ouro-2.6B. Tokens are read from the last loop. The exit gate is not used."""
 
+    place, kind, table = "model", OuroModel, "embed_tokens"
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper | WeightsMapper(
         orig_to_new_substr={"early_exit_gate": None}
     )
     packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
-
-    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
-        self.model = OuroModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-
-    @property
-    def inner(self) -> Any:
-        return self.model
-
-    @property
-    def embedding(self) -> Any:
-        return self.model.embed_tokens
 
 
 class RavenAttention(nn.Module):
@@ -316,19 +306,9 @@ class RavenModel(nn.Module):
 class RavenLM(Causal):
     """Huginn-3.5B and R-Llama. The depth is `mean_recurrence`, without adaptive exit."""
 
+    place, kind, table = "transformer", RavenModel, "wte"
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"freqs_cis": None})
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-
-    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
-        self.transformer = RavenModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
-
-    @property
-    def inner(self) -> Any:
-        return self.transformer
-
-    @property
-    def embedding(self) -> Any:
-        return self.transformer.wte
 
 
 class _Looped:

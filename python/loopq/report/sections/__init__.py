@@ -16,15 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part(Generic[T]):
-    """A figure or a table of the page.
-
-    Parameters
-    ----------
-    of : callable
-        Makes it from a diagnosis, if that has the data.
-    order : int
-        Place on the page.
-    """
+    """A figure or a table at a place of the page, made from a diagnosis if that has the data."""
 
     of: Callable[[Diagnosis], T]
     order: int

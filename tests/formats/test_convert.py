@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import convert
 from loopq.formats.convert import format_names, format_of, inspect_any, read_any, write_as
 from loopq.formats.record import RECORD
 from tests.support.formats import (
@@ -116,3 +117,55 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
         read_any(tmp_path)
+
+
+def test_folders_that_are_no_checkpoint_say_why(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint: neither loopq\.json nor config\.json is there"
+    ):
+        convert.format_of(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not convert.is_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a model that is not quantized"):
+        convert.format_of(tmp_path)
+    told = {"quant_method": "odd", "format": "older", "checkpoint_format": "newer"}
+    for name in ("newer", "older", None):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": told}))
+        with pytest.raises(
+            CheckpointError, match=rf"quant_method 'odd', format '?{name}'?: loopq reads compressed"
+        ) as stop:
+            convert.format_of(tmp_path)
+        assert "native" not in str(stop.value)
+        told.pop({"newer": "checkpoint_format", "older": "format"}.get(name, ""), None)
+    assert convert.is_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "loopq.json").write_text("{}")
+    assert convert.is_checkpoint(tmp_path)
+    (tmp_path / "loopq.json").unlink()
+    assert not convert.is_checkpoint(tmp_path)
+
+
+def test_a_model_is_read_as_a_checkpoint_without_layers(saved_model, tmp_path):
+    found = convert.read_model(saved_model)
+    assert (found.layers, found.ties, found.settings) == ({}, {}, {"system": None})
+    assert set(found.dense) == set(convert.hf_folder.read_all_tensors(saved_model))
+    assert json.loads(found.side_files["config.json"]) == json.loads(
+        (saved_model / "config.json").read_text()
+    )
+    looped = convert.read_model(f"looped:{saved_model}[0:1]x3")
+    config = json.loads(looped.side_files["config.json"])
+    assert config["looped_layers"] == [0, 1, 3]
+    write_as(tmp_path / "q", checkpoint(layer(8, 32)), "native")
+    assert list(convert.read_model(tmp_path / "q").layers) == ["a.b.weight"]
+    with pytest.raises(CheckpointError, match="neither"):
+        convert.read_model(tmp_path)
+
+
+def test_settings_and_content_are_read_by_the_format(tmp_path):
+    whole = checkpoint(layer(8, 32))
+    write_as(tmp_path / "q", whole, "native")
+    assert convert.settings_of(tmp_path / "q")["seed"] == 3
+    convert.check_readable(tmp_path / "q")
+    assert list(convert.verify(tmp_path / "q", whole).layers) == ["a.b.weight"]
+    with pytest.raises(CheckpointError):
+        convert.verify(tmp_path / "q", checkpoint(layer(8, 32, seed=1)))

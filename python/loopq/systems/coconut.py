@@ -161,7 +161,8 @@ class Coconut(SingleSteps):
                 raise ConfigError(f"coconut: the question has {cut} tokens, the prompt only {ids.shape[1]}")
             return ids[:, :cut], ids[:, cut:], False
         columns = starts[0].nonzero().flatten().tolist()
-        if len(columns) != 1 or not bool((ends.roll(-1, 1) == starts).all()) or columns[0] < 1:
+        paired = bool((ends.roll(-1, 1) == starts).all()) and bool((starts == starts[0]).all())
+        if len(columns) != 1 or not paired or columns[0] < 1:
             raise ConfigError(
                 "coconut: prompts hold the start token directly before the end token, once, in the same "
                 "column in all of a batch, after at least one token; the rollout makes the latents between"

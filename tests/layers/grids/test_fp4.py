@@ -81,3 +81,75 @@ def test_a_divisor_or_a_scale_that_is_none_is_refused():
 def test_settings_that_it_has_not_are_refused(changes, match):
     with pytest.raises(ConfigError, match=match):
         GridSettings(**{"bits": 4, "group_size": 16, "levels": "nvfp4"} | changes)
+
+
+def test_bytes_are_those_of_codes_scales_and_the_divisor():
+    # A row of 33 has 17 bytes of codes; groups of 16 and of 32 have three and two scales.
+    weight = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
+    for levels, size, n_bytes in (("nvfp4", 16, 3 * (17 + 3) + 4), ("mxfp4", 32, 3 * (17 + 2))):
+        layer = rounded(levels, size, weight)
+        tensors = layer.tensors()
+        assert layer.grid.n_bytes(3, 33) == n_bytes
+        assert sum(t.data.nbytes for name, t in tensors.items() if not name.endswith("shape")) == n_bytes
+        assert tensors["a.weight_shape"].array().tolist() == [3, 33]
+        found = layer.grid.read(TensorReader("f", tensors), "a", 3, 33)
+        np.testing.assert_array_equal(found[0], layer.codes)
+        np.testing.assert_array_equal(found[1], layer.scales)
+        assert found[2] is None
+
+
+def test_the_power_suits_the_largest_weight():
+    grid = GridSettings(4, 16, levels="nvfp4").make()
+    # 6 and 448 are the largest level and scale.
+    largest = 6.0 * 448.0
+    for power, kept in ((-20, -20), (-19, -11), (-11, -11), (-10, -10), (3, 3)):
+        assert grid.fitted(np.float32([[largest * 2.0**power, 0]]), None, 1).exponent == kept
+    assert grid.fitted(np.float32([[-(largest * 2.0**-10) * 1.001]]), None, 1).exponent == -9
+    assert grid.fitted(np.zeros((1, 16), np.float32), None, 1).exponent == -11
+    assert grid.fitted(np.float32([[1e-38]]), None, 1).exponent == -100
+
+
+@pytest.mark.parametrize("power", [-30, 0, 7])
+def test_settings_are_read_from_the_files_of_others(power):
+    tensors = {
+        "a.weight_packed": RawTensor.of(np.zeros((3, 8), np.uint8)),
+        "a.weight_global_scale": RawTensor.of(np.float32([2.0**-power])),
+    }
+    found = NVFP4.from_compressed(TensorReader("f", tensors), "a")
+    assert found == {
+        "name": "a.weight", "kind": "nvfp4", "bits": 4, "group_size": 16, "symmetric": True,
+        "scale_dtype": "float8_e4m3fn", "shape": [3, 16], "exponent": power,
+    }  # fmt: skip
+    found = MXFP4.from_compressed(TensorReader("f", tensors), "a")
+    assert (found["kind"], found["group_size"], found["scale_dtype"]) == ("mxfp4", 32, "float8_e8m0fnu")
+    assert "exponent" not in found
+
+
+def test_schemes_of_compressed_tensors():
+    layer = rounded("nvfp4", 16, np.ones((1, 16), np.float32))
+    name, scheme = layer.grid.compressed
+    assert (name, layer.grid.label) == ("nvfp4-pack-quantized", "NVFP4")
+    assert scheme == {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+        "dynamic": False, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
+    }  # fmt: skip
+    name, scheme = MXFP4(4, 32, "float8_e8m0fnu").compressed
+    assert (name, scheme["strategy"], scheme["scale_dtype"]) == (
+        "mxfp4-pack-quantized",
+        "group",
+        "torch.uint8",
+    )
+
+
+def test_scales_of_mxfp4_are_exponents_plus_127():
+    grid = MXFP4(4, 32, "float8_e8m0fnu")
+    scales = np.float32([[2.0**-126, 0.5, 1.0, 2.0**127]])
+    raw = grid.scales_to_raw(scales)
+    assert raw.array().tolist() == [[1, 126, 127, 254]]
+    reader = TensorReader("f", {"a.weight_scale": raw})
+    np.testing.assert_array_equal(grid.scales_of(reader, "a", (1, 4)), scales)
+    bad = {"a.weight_scale": RawTensor.of(np.uint8([[255]]))}
+    with pytest.raises(CheckpointError, match="holds a scale that is no number"):
+        grid.scales_of(TensorReader("f", bad), "a", (1, 1))
+    with pytest.raises(CheckpointError, match="no number of float8_e4m3fn"):
+        rounded("nvfp4", 16, np.ones((1, 16), np.float32)).grid.scales_to_raw(np.float32([[3.14159]]))

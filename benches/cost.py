@@ -64,6 +64,8 @@ def add_common(parser: argparse.ArgumentParser, n_calibration: int) -> None:
     parser.add_argument("--n-calibration", type=int, default=n_calibration)
     parser.add_argument("--n-evaluation", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--calibration", type=Path, help="text to calibrate on (default: the one that ships)")
+    parser.add_argument("--text", type=Path, help="text to measure on (default: the one that ships)")
     parser.add_argument("--out", type=Path, default=RECORD)
 
 
@@ -89,7 +91,7 @@ def ouro_pair() -> Path:
     folder = ROOT / ".cache" / OURO
     if not folder.exists():
         make(OURO, None, folder)
-        for file in (SMOLLM2 / "dense").glob("tokenizer*"):
+        for file in (SMOLLM2 / "packed").glob("tokenizer*"):
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

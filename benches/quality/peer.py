@@ -37,7 +37,11 @@ class Subject:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.model: PreparedModel = prepare(
-            job["model"], Sizes(**job["sizes"]), Path(job["data"]) if job["data"] else None, job["draw"]
+            job["model"],
+            Sizes(**job["sizes"]),
+            Path(job["data"]) if job["data"] else None,
+            job["draw"],
+            job["texts"],
         )
         self.system = self.model.loaded.system
         self.batches = list(self.model.calibration.batches(1))
@@ -221,6 +225,7 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
     "llmcompressor": {
         "llm-compressor": lambda: llmcompressor(None),
         "llm-compressor, mse": lambda: llmcompressor("memoryless_mse"),
+        "llm-compressor, imatrix_mse": lambda: llmcompressor("imatrix_mse"),
         "llm-compressor, no order": lambda: llmcompressor(None, None),
         "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
     },

@@ -4,7 +4,8 @@ Each tool runs in its own environment `.cache/venv-TOOL`, which `make peers` mak
 and named. Model, calibration prompts, initial states, grid and evaluation are the same for all. By default
 the prompts are as many as loopq takes. MODEL is a name of the zoo, "plbert", or one with a planted massive
 activation at step 0 ("ouro_small+spike") or at a token ("ouro_small+token"), or with a loud channel
-("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record
+("huginn_small+outlier"), or a folder. `--calibration` and `--text` replace the texts that ship. Results are saved in
+.cache/peers, and an interrupted run is resumed. The record
 goes to benches/record. It holds the KL with 95 % intervals over prompts at the depths N, N/2 and 2N, and on
 text of another kind. It also holds CPU seconds, peak memory, and the worst model of each method.
 """
@@ -29,7 +30,7 @@ import numpy as np
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import PLAIN, TRELLIS, page, processor, report
+from benches.quality.peers_table import PLAIN, TRELLIS, UNEVEN, page, processor, report
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
@@ -62,6 +63,7 @@ OURS: dict[str, dict[str, Any]] = {
     "loopq fast": {**PRESETS["fast"], **_RANDOM},
     "loopq default": dict(_RANDOM),
     PLAIN: {},
+    UNEVEN: {"levels": "uneven", **_RANDOM},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
@@ -83,6 +85,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--n-calibration", type=int, default=CALIBRATION_PROMPTS)
     parser.add_argument("--n-evaluation", type=int, default=32)
+    parser.add_argument("--calibration", type=Path, help="text to calibrate on (default: the one that ships)")
+    parser.add_argument("--text", type=Path, help="text to measure on, at the depth N alone")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "peers")
@@ -111,8 +115,9 @@ class Bench:
             "sizes": vars(sizes),
             "data": str(self.data.resolve()) if self.data else None,
             "threads": args.threads,
+            "texts": [str(file.resolve()) if file else None for file in (args.calibration, args.text)],
         }
-        self.model = prepare(name, sizes, self.data, draw)
+        self.model = prepare(name, sizes, self.data, draw, self.job["texts"])
         self.system = self.model.loaded.system
         self.peak = Peak()
         self.source = self.prepared(0.0)
@@ -212,7 +217,9 @@ class Bench:
             "kl_half": (model.evaluation, depth // 2, (0,)),
             "kl_double": (model.evaluation, 2 * depth, (0,)),
         }
-        text = other_text(model, self.data, self.args.n_evaluation)
+        text = None if self.args.text else other_text(model, self.data, self.args.n_evaluation)
+        if self.args.text:
+            asked = {"kl": asked["kl"]}
         if text is not None:
             asked["kl_other_text"] = (text, depth, (0,))
         named = {str(n): w for n, w in weights.items()}
@@ -325,7 +332,7 @@ def measure(
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = vars(sizes)
+    settings = vars(sizes) | {k: str(v) for k, v in vars(args).items() if k in ("calibration", "text") and v}
     saved = Saved(args.cache, settings)
     asked_grids = ((int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ()))
     grids = list(asked_grids) or list(GRIDS)

@@ -34,12 +34,13 @@ BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8
 COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
 TRELLIS = "loopq best, trellis"
 PLAIN = "loopq default, no random tokens"
+UNEVEN = "loopq default, uneven levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
-    "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS,
+    "HQQ", "llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", "auto-round", SEARCHED,
+    "loopq fast", "loopq default", UNEVEN, PLAIN, "loopq best, inputs open", "loopq best", TRELLIS,
 )  # fmt: skip
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (

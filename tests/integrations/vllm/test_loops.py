@@ -54,11 +54,22 @@ def test_repeated_layers_have_slots_after_the_first(parts, order, slots):
     ]  # fmt: skip
 
 
-def test_an_inner_model_is_a_subclass_of_its_own(parts):
+def test_an_inner_model_stands_where_its_class_says(parts):
     loops = parts("loops")
     settings = SimpleNamespace(vocab_size=8, hidden_size=4, tie_word_embeddings=False)
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=settings), quant_config=None)
-    with pytest.raises(NotImplementedError):
-        loops.Causal(vllm_config=config)
+
+    class Inner(nn.Module):
+        def __init__(self, *, vllm_config, prefix):
+            super().__init__()
+            self.prefix, self.words = prefix, loops.table(vllm_config, 4, prefix)
+
+    class Made(loops.Causal):
+        place, kind, table = "body", Inner, "words"
+
+    made = Made(vllm_config=config, prefix="p")
+    assert made.inner is made.body
+    assert made.body.prefix == "p.body"
+    assert made.embedding is made.body.words
     assert loops.table(config, 4, "p").weight.shape == (8, 4)
     assert loops.BY_TOKEN == {"input_ids": 0, "positions": 0, "inputs_embeds": 0}

@@ -64,7 +64,7 @@ def batch(*rows):
     return Batch(torch.tensor(rows), tuple(range(len(rows))))
 
 
-def test_ids_without_marks_are_cut_in_the_middle_or_at_the_question():
+def test_ids_without_marks_are_cut_in_the_middle():
     system = open_system(GPT2)
     question, answer, marked = system.embed(batch([1, 2, 3, 4, 5]))
     assert (question.tolist(), answer.tolist(), marked) == ([[1, 2]], [[3, 4, 5]], False)
@@ -177,7 +177,7 @@ def test_the_wrapper_has_the_names_of_the_published_files():
     }
 
 
-def test_four_products_of_a_block_are_shared_and_the_head_is_left():
+def test_four_products_of_a_block_are_shared():
     system = open_system(GPT2)
     n_blocks = len(system.base.transformer.h)
     shared = system.shared_parameters(4)

@@ -146,8 +146,10 @@ class _Core:
 
 
 def _whole(out: Path) -> bool:
-    """Whether an output says that it is complete: its list of files is written last."""
-    return any((out / name).exists() for name in ("loopq.json", "manifest.json", "loopq_export.json"))
+    """Whether an output says that it is complete: its list of files is written last, and a mark of its work goes."""
+    return not (out / "collecting.json").exists() and any(
+        (out / name).exists() for name in ("loopq.json", "manifest.json", "loopq_export.json")
+    )
 
 
 class _Files:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import verify, write_as
 from loopq.formats.native import NATIVE
@@ -63,7 +64,13 @@ def output(
         def finish(checkpoint: Checkpoint) -> None:
             if late:
                 remove_leftovers(out.parent, out.name)
-                verify(out, checkpoint)
+                try:
+                    verify(out, checkpoint)
+                except CheckpointError as cause:
+                    raise CheckpointError(
+                        f"{out}: a killed run finished it, and it holds something else than this command writes "
+                        f"({cause}); choose a new folder"
+                    ) from cause
                 execution.progress.note(f"{out} was written before the interruption; compared")
             elif write is None:
                 write_as(out, checkpoint, NATIVE.name)

@@ -58,3 +58,8 @@ def test_windows_begin_with_special_tokens_within_their_length():
     assert any(7 in s for s in random.sequences)
     with pytest.raises(ConfigError, match="seq_len must be at least 4; got 3"):
         windows("abcdefgh", encode_bytes, 3, None, "letters", (1, 2))
+
+
+def test_a_prompt_without_a_scored_token_is_refused():
+    with pytest.raises(CalibrationError, match="prompt 1 has 2 tokens, none of them scored"):
+        TokenSet((np.arange(3), np.arange(2)), "made", "prompts", scored_from=2)

@@ -184,3 +184,9 @@ def test_initial_states_do_not_depend_on_the_batch(tiny, tokens):
     before = torch.random.get_rng_state()
     tiny.system.rollout(_batch(tokens), 3)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_an_observer_outside_its_block_is_refused(tiny, tokens):
+    observer = Observer(tiny.system, tiny.system.shared_parameters(2), lambda *_: None)
+    with pytest.raises(CalibrationError, match="used outside its block"), observer.rollout(tokens.first()):
+        pass

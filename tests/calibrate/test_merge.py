@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from loopq.calibrate.collect import collect_rows
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.merge import merge
+from loopq.calibrate.select import select
 from loopq.errors import ConfigError, DumpError
 from tests.support.runs import digest, job_of
 
@@ -53,3 +57,18 @@ def test_a_merge_that_the_disk_cannot_hold_leaves_nothing(loaded, tokens, tmp_pa
     assert not list(tmp_path.glob("*sum*"))
     monkeypatch.undo()
     assert merge(parts, tmp_path / "sum").kind == "hessian"
+
+
+def test_parts_that_do_not_go_together_are_refused(loaded, tokens, tmp_path):
+    collect_hessians(job_of(loaded, tokens.take(0, 2)), tmp_path / "sums")
+    collect_rows(job_of(loaded, tokens.take(2, 4)), tmp_path / "rows")
+    deeper = dataclasses.replace(
+        job_of(loaded, tokens.take(2, 4)), selection=select(loaded.system, tokens, n_steps=2)
+    )
+    collect_hessians(deeper, tmp_path / "deeper")
+    with pytest.raises(DumpError, match="a dump of rows; only Hessian dumps are merged"):
+        merge([tmp_path / "sums", tmp_path / "rows"], tmp_path / "out")
+    with pytest.raises(DumpError, match="its n_steps differ from those of"):
+        merge([tmp_path / "sums", tmp_path / "deeper"], tmp_path / "out")
+    with pytest.raises(DumpError, match="no Hessian for layer absent"):
+        Dump(tmp_path / "sums").accumulator("absent", [0])

@@ -17,6 +17,7 @@ from loopq.calibrate.prompts import (
     Take,
     calibration_tokens,
     evaluation_tokens,
+    register_prompts,
 )
 from loopq.errors import CalibrationError, ConfigError
 from loopq.formats.convert import read_any
@@ -207,3 +208,17 @@ def test_ids_in_one_row_are_one_text_for_both(loaded):
             found = read(loaded, given, Take(seq_len=16))
             assert [s.tolist() for s in found.sequences] == [ids[:16].tolist(), ids[16:32].tolist()]
             assert read(loaded, given, Take()).sequences[0].tolist() == ids.tolist()
+
+
+def test_prompts_of_a_type_are_registered_once(monkeypatch):
+    monkeypatch.setattr("loopq.calibrate.prompts._SOURCES", {})
+    register_prompts("made", lambda *_: None)
+    with pytest.raises(ConfigError, match="'made' are registered twice"):
+        register_prompts("made", lambda *_: None)
+
+
+def test_a_model_of_unknown_vocabulary_writes_no_prompts(tiny):
+    tiny.config.pop("vocab_size", None)
+    tiny.model.config.vocab_size = None
+    with pytest.raises(ConfigError, match="calibration 'self': the model's config has no vocab_size"):
+        calibration_tokens(tiny, "self")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -280,3 +281,26 @@ def test_what_cannot_be_served_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(CalibrationError, match=r"a\.parquet: cannot be read as parquet"):
         _texts(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.txt", b"ab\xff", "not UTF-8 text (byte 2)"),
+        ("a.npy", np.zeros(3), "token ids are integers (n_prompts, n_tokens); got float64 (3,)"),
+        ("a.npy", np.zeros((2, 2)), "got float64 (2, 2)"),
+        ("a.jsonl", b'{"text": "' + b"x" * 40 + b'"}', "line 1: longer than 32 bytes"),
+        ("empty", None, "the folder has no *.txt, *.jsonl or *.parquet"),
+    ],
+)
+def test_files_of_another_content_are_refused(tmp_path, monkeypatch, name, content, why):
+    monkeypatch.setattr("loopq.calibrate.read.MAX_SIZE", 32)
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(CalibrationError, match=re.escape(why)):
+        read_tokens(path, Served(encode_bytes), 4, None)

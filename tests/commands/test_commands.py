@@ -148,3 +148,30 @@ def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized
         assert finish(begin(argv, log)) == 0, log.read_text()
         assert digest(tmp_path / "q") == want
         assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "q"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("check nowhere --plan", "--plan: name a folder with the model's config.json"),
+        ("collect {model} --out {out} --metric loop", "--metric loop goes with --hessian"),
+        ("collect {model} --out {out} --hessian --metric-draws 2", "--metric-draws go with --metric loop"),
+        ("diagnose {model} --only ranks --quick", "--only and --quick both choose the sections"),
+        ("diagnose", "name a model: MODEL, or --python"),
+        ("diagnose {model} --python {file}:make", "MODEL and --python both name a model"),
+        ("diagnose --python {out}:make", "give FILE.py:FUNCTION"),
+        ("diagnose --python {file}", "give FILE.py:FUNCTION"),
+        ("diagnose --python {file}:absent", "has no function 'absent'"),
+        ("diagnose --python {file}:number", "returned int, which is neither a torch module nor an adapter"),
+        ("evaluate {model} --tasks arc_easy --task-data {out} --n-steps 2,3", "--tasks are about one depth"),
+        ("solve {model} --out {out} --worker --shard 3", "'3': give K/N, as in 3/20"),
+        ("run looped:{model} a", "write looped:MODEL[FIRST:LAST]xTIMES"),
+    ],
+)
+def test_what_a_command_cannot_do_is_said_in_one_line(saved_model, tmp_path, command, line, why):
+    (tmp_path / "own.py").write_text("def number():\n    return 3\n")
+    words = {"model": saved_model, "out": tmp_path / "out", "file": tmp_path / "own.py"}
+    code, _, err = command(*line.format(**words).split())
+    assert code == 2
+    assert why in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

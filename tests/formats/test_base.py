@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.convert import write_as
 from loopq.layers.transforms import Rotation
 from tests.support.formats import (
@@ -66,3 +67,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeyp
     with pytest.raises(ZeroDivisionError):
         write_as(tmp_path / "x", whole, "gptq")
     assert [p.name for p in tmp_path.iterdir()] == ["g"]
+
+
+def test_an_option_that_is_a_switch_takes_no_other_value():
+    form = next(f for f in map(FORMATS.get, FORMATS.names()) if any(o.flag for o in f.options))
+    option = next(o for o in form.options if o.flag)
+    with pytest.raises(ConfigError, match="must be True or False"):
+        form.taken({option.name: 3})

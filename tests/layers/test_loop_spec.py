@@ -10,6 +10,7 @@ import pytest
 
 from loopq.errors import ConfigError
 from loopq.formats.gguf.shape import Shape
+from loopq.layers.loop_spec import LOOPED_TYPE, without_type
 from loopq.models.load import load_model
 from tests.support.looped import save_dense
 
@@ -30,3 +31,8 @@ def test_a_damaged_loop_in_a_config_is_refused_by_every_reader(
         load_model(tmp_path / "bad")
     with pytest.raises(ConfigError, match=r"looped_layers .* of a model with 5 layers"):
         assert Shape.of(config).order
+
+
+def test_a_looped_type_without_its_parts_is_refused():
+    with pytest.raises(ConfigError, match="needs"):
+        without_type({"model_type": LOOPED_TYPE})

@@ -63,3 +63,8 @@ def test_a_checkpoint_of_several_depths_says_so_and_serves_each():
     assert all(0 < k < 1 for k in kl)
     with pytest.raises(ConfigError, match="different ones"):
         loopq.quantize("huginn_small", ids, n_steps=(2, 2), threads=1)
+
+
+def test_another_depth_than_the_largest_is_refused(tiny):
+    with pytest.raises(ConfigError, match="several depths run at once: 2, 3; got 2"):
+        Depths(tiny.system, (2, 3)).check_depth(2)

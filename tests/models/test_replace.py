@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from loopq.errors import CheckpointError
 from loopq.formats import native as store
 from loopq.formats.checkpoint import weights_of
 from loopq.models.replace import Replaced, placed
@@ -70,3 +71,9 @@ def test_weights_that_are_placed_are_put_in_without_a_copy(tiny):
             parameter = other.model.get_parameter(name)
             assert parameter.data_ptr() == there[name].data_ptr()
             assert bool((parameter == 1).all())
+
+
+def test_weights_of_another_shape_are_refused(tiny):
+    name = next(iter(tiny.system.shared_parameters(2))).name
+    with pytest.raises(CheckpointError, match=r"weights of shape \[2, 3\], the model has"):
+        Replaced(tiny.system, {name: np.zeros((2, 3), np.float32)})

@@ -9,7 +9,7 @@ import pytest
 
 from loopq.errors import ConfigError, SolveError
 from loopq.run.config import QuantConfig
-from loopq.run.step_weights import alpha_weights, balanced_weights, combine
+from loopq.run.step_weights import alpha_weights, balanced_weights, combine, relative
 from tests.support.problems import accumulate, solve, step_rows
 from tests.support.runs import run_of
 
@@ -107,3 +107,8 @@ def test_steps_are_refused_if_none_has_activations():
     rows = [np.zeros((40, 24)), np.zeros((40, 24))]
     with pytest.raises(SolveError, match="every activation is zero at every step"):
         balanced_weights(accumulate(rows), range(2))
+
+
+def test_weights_that_leave_no_step_are_refused():
+    with pytest.raises(ConfigError, match=r"leave no step of \[0, 1\]"):
+        relative([0, 1], [0.0, 0.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import stat
@@ -20,6 +21,7 @@ from loopq.storage import files
 from loopq.storage.files import (
     RawTensor,
     check_regular,
+    check_size,
     float_to_raw,
     free_bytes,
     inside,
@@ -29,6 +31,7 @@ from loopq.storage.files import (
     read_bytes,
     read_header,
     read_json,
+    read_tensor,
     read_tensors,
     replacing,
     sha256,
@@ -315,3 +318,41 @@ def test_json_has_one_form_and_no_numbers_beside_the_standard(tmp_path):
     import hashlib
 
     assert sha256(tmp_path / "t") == hashlib.sha256(b"\xc3\xa9").hexdigest()
+
+
+def test_reading_names_what_is_wrong(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"x": RawTensor.of(np.ones(4, np.float32))})
+    ((_, stored),) = read_header(path)[0].items()
+    longer = dataclasses.replace(stored, n_bytes=stored.n_bytes + 1)
+    with pytest.raises(CheckpointError, match="shorter than its header says"):
+        read_tensor(path, longer)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_tensor(tmp_path / "absent", stored)
+    with pytest.raises(CheckpointError, match="expected a floating tensor, got I64"):
+        RawTensor.of(np.ones(2, np.int64)).float32()
+    with pytest.raises(CheckpointError, match="16 bytes; allowed: 3"):
+        (tmp_path / "b").write_bytes(b"x" * 16)
+        check_size(tmp_path / "b", 3)
+
+    def fails(error):
+        def call(*_, **__):
+            raise error
+
+        return call
+
+    monkeypatch.setattr(np, "fromfile", fails(MemoryError()))
+    with pytest.raises(CheckpointError, match="a tensor of 0 MiB does not fit in memory"):
+        read_tensor(path, stored)
+    monkeypatch.setattr(np, "memmap", fails(OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        map_tensors(path)
+    monkeypatch.setattr(Path, "open", fails(OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_header(path)
+
+
+def test_a_file_in_a_folder_that_is_none_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LoopqError, match="cannot be written"):
+        write_text(tmp_path / "file" / "a.txt", "x")

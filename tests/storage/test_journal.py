@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loopq.errors import LoopqError
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.storage.journal import Journal, Snapshots, fingerprint
 
@@ -112,3 +113,8 @@ def test_snapshots_come_each_minute_and_take_a_tenth_at_most(monkeypatch):
             clock[0] += took
         after(wait)
     assert due == [False, True] * 4
+
+
+def test_claims_in_a_folder_that_is_gone_are_refused(tmp_path):
+    with pytest.raises(LoopqError, match="cannot be written"):
+        Journal(tmp_path / "gone" / "work", "a" * 64).claims()

@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo zoo-medium soak mutation-core mutants fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo zoo-medium soak mutation-core mutants raised fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -153,6 +153,9 @@ CASES ?= 10000
 mutation-core: setup ## Change the solver in Rust in N places, by lot, and list what no test sees: a quarter of a minute each
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
+
+raised: setup ## Run the quick tests and list the error messages that none of them raises: twice the time of `make test-py`
+	$(PY) -m tests.house.raised -m "not slow and not gpu" $(WORKERS)
 
 mutants: setup ## Change the package in N places, by lot, and list what the mirrored tests do not see: ten seconds each
 	OMP_NUM_THREADS=1 nice $(PY) -m benches.mutants $(if $(N),--sample $(N))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 
 from loopq.cli import parser
-from tests.house import counts, rust
+from tests.house import counts, raised, rust
+from tests.support.interpreters import python
 
 #: Options of other programs that a message names, by program.
 ELSEWHERE = {
@@ -86,3 +88,29 @@ def test_an_option_of_another_command_is_found():
 def test_options_of_other_programs_are_named_somewhere():
     named = {option for _, text in texts() for option in _OPTION.findall(text)}
     assert set().union(*ELSEWHERE.values()) <= named
+
+
+#: Messages that no quick test is known to raise, at most. `make raised` finds them; the list only gets shorter.
+UNRAISED = 269
+
+
+def test_messages_that_no_test_raises_are_listed_and_get_fewer():
+    listed = raised.listed()
+    assert listed == sorted(set(listed))
+    assert not set(listed) - raised.messages().keys(), (
+        "gone, or in another function: take it out of unraised.txt"
+    )
+    assert len(listed) <= UNRAISED, "write a test that raises the new message"
+
+
+def test_a_raise_is_noted_in_any_process(tmp_path, monkeypatch):
+    path = [str(raised.HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("LOOPQ_RAISED", str(tmp_path / "raised"))
+    python(
+        "import contextlib; from loopq.layers.loop_spec import parse_spec\n"
+        "for text in ('looped:', 'looped:', 'plain'):\n    with contextlib.suppress(ValueError): parse_spec(text)"
+    )
+    (place,) = (tmp_path / "raised").read_text().splitlines()
+    assert place == "layers.loop_spec: parse_spec 1"
+    assert "write looped:MODEL" in raised.messages()[place]

@@ -73,7 +73,8 @@ def _node(kind: str, place: Path) -> None:
 def _looked(place: Path) -> tuple[object, ...]:
     found = place.lstat()
     beside = place.parent / "precious"
-    inner = sorted(p.name for p in place.iterdir()) if stat.S_ISDIR(found.st_mode) else []
+    # A folder for work gets files beside those in it.
+    inner = (place / "precious").read_text() if stat.S_ISDIR(found.st_mode) else ""
     return (
         stat.S_IFMT(found.st_mode),
         found.st_rdev,

@@ -21,7 +21,7 @@ pub use settle::{SETTLED, TURNS};
 
 pub use crate::lanes::LANES;
 
-use crate::factor::{DampedFactor, DampedHessian};
+use crate::factor::{DampedFactor, DampedHessian, Square};
 use crate::grid::{Grid, Quantized, Rounding};
 use crate::simd::Isa;
 use crate::weight::Weight;
@@ -61,8 +61,8 @@ pub struct Report {
 /// What is the same for every tile of a layer.
 struct Problem<'a> {
     dim: usize,
-    /// Damped Hessian, row-major, full.
-    s: &'a [f64],
+    /// Damped Hessian.
+    s: Square<'a>,
     factor: &'a DampedFactor<f64>,
     grid: Grid,
     rounding: Rounding,
@@ -82,10 +82,6 @@ impl<'a> Problem<'a> {
 
     fn group_of(&self, column: usize) -> usize {
         column / self.grid.group(self.dim)
-    }
-
-    fn s_row(&self, j: usize) -> &[f64] {
-        &self.s[j * self.dim..(j + 1) * self.dim]
     }
 }
 

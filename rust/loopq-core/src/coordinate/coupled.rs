@@ -9,11 +9,13 @@
 //! Rows of different blocks are not coupled. A thread takes a tile of each of its blocks at a time, so that one reading
 //! of `S` and of its factor serves them all.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use crate::coordinate::tile::Tile;
 use crate::coordinate::{Problem, Settings, SCRATCH};
-use crate::factor::DampedHessian;
+use crate::factor::{DampedHessian, Square};
 use crate::grid::Quantized;
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, copied, extend, zeros};
@@ -21,9 +23,10 @@ use crate::simd::add_rows;
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
-/// Columns of a tile that are added to together, and rows of a block that are added at once: both fit the first-level cache.
+/// Columns of a tile that are added to together, and rows of a block that are added at once: both fit the first-level
+/// cache, where rows may meet in the same sets of eight places.
 const COLUMNS: usize = 256;
-const ROWS: usize = 16;
+const ROWS: usize = 8;
 
 /// Rows of a block in which descents go on together. Fewer rows read `S` more often; more rows know less of each other.
 /// A sweep takes one tile at a time: two cost 1 to 2 % of the loss.
@@ -47,8 +50,8 @@ struct Block<'a> {
     /// Rows of the block in the order of solution.
     order: &'a [usize],
     left: DampedHessian<'a>,
-    /// `A`, row-major, full, in the block's own order.
-    metric: &'a [f64],
+    /// `A`, in the block's own order.
+    metric: Square<'a>,
     target: Vec<f64>,
     /// `D`.
     error: Vec<f64>,
@@ -56,6 +59,8 @@ struct Block<'a> {
     image: Vec<f64>,
     out: Quantized,
     replaced: u64,
+    /// What the descents after the sweep took off the loss.
+    gained: f64,
 }
 
 /// A tile as it stood before descents went on in it.
@@ -128,7 +133,6 @@ impl<'a> Team<'a> {
         for block in &mut self.blocks {
             block.image = self.problem.images(&block.error, &self.execution)?;
         }
-        let swept = self.loss()?;
         for _ in 0..passes {
             let before: u64 = self.blocks.iter().map(|b| b.replaced).sum();
             for first in (0..rows).step_by(TOGETHER) {
@@ -139,7 +143,8 @@ impl<'a> Team<'a> {
             }
         }
         let settled = self.loss()?;
-        Ok((self.blocks, swept, settled))
+        let gained: f64 = self.blocks.iter().map(|b| b.gained).sum();
+        Ok((self.blocks, settled + gained, settled))
     }
 
     /// Solves one tile of each block for the first time.
@@ -185,8 +190,8 @@ impl<'a> Team<'a> {
         let problem = self.problem;
         let (mut owners, mut tiles, mut begun) = (Vec::new(), Vec::new(), Vec::new());
         for (b, block) in self.blocks.iter().enumerate() {
-            for first in (from..block.rows().min(from + TOGETHER)).step_by(LANES) {
-                let slope = block.slope(first, problem, &self.execution)?;
+            let slopes = block.slopes(from, problem, &self.execution)?;
+            for (first, slope) in (from..).step_by(LANES).zip(slopes) {
                 let tile = block.tile(first, problem, &slope)?;
                 let (values, gradient) = (copied(SCRATCH, &tile.values)?, copied(SCRATCH, &tile.gradient)?);
                 owners.push(b);
@@ -204,15 +209,20 @@ impl<'a> Team<'a> {
         Ok(())
     }
 
-    /// `tr(A D S D^T)`.
+    /// `tr(A D S D^T)`, where two rows count twice unless they are gone on with together.
     fn loss(&self) -> Result<f64> {
-        let mut total = 0.0;
+        let (mut total, dim) = (0.0, self.problem.dim);
         for block in &self.blocks {
-            for first in (0..block.rows()).step_by(LANES) {
-                let slope = block.slope(first, self.problem, &self.execution)?;
-                for i in 0..block.lanes(first) {
-                    let error = block.error[(first + i) * self.problem.dim..].iter();
-                    total += slope.iter().zip(error).map(|(slope, error)| slope[i] * error).sum::<f64>();
+            for from in (0..block.rows()).step_by(TOGETHER) {
+                let times = |k: usize| if k < TOGETHER { 1.0 } else { 2.0 };
+                let by = |k: usize, row: usize| times(k) * block.entry(row, from + k);
+                let (image, rows) = (&block.image[from * dim..], block.together(from));
+                let slopes = block.sums(image, rows, by, self.problem, &self.execution)?;
+                for (first, slope) in (from..).step_by(LANES).zip(slopes) {
+                    for i in 0..block.lanes(first) {
+                        let error = block.error[(first + i) * dim..].iter();
+                        total += slope.iter().zip(error).map(|(slope, error)| slope[i] * error).sum::<f64>();
+                    }
                 }
             }
         }
@@ -240,6 +250,7 @@ impl<'a> Block<'a> {
             image: Vec::new(),
             out: Quantized::zeroed(rows, dim, &problem.grid)?,
             replaced: 0,
+            gained: 0.0,
         })
     }
 
@@ -254,15 +265,16 @@ impl<'a> Block<'a> {
 
     /// Entry of `A` for two places of the order.
     fn entry(&self, i: usize, k: usize) -> f64 {
-        self.metric[self.order[i] * self.order.len() + self.order[k]]
+        self.metric.at(self.order[i], self.order[k])
     }
 
     /// The shift of a tile's targets by the errors of the rows before. Rows of the same tile have no codes yet: they
     /// stand at their own best real values.
     fn shift(&self, first: usize, problem: &Problem<'_>, execution: &Execution<'_>) -> Result<Vec<Lane>> {
         let factor = self.left.factor();
-        let by = |k: usize, i: usize| factor.entry(k, first + i);
-        let mut shift = self.sum(&self.error[..first * problem.dim], first, by, problem, execution)?;
+        let (by, rows) = (|k: usize, row: usize| factor.entry(k, row), first..first + self.lanes(first));
+        let before = &self.error[..first * problem.dim];
+        let mut shift = self.sums(before, rows, by, problem, execution)?.swap_remove(0);
         for i in 1..self.lanes(first) {
             for k in 0..i {
                 let by = factor.entry(first + k, first + i);
@@ -274,33 +286,53 @@ impl<'a> Block<'a> {
         Ok(shift)
     }
 
-    /// Half the gradient of the whole loss in the rows of a tile, `A Z`.
-    fn slope(&self, first: usize, problem: &Problem<'_>, execution: &Execution<'_>) -> Result<Vec<Lane>> {
-        self.sum(&self.image, first, |k, i| self.entry(first + i, k), problem, execution)
+    /// Rows that are gone on with together.
+    fn together(&self, from: usize) -> Range<usize> {
+        from..self.rows().min(from + TOGETHER)
     }
 
-    /// Rows of a matrix added up for each row of a tile, `sum_k by(k, i) rows_k`.
-    fn sum(
+    /// Half the gradient of the whole loss in these rows by tile, `A Z`.
+    fn slopes(
+        &self,
+        from: usize,
+        problem: &Problem<'_>,
+        execution: &Execution<'_>,
+    ) -> Result<Vec<Vec<Lane>>> {
+        let by = |k: usize, row: usize| self.entry(row, k);
+        self.sums(&self.image, self.together(from), by, problem, execution)
+    }
+
+    /// Rows of a matrix added up for each row of some tiles, `sum_k by(k, row) rows_k`. One reading serves all tiles.
+    fn sums(
         &self,
         rows: &[f64],
-        first: usize,
+        places: Range<usize>,
         by: impl Fn(usize, usize) -> f64,
         problem: &Problem<'_>,
         execution: &Execution<'_>,
-    ) -> Result<Vec<Lane>> {
-        let (dim, n) = (problem.dim, self.lanes(first));
-        let mut out: Vec<Lane> = zeros(SCRATCH, dim)?;
-        let lane = |k: usize| std::array::from_fn(|i| if i < n { by(k, i) } else { 0.0 });
-        let by: Vec<Lane> = collected(SCRATCH, (0..rows.len() / dim).map(lane))?;
+    ) -> Result<Vec<Vec<Lane>>> {
+        let (dim, end) = (problem.dim, places.end);
+        let (mut out, mut factors) = (Vec::new(), Vec::new());
+        for first in places.step_by(LANES) {
+            let lane =
+                |k: usize| std::array::from_fn(|i| if first + i < end { by(k, first + i) } else { 0.0 });
+            let lanes: Vec<Lane> = collected(SCRATCH, (0..rows.len() / dim).map(lane))?;
+            factors.push(lanes);
+            out.push(zeros(SCRATCH, dim)?);
+        }
         for from in (0..dim).step_by(COLUMNS) {
-            execution.check()?;
             let strip = from..dim.min(from + COLUMNS);
-            for (rows, by) in rows.chunks(ROWS * dim).zip(by.chunks(ROWS)) {
+            for (chunk, rows) in rows.chunks(ROWS * dim).enumerate() {
+                execution.check()?;
                 let mut parts: [&[f64]; ROWS] = [&[]; ROWS];
                 for (part, row) in parts.iter_mut().zip(rows.chunks_exact(dim)) {
                     *part = &row[strip.clone()];
                 }
-                add_rows(problem.isa, &mut out[strip.clone()], &parts[..by.len()], by);
+                let n = rows.len() / dim;
+                for (out, by) in out.iter_mut().zip(&factors) {
+                    let by = &by[chunk * ROWS..][..n];
+                    add_rows(problem.isa, &mut out[strip.clone()], &parts[..n], by);
+                }
             }
         }
         Ok(out)
@@ -343,6 +375,7 @@ impl<'a> Block<'a> {
                     continue;
                 }
                 self.replaced += 1;
+                self.gained -= gain;
                 for j in 0..dim {
                     self.error[row * dim + j] += change(j);
                     self.image[row * dim + j] += image(j);

@@ -96,7 +96,7 @@ impl Problem<'_> {
         for j in block.clone() {
             let group = self.group_of(j);
             let column = Column {
-                energy: self.s[j * self.dim + j],
+                energy: self.s.at(j, j),
                 gradient: tile.gradient[j],
                 values: tile.values[j],
                 scale: tile.scales[group],
@@ -120,7 +120,7 @@ impl Problem<'_> {
             }
             if moved > 0 {
                 *moves += moved;
-                let row = &self.s_row(j)[block.clone()];
+                let row = &self.s.row(j)[block.clone()];
                 add_rows(self.isa, &mut tile.gradient[block.clone()], &[row], &[by]);
                 changes.columns.push(j);
                 changes.by.push(by);
@@ -180,7 +180,7 @@ impl Problem<'_> {
         if !tile.is_active() {
             return Ok(Changes::default());
         }
-        let rows = collected(SCRATCH, columns.clone().map(|j| &self.s_row(j)[columns.clone()]))?;
+        let rows = collected(SCRATCH, columns.clone().map(|j| &self.s.row(j)[columns.clone()]))?;
         let image = |by: &[Lane]| -> Result<Vec<Lane>> {
             let mut out = zeros(SCRATCH, by.len())?;
             add_rows(self.isa, &mut out, &rows, by);
@@ -239,7 +239,7 @@ impl Problem<'_> {
                 let strip = from..part.end.min(from + STRIP);
                 for (tile, changes) in tiles.iter_mut().zip(changes) {
                     execution.check()?;
-                    let rows = changes.columns.iter().map(|&j| &self.s_row(j)[strip.clone()]);
+                    let rows = changes.columns.iter().map(|&j| &self.s.row(j)[strip.clone()]);
                     let rows = collected(SCRATCH, rows)?;
                     if !rows.is_empty() {
                         add_rows(self.isa, &mut tile.gradient[strip.clone()], &rows, &changes.by);
@@ -263,7 +263,7 @@ impl Problem<'_> {
             }
             for block in self.blocks() {
                 execution.check()?;
-                let s: Vec<&[f64]> = collected(SCRATCH, block.clone().map(|j| self.s_row(j)))?;
+                let s: Vec<&[f64]> = collected(SCRATCH, block.clone().map(|j| self.s.row(j)))?;
                 for (t, image) in images.iter_mut().enumerate() {
                     let lane = |j: usize| std::array::from_fn(|r| row(t * LANES + r, j));
                     let by: Vec<Lane> = collected(SCRATCH, block.clone().map(lane))?;

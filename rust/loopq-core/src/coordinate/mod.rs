@@ -22,7 +22,7 @@ pub use settle::{SETTLED, TURNS};
 
 pub use crate::lanes::LANES;
 
-use crate::factor::{DampedFactor, DampedHessian};
+use crate::factor::{DampedFactor, DampedHessian, Square};
 use crate::grid::{Grid, Quantized, Rounding};
 use crate::simd::Isa;
 use crate::weight::Weight;
@@ -62,8 +62,8 @@ pub struct Report {
 /// Data shared by all tiles of a layer.
 struct Problem<'a> {
     dim: usize,
-    /// Damped Hessian, row-major, full.
-    s: &'a [f64],
+    /// Damped Hessian.
+    s: Square<'a>,
     factor: &'a DampedFactor<f64>,
     grid: Grid,
     rounding: Rounding,
@@ -83,10 +83,6 @@ impl<'a> Problem<'a> {
 
     fn group_of(&self, column: usize) -> usize {
         column / self.grid.group(self.dim)
-    }
-
-    fn s_row(&self, j: usize) -> &[f64] {
-        &self.s[j * self.dim..(j + 1) * self.dim]
     }
 }
 

@@ -188,24 +188,43 @@ impl<'a> DampedHessian<'a> {
         self.factor
     }
 
-    /// `S`, row-major and full; formed at the first call for a factor.
-    pub(crate) fn matrix(&self) -> Result<&'a [f64]> {
-        let cell = &self.factor.matrix;
+    /// `S`, full; formed at the first call for a factor.
+    pub(crate) fn matrix(&self) -> Result<Square<'a>> {
+        let (cell, dim) = (&self.factor.matrix, self.h.dim());
+        // Rows a multiple of 1 KiB apart would meet in few sets of the first-level cache.
+        let stride = if dim.is_multiple_of(128) { dim + 64 } else { dim };
         if let Some(found) = cell.get() {
-            return Ok(found);
+            return Ok(Square { values: found, dim, stride });
         }
         self.check_same()?;
-        let dim = self.h.dim();
-        let mut s = Buffer::zeroed("a damped Hessian", dims::product("S", dim, dim)?)?;
+        let mut s = Buffer::zeroed("a damped Hessian", dims::product("S", dim, stride)?)?;
         for i in 0..dim {
-            s[i * dim + i] = self.h.at(i, i) + self.factor.mu[i];
+            s[i * stride + i] = self.h.at(i, i) + self.factor.mu[i];
             for j in i + 1..dim {
                 let value = self.h.at(i, j);
-                s[i * dim + j] = value;
-                s[j * dim + i] = value;
+                s[i * stride + j] = value;
+                s[j * stride + i] = value;
             }
         }
-        Ok(cell.get_or_init(|| s))
+        Ok(Square { values: cell.get_or_init(|| s), dim, stride })
+    }
+}
+
+/// A symmetric matrix with all its entries.
+#[derive(Clone, Copy)]
+pub(crate) struct Square<'a> {
+    values: &'a [f64],
+    dim: usize,
+    stride: usize,
+}
+
+impl<'a> Square<'a> {
+    pub(crate) fn row(&self, i: usize) -> &'a [f64] {
+        &self.values[i * self.stride..][..self.dim]
+    }
+
+    pub(crate) fn at(&self, i: usize, j: usize) -> f64 {
+        self.row(i)[j]
     }
 }
 

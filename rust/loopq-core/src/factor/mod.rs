@@ -29,6 +29,7 @@ mod panels;
 mod symmetric;
 
 pub use count::{count_above, Counts};
+pub(crate) use damped::Square;
 pub use damped::{DampedFactor, DampedHessian};
 pub use eigen::eigvalsh;
 pub use ordering::{Order, PIVOTS};

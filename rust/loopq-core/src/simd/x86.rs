@@ -184,6 +184,10 @@ macro_rules! rows {
                     }
                     for (row, by) in rows.iter().zip(by) {
                         let (row, by) = (row.as_ptr().add(k), by.as_ptr());
+                        // Rows are more streams than a processor follows by itself. No program sees what is asked for.
+                        for ahead in ($columns..2 * $columns).step_by(8) {
+                            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(ahead).cast());
+                        }
                         for (c, parts) in acc.iter_mut().enumerate() {
                             let x = $set(*row.add(c));
                             for (v, entry) in parts.iter_mut().enumerate() {

@@ -10,7 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::blocks::in_blocks;
-use crate::factor::{DampedFactor, DampedHessian, Order, Symmetric};
+use crate::factor::{DampedFactor, DampedHessian, Order, Square, Symmetric};
 use crate::grid::{value, Grid, Quantized, Trellis};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
@@ -52,9 +52,9 @@ struct Block<'a> {
     isa: Isa,
     w: Weight<'a>,
     factor: &'a DampedFactor<f64>,
-    s: &'a [f64],
+    s: Square<'a>,
     /// `A`, row-major, full, and its factor.
-    metric: &'a [f64],
+    metric: Square<'a>,
     left: &'a DampedFactor<f64>,
     /// Errors by tile of rows: at first by place in the order of solution, for the scales by column.
     errors: Vec<Vec<Lane>>,
@@ -226,7 +226,7 @@ impl<'a> Block<'a> {
 
     /// `D S`, by tile of rows.
     fn gradient(&self) -> Result<Vec<Vec<Lane>>> {
-        let rows: Vec<&[f64]> = collected(SCRATCH, self.s.chunks_exact(self.w.dim()))?;
+        let rows: Vec<&[f64]> = collected(SCRATCH, (0..self.w.dim()).map(|j| self.s.row(j)))?;
         let image = |errors: &Vec<Lane>| {
             self.execution.check()?;
             let mut image: Vec<Lane> = zeros(SCRATCH, rows.len())?;
@@ -249,7 +249,7 @@ impl<'a> Block<'a> {
         out.par_chunks_mut(n).enumerate().try_for_each(|(i, out)| {
             self.execution.check()?;
             for (k, row) in part.chunks_exact(n).enumerate() {
-                axpy(self.isa, self.metric[i * rows + k], row, out);
+                axpy(self.isa, self.metric.at(i, k), row, out);
             }
             Ok::<(), Error>(())
         })?;
@@ -317,10 +317,10 @@ impl<'a> Block<'a> {
             self.execution.check()?;
             let mut image: Vec<f64> = zeros(SCRATCH, n)?;
             for j in columns.clone() {
-                axpy(self.isa, self.values[i * dim + j], &self.s[j * dim..][columns.clone()], &mut image);
+                axpy(self.isa, self.values[i * dim + j], &self.s.row(j)[columns.clone()], &mut image);
             }
             for (k, to) in out.iter_mut().enumerate() {
-                *to = self.metric[i * rows + k] * dot(&image, &self.values[k * dim..][columns.clone()]);
+                *to = self.metric.at(i, k) * dot(&image, &self.values[k * dim..][columns.clone()]);
             }
             Ok::<(), Error>(())
         })?;
@@ -342,7 +342,7 @@ impl<'a> Block<'a> {
     /// Brings errors and gradient up to date with changed scales of a group.
     fn follow(&mut self, gradient: &mut [Vec<Lane>], columns: &Range<usize>, change: &[f64]) -> Result<()> {
         let (dim, isa, values) = (self.w.dim(), self.isa, &self.values);
-        let rows = collected(SCRATCH, columns.clone().map(|j| &self.s[j * dim..(j + 1) * dim]))?;
+        let rows = collected(SCRATCH, columns.clone().map(|j| self.s.row(j)))?;
         gradient.par_iter_mut().zip(&mut self.errors).enumerate().try_for_each(
             |(tile, (gradient, errors))| {
                 self.execution.check()?;

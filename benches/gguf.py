@@ -33,7 +33,7 @@ from loopq.run.solving import solve_from
 
 #: Types: weights and bytes of a block, the bar for loopq's KL over the tool's, what llama-quantize takes instead.
 TYPES = {
-    "q2_0": (64, 18, 0.35, ""), "q2_k": (256, 84, 0.5, "q4_0"), "q3_k": (256, 110, 0.5, "q4_0"),
+    "q2_0": (64, 18, 0.35, ""), "q2_k": (256, 84, 0.5, "iq4_nl"), "q3_k": (256, 110, 0.5, "iq4_nl"),
     "iq4_xs": (256, 136, 0.5, "iq4_nl"), "iq4_nl": (32, 18, 0.5, ""), "q4_k": (256, 144, 0.5, "q5_0"),
     "q4_0": (32, 18, 0.5, ""), "q4_1": (32, 20, 0.5, ""), "q5_0": (32, 22, 0.5, ""), "q5_k": (256, 176, 0.5, "q5_1"),
     "q5_1": (32, 24, 0.5, ""), "q6_k": (256, 210, 0.5, "q8_0"), "q8_0": (32, 34, 0.5, ""),
@@ -91,8 +91,12 @@ class Kept(Costs):
         super().__init__(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))
         self.source = self.prepared(0.0)
         plan = self.source.plan(QuantConfig.of(metric="loop"))
-        self.hessians = self.source.all_steps(plan)
-        self.source.collect_metrics(plan, self.hessians, plan.tasks)
+        with self.costs() as sums:
+            self.hessians = self.source.all_steps(plan)
+        with self.costs() as metrics:
+            self.source.collect_metrics(plan, self.hessians, plan.tasks)
+        #: CPU seconds of what a row of each column needs before it begins.
+        self.before = {"tool, importance": sums.seconds, "loopq": sums.seconds + metrics.seconds}
 
     @property
     def exclude(self) -> tuple[str, ...]:
@@ -132,11 +136,12 @@ class Types(Kept):
 
     def row(self, kind: str, engine: Engine) -> dict[str, Any]:
         """KL of a type by each tool."""
-        weights = {
-            "loopq, rounding": self.of(kind, {"method": "rtn"}),
-            "loopq": self.of(kind, {"metric": "loop"}),
-        }
+        weights: dict[str, dict[str, NDArray[np.float32]]] = {}
         found: dict[str, Any] = {"bits": self.bits(kind)}
+        for name, settings in (("loopq, rounding", {"method": "rtn"}), ("loopq", {"metric": "loop"})):
+            with self.costs() as cost:
+                weights[name] = self.of(kind, settings)
+            found[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
         if kind in FP4:
             asked = [name for name in FLOATS if name.startswith(kind.upper())]
             lines = self.theirs("llmcompressor", [(name, 4, TYPES[kind][0]) for name in asked])
@@ -146,10 +151,16 @@ class Types(Kept):
             found["tool, importance"] = min(k for k in map(found.get, asked) if isinstance(k, float))
         else:
             for name, counts in (("tool", {}), ("tool, importance", self.importance)):
-                weights[name] = {n: engine.weight(kind, w, counts.get(n)) for n, w in self.dense.items()}
+                with self.costs() as cost:
+                    weights[name] = {n: engine.weight(kind, w, counts.get(n)) for n, w in self.dense.items()}
+                found[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
         lines = self.measured([{} for _ in weights], dict(enumerate(weights.values())))
         for name, line in zip(weights, lines, strict=True):
-            found |= {name: line["kl"], f"{name}, 95 %": line["kl_95"]}
+            found |= {
+                name: line["kl"],
+                f"{name}, 95 %": line["kl_95"],
+                f"{name}, agreement": line["agreement"],
+            }
         return found
 
 
@@ -166,6 +177,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def _both(row: dict[str, Any], what: str, form: str) -> str:
+    """A figure of the tool with importance and of loopq; older rows have none."""
+    return ", ".join(
+        format(row[key], form) for key in (f"tool, importance, {what}", f"loopq, {what}") if key in row
+    )
+
+
 def page(runs: dict[str, dict[str, Any]]) -> str:
     """The record."""
     lines = [f"# Types of GGUF and FP4 by loopq and by the engines' tools, {datetime.date.today()}", ""]
@@ -174,8 +192,9 @@ def page(runs: dict[str, dict[str, Any]]) -> str:
             f"## {run['model']}", "",
             f"`python -m benches.gguf`: {run['matrices']} matrices of {run['model']}, names `{run['names']}`, "
             f"{run['prompts']}, one thread of {run['processor']}.", "",
-            "| type | bits | tool | with importance | loopq, rounding | loopq (95 % over prompts) | ratio | bar |",
-            "|---|---|---|---|---|---|---|---|",
+            "| type | bits | tool | with importance | loopq, rounding | loopq (95 % over prompts) | ratio | bar "
+            "| agreement: tool, loopq | CPU s: tool, loopq |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
             plain = f"{row['tool']:.2e}" if "tool" in row else ""
@@ -183,7 +202,8 @@ def page(runs: dict[str, dict[str, Any]]) -> str:
             lines.append(
                 f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | "
                 f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
-                f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]} |"
+                f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]} | {_both(row, 'agreement', '.1%')} | "
+                f"{_both(row, 'seconds', '.0f')} |"
             )
         lines.append("")
     return "\n".join(lines)

@@ -11,6 +11,8 @@ import pytest
 import benches.zoo.chains  # noqa: F401  registers the letter task
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
+from loopq.report import card as card_module
+from loopq.report import style
 from loopq.report.card import write_card
 from tests.support.checkpoints import checkpoint, layer
 from tests.support.evaluated import FEW
@@ -252,3 +254,26 @@ def test_the_task_follows_from_the_architecture(tmp_path, name, output, kind):
 def test_a_warning_of_the_measurement_is_in_the_card(tmp_path):
     lines = card(tmp_path, summary("full"), summary("Q", warning="these prompts were seen"), model="m")
     assert "**Warning:** these prompts were seen." in lines
+
+
+def test_the_picture_of_a_card_shows_the_tail_of_the_tokens(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        card_module, "canvas", lambda *size: drawn.append((size, style.canvas(*size))) or drawn[-1][1]
+    )
+    quantiles = [0.0, *(i / 1000 for i in range(1, 101))]
+    card_module._picture(tmp_path / "card.png", {"quantiles": quantiles, "kl": 0.05})
+    ((size, (_, axes)),) = drawn
+    assert size == (6.4, 3.2)
+    curve, median, tail, mean = axes.get_lines()
+    assert curve.get_xydata()[[0, 1, 50, 100]].tolist() == [[1e-7, 100], [0.001, 99], [0.05, 50], [0.1, 0]]
+    assert [x.get_xydata().tolist() for x in (median, tail)] == [[[0.05, 50]], [[0.099, 1]]]
+    assert list(mean.get_xdata()) == [0.05, 0.05]
+    assert (mean.get_linestyle(), mean.get_linewidth() < 1) == (":", True)
+    assert [(t.get_text(), t.xy) for t in axes.texts] == [
+        ("median: 0.05", (0.05, 50)),
+        ("99 %: 0.099", (0.099, 1)),
+    ]
+    assert axes.get_xscale() == "log"
+    assert axes.get_ylabel() == "tokens with a larger KL [%]"
+    assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")

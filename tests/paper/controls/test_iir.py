@@ -71,3 +71,24 @@ def test_repeated_poles_have_no_modal_form():
     jordan = iir.Realisation(np.array([[0.5, 1.0], [0.0, 0.5]]), *(np.zeros((2, 2)) for _ in range(3)))
     with pytest.raises(ConfigError, match="repeated"):
         iir.modal(jordan)
+
+
+def test_the_modal_form_is_the_same_filter_in_blocks_of_poles():
+    rng = np.random.default_rng(0)
+    # Poles 0.5 and 0.6 +- 0.3j.
+    poles = np.array([[0.5, 0, 0], [0, 0.6, 0.3], [0, -0.3, 0.6]])
+    turn = rng.normal(size=(3, 3))
+    form = iir.Realisation(
+        turn @ poles @ np.linalg.inv(turn), rng.normal(size=(3, 1)), rng.normal(size=(1, 3)), np.eye(1)
+    )
+    found = iir.modal(form)
+    assert sorted(np.abs(np.linalg.eigvals(found.A))) == pytest.approx(sorted([0.5, 0.45**0.5, 0.45**0.5]))
+    assert np.count_nonzero(np.abs(found.A) > 1e-12) == 5
+    for k in range(4):
+        one, other = (f.C @ np.linalg.matrix_power(f.A, k) @ f.B for f in (form, found))
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert iir.radius(form.A) == pytest.approx(0.45**0.5)
+    with pytest.raises(ConfigError, match="repeated poles"):
+        iir.modal(
+            iir.Realisation(np.array([[0.5, 1.0], [0.0, 0.5]]), np.ones((2, 1)), np.ones((1, 2)), np.eye(1))
+        )

@@ -169,3 +169,20 @@ def test_one_step_predicts_the_displacement_of_a_linear_loop():
         assert row["modulus"] == pytest.approx(np.linalg.norm(jq, 2), rel=1e-2)
         assert row["measured"] <= row["bound"] * (1 + 1e-6)
         assert row["bound"] == pytest.approx(row["defect"] / (1 - row["modulus"]))
+
+
+def test_growth_and_settling_of_made_up_distances():
+    distance = np.array([[1.0, 2.0, 8.0], [4.0, 4.0, 4.0]])
+    found = displacement.Displacement(distance, distance / 10)
+    # The geometric mean of the ratios: the root of 2 * 4, and 1.
+    assert found.growth() == pytest.approx([8**0.5, 1.0])
+
+    def settled(*values, **more):
+        return displacement.Displacement(np.array([values]), np.array([values])).settled_after(**more)
+
+    assert settled(5.0, 9.0, 10.0, 10.05, 10.0) == 3
+    assert settled(10.0, 10.0, 10.0) == 1
+    assert settled(5.0, 6.0, 7.0) is None
+    assert settled(5.0, 9.0, 10.0, tolerance=0.2) == 2
+    assert settled(9.5, 9.0, 10.0, tolerance=0.1) == 1
+    assert displacement.Displacement(np.zeros((1, 2)), np.zeros((1, 2))).growth() == pytest.approx([1e-300])

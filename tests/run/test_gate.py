@@ -8,6 +8,8 @@ import pytest
 
 import loopq
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.convert import read_any, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
 from tests.support import pairs
@@ -30,6 +32,15 @@ def dory(tmp_path_factory):
     """Dory's checkpoint."""
     folder = tmp_path_factory.mktemp("dory")
     pairs.save("Dory", folder / "m")
+    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
+    return folder / "q"
+
+
+@pytest.fixture(scope="module")
+def looped(tmp_path_factory):
+    """A looped Llama's checkpoint."""
+    folder = tmp_path_factory.mktemp("looped")
+    pairs.save("looped Llama", folder / "m")
     loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
     return folder / "q"
 
@@ -62,10 +73,44 @@ def test_a_forced_file_says_so(olmoe, tmp_path):
     assert any(line.startswith("forced: no engine reads") for line in done.lines())
     record = json.loads((tmp_path / "ct" / RECORD).read_text("utf-8"))
     assert record["forced"].startswith("no engine reads")
+    target = FORMATS.get("compressed-tensors")
+    assert target.describe(target.facts(tmp_path / "ct"))[-1] == f"forced: {record['forced']}"
     loopq.export(tmp_path / "ct", tmp_path / "n", "native")
     assert (tmp_path / "n" / "model.safetensors").read_bytes() == (
         olmoe.parent / "q" / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_forced_gguf_says_so(dory, tmp_path):
+    pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
+    for name, given in (("forced.gguf", {"force": True}), ("model.gguf", {})):
+        if given:
+            loopq.export(dory, tmp_path / name, "gguf", vocabulary="none", **given)
+        else:
+            write_as(tmp_path / name, read_any(dory), "gguf", vocabulary="none")
+        facts = FORMATS.get("gguf").facts(tmp_path / name)
+        lines = FORMATS.get("gguf").describe(facts)
+        assert (facts["forced"] or "").startswith("no engine reads gguf" if given else "")
+        assert lines[-1].startswith("forced: no engine reads gguf") == bool(given)
+
+
+def test_code_of_the_loop_makes_transformers_a_reader(looped, tmp_path, engine):
+    asked = engine(Reading("transformers 5", 1e-7, 1e-4))
+    with pytest.raises(CheckpointError, match="--remote-code puts the code of the loop into the folder"):
+        loopq.export(looped, tmp_path / "plain", "compressed-tensors", engine="transformers")
+    with pytest.raises(CheckpointError, match="--remote-code"):
+        loopq.quantize(
+            looped.parent / "m",
+            PROMPTS,
+            out=tmp_path / "q",
+            write="compressed-tensors",
+            engine="transformers",
+            **GRID,
+        )
+    assert not list(tmp_path.iterdir())
+    loopq.export(looped, tmp_path / "ct", "compressed-tensors", engine="transformers", remote_code=True)
+    ((name, (question,)),) = asked
+    assert (name, question.trust_remote_code) == ("transformers", True)
 
 
 def test_the_engine_that_read_a_file_is_named(dory, tmp_path, engine):

@@ -23,6 +23,7 @@ from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.rules import READS, entry_of
 from loopq.inference.restore import load_checkpoint
+from loopq.run.export import round_weights
 from loopq.run.gate import Gate
 from loopq.systems.base import Batch
 from tests.support import systems, vendors
@@ -154,7 +155,7 @@ def _pair(work: Path, name: str, form: str) -> Pair:
         result = loopq.quantize(work / "m", IDS.tolist(), threads=1, **{**grid, **MODELS[name].settings})
         pair.system = result.settings["system"]
         config = json.loads(result.side_files["config.json"])
-        pair.engines = Gate().of(form, result, options.get("ragged"))[0]
+        pair.engines = Gate().of(form, result, options)[0]
     except LoopqError as error:
         pair.refused = str(error)
         if not pair.system:
@@ -173,13 +174,16 @@ def _pair(work: Path, name: str, form: str) -> Pair:
     loaded = load_checkpoint(result)
     with torch.no_grad():
         logits = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
-    pair.question = Question(out, form, IDS, logits.float().numpy())
+        round_weights(loaded.model)
+        rounded = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
+    trusted, slack = "remote_code" in options, float((rounded - logits).abs().max())
+    pair.question = Question(out, form, IDS, logits.float().numpy(), trusted, slack)
     return pair
 
 
 def _reads(engine: str, form: str, result: loopq.Checkpoint, options: dict[str, Any]) -> bool:
     try:
-        return bool(Gate(engine=engine).of(form, result, options.get("ragged"))[0])
+        return bool(Gate(engine=engine).of(form, result, options)[0])
     except LoopqError:
         return False
 

@@ -26,12 +26,14 @@ class Export:
     """Everything that a format needs to write its config.
 
     Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
-    that stays unchanged. Further facts: version of loopq, damping.
+    that stays unchanged. Further facts: version of loopq, damping. `loaded` has the names of modules in transformers'
+    class, where it renames them.
     """
 
     layers: Mapping[str, QuantizedLayer]
     dense: tuple[str, ...]
     report: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ from typing import Any
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged
+from loopq.formats.fused import EXPERT
 from loopq.formats.native import NATIVE
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import BASE
+from loopq.layers.loop_spec import BASE, LOOP
 
 Layers = Mapping[str, QuantizedLayer]
+Config = Mapping[str, Any]
+_Broken = Callable[[Layers, Config], Iterable[str]]
 
 #: Day of the newest entry.
 DATE = "2026-11-27"
@@ -45,11 +48,14 @@ class Rule:
     known : str
         Version, and source: "run", "config read by its own classes" or "source read".
     broken : callable
-        Takes the layers in the format's form. Returns the names of those that break the rule.
+        Takes the layers in the format's form and the model's config.json. Returns the names of layers that break the
+        rule.
     systems : tuple of str
         Affected systems. All if empty.
     names : tuple of str or None
         Values of the option "names" with which the rule holds.
+    silent : bool
+        Whether the engine gives other logits without an error. Such a file is written only for a named engine.
     """
 
     engines: tuple[str, ...]
@@ -57,16 +63,21 @@ class Rule:
     what: str
     instead: str
     known: str
-    broken: Callable[[Layers], Iterable[str]]
+    broken: _Broken
     systems: tuple[str, ...] = ()
     names: tuple[str | None, ...] = (None, "published")
+    silent: bool = False
 
 
-def _where(test: Callable[[QuantizedLayer], bool]) -> Callable[[Layers], Iterable[str]]:
-    return lambda layers: [name for name, layer in layers.items() if test(layer)]
+def _where(test: Callable[[QuantizedLayer], bool]) -> _Broken:
+    return lambda layers, config: [name for name, layer in layers.items() if test(layer)]
 
 
-def _unlike_siblings(layers: Layers) -> Iterable[str]:
+def _named(pattern: str) -> _Broken:
+    return lambda layers, config: [name for name in layers if re.search(pattern, f".{name}.")]
+
+
+def _unlike_siblings(layers: Layers, config: Config) -> Iterable[str]:
     """Projections with another grid than those they are fused with, or dense ones beside quantized ones."""
     for name, layer in layers.items():
         module, _, last = name.removesuffix(".weight").rpartition(".")
@@ -85,16 +96,46 @@ def _width(layer: QuantizedLayer) -> int:
     return layer.grid.width(layer.shape[1])
 
 
-def _mixed(key: Callable[[QuantizedLayer], object]) -> Callable[[Layers], Iterable[str]]:
+def _mixed(key: Callable[[QuantizedLayer], object]) -> _Broken:
     """Layers that differ from the first."""
 
-    def unlike(layers: Layers) -> Iterable[str]:
+    def unlike(layers: Layers, config: Config) -> Iterable[str]:
         first = next(iter(layers.values()))
         return [name for name, layer in layers.items() if key(layer) != key(first)]
 
     return unlike
 
 
+def _stacked(layers: Layers, config: Config) -> dict[str, list[str]]:
+    """Matrices of experts by what transformers 5 stacks. A class in the checkpoint's own code stacks nothing."""
+    found: dict[str, list[str]] = {}
+    for name in layers if "auto_map" not in config or LOOP in config else ():
+        if EXPERT.search(name):
+            found.setdefault(EXPERT.sub(".experts.", name), []).append(name)
+    return found
+
+
+def _experts(layers: Layers, config: Config) -> list[str]:
+    return [name for names in _stacked(layers, config).values() for name in names]
+
+
+def _unlike_experts(layers: Layers, config: Config) -> Iterable[str]:
+    """Experts with another grid than the first."""
+    names = _experts(layers, config)
+    return [name for name in names if _grid(layers[name]) != _grid(layers[names[0]])]
+
+
+def _part_of_experts(layers: Layers, config: Config) -> Iterable[str]:
+    """The first expert of each stack with dense ones. The first layer if all experts are dense."""
+    count = next((config[key] for key in _COUNTS if isinstance(config.get(key), int)), 0)
+    stacks = _stacked(layers, config)
+    if count and not stacks and ("auto_map" not in config or LOOP in config):
+        return list(layers)[:1]
+    return [names[0] for names in stacks.values() if count not in (0, len(names))]
+
+
+#: Keys of config.json with the number of experts in a layer.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GPTQ = ("gptq", "gptq_v2")
 _CT = ("compressed-tensors",)
 RULES = (
@@ -131,9 +172,20 @@ RULES = (
         "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.grid.symmetric),
     ),
     Rule(
-        ("transformers",), _CT, "layers of unlike grids of Dory: the file names them by its own names",
-        "one grid, with a group size that divides every width",
-        "transformers 5.24 with compressed-tensors 0.20: run (left as initialised)", _mixed(_grid), ("dory",),
+        ("transformers",), _CT, "experts of unlike grids: it stacks them, and reads all by one grid",
+        "one grid for all experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run", _unlike_experts, silent=True,
+    ),
+    Rule(
+        ("transformers",), _CT, "dense experts, all or some of them: it stacks codes alone",
+        "quantize all experts, or take the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run (an error of its conversion)", _part_of_experts,
+    ),
+    Rule(
+        ("transformers",), _GPTQ, "quantized experts: it stacks them, and leaves the stacks as initialised",
+        "--exclude '*experts*', or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with optimum 2.3: run",
+        _experts, silent=True,
     ),
     Rule(
         ("transformers",), _CT,
@@ -156,7 +208,7 @@ RULES = (
         ("transformers", "gptqmodel"), _GPTQ, "layers of HRM-Text by the names of its published files",
         "--format compressed-tensors, or the native checkpoint",
         "GPTQModel 7.7 and optimum 2.3: run (left as initialised, or \"Missing required quantized weights\")",
-        lambda layers: [n for n in layers if ".attn." in n], ("hrm_text",),
+        _named(r"\.attn\."), ("hrm_text",),
     ),
     Rule(
         ("transformers", "gptqmodel"), _GPTQ, "3 bits with outputs that are no multiple of 32",
@@ -172,7 +224,7 @@ RULES = (
     Rule(
         ("gptqmodel",), _GPTQ, "quantized layers outside numbered blocks: left as initialised, without an error",
         "--exclude them, or load by transformers and optimum",
-        "GPTQModel 7.7: run", lambda layers: [n for n in layers if not re.search(r"\.\d+\.", f".{n}.")],
+        "GPTQModel 7.7: run", _named(r"^(?!.*\.\d+\.)"), silent=True,
     ),
 )  # fmt: skip
 
@@ -260,6 +312,10 @@ ENTRIES = (
     ),
     Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
     Support(
+        "transformers", ("looped",), "the code of the loop in the folder (--remote-code)", "5.24: run", _PAIRS,
+        code=True,
+    ),
+    Support(
         "transformers", ("looped",), "it refuses the type; --remote-code puts the code of the loop into the folder",
         "5.24: run", _PAIRS, runs=False,
     ),
@@ -303,6 +359,9 @@ ENTRIES = (
         "llama.cpp", ("ouro",), "its release of October 2026 has no such architecture", "xllamacpp 2026.10: run",
         runs=False,
     ),
+    Support(
+        "gptqmodel", ("looped",), "the code of the loop in the folder (--remote-code)", "7.7: run", _PAIRS, code=True
+    ),
     *(
         Support(engine, ("looped",), _ONCE, "source read", runs=False) for engine in ("sglang", "gptqmodel")
     ),
@@ -313,6 +372,10 @@ NOWHERE = ("coconut", "loopformer", "loopus", "parcae", "trm")
 KNOWN = frozenset(system for entry in ENTRIES for system in entry.systems) | frozenset(NOWHERE)
 #: `model_type` of loopq's embedded models begins so. They are loopq's alone: no engine has or needs their classes.
 EMBEDDED = "loopq-zoo-"
+
+
+class _Silent(CheckpointError):
+    """The engine gives other logits without an error."""
 
 
 def entry_of(
@@ -364,15 +427,16 @@ def check_engine(
         if entry is None or not entry.runs:
             why = f"no support is known ({DATE})" if entry is None else f"{entry.how} ({entry.known})"
             kind = (config or {}).get("model_type")
-            raise CheckpointError(f"{engine} does not run {system}{f' ({kind})' if kind else ''}: {why}")
+            raised = _Silent if entry is not None and entry.silent else CheckpointError
+            raise raised(f"{engine} does not run {system}{f' ({kind})' if kind else ''}: {why}")
     target = FORMATS.get(format_name)
     layers = target.stored(layers, **target.taken({"ragged": ragged}))
     for rule in RULES:
         if engine not in rule.engines or format_name not in rule.formats or names not in rule.names:
             continue
-        broken = list(rule.broken(layers)) if not rule.systems or system in rule.systems else []
+        broken = list(rule.broken(layers, config or {})) if system in (rule.systems or (system,)) else []
         if broken:
-            raise CheckpointError(
+            raise (_Silent if rule.silent else CheckpointError)(
                 f"{engine} does not take {rule.what} (layer {broken[0]}, {len(broken)} in all; {rule.known}). Instead: "
                 f"{rule.instead}"
             )
@@ -423,8 +487,7 @@ def readers(
             check_engine(engine, format_name, layers, system, ragged, config, names)
         except CheckpointError as cause:
             reasons.append(str(cause))
-            entry = entry_of(engine, system or "", format_name, config)
-            silent += [str(cause)] if entry is not None and entry.silent else []
+            silent += [str(cause)] if isinstance(cause, _Silent) else []
         else:
             found.append(engine)
     if not found:

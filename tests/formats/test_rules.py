@@ -79,6 +79,12 @@ def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
         ("compressed-tensors", {"experts__0__up": {}}, {"looped_layers": [0, 1, 2], "auto_map": {}}, "dense experts"),
         ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {}}, {}, ""),
         ("compressed-tensors", {"experts__0__up": {}}, {"auto_map": {}}, ""),
+        (
+            "compressed-tensors",
+            {f"experts__{i}__up": {"levels": "nvfp4", "group_size": 16} for i in (0, 1)},
+            {},
+            "experts in NVFP4",
+        ),
         ("gptq", {"experts__0__up": {}, "experts__1__up": {}}, {}, "quantized experts: it stacks them"),
         ("gptq", {"o_proj": {}}, {}, ""),
     ],

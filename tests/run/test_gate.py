@@ -12,6 +12,7 @@ from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
+from loopq.models.load import load_model
 from tests.support import pairs
 
 GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}
@@ -151,4 +152,16 @@ def test_a_model_beyond_the_free_memory_is_not_shown(dory, tmp_path, engine, mon
         "only loopq read it: an engine needs"
         in loopq.export(dory, tmp_path / "a", "compressed-tensors").lines()[-1]
     )
+    assert not asked
+
+
+def test_a_model_that_draws_its_first_state_is_not_shown(tmp_path, engine):
+    asked = engine()
+    pairs.save("R-Llama", tmp_path / "m")
+    loaded = load_model(tmp_path / "m", trust_remote_code=True)
+    result = loopq.quantize(loaded, PROMPTS, **GRID)
+    done = loopq.export(
+        result, tmp_path / "ct", "compressed-tensors", engine="transformers", trust_remote_code=True
+    )
+    assert "was not asked: the model draws its first state" in done.lines()[-1]
     assert not asked

@@ -116,7 +116,7 @@ class CompressedTensors(QuantizedFolder):
         config_groups = {}
         for number, ((name, weights), modules) in enumerate(groups):
             # With several groups, a class name would also match the layers of the others.
-            targets = ["Linear"] if len(groups) == 1 else _also(modules, export.loaded)
+            targets = ["Linear"] if len(groups) == 1 else export.names(modules)
             config_groups[f"group_{number}"] = {
                 "targets": targets,
                 "weights": weights,
@@ -130,7 +130,7 @@ class CompressedTensors(QuantizedFolder):
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": config_groups,
-            "ignore": [*_also(export.dense, export.loaded), *_inside(export.dense)],
+            "ignore": [*export.names(export.dense), *_inside(export.dense)],
             "kv_cache_scheme": None,
         }
 
@@ -163,10 +163,6 @@ class CompressedTensors(QuantizedFolder):
         return QuantizedLayer.from_tensors(
             checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}
         )
-
-
-def _also(modules: Sequence[str], loaded: Mapping[str, str]) -> list[str]:
-    return [*modules, *(loaded[name] for name in modules if name in loaded)]
 
 
 def _inside(dense: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class Export:
     dense: tuple[str, ...]
     report: Mapping[str, Any] = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, modules: Iterable[str]) -> list[str]:
+        """Return modules by their names in the file, then by those of transformers' class that differ."""
+        modules = list(modules)
+        return [*modules, *(self.loaded[name] for name in modules if name in self.loaded)]
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,11 @@ def _experts(layers: Layers, config: Config) -> list[str]:
     return [name for names in _stacked(layers, config).values() for name in names]
 
 
+def _is_nvfp4(layer: QuantizedLayer) -> bool:
+    scheme = layer.grid.compressed
+    return scheme is not None and scheme[0].startswith("nvfp4")
+
+
 def _unlike_experts(layers: Layers, config: Config) -> Iterable[str]:
     """Experts with another grid than the first."""
     names = _experts(layers, config)
@@ -177,6 +182,12 @@ RULES = (
         "transformers 5.24 with compressed-tensors 0.20: run", _unlike_experts, silent=True,
     ),
     Rule(
+        ("transformers",), _CT, "experts in NVFP4: it leaves out their second scale",
+        "MXFP4 or integers for the experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run",
+        lambda layers, config: [n for n in _experts(layers, config) if _is_nvfp4(layers[n])], silent=True,
+    ),
+    Rule(
         ("transformers",), _CT, "dense experts, all or some of them: it stacks codes alone",
         "quantize all experts, or take the native checkpoint with `import loopq.integrations.transformers`",
         "transformers 5.24 with compressed-tensors 0.20: run (an error of its conversion)", _part_of_experts,
@@ -205,10 +216,17 @@ RULES = (
         _where(lambda x: x.grid.bits == 4 and _width(x) not in (32, 64, 128, 256)),
     ),
     Rule(
-        ("transformers", "gptqmodel"), _GPTQ, "layers of HRM-Text by the names of its published files",
+        ("transformers",), _GPTQ, "layers of HRM-Text by the names of its published files",
         "--format compressed-tensors, or the native checkpoint",
-        "GPTQModel 7.7 and optimum 2.3: run (left as initialised, or \"Missing required quantized weights\")",
+        "optimum 2.3: run (left as initialised)",
         _named(r"\.attn\."), ("hrm_text",),
+    ),
+    Rule(
+        ("gptqmodel",), _GPTQ, "o_proj of HRM-Text by the name of its published files, quantized or dense",
+        "--format compressed-tensors, or the native checkpoint",
+        "GPTQModel 7.7: run (\"Missing required quantized weights\", or left as initialised)",
+        lambda layers, config: [] if any(".self_attn.o_proj." in n for n in layers) else list(layers)[:1],
+        ("hrm_text",), silent=True,
     ),
     Rule(
         ("transformers", "gptqmodel"), _GPTQ, "3 bits with outputs that are no multiple of 32",

@@ -331,6 +331,7 @@ def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArra
 
     before = at(n_steps)
     if asked is not None:
+        asked.random = loaded.system.state_is_random
         asked.ids, asked.expected = batch.input_ids.numpy(), before if own == n_steps else at(own)
         round_weights(loaded.model)
         asked.slack = float(np.abs(at(own) - asked.expected).max())

@@ -106,6 +106,7 @@ class Asked:
     ids: Any = None
     expected: Any = None
     slack: float = 0.0
+    random: bool = False
 
     def lines(
         self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
@@ -128,7 +129,10 @@ class Asked:
             return (
                 f"only loopq read it: an engine needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free",
             )
-        why = {engine.name: engine.unasked(out) for engine in here}
+        reason = (
+            "the model draws its first state, so two programs give different logits" if self.random else ""
+        )
+        why = {engine.name: engine.unasked(out) or reason for engine in here}
         readings = [
             Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
         ]

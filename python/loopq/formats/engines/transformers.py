@@ -47,7 +47,7 @@ class Transformers(Engine):
         with torch.no_grad():
             out = model(torch.from_numpy(ids))
         values = out.logits if hasattr(out, "logits") else out[0]
-        kind = str(values.dtype).removeprefix("torch.")
+        kind = "bfloat16" if floats else str(values.dtype).removeprefix("torch.")
         # optimum's products and stacks of dequantized experts have the type of the scales.
         stacks = any(p.ndim == 3 and "experts" in name for name, p in model.named_parameters())
         rounded = stacks or quantization.get("quant_method") == "gptq"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
-from loopq.formats.rules import ENTRIES, KNOWN, NOWHERE, READS, RULES, check_engine, entry_of, readers
+from loopq.formats.rules import RULES, check_engine, readers
+from loopq.formats.support import ENTRIES, KNOWN, NOWHERE, READS, entry_of
 from loopq.systems import SYSTEMS
 from tests.support.interop import models
 

@@ -63,7 +63,7 @@ def engine(monkeypatch):
 def test_a_file_that_no_engine_reads_right_is_refused_early(olmoe, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no engine reads compressed-tensors of this model right"):
         loopq.export(olmoe.parent / "q", tmp_path / "ct", "compressed-tensors")
-    monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
+    monkeypatch.setattr("loopq.api._Quantization._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match="it runs every layer once"):
         loopq.quantize(olmoe, PROMPTS, out=tmp_path / "ct", write="compressed-tensors", **GRID)
     assert not list(tmp_path.iterdir())

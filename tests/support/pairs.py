@@ -23,7 +23,7 @@ import loopq
 from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.hf_folder import looped_files
-from loopq.formats.rules import READS, entry_of
+from loopq.formats.support import READS, entry_of
 from loopq.inference.restore import load_checkpoint
 from loopq.models.load import load_model
 from loopq.run.config import Override, QuantConfig

@@ -90,7 +90,7 @@ def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
         ("gptq", {"o_proj": {}}, {}, ""),
     ],
 )  # fmt: skip
-def test_experts_that_transformers_stacks_are_of_one_grid_or_refused(form, grids, config, match):
+def test_stacked_experts_have_one_grid_or_are_refused(form, grids, config, match):
     config = {"num_experts": 2, **config}
     found = layers(**grids)
     if not match:

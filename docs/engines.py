@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopq.formats.rules import DATE, ENTRIES, NOWHERE, READS, RULES
+from loopq.formats.rules import RULES
+from loopq.formats.support import DATE, ENTRIES, NOWHERE, READS
 from loopq.systems import SYSTEMS
 
 FILE = Path(__file__).parent / "formats" / "engines.md"

@@ -14,7 +14,8 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.gguf import blocks
 from loopq.formats.quantized_folder import QuantizedFolder
-from loopq.formats.rules import READS, check_engine
+from loopq.formats.rules import check_engine
+from loopq.formats.support import READS
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale, Rotation

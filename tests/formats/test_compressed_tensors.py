@@ -8,6 +8,8 @@ import pytest
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
+from loopq.formats.fused import loaded_names
+from loopq.formats.record import Export
 from loopq.layers.layer import TensorReader
 from loopq.storage.files import RawTensor, read_json, read_tensors
 from tests.support.formats import (
@@ -20,6 +22,7 @@ from tests.support.formats import (
 )
 
 from ..support.checkpoints import checkpoint, layer
+from ..support.interop import models
 
 
 def test_spec_example_of_the_bit_stream():
@@ -38,6 +41,31 @@ def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
     config = read_json(tmp_path / "gptq" / "config.json")["quantization_config"]
     assert list(config["dynamic"]) == ["-:^early_exit_gate$", "-:^embed$", "-:^lm_head$"]
     assert config == read_json(tmp_path / "gptq" / "quantize_config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "loaded"),
+    [
+        ("dory", "backbone.layers.3.self_attn.g_proj", "model.layers.3.self_attn.gate_proj"),
+        ("dory", "backbone.layers.6.mixer.o_proj", "model.layers.3.self_attn.o_proj"),
+        ("dory", "backbone.layers.7.mixer.up_proj", "model.layers.3.mlp.up_proj"),
+        ("hrm_text", "model.L_module.layers.0.attn.o_proj", "model.L_module.layers.0.self_attn.o_proj"),
+        ("llama", "model.layers.0.self_attn.o_proj", None),
+    ],
+)
+def test_targets_and_ignored_modules_have_transformers_names_too(kind, file, loaded):
+    assert loaded_names({"model_type": kind}, [file]) == ({} if loaded is None else {file: loaded})
+    weight = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    names = (file, "model.experts.0.up", "z")
+    two = {n: models.rounded(f"{n}.weight", weight, bits=8 if n == file else 4, group_size=32) for n in names}
+    config = FORMATS.get("compressed-tensors").config(
+        Export(two, (file,), {}, loaded_names({"model_type": kind}, names))
+    )
+    groups = [group["targets"] for group in config["config_groups"].values()]
+    also = [] if loaded is None else [loaded]
+    # transformers reads every expert by the first group.
+    assert groups == [["model.experts.0.up", "z"], [file, *also]]
+    assert config["ignore"] == [file, *also]
 
 
 def test_an_engines_extra_keys_in_list_entries_are_ignored(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS, gptq
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.record import RECORD
+from loopq.formats.record import RECORD, Export
 from loopq.storage.files import RawTensor, read_json, read_tensors, write_json, write_tensors
 from tests.support.formats import (
     RAGGED,
@@ -90,7 +90,7 @@ def test_most_layers_set_the_rule_and_the_others_are_named():
     layers = {
         "m.0.a": layer(32, 32), "m.0.b": layer(32, 32), "m.1.c": layer(32, 32, 8, 16, symmetric=False)
     }  # fmt: skip
-    export = SimpleNamespace(layers=layers, dense=["m.1.d"], report={"made": "here"})
+    export = Export(layers, ("m.1.d",), {"made": "here"})
     config = FORMATS.get("gptq_v2").config(export)
     assert config["dynamic"] == {
         r"-:^m\.1\.d$": {}, r"+:^m\.1\.c$": {"bits": 8, "group_size": 16, "sym": False}
@@ -100,7 +100,7 @@ def test_most_layers_set_the_rule_and_the_others_are_named():
     assert config["checkpoint_format"] == config["format"] == "gptq_v2"
     assert config["modules_in_block_to_quantize"] == [["m.0.a", "m.0.b", "m.1.c"]]
     assert (config["block_name_to_quantize"], config["meta"]) == ("m", {"made": "here"})
-    alone = SimpleNamespace(layers={"lm_head": layer(32, 32)}, dense=[], report={})
+    alone = Export({"lm_head": layer(32, 32)}, ())
     assert FORMATS.get("gptq").config(alone)["lm_head"] is True
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
-from loopq.formats.rules import ENTRIES, KNOWN, NOWHERE, READS, RULES, check_engine, entry_of, readers
+from loopq.formats.rules import RULES, check_engine, readers
+from loopq.formats.support import ENTRIES, KNOWN, NOWHERE, READS, entry_of
 from loopq.systems import SYSTEMS
 from tests.support.interop import models
 
@@ -68,6 +69,41 @@ def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
     (layer,) = layers(a={}).values()
     with pytest.raises(CheckpointError, match=r"outside numbered blocks.* \(layer adapter\.weight, 1 in all"):
         check_engine("gptqmodel", "gptq", {"adapter.weight": layer}, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "grids", "config", "match"),
+    [
+        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {"bits": 8}}, {}, "experts of unlike grids"),
+        ("compressed-tensors", {"experts__0__up": {}}, {}, "dense experts, all or some"),
+        ("compressed-tensors", {"o_proj": {}}, {}, "dense experts, all or some"),
+        ("compressed-tensors", {"experts__0__up": {}}, {"looped_layers": [0, 1, 2], "auto_map": {}}, "dense experts"),
+        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {}}, {}, ""),
+        ("compressed-tensors", {"experts__0__up": {}}, {"auto_map": {}}, ""),
+        (
+            "compressed-tensors",
+            {f"experts__{i}__up": {"levels": "nvfp4", "group_size": 16} for i in (0, 1)},
+            {},
+            "experts in NVFP4",
+        ),
+        ("gptq", {"experts__0__up": {}, "experts__1__up": {}}, {}, "quantized experts: it stacks them"),
+        ("gptq", {"o_proj": {}}, {}, ""),
+    ],
+)  # fmt: skip
+def test_stacked_experts_have_one_grid_or_are_refused(form, grids, config, match):
+    config = {"num_experts": 2, **config}
+    found = layers(**grids)
+    if not match:
+        check_engine("transformers", form, found, None, config=config)
+        return
+    with pytest.raises(CheckpointError, match=match):
+        check_engine("transformers", form, found, None, config=config)
+
+
+def test_a_file_read_wrong_without_an_error_needs_a_named_engine():
+    found = layers(experts__0__up={}, experts__1__up={})
+    with pytest.raises(CheckpointError, match="gptqmodel can read gptq of this model: name the one"):
+        readers("gptq", found, "generic", {"num_experts": 2})
 
 
 def test_a_rule_of_one_system_is_no_rule_of_another():

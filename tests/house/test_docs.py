@@ -31,6 +31,7 @@ ELSEWHERE = {
     ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
     ("merged.md", ".py\n"): "files of the page; `test_howto` runs them",
+    ("engine.md", "# tokens.py"): "a process of its own; `test_howto` runs it",
 }
 #: Examples that take too long for a quick test, by a part of their text.
 LONG = (

@@ -8,8 +8,11 @@ import pytest
 
 import loopq
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.convert import read_any, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
+from loopq.models.load import load_model
 from tests.support import pairs
 
 GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}
@@ -34,6 +37,15 @@ def dory(tmp_path_factory):
     return folder / "q"
 
 
+@pytest.fixture(scope="module")
+def looped(tmp_path_factory):
+    """A looped Llama's checkpoint."""
+    folder = tmp_path_factory.mktemp("looped")
+    pairs.save("looped Llama", folder / "m")
+    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
+    return folder / "q"
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """An installed transformers that says what the test tells it."""
@@ -51,7 +63,7 @@ def engine(monkeypatch):
 def test_a_file_that_no_engine_reads_right_is_refused_early(olmoe, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no engine reads compressed-tensors of this model right"):
         loopq.export(olmoe.parent / "q", tmp_path / "ct", "compressed-tensors")
-    monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
+    monkeypatch.setattr("loopq.api._Quantization._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match="it runs every layer once"):
         loopq.quantize(olmoe, PROMPTS, out=tmp_path / "ct", write="compressed-tensors", **GRID)
     assert not list(tmp_path.iterdir())
@@ -62,10 +74,44 @@ def test_a_forced_file_says_so(olmoe, tmp_path):
     assert any(line.startswith("forced: no engine reads") for line in done.lines())
     record = json.loads((tmp_path / "ct" / RECORD).read_text("utf-8"))
     assert record["forced"].startswith("no engine reads")
+    target = FORMATS.get("compressed-tensors")
+    assert target.describe(target.facts(tmp_path / "ct"))[-1] == f"forced: {record['forced']}"
     loopq.export(tmp_path / "ct", tmp_path / "n", "native")
     assert (tmp_path / "n" / "model.safetensors").read_bytes() == (
         olmoe.parent / "q" / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_forced_gguf_says_so(dory, tmp_path):
+    pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
+    for name, given in (("forced.gguf", {"force": True}), ("model.gguf", {})):
+        if given:
+            loopq.export(dory, tmp_path / name, "gguf", vocabulary="none", **given)
+        else:
+            write_as(tmp_path / name, read_any(dory), "gguf", vocabulary="none")
+        facts = FORMATS.get("gguf").facts(tmp_path / name)
+        lines = FORMATS.get("gguf").describe(facts)
+        assert (facts["forced"] or "").startswith("no engine reads gguf" if given else "")
+        assert lines[-1].startswith("forced: no engine reads gguf") == bool(given)
+
+
+def test_code_of_the_loop_makes_transformers_a_reader(looped, tmp_path, engine):
+    asked = engine(Reading("transformers 5", 1e-7, 1e-4))
+    with pytest.raises(CheckpointError, match="--remote-code puts the code of the loop into the folder"):
+        loopq.export(looped, tmp_path / "plain", "compressed-tensors", engine="transformers")
+    with pytest.raises(CheckpointError, match="--remote-code"):
+        loopq.quantize(
+            looped.parent / "m",
+            PROMPTS,
+            out=tmp_path / "q",
+            write="compressed-tensors",
+            engine="transformers",
+            **GRID,
+        )
+    assert not list(tmp_path.iterdir())
+    loopq.export(looped, tmp_path / "ct", "compressed-tensors", engine="transformers", remote_code=True)
+    ((name, (question,)),) = asked
+    assert (name, question.trust_remote_code) == ("transformers", True)
 
 
 def test_the_engine_that_read_a_file_is_named(dory, tmp_path, engine):
@@ -106,4 +152,16 @@ def test_a_model_beyond_the_free_memory_is_not_shown(dory, tmp_path, engine, mon
         "only loopq read it: an engine needs"
         in loopq.export(dory, tmp_path / "a", "compressed-tensors").lines()[-1]
     )
+    assert not asked
+
+
+def test_a_model_that_draws_its_first_state_is_not_shown(tmp_path, engine):
+    asked = engine()
+    pairs.save("R-Llama", tmp_path / "m")
+    loaded = load_model(tmp_path / "m", trust_remote_code=True)
+    result = loopq.quantize(loaded, PROMPTS, **GRID)
+    done = loopq.export(
+        result, tmp_path / "ct", "compressed-tensors", engine="transformers", trust_remote_code=True
+    )
+    assert "was not asked: the model draws its first state" in done.lines()[-1]
     assert not asked

@@ -1,7 +1,7 @@
 """All pairs of a system and a format: what the gate says, and what the engines that are here make of the file.
 
 `python -m tests.support.pairs` writes the record `benches/record/engines.json` anew, which `python docs/engines.py`
-prints. An engine that is not here keeps its last result.
+prints; names of models after it walk those alone. An engine that is not here keeps its last result.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,15 @@ import torch
 import loopq
 from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
-from loopq.formats.rules import READS, entry_of
+from loopq.formats.hf_folder import looped_files
+from loopq.formats.support import READS, entry_of
 from loopq.inference.restore import load_checkpoint
+from loopq.models.load import load_model
+from loopq.run.config import Override, QuantConfig
+from loopq.run.export import round_weights
 from loopq.run.gate import Gate
 from loopq.systems.base import Batch
-from tests.support import systems, vendors
+from tests.support import coded, systems, vendors
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
 
@@ -51,6 +56,10 @@ class Model:
 
     build: Callable[[], Any]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: Options of the formats that are folders.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: Engines that need parts of the published code, which the small class does not have.
+    unasked: tuple[str, ...] = ()
 
 
 def _class(kind: str, **settings: Any) -> Callable[[], Any]:
@@ -70,22 +79,61 @@ def _hrm_text() -> Any:
     return models.tiny_hrm()[0]
 
 
+def _zoo(name: str, **changes: Any) -> Callable[[], Any]:
+    """A small class whose folder has code of its own."""
+    return systems.small(name, **{"vocab_size": 64, "n_embd": 64, "intermediate_size": 96, **changes})
+
+
 LOOP = {"looped_layers": [1, 3, 2]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_CODE = {"remote_code": True}
 _WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
+_TWO_GRIDS = {"config": QuantConfig.of(Override("*down_proj*", {"group_size": 16}))}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_DEEP = {"n_prelude": 1, "n_coda": 1, "mean_recurrence": 3}
 MODELS: dict[str, Model] = {
     "Dory": Model(lambda: vendors.dory(**_WIDE)),
     "Dory, width no multiple of the group": Model(vendors.dory),
+    "Dory, two grids and a dense layer": Model(
+        lambda: vendors.dory(**_WIDE), {**_TWO_GRIDS, "exclude": ("*o_proj*",)}
+    ),
     "Inkling-2, padded head": Model(lambda: vendors.inkling(hidden_size=64, head_dim=32, swa_head_dim=32)),
     "Inkling-2, an expert left out": Model(
         lambda: vendors.inkling(hidden_size=64, head_dim=32, swa_head_dim=32), {"exclude": ("*experts*1*",)}
     ),
     "HRM-Text": Model(_hrm_text),
+    "HRM-Text, two grids and a dense layer": Model(_hrm_text, {**_TWO_GRIDS, "exclude": ("*o_proj*",)}),
     "looped Llama": Model(_class("Llama", **LOOP)),
     "looped Llama, tied head": Model(_class("Llama", **LOOP, tie_word_embeddings=True)),
-    "looped Qwen3": Model(_class("Qwen3", **LOOP)),
-    "looped OLMoE, an expert left out": Model(
-        _class("Olmoe", **LOOP, num_experts=4, num_experts_per_tok=2), {"exclude": ("*experts.1.*",)}
+    "looped Llama, all layers": Model(_class("Llama", looped_layers=[0, 4, 3])),
+    "looped Llama, code": Model(_class("Llama", **LOOP), {}, _CODE),
+    "looped Llama, tied head, code": Model(_class("Llama", **LOOP, tie_word_embeddings=True), {}, _CODE),
+    "looped Llama, biases, code": Model(_class("Llama", **LOOP, **_BIASED), {}, _CODE),
+    "looped Llama, width no multiple of the group, code": Model(
+        _class("Llama", **LOOP, intermediate_size=80), {}, _CODE
     ),
+    "looped Llama, two grids and a dense layer, code": Model(
+        _class("Llama", **LOOP), {**_TWO_GRIDS, "exclude": ("*o_proj*",)}, _CODE
+    ),
+    "looped Qwen2, biases, code": Model(_class("Qwen2", **LOOP), {}, _CODE),
+    "looped Qwen3": Model(_class("Qwen3", **LOOP)),
+    "looped Qwen3, code": Model(_class("Qwen3", **LOOP), {}, _CODE),
+    "looped OLMoE, an expert left out": Model(
+        _class("Olmoe", **LOOP, **_EXPERTS), {"exclude": ("*experts.1.*",)}
+    ),
+    "looped OLMoE, an expert left out, code": Model(
+        _class("Olmoe", **LOOP, **_EXPERTS), {"exclude": ("*experts.1.*",)}, _CODE
+    ),
+    "looped OLMoE, code": Model(_class("Olmoe", **LOOP, **_EXPERTS), {}, _CODE),
+    "Ouro": Model(_zoo("ouro", total_ut_steps=3, n_heads=4), unasked=("gptqmodel",)),
+    "Nanbeige": Model(_zoo("nanbeige", n_heads=4, head_dim=16, n_kv_heads=2)),
+    "Huginn": Model(_zoo("huginn", **_DEEP)),
+    "R-Llama": Model(_zoo("rllama", n_heads=4, **_DEEP)),
+    "IQuest": Model(_zoo("iquest", n_heads=4, loop_num=2, loop_window_size=4)),
+    "LoopFormer": Model(_zoo("loopformer")),
+    "Parcae": Model(_zoo("parcae", **_DEEP)),
+    "COCONUT": Model(_zoo("coconut", intermediate_size=256)),
+    "Ponder": Model(_zoo("ponder", pondering_steps=3)),
     **{
         name: Model(systems.CASES[f"transformers {name}"].build)
         for name in ("ALBERT, head", "Mamba", "Zamba", "Zamba2", "GPT-NeoX Ponder")
@@ -103,17 +151,21 @@ def save(name: str, folder: Path) -> None:
                 value.normal_(std=0.2)
             elif "lambda" in key or "scale" in key:
                 value.mul_(4)
-    model.save_pretrained(folder)
-    for file, content in models.tokenizer_files(96).items():
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        coded.save(model, folder)
+    rows = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
+    for file, content in models.tokenizer_files(rows).items():
         (folder / file).write_bytes(content)
 
 
 def vocabulary(path: Path, n: int) -> Path:
-    """Write a GGUF file with a tokenizer."""
+    """Write a GGUF file with the tokenizer of `save`, whose kind loopq does not read."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{i}>" for i in range(n)])
+    writer.add_token_list(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, n))])
     writer.add_token_scores([0.5] * n)
     writer.add_token_types([1] * n)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
@@ -149,12 +201,16 @@ def _pair(work: Path, name: str, form: str) -> Pair:
     if form == "gguf":
         rows = json.loads((work / "m" / "config.json").read_text("utf-8"))["vocab_size"]
         options = {"vocabulary": str(vocabulary(work / "vocabulary.gguf", rows))}
+    else:
+        options = {**options, **MODELS[name].options}
     pair, out = Pair(name, form), work / form
     try:
-        result = loopq.quantize(work / "m", IDS.tolist(), threads=1, **{**grid, **MODELS[name].settings})
+        loaded = load_model(work / "m", trust_remote_code=True)
+        result = loopq.quantize(loaded, IDS.tolist(), threads=1, **{**grid, **MODELS[name].settings})
         pair.system = result.settings["system"]
-        config = json.loads(result.side_files["config.json"])
-        pair.engines = Gate().of(form, result, options.get("ragged"))[0]
+        files = looped_files(result.side_files, bool(options.get("remote_code")))
+        config = json.loads(files["config.json"])
+        pair.engines = Gate().of(form, result, options)[0]
     except LoopqError as error:
         pair.refused = str(error)
         if not pair.system:
@@ -170,16 +226,21 @@ def _pair(work: Path, name: str, form: str) -> Pair:
     except LoopqError as error:
         pair.refused, pair.engines, pair.wrong, pair.named = str(error), (), (), ()
         return pair
-    loaded = load_checkpoint(result)
+    loaded = load_checkpoint(result, trust_remote_code=True)
+    if loaded.system.state_is_random:
+        return pair
     with torch.no_grad():
         logits = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
-    pair.question = Question(out, form, IDS, logits.float().numpy())
+        round_weights(loaded.model)
+        rounded = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
+    slack = float((rounded - logits).abs().max())
+    pair.question = Question(out, form, IDS, logits.float().numpy(), True, slack)
     return pair
 
 
 def _reads(engine: str, form: str, result: loopq.Checkpoint, options: dict[str, Any]) -> bool:
     try:
-        return bool(Gate(engine=engine).of(form, result, options.get("ragged"))[0])
+        return bool(Gate(engine=engine).of(form, result, options)[0])
     except LoopqError:
         return False
 
@@ -189,7 +250,7 @@ def ask_all(pairs: list[Pair]) -> list[Pair]:
     asked: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs:
         for engine in (*pair.engines, *pair.named, *pair.wrong):
-            if engine in KINDS and pair.question is not None:
+            if engine in KINDS and pair.question is not None and engine not in MODELS[pair.model].unasked:
                 kind = (
                     "gptq" if pair.format.startswith("gptq") and engine == "transformers" else KINDS[engine]
                 )
@@ -208,7 +269,7 @@ def ask_all(pairs: list[Pair]) -> list[Pair]:
 def without_loop(pair: Pair) -> float:
     """Difference of the logits at depth 1, in differences that rounding would explain."""
     assert pair.question is not None
-    loaded = loopq.load(pair.question.path)
+    loaded = loopq.load(pair.question.path, trust_remote_code=True)
     with torch.no_grad():
         found = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), 1).float().numpy()
     reading = compared("loopq", found, pair.question.expected, "float32")
@@ -231,21 +292,22 @@ def recorded(pair: Pair, before: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Walk all pairs and write the record."""
+def main(*only: str) -> None:
+    """Walk all pairs, or those of some models, and write the record."""
     record = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else {}
     with tempfile.TemporaryDirectory() as place:
         pairs = []
-        for number, name in enumerate(MODELS):
+        for number, name in enumerate(only or MODELS):
             (Path(place) / str(number)).mkdir()
             pairs += written(Path(place) / str(number), name)
         found: dict[str, dict[str, Any]] = {}
         for pair in ask_all(pairs):
             before = record.get(pair.model, {}).get(pair.format, {})
             found.setdefault(pair.model, {})[pair.format] = recorded(pair, before)
+    found = {name: found.get(name, record.get(name, {})) for name in MODELS}
     text = json.dumps(found, indent=1).replace(place, "FOLDER")
     RECORD.write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

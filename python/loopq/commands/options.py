@@ -16,7 +16,7 @@ from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Option
 from loopq.formats.convert import format_names, settings_of
-from loopq.formats.rules import READS
+from loopq.formats.support import READS
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig

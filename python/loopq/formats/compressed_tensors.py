@@ -16,6 +16,7 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
+from loopq.formats.fused import EXPERT
 from loopq.formats.hf_folder import matches
 from loopq.formats.quantized_folder import QuantizedFolder
 from loopq.formats.record import Export
@@ -97,9 +98,14 @@ class CompressedTensors(QuantizedFolder):
         return {f"{module}.{key}": t for key, t in found.items()}
 
     def config(self, export: Export) -> dict[str, Any]:
-        """One config group per kind of grid. `ignore` lists every dense matrix by its exact name."""
+        """One config group per kind of grid, that of experts first. `ignore` names every dense matrix.
+
+        Modules have their names in the file, which vLLM matches, and those of transformers' class.
+        """
         groups: list[tuple[tuple[str, dict[str, Any]], list[str]]] = []
-        for module, layer in export.layers.items():
+        # transformers takes the first group for all experts.
+        ordered = sorted(export.layers.items(), key=lambda item: not EXPERT.search(item[0]))
+        for module, layer in ordered:
             scheme = layer.grid.compressed
             assert scheme is not None
             known = next((modules for found, modules in groups if found == scheme), None)
@@ -110,7 +116,7 @@ class CompressedTensors(QuantizedFolder):
         config_groups = {}
         for number, ((name, weights), modules) in enumerate(groups):
             # With several groups, a class name would also match the layers of the others.
-            targets = ["Linear"] if len(groups) == 1 else modules
+            targets = ["Linear"] if len(groups) == 1 else export.names(modules)
             config_groups[f"group_{number}"] = {
                 "targets": targets,
                 "weights": weights,
@@ -124,7 +130,7 @@ class CompressedTensors(QuantizedFolder):
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": config_groups,
-            "ignore": [*export.dense, *_inside(export.dense)],
+            "ignore": [*export.names(export.dense), *_inside(export.dense)],
             "kv_cache_scheme": None,
         }
 

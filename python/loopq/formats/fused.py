@@ -1,4 +1,4 @@
-"""Modules of a model's published files that hold several of the model's own, by rows.
+"""Modules of a model's published files that hold several of the model's own, by rows, or have other names.
 
 A row has codes and scales of its own, so joined rows of one grid are exact.
 """
@@ -6,7 +6,8 @@ A row has codes and scales of its own, so joined rows of one grid are exact.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,37 @@ HRM_TEXT: Parts = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _PUBLISHED: Mapping[str, Parts] = {"HrmTextForCausalLM": HRM_TEXT}
+
+
+def _of_pairs(found: re.Match[str]) -> str:
+    """A block of Dory's published files: attention and MLP of a layer have numbers of their own."""
+    block = int(found[1])
+    return f"layers.{block // 2}.{('self_attn', 'mlp')[block % 2]}."
+
+
+#: One expert among those of a layer. transformers 5 stacks them at loading.
+EXPERT = re.compile(r"\.experts\.\d+\.")
+#: How transformers renames modules of a file at loading, by `model_type`.
+_RENAMED: Mapping[str, Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]] = {
+    "hrm_text": ((r"\.attn\.o_proj$", ".self_attn.o_proj"),),
+    "dory": (
+        (r"^backbone\.(?=layers\.)", "model."),
+        (r"layers\.(\d+)\.mixer\.", _of_pairs),
+        (r"\.self_attn\.g_proj$", ".self_attn.gate_proj"),
+    ),
+}
+
+
+def loaded_names(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, str]:
+    """Return the names of modules in transformers' class, where it renames those of its files."""
+    found = {}
+    for module in modules:
+        name = module
+        for pattern, new in _RENAMED.get(str(config.get("model_type")), ()):
+            name = re.sub(pattern, new, name)
+        if name != module:
+            found[module] = name
+    return found
 
 
 def published_parts(config: Mapping[str, Any]) -> Parts:

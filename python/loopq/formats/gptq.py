@@ -98,12 +98,14 @@ class GPTQFolder(QuantizedFolder):
             kinds[key] = kinds.get(key, 0) + 1
         common = max(kinds, key=lambda k: kinds[k])
         bits, group_size, symmetric = common
-        dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in export.dense}
+        dynamic: dict[str, dict[str, Any]] = {
+            f"-:^{re.escape(name)}$": {} for name in export.names(export.dense)
+        }
         for module, layer in export.layers.items():
             own = _own(layer.grid)
             if own != common:
                 values = dict(zip(("bits", "group_size", "sym"), own, strict=True))
-                dynamic[f"+:^{re.escape(module)}$"] = values
+                dynamic |= {f"+:^{re.escape(name)}$": values for name in export.names([module])}
         modules = list(export.layers)
         return {
             "quant_method": "gptq",

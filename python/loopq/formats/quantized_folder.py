@@ -31,7 +31,7 @@ from loopq.formats.base import (
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
 from loopq.formats.float_codes import plain
-from loopq.formats.fused import joined_dense, joined_layers, published_parts, taken_apart
+from loopq.formats.fused import joined_dense, joined_layers, loaded_names, published_parts, taken_apart
 from loopq.formats.record import (
     RECORD,
     Export,
@@ -262,7 +262,9 @@ class QuantizedFolder(Format):
         if clash:
             raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
         tensors.update(dense)
-        export = Export(layers, dense_modules(dense, source.ties), facts_of(source))
+        unchanged = dense_modules(dense, source.ties)
+        loaded = loaded_names(config_of(source.side_files), (*layers, *unchanged))
+        export = Export(layers, unchanged, facts_of(source), loaded)
         notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
         for name, (_, *copies) in owners.items():
             if copies:
@@ -403,6 +405,7 @@ class QuantizedFolder(Format):
             "quantization_config": hf_folder.read_config(path)[1],
             "exported_by_loopq": record.loopq_version if record else None,
             "ragged": record.ragged if record else None,
+            "forced": record.forced if record else None,
             "n_bytes_files": sum(file.stat().st_size for file in path.glob("*.safetensors")),
         }
 
@@ -432,6 +435,7 @@ class QuantizedFolder(Format):
             f"{size(facts['n_bytes'])} as a native checkpoint",
             origin,
             "config.json: " + ", ".join(f"{key} {value}" for key, value in plain.items()),
+            *([f"forced: {facts['forced']}"] if facts["forced"] else []),
         ]
 
 

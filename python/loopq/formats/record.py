@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,19 @@ class Export:
     """Everything that a format needs to write its config.
 
     Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
-    that stays unchanged. Further facts: version of loopq, damping.
+    that stays unchanged. Further facts: version of loopq, damping. `loaded` has the names of modules in transformers'
+    class, where it renames them.
     """
 
     layers: Mapping[str, QuantizedLayer]
     dense: tuple[str, ...]
     report: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, modules: Iterable[str]) -> list[str]:
+        """Return modules by their names in the file, then by those of transformers' class that differ."""
+        modules = list(modules)
+        return [*modules, *(self.loaded[name] for name in modules if name in self.loaded)]
 
 
 @dataclass(frozen=True)

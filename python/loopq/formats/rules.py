@@ -10,22 +10,16 @@ from typing import Any
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged
+from loopq.formats.fused import EXPERT
 from loopq.formats.native import NATIVE
+from loopq.formats.support import DATE, EMBEDDED, KNOWN, READS, entry_of
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import BASE
+from loopq.layers.loop_spec import LOOP
 
 Layers = Mapping[str, QuantizedLayer]
+Config = Mapping[str, Any]
+_Broken = Callable[[Layers, Config], Iterable[str]]
 
-#: Day of the newest entry.
-DATE = "2026-11-27"
-#: Formats that an engine reads.
-READS: Mapping[str, tuple[str, ...]] = {
-    "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
-    "vllm": ("compressed-tensors", "gptq", "modelopt"),
-    "sglang": ("compressed-tensors", "gptq", "modelopt"),
-    "gptqmodel": ("gptq", "gptq_v2"),
-    "llama.cpp": ("gguf",),
-}
 #: Projections that engines put into one matrix, which has one scheme.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -45,11 +39,14 @@ class Rule:
     known : str
         Version, and source: "run", "config read by its own classes" or "source read".
     broken : callable
-        Takes the layers in the format's form. Returns the names of those that break the rule.
+        Takes the layers in the format's form and the model's config.json. Returns the names of layers that break the
+        rule.
     systems : tuple of str
         Affected systems. All if empty.
     names : tuple of str or None
         Values of the option "names" with which the rule holds.
+    silent : bool
+        Whether the engine gives other logits without an error. Such a file is written only for a named engine.
     """
 
     engines: tuple[str, ...]
@@ -57,16 +54,21 @@ class Rule:
     what: str
     instead: str
     known: str
-    broken: Callable[[Layers], Iterable[str]]
+    broken: _Broken
     systems: tuple[str, ...] = ()
     names: tuple[str | None, ...] = (None, "published")
+    silent: bool = False
 
 
-def _where(test: Callable[[QuantizedLayer], bool]) -> Callable[[Layers], Iterable[str]]:
-    return lambda layers: [name for name, layer in layers.items() if test(layer)]
+def _where(test: Callable[[QuantizedLayer], bool]) -> _Broken:
+    return lambda layers, config: [name for name, layer in layers.items() if test(layer)]
 
 
-def _unlike_siblings(layers: Layers) -> Iterable[str]:
+def _named(pattern: str) -> _Broken:
+    return lambda layers, config: [name for name in layers if re.search(pattern, f".{name}.")]
+
+
+def _unlike_siblings(layers: Layers, config: Config) -> Iterable[str]:
     """Projections with another grid than those they are fused with, or dense ones beside quantized ones."""
     for name, layer in layers.items():
         module, _, last = name.removesuffix(".weight").rpartition(".")
@@ -85,16 +87,51 @@ def _width(layer: QuantizedLayer) -> int:
     return layer.grid.width(layer.shape[1])
 
 
-def _mixed(key: Callable[[QuantizedLayer], object]) -> Callable[[Layers], Iterable[str]]:
+def _mixed(key: Callable[[QuantizedLayer], object]) -> _Broken:
     """Layers that differ from the first."""
 
-    def unlike(layers: Layers) -> Iterable[str]:
+    def unlike(layers: Layers, config: Config) -> Iterable[str]:
         first = next(iter(layers.values()))
         return [name for name, layer in layers.items() if key(layer) != key(first)]
 
     return unlike
 
 
+def _stacked(layers: Layers, config: Config) -> dict[str, list[str]]:
+    """Matrices of experts by what transformers 5 stacks. A class in the checkpoint's own code stacks nothing."""
+    found: dict[str, list[str]] = {}
+    for name in layers if "auto_map" not in config or LOOP in config else ():
+        if EXPERT.search(name):
+            found.setdefault(EXPERT.sub(".experts.", name), []).append(name)
+    return found
+
+
+def _experts(layers: Layers, config: Config) -> list[str]:
+    return [name for names in _stacked(layers, config).values() for name in names]
+
+
+def _is_nvfp4(layer: QuantizedLayer) -> bool:
+    scheme = layer.grid.compressed
+    return scheme is not None and scheme[0].startswith("nvfp4")
+
+
+def _unlike_experts(layers: Layers, config: Config) -> Iterable[str]:
+    """Experts with another grid than the first."""
+    names = _experts(layers, config)
+    return [name for name in names if _grid(layers[name]) != _grid(layers[names[0]])]
+
+
+def _part_of_experts(layers: Layers, config: Config) -> Iterable[str]:
+    """The first expert of each stack with dense ones. The first layer if all experts are dense."""
+    count = next((config[key] for key in _COUNTS if isinstance(config.get(key), int)), 0)
+    stacks = _stacked(layers, config)
+    if count and not stacks and ("auto_map" not in config or LOOP in config):
+        return list(layers)[:1]
+    return [names[0] for names in stacks.values() if count not in (0, len(names))]
+
+
+#: Keys of config.json with the number of experts in a layer.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GPTQ = ("gptq", "gptq_v2")
 _CT = ("compressed-tensors",)
 RULES = (
@@ -131,9 +168,26 @@ RULES = (
         "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.grid.symmetric),
     ),
     Rule(
-        ("transformers",), _CT, "layers of unlike grids of Dory: the file names them by its own names",
-        "one grid, with a group size that divides every width",
-        "transformers 5.24 with compressed-tensors 0.20: run (left as initialised)", _mixed(_grid), ("dory",),
+        ("transformers",), _CT, "experts of unlike grids: it stacks them, and reads all by one grid",
+        "one grid for all experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run", _unlike_experts, silent=True,
+    ),
+    Rule(
+        ("transformers",), _CT, "experts in NVFP4: it leaves out their second scale",
+        "MXFP4 or integers for the experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run",
+        lambda layers, config: [n for n in _experts(layers, config) if _is_nvfp4(layers[n])], silent=True,
+    ),
+    Rule(
+        ("transformers",), _CT, "dense experts, all or some of them: it stacks codes alone",
+        "quantize all experts, or take the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run (an error of its conversion)", _part_of_experts,
+    ),
+    Rule(
+        ("transformers",), _GPTQ, "quantized experts: it stacks them, and leaves the stacks as initialised",
+        "--exclude '*experts*', or the native checkpoint with `import loopq.integrations.transformers`",
+        "transformers 5.24 with optimum 2.3: run",
+        _experts, silent=True,
     ),
     Rule(
         ("transformers",), _CT,
@@ -153,10 +207,17 @@ RULES = (
         _where(lambda x: x.grid.bits == 4 and _width(x) not in (32, 64, 128, 256)),
     ),
     Rule(
-        ("transformers", "gptqmodel"), _GPTQ, "layers of HRM-Text by the names of its published files",
+        ("transformers",), _GPTQ, "layers of HRM-Text by the names of its published files",
         "--format compressed-tensors, or the native checkpoint",
-        "GPTQModel 7.7 and optimum 2.3: run (left as initialised, or \"Missing required quantized weights\")",
-        lambda layers: [n for n in layers if ".attn." in n], ("hrm_text",),
+        "optimum 2.3: run (left as initialised)",
+        _named(r"\.attn\."), ("hrm_text",),
+    ),
+    Rule(
+        ("gptqmodel",), _GPTQ, "o_proj of HRM-Text by the name of its published files, quantized or dense",
+        "--format compressed-tensors, or the native checkpoint",
+        "GPTQModel 7.7: run (\"Missing required quantized weights\", or left as initialised)",
+        lambda layers, config: [] if any(".self_attn.o_proj." in n for n in layers) else list(layers)[:1],
+        ("hrm_text",), silent=True,
     ),
     Rule(
         ("transformers", "gptqmodel"), _GPTQ, "3 bits with outputs that are no multiple of 32",
@@ -172,154 +233,13 @@ RULES = (
     Rule(
         ("gptqmodel",), _GPTQ, "quantized layers outside numbered blocks: left as initialised, without an error",
         "--exclude them, or load by transformers and optimum",
-        "GPTQModel 7.7: run", lambda layers: [n for n in layers if not re.search(r"\.\d+\.", f".{n}.")],
+        "GPTQModel 7.7: run", _named(r"^(?!.*\.\d+\.)"), silent=True,
     ),
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Support:
-    """Known facts about systems in an engine.
-
-    Parameters
-    ----------
-    engine : str
-        A name in `READS`.
-    systems : tuple of str
-        Adapters' names.
-    how : str
-        What runs them. Where nothing does, the reason.
-    known : str
-        Version, and "run" or "source read".
-    test : str
-        The test that ran it, "FILE::NAME". It is empty if none did.
-    formats : tuple of str
-        Formats that it is about. All that the engine reads if empty.
-    kinds : tuple of str
-        Values of `model_type` in config.json that it is about. All if empty.
-    code : bool
-        Whether it is about folders with code of their own alone (`auto_map` in config.json).
-    runs : bool
-        Whether the engine gives the loop's logits.
-    silent : bool
-        Whether it gives other logits without an error. Such a file is written only for a named engine.
-    """
-
-    engine: str
-    systems: tuple[str, ...]
-    how: str
-    known: str
-    test: str = ""
-    formats: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    code: bool = False
-    runs: bool = True
-    silent: bool = False
-
-    def about(self, engine: str, system: str, format_name: str, config: Mapping[str, Any] | None) -> bool:
-        """Whether it is about a system in a format and an engine. Without `config` any will do."""
-        if (
-            engine != self.engine
-            or system not in self.systems
-            or format_name not in (self.formats or (format_name,))
-        ):
-            return False
-        if config is None:
-            return True
-        kind = config.get(BASE, config.get("model_type"))
-        return (not self.kinds or kind in self.kinds) and (not self.code or "auto_map" in config)
-
-
-_PAIRS = "tests/formats/engines/test_pairs.py::test_a_pair_gives_equal_logits_or_is_refused"
-_VLLM = "tests/interop/test_vllm.py::test_vllm_computes_every_loop"
-_LLAMA = "tests/formats/gguf/test_model.py::test_logits_of_llama_cpp"
-_ONCE = "it runs every layer once: it does not read looped_layers"
-#: Dense models whose layers the plugin runs in a loop.
-_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-_PLUGIN = "loopq's plugin (loopq.integrations.vllm)"
-#: The first entry of an engine, a system and a format holds; without one the engine does not run the system.
-ENTRIES = (
-    Support(
-        "transformers", ("dory", "inkling"), "optimum leaves layers as initialised", "5.24 with optimum 2.3: run",
-        _PAIRS, _GPTQ, runs=False, silent=True,
-    ),
-    Support(
-        "transformers", ("mamba", "zamba"), "its own class reads weights that packed layers do not have", "5.24: run",
-        _PAIRS, (*_GPTQ, *_CT), runs=False,
-    ),
-    Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
-    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
-    Support(
-        "transformers", ("inkling",), "no place for codes of one expert, and the padded head is lost", "5.24: run",
-        _PAIRS, _CT, runs=False,
-    ),
-    Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
-    Support(
-        "transformers", ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint",
-        "4.57.6: run", code=True,
-    ),
-    Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
-    Support(
-        "transformers", ("looped",), "it refuses the type; --remote-code puts the code of the loop into the folder",
-        "5.24: run", _PAIRS, runs=False,
-    ),
-    Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
-    Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
-    Support(
-        "vllm", ("dory",), f"{_PLUGIN}, files with the published names; 0.33's own class takes NVFP4 without it "
-        "and INT4 with it (source read)", "0.32 on a CPU: run", _VLLM, _CT,
-    ),
-    Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
-    Support("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
-    Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),
-    Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
-    Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
-    Support("vllm", ("mamba",), "its own class", "source read"),
-    Support("vllm", ("generic",), "where vLLM has the class", "source read"),
-    Support("vllm", ("hrm_text",), "its own class, files with --names published", "0.33: source read"),
-    Support(
-        "vllm", ("inkling",), "vLLM up to 0.33 has no class for it, and loopq's plugin none either", "0.32: run",
-        "tests/interop/test_vllm.py::test_inkling_is_refused_with_the_version_that_it_needs", runs=False,
-    ),
-    Support("sglang", ("hrm_text",), "its own class, files with --names published", "0.5.23: not tried"),
-    Support("sglang", ("nanbeige",), "its own class", "SGLang #32151"),
-    Support("sglang", ("iquest",), "its own class; its gates are loaded since SGLang #38193", "source read"),
-    Support("sglang", ("generic",), "where SGLang has the class", "source read"),
-    Support(
-        "sglang", ("ouro",), "its fallback to transformers breaks the cache of the loops", "SGLang #32894", runs=False
-    ),
-    Support("gptqmodel", ("hrm_text",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
-    Support("gptqmodel", ("ouro",), "its own definition of the class", "source read"),
-    Support("gptqmodel", ("generic",), "layers in numbered blocks, by transformers' class", "7.7: run", _PAIRS),
-    Support("llama.cpp", ("nanbeige",), "its own class (llama.cpp #25994)", "xllamacpp 2026.10: run", _LLAMA),
-    Support("llama.cpp", ("hrm_text",), "its own class (llama.cpp #27625)", "xllamacpp 2026.10: run", _PAIRS),
-    Support("llama.cpp", ("looped",), "Llama, the loop written out", "xllamacpp 2026.10: run", _PAIRS),
-    Support("llama.cpp", ("generic",), "Llama alone", "source read"),
-    Support(
-        "llama.cpp", ("dory",), "its release of October 2026 has no such architecture; the vendor's has, and the file "
-        "is checked against its converter and its graph", "xllamacpp 2026.10: run", _PAIRS, runs=False,
-    ),
-    Support(
-        "llama.cpp", ("ouro",), "its release of October 2026 has no such architecture", "xllamacpp 2026.10: run",
-        runs=False,
-    ),
-    *(
-        Support(engine, ("looped",), _ONCE, "source read", runs=False) for engine in ("sglang", "gptqmodel")
-    ),
-)  # fmt: skip
-#: Systems of loopq whose classes no engine has.
-NOWHERE = ("coconut", "loopformer", "loopus", "parcae", "trm")
-#: Systems that the table speaks of. Another package's are tried, not refused.
-KNOWN = frozenset(system for entry in ENTRIES for system in entry.systems) | frozenset(NOWHERE)
-#: `model_type` of loopq's embedded models begins so. They are loopq's alone: no engine has or needs their classes.
-EMBEDDED = "loopq-zoo-"
-
-
-def entry_of(
-    engine: str, system: str, format_name: str, config: Mapping[str, Any] | None = None
-) -> Support | None:
-    """Return what is known of an engine, a system, a format and a model's config.json. None if nothing is."""
-    return next((entry for entry in ENTRIES if entry.about(engine, system, format_name, config)), None)
+class _Silent(CheckpointError):
+    """The engine gives other logits without an error."""
 
 
 def check_engine(
@@ -364,15 +284,16 @@ def check_engine(
         if entry is None or not entry.runs:
             why = f"no support is known ({DATE})" if entry is None else f"{entry.how} ({entry.known})"
             kind = (config or {}).get("model_type")
-            raise CheckpointError(f"{engine} does not run {system}{f' ({kind})' if kind else ''}: {why}")
+            raised = _Silent if entry is not None and entry.silent else CheckpointError
+            raise raised(f"{engine} does not run {system}{f' ({kind})' if kind else ''}: {why}")
     target = FORMATS.get(format_name)
     layers = target.stored(layers, **target.taken({"ragged": ragged}))
     for rule in RULES:
         if engine not in rule.engines or format_name not in rule.formats or names not in rule.names:
             continue
-        broken = list(rule.broken(layers)) if not rule.systems or system in rule.systems else []
+        broken = list(rule.broken(layers, config or {})) if system in (rule.systems or (system,)) else []
         if broken:
-            raise CheckpointError(
+            raise (_Silent if rule.silent else CheckpointError)(
                 f"{engine} does not take {rule.what} (layer {broken[0]}, {len(broken)} in all; {rule.known}). Instead: "
                 f"{rule.instead}"
             )
@@ -423,8 +344,7 @@ def readers(
             check_engine(engine, format_name, layers, system, ragged, config, names)
         except CheckpointError as cause:
             reasons.append(str(cause))
-            entry = entry_of(engine, system or "", format_name, config)
-            silent += [str(cause)] if entry is not None and entry.silent else []
+            silent += [str(cause)] if isinstance(cause, _Silent) else []
         else:
             found.append(engine)
     if not found:

@@ -127,7 +127,7 @@ def export(
     if isinstance(opened, Checkpoint) and not target.own:
         opened = folded(opened, trust_remote_code=proof.trust_remote_code)
     if isinstance(opened, Checkpoint):
-        gate.of(format_name, opened, given.get("ragged"), given.get("names"))
+        gate.of(format_name, opened, given)
     with new_or_same(out) as place:
         done = exported(opened, place, format_name, gate, proof, **rest)
     if place != out:
@@ -151,8 +151,10 @@ def exported(
     if not isinstance(source, Checkpoint):
         return Exported(target.write(out, source, **given), 0, None, "")
     target.refuse_checkpoint()
-    engines, forced = gate.of(format_name, source, given.get("ragged"), given.get("names"))
-    asked = Asked(format_name, engines, proof.trust_remote_code) if gate.verify and engines else None
+    engines, forced = gate.of(format_name, source, given)
+    # The code of a loop is loopq's own.
+    trust = proof.trust_remote_code or bool(given.get("remote_code"))
+    asked = Asked(format_name, engines, trust) if gate.verify and engines else None
     before, difference, reason = np.zeros(0), 0.0, ""
 
     def compute() -> str:
@@ -175,6 +177,8 @@ def exported(
         out, source, also=compare_logits, **given, **({"forced": forced} if forced else {})
     )
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
+    if not (engines or forced or target.own):
+        lines = ("only loopq reads it: no engine opens this format or has this class",)
     if asked is not None and not reason:
         lines += asked.lines(out, source, compute, force=gate.force)
     read = not reason and target.reads
@@ -275,9 +279,7 @@ def refuse_early(
     target.refuse(planned, **given)
     refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
-    (gate or Gate()).readers(
-        format_name, layers, system.name, loaded.config, given.get("ragged"), given.get("names")
-    )
+    (gate or Gate()).readers(format_name, layers, system.name, loaded.side_files, given)
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -305,6 +307,14 @@ def _stand_in(task: Task) -> QuantizedLayer:
     return QuantizedLayer(task.name, grid, codes, scales, zeros, p.orientation)
 
 
+def round_weights(model: nn.Module) -> None:
+    """Round the weights of a model to float16."""
+    torch = require("torch")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+
+
 def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArray[Any]:
     """Logits at the depth of the checkpoint. `asked` gets the prompts, and the logits at the model's own depth."""
     torch = require("torch")
@@ -321,7 +331,10 @@ def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArra
 
     before = at(n_steps)
     if asked is not None:
+        asked.random = loaded.system.state_is_random
         asked.ids, asked.expected = batch.input_ids.numpy(), before if own == n_steps else at(own)
+        round_weights(loaded.model)
+        asked.slack = float(np.abs(at(own) - asked.expected).max())
     return before
 
 

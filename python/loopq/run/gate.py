@@ -13,7 +13,7 @@ from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Question, Reading, ask
-from loopq.formats.hf_folder import CONFIG
+from loopq.formats.hf_folder import CONFIG, looped_files
 from loopq.formats.rules import Layers, check_engine, readers
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import available_bytes
@@ -40,28 +40,32 @@ class Gate(Settings):
     verify: bool = setting(True, off="no-verify")
 
     def of(
-        self, format_name: str, source: Checkpoint, ragged: Any = None, names: str | None = None
+        self, format_name: str, source: Checkpoint, given: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""
-        config = json.loads(source.side_files.get(CONFIG, b"{}"))
-        return self.readers(format_name, source.layers, source.settings.get("system"), config, ragged, names)
+        system = source.settings.get("system")
+        return self.readers(format_name, source.layers, system, source.side_files, given)
 
     def readers(
         self,
         format_name: str,
         layers: Layers,
         system: str | None,
-        config: Mapping[str, Any],
-        ragged: Any = None,
-        names: str | None = None,
+        side_files: Mapping[str, bytes],
+        given: Mapping[str, Any],
     ) -> tuple[tuple[str, ...], str]:
         """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
+
+        `given` has the options of the format. The config.json is the one that the file will have: with `remote_code`
+        it names the code of the loop.
 
         Raises
         ------
         CheckpointError
             The engine, or every engine, is known to refuse it or to load it wrongly.
         """
+        config = json.loads(looped_files(side_files, bool(given.get("remote_code"))).get(CONFIG, b"{}"))
+        ragged, names = given.get("ragged"), given.get("names")
         try:
             if self.engine is None:
                 return readers(format_name, layers, system, config, ragged, names), ""
@@ -101,6 +105,8 @@ class Asked:
     trust_remote_code: bool
     ids: Any = None
     expected: Any = None
+    slack: float = 0.0
+    random: bool = False
 
     def lines(
         self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
@@ -123,7 +129,10 @@ class Asked:
             return (
                 f"only loopq read it: an engine needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free",
             )
-        why = {engine.name: engine.unasked(out) for engine in here}
+        reason = (
+            "the model draws its first state, so two programs give different logits" if self.random else ""
+        )
+        why = {engine.name: engine.unasked(out) or reason for engine in here}
         readings = [
             Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
         ]
@@ -131,7 +140,7 @@ class Asked:
             reason = "" if self.expected is not None else compute()
             if reason:
                 return (f"only loopq read it: {reason}",)
-            question = Question(out, self.format, self.ids, self.expected, self.trust_remote_code)
+            question = Question(out, self.format, self.ids, self.expected, self.trust_remote_code, self.slack)
             readings += [ask(name, [question])[0] for name, reason in why.items() if not reason]
         wrong = [reading for reading in readings if not (reading.same or reading.skipped)]
         if wrong and not force:

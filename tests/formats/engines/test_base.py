@@ -12,7 +12,7 @@ import pytest
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.__main__ import answer
 from loopq.formats.engines.base import TOLERANCE, Engine, Question, ask, compared
-from loopq.formats.rules import READS
+from loopq.formats.support import READS
 
 LOGITS = np.random.default_rng(0).normal(size=(2, 5, 7)).astype(np.float32)
 

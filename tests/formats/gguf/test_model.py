@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 import subprocess
 
 import numpy as np
@@ -18,6 +19,7 @@ from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.gguf import blocks
 from loopq.layers.grids import LEVELS
+from tests.support import pairs
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
 from tests.support.marks import slow_unless
@@ -278,6 +280,51 @@ def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
     for k, i in ((0, 0), (1, 1), (2, 2), (5, 3)):
         again = gguf.quants.dequantize(data[f"blk.{k}.ffn_down.weight"], gguf.GGMLQuantizationType.Q4_0)
         assert np.array_equal(again, layers[i].mlp.down_proj.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_loop_of_all_layers_is_run_by_llama_cpp(tmp_path, biases):
+    """Each layer is in the file once. Nanbeige's architecture, which runs it, has no biases."""
+    torch.manual_seed(0)
+    made = pairs._class("Llama", looped_layers=[0, 4, 3], attention_bias=biases)()
+    made.save_pretrained(tmp_path / "m")
+    words = pairs.vocabulary(tmp_path / "v.gguf", 64)
+    lines = loopq.export(tmp_path / "m", tmp_path / "x.gguf", "gguf", vocabulary=words).lines()
+    keys = {n: f.contents() for n, f in gguf.GGUFReader(tmp_path / "x.gguf").fields.items()}
+    if biases:
+        assert keys["llama.block_count"] == 12
+        return
+    assert keys["nanbeige.block_count"] == 4
+    assert keys["nanbeige.num_loops"] == 3
+    assert keys["nanbeige.skip_loop_final_norm"] is True
+    assert not any("written out" in line for line in lines)
+
+
+def test_llama_cpp_refuses_two_tensors_in_one_place(tmp_path):
+    """Else a loop that is written out could hold each layer once."""
+    pairs.save("looped Llama", tmp_path / "m")
+    words = pairs.vocabulary(tmp_path / "v.gguf", 64)
+    loopq.export(tmp_path / "m", tmp_path / "whole.gguf", "gguf", vocabulary=words, verify=False)
+    data = bytearray((tmp_path / "whole.gguf").read_bytes())
+    places = []
+    for name in (b"blk.1.ffn_down.weight", b"blk.3.ffn_down.weight"):
+        # After the name: the number of dimensions, the dimensions, the type, the offset.
+        start = data.index(name) + len(name)
+        (n_dims,) = struct.unpack_from("<I", data, start)
+        places.append(start + 4 + 8 * n_dims + 4)
+    first, second = (struct.unpack_from("<Q", data, place)[0] for place in places)
+    assert first != second
+    struct.pack_into("<Q", data, places[1], first)
+    (tmp_path / "shared.gguf").write_bytes(data)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "shared.gguf").tensors}
+    assert np.array_equal(tensors["blk.1.ffn_down.weight"], tensors["blk.3.ffn_down.weight"])
+    for name, why in (("whole", ""), ("shared", f"has offset {first}, expected {second}")):
+        arguments = [str(tmp_path / f"{name}.gguf"), "[5]", str(tmp_path / "said.json")]
+        done = subprocess.run(
+            [interpreter("llama"), "-c", LLAMA, *arguments], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode == 0) == (not why)
+        assert why in done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -25,7 +25,7 @@ def answer(work: Path) -> Reading:
     except Exception as cause:  # noqa: BLE001  # what an engine raises on a file is what is asked
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
         return Reading(name, problem=text[:300], skipped="trust_remote_code" in text)
-    return compared(name, found, expected[:, list(positions)], kind)
+    return compared(name, found, expected[:, list(positions)], kind, job["slack"])
 
 
 if __name__ == "__main__":

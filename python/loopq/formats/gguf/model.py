@@ -27,6 +27,8 @@ from loopq.terminal.table import render, size
 
 #: Types of tensors that are not quantized.
 _DENSE = {t.name: t for t in (BlockType("F16", 1, 160), BlockType("BF16", 32, 161), BlockType("F32", 0, 320))}
+#: Key of a file that was written against the table of engines: the reason.
+FORCED = "loopq.forced"
 #: A tensor of the file: its type, and its bytes or numbers.
 _Stored = tuple[BlockType, NDArray[Any]]
 
@@ -128,6 +130,7 @@ class GGUF(Format):
         *,
         also: Check | None = None,
         vocabulary: str | Path | None = None,
+        forced: str | None = None,
         **options: Any,
     ) -> WrittenFile:
         """Write the file, read it back with the package `gguf` and compare every tensor, dequantized.
@@ -142,6 +145,8 @@ class GGUF(Format):
             Not called because loopq does not read the file.
         vocabulary : path or "none", optional
             GGUF file to copy the tokenizer from, in the place of the model's own. "none" leaves it out.
+        forced : str, optional
+            Why no engine reads it right. The file says so under `FORCED`.
         **options
             None.
 
@@ -157,7 +162,7 @@ class GGUF(Format):
         stored = dict(_stored(source, shape))
         with replacing(out) as temporary:
             with told(out):
-                _write(temporary, shape, stored, words.entries)
+                _write(temporary, shape, stored, words.entries, forced)
             n_compared = _compare(temporary, source, shape)
         n_bytes = out.stat().st_size
         lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
@@ -192,6 +197,7 @@ class GGUF(Format):
             "n_loops": contents(path, reader, f"{architecture}.{loops}" if loops else ""),
             "n_layers": contents(path, reader, f"{architecture}.block_count"),
             "tokenizer": contents(path, reader, "tokenizer.ggml.model"),
+            "forced": contents(path, reader, FORCED),
             "n_bytes": path.stat().st_size,
             "tensors": tensors,
         }
@@ -210,6 +216,7 @@ class GGUF(Format):
             render(("type", "tensors", "weights", "bytes"), rows),
             f"format {self.name}, architecture {facts['architecture']}, {facts['n_layers']} layers, {loops}; "
             f"tokenizer {facts['tokenizer'] or 'none'}; {size(facts['n_bytes'])} on disk",
+            *([f"forced: {facts['forced']}"] if facts["forced"] else []),
         ]
 
 
@@ -257,7 +264,11 @@ def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> _Stored:
 
 
 def _write(
-    path: Path, shape: Shape, stored: Mapping[str, _Stored], words: Mapping[str, tuple[Any, ...]]
+    path: Path,
+    shape: Shape,
+    stored: Mapping[str, _Stored],
+    words: Mapping[str, tuple[Any, ...]],
+    forced: str | None,
 ) -> None:
     gguf = package()
     writer, of = gguf.GGUFWriter(path, shape.name), gguf.GGUFValueType
@@ -279,6 +290,8 @@ def _write(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in words.items():
         writer.add_key_value(name, *entry)
+    if forced:
+        writer.add_string(FORCED, forced)
     for name, (stands, data) in stored.items():
         raw = gguf.GGMLQuantizationType[stands.name]
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)

@@ -100,7 +100,12 @@ class Shape:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             raise CheckpointError(f"config.json: rope_scaling {scaling}: only plain rotary positions")
-        return found(config)
+        return found.fitting(config)
+
+    @classmethod
+    def fitting(cls, config: Mapping[str, Any]) -> Shape:
+        """Return the shape of a config.json with one of `classes`. An architecture may give it to another one."""
+        return cls(config)
 
     def check_whole(self) -> Shape:
         """Return the shape if config.json has all values of the file's header.

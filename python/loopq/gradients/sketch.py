@@ -39,6 +39,12 @@ def _hartley(n: int, columns: NDArray[np.int64], device: torch.device) -> Tensor
     return _wave(n, device)[torch.outer(torch.arange(n, device=device), chosen) % n]
 
 
+@functools.lru_cache(maxsize=16)
+def _whole(n: int, device: torch.device) -> Tensor:
+    """All columns of the Hartley transform."""
+    return _hartley(n, np.arange(n), device)
+
+
 def _typed(thin: Tensor, like: Tensor) -> Tensor:
     """Round a thin matrix to the type of rows in bfloat16, which processors multiply several times as fast."""
     return thin.to(torch.bfloat16) if like.dtype == torch.bfloat16 else thin
@@ -101,6 +107,14 @@ def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], f
     """Columns of the `number`-th gradient, and their scale. Each gradient takes the next `rank` columns in a circle."""
     rank = min(rank, n_columns)
     return [(number * rank + i) % n_columns for i in range(rank)], (n / rank) ** 0.5
+
+
+def _add_square(to: Tensor, part: Tensor) -> None:
+    """Add P P^T to a sum in float32, where P may be in bfloat16."""
+    if part.dtype == to.dtype:
+        to.addmm_(part, part.T)
+    else:
+        to.add_(part @ part.T)
 
 
 Kept = tuple[Tensor, ...]
@@ -326,21 +340,28 @@ class Both(Outputs):
             self._thin[name] = _typed(self._choose(name), gradient)
         return *super().products(name, kept, gradient), _times(kept[1].T, _times(gradient, self._thin[name]))
 
+    def end(self) -> None:
+        """As in `Side`. Sums over steps are rounded to the type of their parts."""
+        for name, thin in self._thin.items():
+            if name in self._products:
+                self._products[name] = tuple(x.to(thin.dtype) for x in self._products[name])
+        super().end()
+
     def add(self, name: str, products: Kept) -> None:
         """Add to every block, and to the matrix between inputs."""
         left, right = products
         parts = left.split(self.sketch.block)
         if name not in self.left:
-            self.left[name] = [p.new_zeros(len(p), len(p)) for p in parts]
-            self.right[name] = right.new_zeros(len(right), len(right))
-            self.spread[name] = left.new_zeros(len(parts))
+            zeros = functools.partial(left.new_zeros, dtype=torch.float32)
+            self.left[name] = [zeros(len(p), len(p)) for p in parts]
+            self.right[name], self.spread[name] = zeros(len(right), len(right)), zeros(len(parts))
         blocks, spread = self.left[name], self.spread[name]
         for i, (block, part) in enumerate(zip(blocks, parts, strict=True)):
-            block.addmm_(part, part.T)
+            _add_square(block, part)
             # The squared size of the couplings of P P^T is that of P^T P minus the squares of P P^T's diagonal.
-            unit = part * self._scales[name].split(self.sketch.block)[i][:, None]
-            spread[i] += (unit.T @ unit).square().sum() - unit.square().sum(1).square().sum()
-        self.right[name].addmm_(right, right.T)
+            unit = _typed(part * self._scales[name].split(self.sketch.block)[i][:, None], part)
+            spread[i] += (unit.T @ unit).float().square().sum() - unit.float().square().sum(1).square().sum()
+        _add_square(self.right[name], right)
 
     def finish(self, n_gradients: int) -> None:
         """Shrink the couplings between outputs by their share of sampling noise.
@@ -365,7 +386,7 @@ class Both(Outputs):
         n, device = len(scale), scale.device
         if name not in self._drawn:
             of_layer = np.random.default_rng(seed_of(name, self.sketch.seed, 1))
-            self._drawn[name] = _signs(of_layer, n, device), of_layer.permutation(block)
+            self._drawn[name] = scale * _signs(of_layer, n, device).float(), of_layer.permutation(block)
         own, order = self._drawn[name]
         of_gradient = np.random.default_rng([*seed_of(name, self.sketch.seed, 2), self._number])
         rank, whole = min(self.sketch.rank, n, block), n - n % block
@@ -375,8 +396,8 @@ class Both(Outputs):
             if first == end:
                 continue
             chosen, factor = cycled(size, size, rank, self._number)
-            signs = _signs(of_gradient, len(chosen) * ((end - first) // size), device)
-            part = _hartley(size, order[order < size][chosen], device)
-            part = part * (factor * own[first:end].reshape(-1, size, 1)) * signs.reshape(-1, 1, len(chosen))
+            signs = _signs(of_gradient, len(chosen) * ((end - first) // size), device).float()
+            columns = torch.from_numpy(order[order < size][chosen]).to(device)
+            part = (_whole(size, device)[:, columns] * factor).float() * signs.reshape(-1, 1, len(chosen))
             parts.append(nn.functional.pad(part.reshape(end - first, -1), (0, rank - len(chosen))))
-        return scale[:, None] * torch.cat(parts).float()
+        return own[:, None] * torch.cat(parts)

@@ -8,11 +8,11 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
-use loopq_core::coordinate::{coordinate, Settings as Coordinate};
+use loopq_core::coordinate::{coordinate, coupled, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{Grid, ScaleType, Search, Trellis, Values};
+use loopq_core::grid::{Grid, ScaleType, Search, Table, Trellis, Units, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
 use loopq_core::trellis::solve as solve_trellis;
@@ -135,33 +135,67 @@ fn solve(c: &mut Criterion) {
     group.finish();
 }
 
-/// One size only: the factor in the conditional order, and the solver by coordinates (its number of rounds depends on
-/// the data).
-fn descent(c: &mut Criterion) {
-    const DIM: usize = 768;
-    let mut group = c.benchmark_group("coordinate");
-    let (h, w) = (gram(DIM), numbers(64 * DIM));
-    let (h, w) = (Symmetric::f64(&h, DIM).unwrap(), Weight::new("W", &w, 64, DIM).unwrap());
-    let grid = Grid {
+/// Grids of the default solver.
+fn grids() -> [(&'static str, Grid); 4] {
+    let even = Grid {
         bits: 3,
-        group_size: 32,
+        group_size: 64,
         symmetric: true,
         signed: true,
         scale_type: ScaleType::F16,
         search: Search::Mse,
         values: Values::Even,
     };
-    let settings = Coordinate { grid, beam: 16, sweeps: 30, rounds: 4, refit: true };
+    let levels = |all: &[i8]| Values::Table(Table::new(all).unwrap());
+    let fp4 = [-96, -64, -48, -32, -24, -16, -8, 0, 8, 16, 24, 32, 48, 64, 96];
+    let units = ScaleType::Units(Units::new(8, (0, 63), 63, 1).unwrap());
+    let q4_k = Grid { bits: 4, group_size: 32, symmetric: false, signed: false, scale_type: units, ..even };
+    [
+        ("even", even),
+        ("uneven", Grid { values: levels(&[-124, -69, -34, -6, 18, 46, 79, 127]), ..even }),
+        (
+            "fp4",
+            Grid {
+                bits: 4,
+                group_size: 16,
+                signed: false,
+                scale_type: ScaleType::E4m3 { exponent: -11 },
+                values: levels(&fp4),
+                ..even
+            },
+        ),
+        ("q4_k", q4_k),
+    ]
+}
+
+/// Factor in the conditional order, and the default solver, whose sweeps depend on the numbers: weights a second.
+fn descent(c: &mut Criterion) {
+    const ROWS: usize = 128;
+    const DIM: usize = 768;
+    let mut group = c.benchmark_group("coordinate");
+    let (h, a, w) = (gram(DIM), gram(ROWS), numbers(ROWS * DIM));
+    let (h, a) = (Symmetric::f64(&h, DIM).unwrap(), Symmetric::f64(&a, ROWS).unwrap());
+    let w = Weight::new("W", &w, ROWS, DIM).unwrap();
     let cancel = Cancel::new();
     for threads in [1, 2] {
         let on = Execution { threads, cancel: &cancel };
         let make = || DampedFactor::<f64>::new(h, &[0.01; DIM], Order::Conditional, &on).unwrap();
+        group.throughput(Throughput::Elements((DIM as u64).pow(3) / 3));
         group.bench_function(format!("factor/threads={threads}"), |bench| bench.iter(make));
-        let factor = make();
-        let input = DampedHessian::new(h, &factor).unwrap();
-        group.bench_function(format!("solve/threads={threads}"), |bench| {
-            bench.iter(|| coordinate(w, &input, &settings, &on).unwrap());
-        });
+        group.throughput(Throughput::Elements((ROWS * DIM) as u64));
+        let (factor, left) =
+            (make(), DampedFactor::<f64>::new(a, &[0.0; ROWS], Order::Conditional, &on).unwrap());
+        let (input, left) =
+            (DampedHessian::new(h, &factor).unwrap(), [DampedHessian::new(a, &left).unwrap()]);
+        for (name, grid) in grids() {
+            let settings = Coordinate { grid, beam: 16, sweeps: 30, rounds: 1, refit: true };
+            group.bench_function(format!("plain/{name}/threads={threads}"), |bench| {
+                bench.iter(|| coordinate(w, &input, &settings, &on).unwrap());
+            });
+            group.bench_function(format!("coupled/{name}/threads={threads}"), |bench| {
+                bench.iter(|| coupled(w, &input, &left, &settings, 2, &on).unwrap());
+            });
+        }
     }
     group.finish();
 }

@@ -120,7 +120,7 @@ def test_write_takes_a_name(tiny_folder, tmp_path, form):
 )
 def test_gguf_refuses_unfit_settings_before_the_run(llama, tmp_path, monkeypatch, settings, match):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
-    monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
+    monkeypatch.setattr("loopq.api._Quantization._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match=match):
         loopq.quantize(spec(llama), IDS, out=tmp_path / "q.gguf", write="gguf", **GRID | settings)
     assert not list(tmp_path.iterdir())
@@ -128,7 +128,7 @@ def test_gguf_refuses_unfit_settings_before_the_run(llama, tmp_path, monkeypatch
 
 def test_gguf_refuses_unknown_models_and_sources_before_the_run(tiny_folder, tmp_path, monkeypatch):
     pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
-    monkeypatch.setattr("loopq.api._prepared", lambda *a: pytest.fail("ran"))
+    monkeypatch.setattr("loopq.api._Quantization._prepared", lambda *a: pytest.fail("ran"))
     with pytest.raises(CheckpointError, match="architectures"):
         loopq.quantize(tiny_folder, IDS, out=tmp_path / "q.gguf", write="gguf", **GRID)
     with pytest.raises(ConfigError, match="imatrix is written from a calibration dump"):

@@ -223,7 +223,7 @@ def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, 
     part, run, _ = _USES[use]
     result = loopq.quantize(_Used(part(), run), _ids(6).input_ids, group_size=16, threads=1, method="rtn")
     with pytest.raises(CheckpointError, match=r"layer part\.w.*of no linear layer"):
-        loopq.export(result, tmp_path / "q", target)
+        loopq.export(result, tmp_path / "q", target, force=True)
 
 
 def test_what_stays_dense_is_named_before_the_run() -> None:

@@ -9,7 +9,7 @@ import pytest
 import loopq
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.convert import read_any, write_as
+from loopq.formats.convert import read_any, verify, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
 from loopq.models.load import load_model
@@ -112,6 +112,8 @@ def test_code_of_the_loop_makes_transformers_a_reader(looped, tmp_path, engine):
     loopq.export(looped, tmp_path / "ct", "compressed-tensors", engine="transformers", remote_code=True)
     ((name, (question,)),) = asked
     assert (name, question.trust_remote_code) == ("transformers", True)
+    # As after a kill behind the last write.
+    assert verify(tmp_path / "ct", read_any(looped))
 
 
 def test_the_engine_that_read_a_file_is_named(dory, tmp_path, engine):

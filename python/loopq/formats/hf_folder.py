@@ -32,6 +32,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 METHOD = "loopq"
 #: Module and classes that run a loop in transformers without loopq.
 _CODE = "modeling_looped"
+LOOP_CODE = f"{_CODE}.py"
 _CLASSES = {"AutoConfig": "LoopedConfig", "AutoModelForCausalLM": "LoopedForCausalLM"}
 _OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
 
@@ -140,8 +141,8 @@ def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, byt
     told, code = with_loop(config, config[LOOP]), {}
     if remote_code:
         told["auto_map"] = {n: f"{_CODE}.{made}" for n, made in _CLASSES.items()}
-        source = resources.files("loopq.integrations").joinpath(f"{_CODE}.py")
-        code = {f"{_CODE}.py": source.read_bytes()}
+        source = resources.files("loopq.integrations").joinpath(LOOP_CODE)
+        code = {LOOP_CODE: source.read_bytes()}
     if told == config and code.items() <= files.items():
         return dict(files)
     return {**files, CONFIG: (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode(), **code}

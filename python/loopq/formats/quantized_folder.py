@@ -310,6 +310,14 @@ class QuantizedFolder(Format):
             raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {self.name} uses itself")
         return side | own, record
 
+    def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
+        """Compare the folder with a checkpoint. The code of a loop (`remote_code`) is the folder's alone."""
+        again = self.read(path)
+        coded = hf_folder.LOOP_CODE in again.side_files.keys() - checkpoint.side_files.keys()
+        files = hf_folder.looped_files(checkpoint.side_files, coded)
+        dataclasses.replace(checkpoint, side_files=files).compare(again, path)
+        return again
+
     def read(self, path: Path) -> Checkpoint:
         """Read a folder from any tool.
 

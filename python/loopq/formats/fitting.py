@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,3 +96,15 @@ def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> Quant
         orientation=settings.orientation,
     )
     return in_scale_type(restored, settings.scale_dtype, where)
+
+
+def costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
+    """Say what each policy for a short last group does to a layer."""
+    size = math.gcd(layer.shape[1], layer.grid.group_size)
+    times = layer.grid.group_size // size
+    texts = {
+        "keep": "--ragged keep (ragged='keep') stores it as it is",
+        "split": f"--ragged split (ragged='split') stores each scale {times} times, for groups of {size}",
+        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
+    }
+    return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"

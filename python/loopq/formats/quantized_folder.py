@@ -29,7 +29,7 @@ from loopq.formats.base import (
     write_folder,
 )
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
+from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, costs, is_ragged, restore, split
 from loopq.formats.float_codes import plain
 from loopq.formats.fused import joined_dense, joined_layers, loaded_names, published_parts, taken_apart
 from loopq.formats.record import (
@@ -161,12 +161,12 @@ class QuantizedFolder(Format):
             f"(in_features {columns})"
         )
         if ragged is None:
-            raise CheckpointError(f"{what}; choose what to do with it: {_costs(layer, self.ragged)}")
+            raise CheckpointError(f"{what}; choose what to do with it: {costs(layer, self.ragged)}")
         if ragged not in RAGGED:
             raise ConfigError(f"ragged must be one of {', '.join(RAGGED)}; got {ragged!r}")
         if ragged not in self.ragged:
             raise CheckpointError(
-                f"{what}; {self.name} cannot {ragged} it: {self.reason}; it can: {_costs(layer, self.ragged)}"
+                f"{what}; {self.name} cannot {ragged} it: {self.reason}; it can: {costs(layer, self.ragged)}"
             )
         return ragged
 
@@ -445,14 +445,3 @@ class QuantizedFolder(Format):
             "config.json: " + ", ".join(f"{key} {value}" for key, value in plain.items()),
             *([f"forced: {facts['forced']}"] if facts["forced"] else []),
         ]
-
-
-def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
-    size = math.gcd(layer.shape[1], layer.grid.group_size)
-    times = layer.grid.group_size // size
-    texts = {
-        "keep": "--ragged keep (ragged='keep') stores it as it is",
-        "split": f"--ragged split (ragged='split') stores each scale {times} times, for groups of {size}",
-        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
-    }
-    return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"

@@ -217,7 +217,7 @@ impl<'a> Team<'a> {
                 let times = |k: usize| if k < TOGETHER { 1.0 } else { 2.0 };
                 let by = |k: usize, row: usize| times(k) * block.entry(row, from + k);
                 let (image, rows) = (&block.image[from * dim..], block.together(from));
-                let slopes = block.sums(image, rows, by, self.problem, &self.execution)?;
+                let slopes = Block::sums(image, rows, by, self.problem, &self.execution)?;
                 for (first, slope) in (from..).step_by(LANES).zip(slopes) {
                     for i in 0..block.lanes(first) {
                         let error = block.error[(first + i) * dim..].iter();
@@ -274,7 +274,7 @@ impl<'a> Block<'a> {
         let factor = self.left.factor();
         let (by, rows) = (|k: usize, row: usize| factor.entry(k, row), first..first + self.lanes(first));
         let before = &self.error[..first * problem.dim];
-        let mut shift = self.sums(before, rows, by, problem, execution)?.swap_remove(0);
+        let mut shift = Self::sums(before, rows, by, problem, execution)?.swap_remove(0);
         for i in 1..self.lanes(first) {
             for k in 0..i {
                 let by = factor.entry(first + k, first + i);
@@ -299,12 +299,11 @@ impl<'a> Block<'a> {
         execution: &Execution<'_>,
     ) -> Result<Vec<Vec<Lane>>> {
         let by = |k: usize, row: usize| self.entry(row, k);
-        self.sums(&self.image, self.together(from), by, problem, execution)
+        Self::sums(&self.image, self.together(from), by, problem, execution)
     }
 
     /// Rows of a matrix added up for each row of some tiles, `sum_k by(k, row) rows_k`. One reading serves all tiles.
     fn sums(
-        &self,
         rows: &[f64],
         places: Range<usize>,
         by: impl Fn(usize, usize) -> f64,

@@ -12,7 +12,7 @@ from loopq.commands import variants
 from loopq.errors import ConfigError
 from tests.support.demos import SMALL
 
-README = Path(__file__).parents[2] / "README.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ AGREEMENT_SD = 0.21
 
 
 @pytest.mark.slow
-def test_readme_shows_what_the_demo_prints(whole):
+def test_tutorial_shows_what_the_demo_prints(whole):
     rows = re.findall(
-        r"^\| ([^|]+?) \| \**([\d.]+)(?: ± ([\d.]+))?\** \| ([\d.]+) % \|", README.read_text("utf-8"), re.M
+        r"^\| ([^|]+?) \| \**([\d.]+)(?: ± ([\d.]+))?\** \| ([\d.]+) % \|", TUTORIAL.read_text("utf-8"), re.M
     )
     shown = {name: figures for name, *figures in rows}
     made = {variant["name"]: variant for variant in whole["grids"][0]["variants"]}

@@ -31,3 +31,9 @@ def test_a_pattern_must_match_something_and_be_one():
         check_patterns("override", ["a", "x*"], ["a", "b"])
     with pytest.raises(ConfigError, match=r"pattern 're:\(' is no regular expression"):
         check_patterns("pattern", ["re:("], ["a"])
+
+
+def test_many_names_are_listed_by_their_forms():
+    names = [f"layers.{i}.{part}" for i in range(30) for part in ("q", "up")]
+    with pytest.raises(ConfigError, match=r"there are: layers\.N\.q, layers\.N\.up$"):
+        check_patterns("pattern", ["x*"], names)

@@ -31,12 +31,13 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
     Raises
     ------
     ConfigError
-        The message gives the pattern and every name.
+        The message gives the pattern and the names. Of many names it has one form each, with N for numbers.
     """
     patterns, known = list(patterns), list(names)
+    forms = known if len(known) <= 16 else dict.fromkeys(re.sub(r"\d+", "N", name) for name in known)
     check_syntax(what, patterns)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in known):
             raise ConfigError(
-                f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}"
+                f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(forms)}"
             )

@@ -101,7 +101,7 @@ class Kept(Costs):
     @property
     def exclude(self) -> tuple[str, ...]:
         """Skipped: not requested."""
-        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names else ()
+        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names not in ("", ".") else ()
 
     def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
         """The weights by loopq."""
@@ -171,7 +171,9 @@ def parse() -> argparse.Namespace:
     add_common(parser, n_calibration=64)
     parser.add_argument("--engine", required=True, help="library with ggml's quantizers")
     parser.add_argument("--type", action="append", choices=TYPES, help="only these (default: all)")
-    parser.add_argument("--names", help="regular expression of the matrices (default: of a whole loop)")
+    parser.add_argument(
+        "--names", help="regular expression of the matrices, . for all (default: of a whole loop)"
+    )
     args = parsed(parser)
     args.names = args.names or (r"model\.layers\.1[2-7]\." if Path(args.model).is_dir() else "")
     return args

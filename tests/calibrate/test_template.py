@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
@@ -77,3 +78,10 @@ def test_a_tokenizer_that_cannot_be_sent_is_refused() -> None:
     made.own = lambda: None
     with pytest.raises(CalibrationError, match=r"^here: giving the tokenizer to another process raises"):
         applied(made, {"here": USER})
+
+
+def test_a_failed_process_is_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, b"", b"Traceback\nModuleNotFoundError: No module named 'x'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **b: done)
+    with pytest.raises(CalibrationError, match=r"a, line 1: .* failed \(ModuleNotFoundError"):
+        template.applied(None, {"a, line 1": []})

@@ -61,6 +61,12 @@ def applied(tokenizer: Any, dialogues: Mapping[str, Any]) -> dict[str, str]:
         texts.append(found["text"])
     if len(texts) < len(places):
         place = places[len(texts)]
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        if done.returncode > 0 and not any(line.startswith("Timeout") for line in said):
+            raise CalibrationError(
+                f"{place}: the process for the chat template failed ({said[-1] if said else done.returncode}); leave "
+                "--template out"
+            )
         raise CalibrationError(
             f"{place}: the chat template of the tokenizer takes more than {SECONDS:g} s or {MEMORY / 2**30:g} GiB; "
             "leave --template out"

@@ -19,31 +19,28 @@ GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}
 PROMPTS = pairs.IDS.tolist()
 
 
+def _checkpoint(folder, name):
+    pairs.save(name, folder / "m")
+    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
+    return folder / "q"
+
+
 @pytest.fixture(scope="module")
 def olmoe(tmp_path_factory):
     """A looped OLMoE, which every engine runs without its loop, and its checkpoint."""
-    folder = tmp_path_factory.mktemp("olmoe") / "m"
-    pairs.save("looped OLMoE, an expert left out", folder)
-    loopq.quantize(folder, PROMPTS, out=folder.parent / "q", **GRID)
-    return folder
+    return _checkpoint(tmp_path_factory.mktemp("olmoe"), "looped OLMoE, an expert left out").parent / "m"
 
 
 @pytest.fixture(scope="module")
 def dory(tmp_path_factory):
     """Dory's checkpoint."""
-    folder = tmp_path_factory.mktemp("dory")
-    pairs.save("Dory", folder / "m")
-    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
-    return folder / "q"
+    return _checkpoint(tmp_path_factory.mktemp("dory"), "Dory")
 
 
 @pytest.fixture(scope="module")
 def looped(tmp_path_factory):
     """A looped Llama's checkpoint."""
-    folder = tmp_path_factory.mktemp("looped")
-    pairs.save("looped Llama", folder / "m")
-    loopq.quantize(folder / "m", PROMPTS, out=folder / "q", **GRID)
-    return folder / "q"
+    return _checkpoint(tmp_path_factory.mktemp("looped"), "looped Llama")
 
 
 @pytest.fixture

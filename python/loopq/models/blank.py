@@ -53,14 +53,14 @@ def blank(build: Callable[[], nn.Module], *, memory: bool = True) -> nn.Module:
     device = torch.empty(0).device
     if device.type == "meta":
         return build()
-    made = None
+    module = None
     # A constructor that computes with its parameters needs real ones, so it is tried once more.
     with contextlib.suppress(Exception), on_meta():
-        made = build()
-    if made is None or any(buffer.is_meta for buffer in made.buffers()):
+        module = build()
+    if module is None or any(buffer.is_meta for buffer in module.buffers()):
         with drawn():
-            made = build()
-    return _placed(made, device if memory else torch.device("meta"))
+            module = build()
+    return _placed(module, device if memory else torch.device("meta"))
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -68,8 +68,8 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     torch = require("torch")
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is not None and own.device.type != device.type:
-                other = torch.nn.Parameter(torch.empty_like(own, device=device), own.requires_grad)
-                module._parameters[name] = done.setdefault(id(own), other)
+        for name, old in module._parameters.items():
+            if old is not None and old.device.type != device.type:
+                other = torch.nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+                module._parameters[name] = done.setdefault(id(old), other)
     return model

@@ -44,9 +44,9 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
     with building():
         # A constructor that computes with its parameters needs real ones, so it is tried once more.
         with contextlib.suppress(Exception), on_meta():
-            found = unsaved_buffers(make())
-            if not any(buffer.is_meta for buffer in found.values()):
-                return found
+            buffers = unsaved_buffers(make())
+            if not any(buffer.is_meta for buffer in buffers.values()):
+                return buffers
         try:
             with drawn():
                 return unsaved_buffers(make())

@@ -110,9 +110,9 @@ class _Probe:
         """All weights in the adapter's list exist, and none is listed twice."""
         self.shared = self.system.shared_parameters(self.n_steps)
         for parameter in self.shared:
-            found = parameter_of(self.system.model, parameter)
+            weight = parameter_of(self.system.model, parameter)
             for owner in parameter.owners:
-                if self.system.model.get_submodule(owner)._parameters["weight"] is not found:
+                if self.system.model.get_submodule(owner)._parameters["weight"] is not weight:
                     raise _Failed(f"{parameter.name}: {owner} holds another tensor; the tie is broken")
         kinds: dict[str, int] = {}
         for parameter in self.shared:
@@ -236,21 +236,21 @@ class _Probe:
     def notes(self) -> tuple[str, ...]:
         """Facts that are not failures: short groups, functional uses, omitted weights."""
         ragged = sorted({p.in_features for p in self.shared if p.in_features % GROUP_SIZE})
-        found = [
+        notes = [
             f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
             for width in ragged
         ]
         if self.shared and isinstance(self.system, Describes):
-            found += self.system.describe_loop()
+            notes += self.system.describe_loop()
         names = names_of(self.system.model)
         reasons = {names.in_file(name): reason for name, reason in self.system.left_out().items()}
-        found += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
+        notes += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
         if len(reasons) > 8:
-            found.append(f"left out: {len(reasons) - 8} more")
+            notes.append(f"left out: {len(reasons) - 8} more")
         if self.seen is not None:
             hidden = [name for name in map(names.in_file, self.seen.uncalled) if name not in reasons]
-            found += [f"used without a call of its module: {name}" for name in hidden[:8]]
-        return tuple(found)
+            notes += [f"used without a call of its module: {name}" for name in hidden[:8]]
+        return tuple(notes)
 
 
 def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 0) -> CheckReport:
@@ -318,11 +318,11 @@ def vocabulary(system: LoopedSystem) -> int:
     size = getattr(config, "vocab_size", None)
     if size is None:
         # A table of positions or steps may be larger or smaller than the token table.
-        ids, found = torch.tensor([[1, 0, 1, 1]]), []
+        ids, called = torch.tensor([[1, 0, 1, 1]]), []
         # The checked rollout reports the model's error in a verdict.
         with contextlib.suppress(*_OF_THE_MODEL):
-            found = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
-        tables = found or [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
+            called = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
+        tables = called or [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
         sizes = [m.num_embeddings for m in tables]
         if not sizes:
             raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")

@@ -80,12 +80,12 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
     named = None if system is None else SYSTEMS.get(system)
     if named is not None and issubclass(named, Builds):
         return named.model_class()
-    made = (cls.model_class() for _, cls in SYSTEMS if issubclass(cls, Builds))
-    return next((model_class for model_class in made if kind in model_class.model_types), None)
+    classes = (cls.model_class() for _, cls in SYSTEMS if issubclass(cls, Builds))
+    return next((model_class for model_class in classes if kind in model_class.model_types), None)
 
 
 def load_registered(
-    folder: Path, config: Mapping[str, Any], found: ModelClass, allow_pickle: bool
+    folder: Path, config: Mapping[str, Any], model_class: ModelClass, allow_pickle: bool
 ) -> tuple[nn.Module, Object]:
     """Build a registered model and fill it from the files beside its ``config.json``.
 
@@ -102,28 +102,28 @@ def load_registered(
         If weights are missing, unreadable, pickled without permission, or of a wrong shape.
     """
     tensors = _read_tensors(folder, allow_pickle)
-    if found.rename is not None:
-        tensors = found.rename(tensors)
-    _check_size(folder, config, found, tensors)
+    if model_class.rename is not None:
+        tensors = model_class.rename(tensors)
+    _check_size(folder, config, model_class, tensors)
     with model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
-        model = found.build(dict(config))
-    own = model.state_dict(keep_vars=True)
-    _check_shapes(folder, own, tensors)
+        model = model_class.build(dict(config))
+    state = model.state_dict(keep_vars=True)
+    _check_shapes(folder, state, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     # The file stores a tied parameter under one of its names.
-    filled = {id(own[name]) for name in tensors if name in own}
-    missing = [name for name in missing if id(own[name]) not in filled]
+    filled = {id(state[name]) for name in tensors if name in state}
+    missing = [name for name in missing if id(state[name]) not in filled]
     return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
 
 
-def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tensors: Tensors) -> None:
+def _check_size(folder: Path, config: Mapping[str, Any], model_class: ModelClass, tensors: Tensors) -> None:
     """Reject a ``config.json`` that exceeds the weights or memory in size, before building anything."""
     import torch  # lazy: loopq imports without torch
 
     skeleton = None
     # A constructor that computes with its tensors cannot be tried without memory.
     with contextlib.suppress(Exception), torch.device("meta"):
-        skeleton = found.build(dict(config))
+        skeleton = model_class.build(dict(config))
     if skeleton is None:
         return
     _check_shapes(folder, skeleton.state_dict(), tensors)
@@ -136,11 +136,11 @@ def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tens
         )
 
 
-def _check_shapes(folder: Path, own: Mapping[str, Any], tensors: Tensors) -> None:
+def _check_shapes(folder: Path, state: Mapping[str, Any], tensors: Tensors) -> None:
     for name, tensor in tensors.items():
-        if name in own and own[name].shape != tensor.shape:
+        if name in state and state[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, with config.json it is {list(own[name].shape)}; "
+                f"{folder}: {name} has shape {list(tensor.shape)}, with config.json it is {list(state[name].shape)}; "
                 "config.json is not that of these weights"
             )
 
@@ -149,12 +149,12 @@ def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
     torch = require("torch")
     check_weight_files(folder, allow_pickle)
     files = sorted(folder.glob("*.safetensors"))
-    found: Tensors = {}
+    tensors: Tensors = {}
     try:
         for file in files:
-            found.update(require("safetensors.torch", extra="torch").load_file(file))
+            tensors.update(require("safetensors.torch", extra="torch").load_file(file))
         if not files:
-            found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+            tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as cause:
         raise CheckpointError(f"{folder}: the weights cannot be read ({cause}); copy them again") from cause
-    return found
+    return tensors

@@ -59,12 +59,12 @@ class Depths(LoopedSystem):
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """The weights of all depths, with their calls at all of them."""
         self.check_depth(n_steps)
-        found: dict[str, SharedParameter] = {}
+        shared: dict[str, SharedParameter] = {}
         for depth in self.depths:
             for p in self.system.shared_parameters(depth):
-                before = found[p.name].invocations if p.name in found else 0
-                found[p.name] = dataclasses.replace(p, invocations=before + p.invocations)
-        return tuple(found.values())
+                before = shared[p.name].invocations if p.name in shared else 0
+                shared[p.name] = dataclasses.replace(p, invocations=before + p.invocations)
+        return tuple(shared.values())
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run all depths and concatenate their outputs along the tokens."""

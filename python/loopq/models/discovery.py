@@ -130,15 +130,15 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         outputs.append(run(batch) if run else call_plain(model, batch.input_ids))
 
     tables: list[nn.Embedding] = []
-    found: Trace = trace(model, lambda: tables.extend(token_tables(model, batch.input_ids, once)))
-    routed = {name: sent.module for name, sent in found.routed.items()}
+    traced: Trace = trace(model, lambda: tables.extend(token_tables(model, batch.input_ids, once)))
+    routed = {name: sent.module for name, sent in traced.routed.items()}
     gate = gates(model, dict.fromkeys(routed.values()))
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    tied = {n: _TIED for n, p in model.named_parameters() if id(p) in embeddings and n in found.repeated}
-    loop = {name: rows for name, rows in found.repeated.items() if name not in gate and name not in tied}
+    tied = {n: _TIED for n, p in model.named_parameters() if id(p) in embeddings and n in traced.repeated}
+    loop = {name: rows for name, rows in traced.repeated.items() if name not in gate and name not in tied}
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
-    others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate | tied
-    hidden = (set(found.uncalled) - found.once) | set(gate)
+    others = {n: why for n, why in _not_taken(model, traced).items() if n not in loop} | gate | tied
+    hidden = (set(traced.uncalled) - traced.once) | set(gate)
     # Padding rows may make a head larger than the table.
     is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
     left_out = {n: why for n, why in others.items() if n in hidden or why in (_UNCLEAR, _TIED)}
@@ -149,21 +149,21 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         n_tokens,
         others,
         left_out | stacked_experts(model),
-        {name: found.watched[name] for name in loop if name in found.watched},
+        {name: traced.watched[name] for name in loop if name in traced.watched},
         {name: routed[name] for name in loop if name in routed},
         "logits" if is_logits else "hidden",
     )
 
 
-def _not_taken(model: nn.Module, found: Trace) -> dict[str, str]:
+def _not_taken(model: nn.Module, traced: Trace) -> dict[str, str]:
     """Reasons why weights are not taken, for all that are not called more than once."""
-    rows, idle = found.rows, set(found.idle)
+    rows, idle = traced.rows, set(traced.idle)
     reasons = {}
     for name, parameter in model.named_parameters():
-        if name in found.routed and len(found.routed[name].rows) == 1 < len(rows.get(name, ())):
+        if name in traced.routed and len(traced.routed[name].rows) == 1 < len(rows.get(name, ())):
             reasons[name] = _UNCLEAR
-        elif name in found.uncalled:
-            reasons[name] = found.uncalled[name]
+        elif name in traced.uncalled:
+            reasons[name] = traced.uncalled[name]
         elif name in idle:
             reasons[name] = "not used by this run"
         elif parameter.ndim >= 2:
@@ -187,11 +187,11 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
     cached = "use_cache" in parameters
     with torch.set_grad_enabled(keeps_graph):
         out = model(ids, use_cache=False, **arguments) if cached else model(ids, **arguments)
-    found = [t for t in _outputs(out) if t.ndim in (2, 3) and t.shape[0] == ids.shape[0]]
+    tensors = [t for t in _outputs(out) if t.ndim in (2, 3) and t.shape[0] == ids.shape[0]]
     # Logits may come behind states and losses.
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    found.sort(key=lambda t: t.shape[-1] not in tables)
-    first = next((t for t in found if t.ndim == 3), found[0][:, None] if found else None)
+    tensors.sort(key=lambda t: t.shape[-1] not in tables)
+    first = next((t for t in tensors if t.ndim == 3), tensors[0][:, None] if tensors else None)
     if first is None:
         raise SystemContractError(
             f"{type(model).__name__}: its forward gives no tensor (n_prompts, n_tokens, ...); "

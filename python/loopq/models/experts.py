@@ -38,13 +38,13 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         self.transposed = bool(stacks.is_transposed)
         both = "gate_up_proj" if self.gated else "up_proj"
         first, down = (self._matrices(stacks, name) for name in (both, "down_proj"))
-        made = []
+        experts = []
         for (up, up_bias), (weight, bias) in zip(first, down, strict=True):
             parts = list(zip(self._halves(up), self._halves(up_bias), strict=True))
             layers = [_linear(*part) for part in parts] + [_linear(weight, bias)]
-            made.append(nn.ModuleDict(dict(zip(names[-len(layers) :], layers, strict=True))))
-        super().__init__(made)
-        self.names = names[-len(made[0]) :]
+            experts.append(nn.ModuleDict(dict(zip(names[-len(layers) :], layers, strict=True))))
+        super().__init__(experts)
+        self.names = names[-len(experts[0]) :]
         stacks._parameters.clear()
         # The remaining module computes without parameters. If registered, it would count as an expert.
         self.__dict__["act"] = stacks._apply_gate if self.gated else stacks.act_fn
@@ -93,11 +93,11 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
     if bias is not None:
-        made.bias = nn.Parameter(bias)
-    return made
+        linear.bias = nn.Parameter(bias)
+    return linear
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -106,14 +106,14 @@ def unfuse(model: nn.Module) -> list[str]:
     Experts that are modules already stay unchanged. So do experts in an unknown layout
     (`loopq.systems.routing.stacked_experts` lists them).
     """
-    found = [name for name, module in model.named_modules() if _is_known(name, module)]
-    names = _names(model) if found else _NAMES
-    for name in found:
+    stacked = [name for name, module in model.named_modules() if _is_known(name, module)]
+    names = _names(model) if stacked else _NAMES
+    for name in stacked:
         parent, _, child = name.rpartition(".")
         sparse = names == _NAMES and "block_sparse_moe" in parent
         block = model.get_submodule(parent)
         setattr(block, child, Experts(block.get_submodule(child), _SPARSE_NAMES if sparse else names))
-    return [f"experts of {len(found)} blocks: linear layers"] * bool(found)
+    return [f"experts of {len(stacked)} blocks: linear layers"] * bool(stacked)
 
 
 def _is_known(name: str, module: nn.Module) -> bool:

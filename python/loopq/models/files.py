@@ -85,23 +85,23 @@ class FileNames(Names):
 
     def target(self, name: str) -> str:
         """As of `Names`."""
-        return next((own for own, keys in self._made.items() if name in keys), self.in_model(name))
+        return next((target for target, keys in self._made.items() if name in keys), self.in_model(name))
 
     def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As in `Names`. It reverts the conversions of transformers at loading."""
-        found = {self._files[name]: tensor for name, tensor in state.items() if name in self._files}
+        renamed = {self._files[name]: tensor for name, tensor in state.items() if name in self._files}
         rest = {name: tensor.detach() for name, tensor in state.items() if name not in self._files}
-        return found | self._saved(model, rest)
+        return renamed | self._saved(model, rest)
 
     def _saved(self, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors as transformers would save them."""
         loading = require("transformers.core_model_loading")
         if not state:
             return {}
-        found: dict[str, Tensor] = loading.revert_weight_conversion(
+        saved: dict[str, Tensor] = loading.revert_weight_conversion(
             copied(model, _weight_conversions=self._rules), state
         )
-        return found
+        return saved
 
     def taken(
         self,
@@ -111,7 +111,7 @@ class FileNames(Names):
         write: Callable[[Tensor], T],
     ) -> Mapping[str, T]:
         """As of `Names`."""
-        found = {self.in_model(key): tensor for key, tensor in tensors.items()}
+        named = {self.in_model(key): tensor for key, tensor in tensors.items()}
         for name, keys in self._made.items():
             if not set(keys) & set(tensors):
                 continue
@@ -120,10 +120,10 @@ class FileNames(Names):
             )
             for key, pattern in keys.items():
                 rule.add_tensor(name, key, pattern, read(tensors[key]))
-                found.pop(key)
-            for target, made in rule.convert(name, model=model, config=model.config).items():
-                found[target] = write(made[0] if isinstance(made, list) else made)
-        return found
+                named.pop(key)
+            for target, converted in rule.convert(name, model=model, config=model.config).items():
+                named[target] = write(converted[0] if isinstance(converted, list) else converted)
+        return named
 
 
 def find_names(model: Any, keys: Iterable[str]) -> None:

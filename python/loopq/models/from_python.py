@@ -89,17 +89,17 @@ def load_python(spec: str, depth: str | None = None, device: str = "cpu") -> Loa
     path = Path(file)
     if not colon or path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"{spec!r}: give FILE.py:FUNCTION, where FUNCTION returns a torch module")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     note_run(path)
-    found.loader.exec_module(module)
+    module_spec.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):
         raise ConfigError(f"{path}: has no function {name!r}")
-    made = make()
-    model, encode = made if isinstance(made, tuple) else (made, encode_bytes)
+    result = make()
+    model, encode = result if isinstance(result, tuple) else (result, encode_bytes)
     if not isinstance(model, LoopedSystem) and not hasattr(model, "named_modules"):
         raise ConfigError(
             f"{spec}: returned {type(model).__name__}, which is neither a torch module nor an adapter"

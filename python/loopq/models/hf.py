@@ -123,8 +123,8 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
     findings : dict
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """
-    told = config.get(hf_folder.KEY)
-    if isinstance(told, Mapping) and told.get("quant_method") == hf_folder.METHOD:
+    quantization = config.get(hf_folder.KEY)
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == hf_folder.METHOD:
         raise CheckpointError(
             f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
             "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
@@ -194,8 +194,8 @@ def from_config(
         settings = _settings(config).get("config") or transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
-        made: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
-        return made
+        built: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
+        return built
 
     with building():
         model = blank(build, memory=whole)
@@ -326,13 +326,13 @@ def load_tokenizer(
 
 def side_files(folder: Path) -> tuple[Path, ...]:
     """Files of a checkpoint other than weights and their index. A special or a huge one is refused."""
-    found = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
-    files = tuple(sorted(p for p in found if not p.name.endswith(".index.json")))
+    paths = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
+    files = tuple(sorted(p for p in paths if not p.name.endswith(".index.json")))
     for path in files:
         check_size(path)
     return files
 
 
 def _names(info: Any, key: str) -> tuple[str, ...]:
-    found = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
-    return tuple(sorted(str(name) for name in found))
+    names = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
+    return tuple(sorted(str(name) for name in names))

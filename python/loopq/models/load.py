@@ -171,8 +171,8 @@ def parse_dtype(dtype: str | None) -> torch.dtype | None:
         return None
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    found: torch.dtype = getattr(require("torch"), dtype)
-    return found
+    torch_dtype: torch.dtype = getattr(require("torch"), dtype)
+    return torch_dtype
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -224,10 +224,10 @@ def choose_system(model: nn.Module, system: str | None) -> LoopedSystem:
     SystemContractError
         If none or several fit, or the named one does not.
     """
-    found = find_system(model) if system is None else _named(model, system)
-    if isinstance(found, Looped):
+    chosen = find_system(model) if system is None else _named(model, system)
+    if isinstance(chosen, Looped):
         run_loop(model)
-    return found
+    return chosen
 
 
 def _named(model: nn.Module, system: str) -> LoopedSystem:

@@ -69,5 +69,5 @@ class Drawn(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 def _drawn(func: Any, args: Any, given: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation draws into."""
     of_init = getattr(func, "__module__", "") in _INITS and "generator" in given
-    found: Tensor | None = args[0] if args else given.get("tensor")
-    return found if of_init or func in _DRAWS else None
+    tensor: Tensor | None = args[0] if args else given.get("tensor")
+    return tensor if of_init or func in _DRAWS else None

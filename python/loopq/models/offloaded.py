@@ -27,32 +27,30 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> str:
     """Where layers with offloaded weights run."""
-    found = next(
-        hook for module in model.modules() for hook in _hooks(module) if hook.weights_map is not None
-    )
-    device = found.execution_device
+    hook = next(hook for module in model.modules() for hook in _hooks(module) if hook.weights_map is not None)
+    device = hook.execution_device
     return f"cuda:{device}" if isinstance(device, int) else str(device)
 
 
 def tensors_of(model: nn.Module) -> dict[str, RawTensor]:
     """Return every tensor of a model by name, mapped or in memory."""
-    found = {name: raw(t, copy=False) for name, t in model.state_dict().items() if not t.is_meta}
+    tensors = {name: raw(t, copy=False) for name, t in model.state_dict().items() if not t.is_meta}
     for place, module in model.named_modules():
         weights = _places(module)
         for name, tensor in module.state_dict().items() if weights is not None else ():
             if tensor.is_meta and name in weights:
-                found[f"{place}.{name}" if place else name] = _kept(weights, name)
-    return found
+                tensors[f"{place}.{name}" if place else name] = _kept(weights, name)
+    return tensors
 
 
-def unhooked(values: dict[str, Any], made: Any) -> None:
+def unhooked(values: dict[str, Any], new: Any) -> None:
     """Remove accelerate's hooks from a copy of a module and restore its forward."""
     if values.pop(_HOOK, None) is None:
         return
     values.pop("forward", None)
-    own = values.pop(_FORWARD, None)
-    if isinstance(own, MethodType) and own.__func__ is not type(made).forward:
-        values["forward"] = MethodType(own.__func__, made)
+    forward = values.pop(_FORWARD, None)
+    if isinstance(forward, MethodType) and forward.__func__ is not type(new).forward:
+        values["forward"] = MethodType(forward.__func__, new)
 
 
 def _hooks(module: Any) -> Iterator[Any]:
@@ -70,10 +68,10 @@ def _places(module: Any) -> Any:
 def _kept(weights: Any, name: str) -> RawTensor:
     """An offloaded tensor: an entry of the disk's index, or a tensor in memory."""
     loader, key = getattr(weights, "dataset", weights), getattr(weights, "prefix", "") + name
-    told = getattr(loader, "index", {}).get(key)
-    if told is None or key in getattr(loader, "state_dict", {}):
+    entry = getattr(loader, "index", {}).get(key)
+    if entry is None or key in getattr(loader, "state_dict", {}):
         return raw(weights[name], copy=False)
-    if told.get("safetensors_file"):
-        return _map(Path(told["safetensors_file"]))[told.get("weight_name", key)]
+    if entry.get("safetensors_file"):
+        return _map(Path(entry["safetensors_file"]))[entry.get("weight_name", key)]
     data = np.memmap(Path(loader.save_folder) / f"{key}.dat", np.uint8, "r")
-    return RawTensor(DTYPE_NAMES[told["dtype"]], tuple(told["shape"]), data.view(np.ndarray))
+    return RawTensor(DTYPE_NAMES[entry["dtype"]], tuple(entry["shape"]), data.view(np.ndarray))

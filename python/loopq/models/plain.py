@@ -42,11 +42,11 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 def _streamed(inside: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Copy a module so that its layers are read from accelerate's storage."""
-    made, device = _copied(inside, {}), device_of(inside)
-    stream = Stream(made, tensors_of(inside), renamed=False)
+    new, device = _copied(inside, {}), device_of(inside)
+    stream = Stream(new, tensors_of(inside), renamed=False)
     if device != "cpu":
         stream.move(device)
-    return made, ("weights that are kept elsewhere (device_map) are read layer by layer",)
+    return new, ("weights that are kept elsewhere (device_map) are read layer by layer",)
 
 
 def _inside(module: Any) -> Any:
@@ -70,12 +70,12 @@ def _is_compiled(module: Any) -> bool:
 def _hooks(module: Any) -> dict[int, str]:
     """Hooks of `torch.nn.utils` that compute a weight before each call (weight_norm, spectral_norm, prune)."""
     kinds = {"WeightNorm": "name", "SpectralNorm": "name", "BasePruningMethod": "_tensor_name"}
-    found = {}
+    names = {}
     for key, hook in module._forward_pre_hooks.items():
         named = [kinds[cls.__name__] for cls in type(hook).__mro__ if cls.__name__ in kinds]
         if named:
-            found[key] = str(getattr(hook, named[0]))
-    return found
+            names[key] = str(getattr(hook, named[0]))
+    return names
 
 
 def _is_computed(module: Any) -> bool:
@@ -88,39 +88,39 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
     if id(module) in done:
         return done[id(module)]
     # Parametrized modules do not allow `copy.copy`.
-    made = done[id(module)] = object.__new__(type(module))
+    new = done[id(module)] = object.__new__(type(module))
     for name, value in module.__dict__.items():
-        own = isinstance(value, MethodType) and value.__self__ is module
-        made.__dict__[name] = MethodType(value.__func__, made) if own else value
+        bound = isinstance(value, MethodType) and value.__self__ is module
+        new.__dict__[name] = MethodType(value.__func__, new) if bound else value
     for table in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
-        made.__dict__[table] = copy.copy(module.__dict__[table])
-    made.__dict__["_compiled_call_impl"] = None
-    unhooked(made.__dict__, made)
+        new.__dict__[table] = copy.copy(module.__dict__[table])
+    new.__dict__["_compiled_call_impl"] = None
+    unhooked(new.__dict__, new)
     if _is_computed(module):
-        _fold(module, made)
-    for name, child in made._modules.items():
-        made._modules[name] = None if child is None else _copied(child, done)
-    return made
+        _fold(module, new)
+    for name, child in new._modules.items():
+        new._modules[name] = None if child is None else _copied(child, done)
+    return new
 
 
-def _fold(module: Any, made: Any) -> None:
+def _fold(module: Any, new: Any) -> None:
     """Store the weights that the module computes as parameters of its copy."""
     from torch import nn  # lazy: loopq imports without torch
     from torch.nn.utils import parametrize  # lazy: loopq imports without torch
 
     names = list(module.parametrizations) if "parametrizations" in module._modules else []
     if names:
-        made.__class__ = parametrize.type_before_parametrizations(module)
-        del made._modules["parametrizations"]
+        new.__class__ = parametrize.type_before_parametrizations(module)
+        del new._modules["parametrizations"]
     for key, name in _hooks(module).items():
         # The call sets the weight anew, as every forward does.
         module._forward_pre_hooks[key](module, ())
-        del made._forward_pre_hooks[key]
+        del new._forward_pre_hooks[key]
         for suffix in ("g", "v", "u", "orig", "mask"):
-            made._parameters.pop(f"{name}_{suffix}", None)
-            made._buffers.pop(f"{name}_{suffix}", None)
+            new._parameters.pop(f"{name}_{suffix}", None)
+            new._buffers.pop(f"{name}_{suffix}", None)
         names.append(name)
     for name in names:
         value = getattr(module, name).detach().clone()
-        made.__dict__.pop(name, None)
-        made._parameters[name] = nn.Parameter(value, requires_grad=False)
+        new.__dict__.pop(name, None)
+        new._parameters[name] = nn.Parameter(value, requires_grad=False)

@@ -76,10 +76,10 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
                 if not (op in _COPIES and self._match(args[0])):
                     self._on_other(name, op.__name__)
         if op in _COPIES and isinstance(out, torch.Tensor):
-            found = self._match(args[0])
-            if found and out.data_ptr() not in self._whole:
+            matched = self._match(args[0])
+            if matched and out.data_ptr() not in self._whole:
                 storage = StorageWeakRef(out.untyped_storage())
-                cast = (found[0], storage, tuple(out.shape), tuple(out.stride()), found[1])
+                cast = (matched[0], storage, tuple(out.shape), tuple(out.stride()), matched[1])
                 self._casts[out.data_ptr()] = cast
         return out
 
@@ -96,9 +96,9 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         else:
             return None
         for weight, other, right in ((pair[1], pair[0], True), (pair[0], pair[1], False)):
-            found = self._match(weight)
-            if found:
-                name, turned = found
+            matched = self._match(weight)
+            if matched:
+                name, turned = matched
                 rows = other if right or other.ndim < 2 else other.transpose(-1, -2)
                 stored: Orientation = "out_in" if turned == right else "in_out"
                 self._on_product(name, rows.reshape(-1, rows.shape[-1]), stored)
@@ -111,11 +111,11 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         moves = [list(args[3]) if len(args) > 3 else [1], list(args[4]) if len(args) > 4 else [0]]
         if weight.ndim != 3 or weight.shape[2] != 1 or x.shape[1] != weight.shape[1] or moves != [[1], [0]]:
             return None
-        found = self._match(weight)
-        if found is None:
+        matched = self._match(weight)
+        if matched is None:
             return None
-        self._on_product(found[0], x.transpose(1, 2).reshape(-1, x.shape[1]), "conv")
-        return found[0]
+        self._on_product(matched[0], x.transpose(1, 2).reshape(-1, x.shape[1]), "conv")
+        return matched[0]
 
     def _match(self, tensor: Any) -> tuple[str, bool] | None:
         """Name of the weight that a tensor covers completely, and whether it is transposed."""
@@ -130,12 +130,12 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
                 return None
         else:
             return None
-        own, given = _plane(shape, stride), _plane(tuple(tensor.shape), tuple(tensor.stride()))
-        if len(own) != 2:  # A vector has no sides.
+        sides, given = _plane(shape, stride), _plane(tuple(tensor.shape), tuple(tensor.stride()))
+        if len(sides) != 2:  # A vector has no sides.
             return None
-        if given == own:
+        if given == sides:
             return name, flipped
-        return (name, not flipped) if given == own[::-1] else None
+        return (name, not flipped) if given == sides[::-1] else None
 
     def _within(self, tensor: Tensor) -> str | None:
         """Name of the weight with the start of a tensor in its memory."""

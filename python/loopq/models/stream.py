@@ -97,14 +97,14 @@ class Stream(Mapping[str, RawTensor]):
 
         self._device = torch.device(device)
         moved: dict[int, nn.Parameter] = {}
-        for name, own in list(self._model.named_parameters(remove_duplicate=False)):
+        for name, old in list(self._model.named_parameters(remove_duplicate=False)):
             module, _, last = name.rpartition(".")
-            if id(own) not in moved:
+            if id(old) not in moved:
                 there = (
-                    own.detach().to(self._device) if self._place(name) is None else _empty(own, self._device)
+                    old.detach().to(self._device) if self._place(name) is None else _empty(old, self._device)
                 )
-                moved[id(own)] = nn.Parameter(there, requires_grad=False)
-            self._model.get_submodule(module)._parameters[last] = moved[id(own)]
+                moved[id(old)] = nn.Parameter(there, requires_grad=False)
+            self._model.get_submodule(module)._parameters[last] = moved[id(old)]
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
@@ -137,10 +137,10 @@ class Stream(Mapping[str, RawTensor]):
 
     def _read(self, keys: Mapping[str, RawTensor]) -> dict[str, Tensor]:
         """Tensors of the model, with stacked experts, from some of the files."""
-        found = self._names.taken(self._shapes, keys, to_torch, raw)
+        tensors = self._names.taken(self._shapes, keys, to_torch, raw)
         return {
             name: to_torch(tensor).to(self._device, dtype)
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if (dtype := self._shapes.dtype_of(name)) is not None
         }
 
@@ -193,7 +193,7 @@ class Stream(Mapping[str, RawTensor]):
 
     def visited(self) -> set[int]:
         """Ids of the parameters that have values only while their layer is visited."""
-        return {id(own) for prefix in self._members for own in self._own(prefix)}
+        return {id(parameter) for prefix in self._members for parameter in self._own(prefix)}
 
     def _own(self, prefix: str) -> list[nn.Parameter]:
         """Parameters of a layer that no other part of the model has."""
@@ -259,8 +259,8 @@ class _Shapes:
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Type of a tensor. None for one of the files that the model lacks."""
-        found = self._parameters.get(name, self._buffers.get(name))
-        return None if found is None else found.dtype
+        tensor = self._parameters.get(name, self._buffers.get(name))
+        return None if tensor is None else tensor.dtype
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -279,7 +279,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """
     from torch import nn  # lazy: loopq imports without torch
 
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, prefix: str, listed: bool) -> None:
         for name, child in module._modules.items():
@@ -287,15 +287,15 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
                 continue
             holder = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if listed and child._modules and not holder:
-                found[f"{prefix}{name}."] = child
+                layers[f"{prefix}{name}."] = child
             else:
                 look(child, f"{prefix}{name}.", isinstance(child, nn.ModuleList) or (listed and holder))
 
     look(model, "", False)
     state = model.state_dict(keep_vars=True)
-    tied = _tied(state, found)
-    own = {_prefix(name, found) for name in state if name not in tied}
-    return {prefix: layer for prefix, layer in found.items() if prefix in own}
+    tied = _tied(state, layers)
+    untied = {_prefix(name, layers) for name in state if name not in tied}
+    return {prefix: layer for prefix, layer in layers.items() if prefix in untied}
 
 
 def _tied(state: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> set[str]:

@@ -65,19 +65,19 @@ class Trace:
     @property
     def rows(self) -> dict[str, list[int]]:
         """Input rows of each call of each parameter, ordered by first call."""
-        found: dict[str, list[int]] = {}
+        rows_of: dict[str, list[int]] = {}
         for name, rows in self.calls:
-            found.setdefault(name, []).append(rows)
-        return found
+            rows_of.setdefault(name, []).append(rows)
+        return rows_of
 
     @property
     def repeated(self) -> dict[str, list[int]]:
         """`rows` of the parameters that are called more than once: the loop. Experts count calls of their module."""
-        found = {
+        rows_of = {
             name: self.routed[name].rows if name in self.routed else rows for name, rows in self.rows.items()
         }
-        found |= {name: sent.rows for name, sent in self.routed.items() if name not in found}
-        return {name: rows for name, rows in found.items() if len(rows) > 1}
+        rows_of |= {name: sent.rows for name, sent in self.routed.items() if name not in rows_of}
+        return {name: rows for name, rows in rows_of.items() if len(rows) > 1}
 
 
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
@@ -146,10 +146,10 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 def _here(hook: Callable[..., None]) -> Callable[..., None]:
     """A hook that ignores calls of other threads."""
-    own = threading.get_ident()
+    thread = threading.get_ident()
 
     def call(*args: Any) -> None:
-        if threading.get_ident() == own:
+        if threading.get_ident() == thread:
             hook(*args)
 
     return call
@@ -164,13 +164,13 @@ def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
     import torch  # lazy: loopq imports without torch
 
     calls: Counter[str] = Counter()
-    found: list[str] = []
+    places: list[str] = []
 
     def note(name: str, module: Any, args: tuple[Any, ...], output: Any) -> None:
         parts = output if isinstance(output, tuple) else (output,)
         floats = [v for v in parts if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        if not found and not all(bool(torch.isfinite(v).all()) for v in floats):
-            found.append(f"layer {name}, step {calls[name]}")
+        if not places and not all(bool(torch.isfinite(v).all()) for v in floats):
+            places.append(f"layer {name}, step {calls[name]}")
         calls[name] += 1
 
     handles = [
@@ -184,7 +184,7 @@ def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "no module"
+    return places[0] if places else "no module"
 
 
 def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
@@ -192,11 +192,11 @@ def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> li
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
-    found: list[nn.Embedding] = []
+    called: list[nn.Embedding] = []
 
     def note(table: nn.Embedding, inputs: tuple[Any, ...]) -> None:
         if inputs and torch.equal(inputs[0].cpu(), ids.cpu()):
-            found.append(table)
+            called.append(table)
 
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     hooks = [table.register_forward_pre_hook(_here(note)) for table in tables]
@@ -205,7 +205,7 @@ def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> li
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return called
 
 
 class _Uses:
@@ -303,14 +303,14 @@ class _Lists:
         for name, holder in self._held_by.items():
             before = re.match(rf"{re.escape(holder)}\b.*?\.?(?=\d+\.)", name)
             lists.setdefault((holder, before[0] if before else name), []).append(name)
-        found = {}
+        routed = {}
         for (holder, place), names in lists.items():
             if self._are_experts(holder, place, names):
                 for name in names:
                     steps = range(len(self.entered[holder]))
                     sent = [sum(r for step, r in self._calls[name] if step == t) for t in steps]
-                    found[name] = Routed(holder, sent)
-        return found
+                    routed[name] = Routed(holder, sent)
+        return routed
 
     def _are_experts(self, holder: str, place: str, names: list[str]) -> bool:
         whole = self.entered[holder]
@@ -322,8 +322,8 @@ class _Lists:
         given = [None if step < 0 else whole[step] for step, _ in calls]
         # A module that takes token ids does not show its rows. Members with equal numbers of rows then count as
         # layers.
-        some = any(of is not None and of != rows for of, (_, rows) in zip(given, calls, strict=True))
-        some |= None in given and len({rows for _, rows in calls}) > 1
+        uneven = any(of is not None and of != rows for of, (_, rows) in zip(given, calls, strict=True))
+        uneven |= None in given and len({rows for _, rows in calls}) > 1
         # A member that one call of the module calls repeatedly with all rows is a loop inside the list.
         full = [
             (step, rows)
@@ -331,4 +331,4 @@ class _Lists:
             if rows == ((whole[step] if step >= 0 else None) or self._most)
         ]
         loops = any(Counter(self._calls[name])[call] > 1 for name in names for call in full)
-        return some and not loops and any(len(calls) > 1 for calls in alike.values())
+        return uneven and not loops and any(len(calls) > 1 for calls in alike.values())

@@ -71,10 +71,10 @@ class Generic(LoopedSystem):
     def discovery(self, n_steps: int | None = None) -> Discovery:
         """The loop at a depth, found by one short run at the first request."""
         if n_steps not in self._found:
-            found = self._discovered(n_steps)
-            if not found.order:
-                raise SystemContractError(f"{type(self.model).__name__}: " + "\n  ".join(found.lines()))
-            self._found[n_steps] = found
+            discovery = self._discovered(n_steps)
+            if not discovery.order:
+                raise SystemContractError(f"{type(self.model).__name__}: " + "\n  ".join(discovery.lines()))
+            self._found[n_steps] = discovery
         return self._found[n_steps]
 
     def _discovered(self, n_steps: int | None) -> Discovery:
@@ -143,26 +143,26 @@ class Generic(LoopedSystem):
         SystemContractError
             If a pattern selects no matrix, or one that the run never called.
         """
-        found = self.discovery(n_steps if self._depth is not None else None)
+        discovery = self.discovery(n_steps if self._depth is not None else None)
         owners = owners_of_parameters(self.model)
         every = [name for name, p in self.model.named_parameters() if p.ndim >= 2]
         for pattern in self._select:
             chosen = fnmatch.filter(every, pattern)
-            unseen = [name for name in chosen if name in found.left_out]
+            unseen = [name for name in chosen if name in discovery.left_out]
             if not chosen or (pattern != "*" and unseen):
                 raise SystemContractError(
                     f"{pattern!r} selects {unseen[0] if unseen else 'no matrix'}: "
                     "selected but never observed; exclude it, or declare it in an adapter of your own"
                 )
-        taken = [n for n in found.order if any(fnmatch.fnmatchcase(n, p) for p in self._select)]
-        return tuple(self._shared(name, found, owners) for name in taken)
+        taken = [n for n in discovery.order if any(fnmatch.fnmatchcase(n, p) for p in self._select)]
+        return tuple(self._shared(name, discovery, owners) for name in taken)
 
-    def _shared(self, name: str, found: Discovery, owners: dict[int, list[str]]) -> SharedParameter:
-        weight, stored = self.model.get_parameter(name), found.watched.get(name)
+    def _shared(self, name: str, discovery: Discovery, owners: dict[int, list[str]]) -> SharedParameter:
+        weight, stored = self.model.get_parameter(name), discovery.watched.get(name)
         fields = {
-            "role": "expert" if name in found.routed_in else "looped",
-            "invocations": len(found.rows[name]),
-            "routed_in": found.routed_in.get(name, ""),
+            "role": "expert" if name in discovery.routed_in else "looped",
+            "invocations": len(discovery.rows[name]),
+            "routed_in": discovery.routed_in.get(name, ""),
         }
         if stored is None:
             return declare(self.model, [(owners[id(weight)][0], fields)], 1)[0]

@@ -21,20 +21,20 @@ def facts(measured: Mapping[str, Any]) -> str:
     reference, *quantized = measured["weights"]
     if len(quantized) != 1:
         return ""
-    found, shown = quantized[0], []
+    summary, shown = quantized[0], []
     _, name, unit = _measure(reference)
-    interval = found.get("kl_95")
+    interval = summary.get("kl_95")
     between = f", 95 % interval {interval[0]:.5f} to {interval[1]:.5f}" if interval else ""
-    shown.append((f"{found['kl']:.5f}", f"{name}{unit}{between}"))
+    shown.append((f"{summary['kl']:.5f}", f"{name}{unit}{between}"))
     if reference["output"] != "hidden":
         shown.append(
-            (f"{100 * found['agreement']:.2f} %", "of tokens have the same most probable next token")
+            (f"{100 * summary['agreement']:.2f} %", "of tokens have the same most probable next token")
         )
-        shown.append((f"{found['perplexity']:.4f}", f"perplexity, {reference['perplexity']:.4f} before"))
-    if found.get("n_bytes") and reference.get("n_bytes"):
-        share = 100 * found["n_bytes"] / reference["n_bytes"]
+        shown.append((f"{summary['perplexity']:.4f}", f"perplexity, {reference['perplexity']:.4f} before"))
+    if summary.get("n_bytes") and reference.get("n_bytes"):
+        share = 100 * summary["n_bytes"] / reference["n_bytes"]
         shown.append(
-            (size(found["n_bytes"]), f"all weights, {share:.0f} % of {size(reference['n_bytes'])} before")
+            (size(summary["n_bytes"]), f"all weights, {share:.0f} % of {size(reference['n_bytes'])} before")
         )
     cells = "".join(
         f"<div><dt>{html.escape(what)}</dt><dd>{html.escape(value)}</dd></div>" for value, what in shown
@@ -82,8 +82,8 @@ def alternatives(measured: Mapping[str, Any]) -> str:
         else "KL: how far the predicted distribution is from that of full precision, mean over tokens; same token: "
         "share of positions with the same most probable next token"
     )
-    told = paragraph(f"{what}; interval: bootstrap over prompts. Shorter bars are better.")
-    return told + comparison("Measurements", summaries) + _plot(summaries)
+    note = paragraph(f"{what}; interval: bootstrap over prompts. Shorter bars are better.")
+    return note + comparison("Measurements", summaries) + _plot(summaries)
 
 
 def _plot(summaries: Sequence[Summary]) -> str:

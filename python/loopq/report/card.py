@@ -56,13 +56,13 @@ def write_card(
     check_card(folder)
     for name in (CARD, PICTURE):
         remove_leftovers(folder, name)
-    found = inspect_any(folder)
+    facts = inspect_any(folder)
     config = read_config(folder)[0] if (folder / CONFIG).is_file() else {}
     origin, loop = _origin(model, base, config)
     name = folder.name if origin is None else f"{origin}{loop}"
     kind = _pipeline(config, measured)
-    lines = [*_front(found, origin, _licence(base), kind), f"# {name}, {_TITLE}", ""]
-    lines += [*_what(found), ""]
+    lines = [*_front(facts, origin, _licence(base), kind), f"# {name}, {_TITLE}", ""]
+    lines += [*_what(facts), ""]
     if measured:
         lines += [*_table(measured), "", _measured_on(text), ""]
         lines += [line for m in measured if "warning" in m for line in (f"**Warning:** {m['warning']}.", "")]
@@ -70,7 +70,7 @@ def write_card(
         _picture(folder / PICTURE, measured[-1]["tokens"])
         lines += [f"![KL by token]({PICTURE})", ""]
     words = words or [model or "MODEL"]
-    lines += [*_made(found, shlex.join(words), shlex.quote(folder.resolve().name)), ""]
+    lines += [*_made(facts, shlex.join(words), shlex.quote(folder.resolve().name)), ""]
     path = folder / CARD
     return write_text(path, "\n".join(lines))
 
@@ -123,15 +123,15 @@ def _pipeline(config: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) 
     return "feature-extraction" if not causal and (first or hidden) else "text-generation"
 
 
-def _front(found: Mapping[str, Any], origin: str | None, licence: Sequence[str], kind: str) -> list[str]:
+def _front(facts: Mapping[str, Any], origin: str | None, licence: Sequence[str], kind: str) -> list[str]:
     """The entries by which the hub lists a quantized model under its base."""
-    bits = sorted({layer["bits"] for layer in found["layers"]})
+    bits = sorted({layer["bits"] for layer in facts["layers"]})
     origin = None if origin is None else origin if re.fullmatch(r"[\w./-]+", origin) else json.dumps(origin)
     return [
         "---",
         *([f"base_model: {origin}", "base_model_relation: quantized"] if origin else []),
         *licence,
-        f"library_name: {FORMATS.get(found['format']).library}",
+        f"library_name: {FORMATS.get(facts['format']).library}",
         f"pipeline_tag: {kind}",
         "tags:",
         *(f"- {tag}" for tag in (_TAG, "looped-transformer", *(f"{b}-bit" for b in bits))),
@@ -150,23 +150,23 @@ def _licence(base: Path | None) -> list[str]:
     return [f"{key}: {value}" for key, value in ({"license": "unknown"} | stated).items()]
 
 
-def _what(found: Mapping[str, Any]) -> list[str]:
-    layers, settings = found["layers"], found["settings"]
+def _what(facts: Mapping[str, Any]) -> list[str]:
+    layers, settings = facts["layers"], facts["settings"]
     grids: dict[str, int] = {}
     for layer in layers:
         group = "one scale a row" if layer["group_size"] == -1 else f"groups of {layer['group_size']}"
         grid = f"{layer['grid']}, {group}, {layer['scale_dtype']} scales"
         grids[grid] = grids.get(grid, 0) + 1
-    packed, whole = size(sum(layer["n_bytes"] for layer in layers)), size(found["n_bytes"])
+    packed, whole = size(sum(layer["n_bytes"] for layer in layers)), size(facts["n_bytes"])
     of = f" of system `{settings['system']}`" if settings.get("system") else ""
     return [
         f"A looped transformer{of}: {len(layers)} weights of the loop quantized ({packed}), all tensors {whole}. "
-        f"Format: {found['format']}.",
+        f"Format: {facts['format']}.",
         "",
         *(f"* {count} weights: {grid}" for grid, count in grids.items()),
         "",
         "```python",
-        FORMATS.get(found["format"]).loads,
+        FORMATS.get(facts["format"]).loads,
         "```",
     ]
 
@@ -225,9 +225,9 @@ def _measured_on(text: Mapping[str, Any]) -> str:
     )
 
 
-def _made(found: Mapping[str, Any], model: str, folder: str) -> list[str]:
+def _made(facts: Mapping[str, Any], model: str, folder: str) -> list[str]:
     """The command that makes the checkpoint again, with its settings."""
-    settings = found["settings"]
+    settings = facts["settings"]
     if "quantization" not in settings:
         return ["Not quantized by loopq: its settings are not known."]
     text = settings["calibration"]

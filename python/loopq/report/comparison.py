@@ -31,7 +31,7 @@ def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
         "same for every row. KL is the divergence from full precision: a shorter bar is better. All rows of a table "
         "have the same number of bytes."
     )
-    told = (
+    note = (
         f"Full precision: {reference['bits_per_byte']:.4f} bits per byte, {size(reference['n_bytes'])}. {_VARIANTS} "
         f"Rows of loopq: {draws} of the loop metric's labels."
     )
@@ -44,7 +44,7 @@ def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
     last = f"{first['variants'][-1]['name']}, INT{first['bits']}, groups of {first['group_size']}"
     body = [
         *tables,
-        paragraph(told, "soft"),
+        paragraph(note, "soft"),
         section("where", f"Error of each weight: {last}", quantized({last: layers})),
         section("next", "Your own model", _NEXT),
     ]

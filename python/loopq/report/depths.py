@@ -22,7 +22,7 @@ def write_depths(
         f"{text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}. KL and agreement: to full "
         "precision at the same depth. Tokens per second: one text on the machine that measured."
     )
-    told = dict.fromkeys(f" {row['name']}: {row['warning']}." for row in rows if "warning" in row)
+    notes = dict.fromkeys(f" {row['name']}: {row['warning']}." for row in rows if "warning" in row)
     hidden = rows[0]["output"] == "hidden"
     heads = ["loops", "weights", "squared relative error" if hidden else "KL [nats per token]"]
     heads += ["cosine" if hidden else "same token [%]", "tokens per second"]
@@ -37,7 +37,8 @@ def write_depths(
     picture = _picture(rows, heads[2:])
     body = section("depths", picture.title, picture.svg() + table("Depths", heads, cells))
     return write_text(
-        Path(out), page_html(f"{model} by number of loops", intro + "".join(told), body, {"rows": list(rows)})
+        Path(out),
+        page_html(f"{model} by number of loops", intro + "".join(notes), body, {"rows": list(rows)}),
     )
 
 
@@ -48,9 +49,9 @@ def _picture(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Picture
         for axes, key, name in zip(many, ("kl", "agreement", "tokens_per_second"), names, strict=True):
             scale = 100.0 if "%" in name else 1.0
             for index, weights in enumerate(names_of):
-                own = [row for row in rows if row["name"] == weights and row[key] is not None]
-                if own and (index or key == "tokens_per_second"):
-                    depths, values = zip(*((row["n_steps"], scale * row[key]) for row in own), strict=True)
+                points = [row for row in rows if row["name"] == weights and row[key] is not None]
+                if points and (index or key == "tokens_per_second"):
+                    depths, values = zip(*((row["n_steps"], scale * row[key]) for row in points), strict=True)
                     line(axes, index, depths, values, weights)
             whole_numbers(axes.xaxis)
             label(axes, "loops [number]", name if "[" in name else f"{name} [number]")

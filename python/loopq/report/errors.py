@@ -32,13 +32,13 @@ def error_maps(errors: Mapping[str, Any] | None, diagnosis: Mapping[str, Any] | 
     }
     group = settings["group_size"]
     grid = f"INT{settings['bits']}, " + ("a scale for each row" if group == -1 else f"groups of {group}")
-    told = (
+    note = (
         f"No weight has been quantized yet: this is what rounding each to nearest ({grid}) would do to its output at "
         "each step, for inputs of full precision. The rows that stand out are the weights that rounding hurts most; a "
         "row that changes from left to right has inputs that change from step to step."
     )
     shades = Shades.of(v for values in rows.values() for v in values)
-    return paragraph(told) + heat_map("Error of each weight if rounded", _short(rows), shades)
+    return paragraph(note) + heat_map("Error of each weight if rounded", _short(rows), shades)
 
 
 def _measured(errors: Mapping[str, Any]) -> str:
@@ -55,17 +55,17 @@ def _measured(errors: Mapping[str, Any]) -> str:
     ]
     maps = errors["weights"]
     values = {
-        kind: [v for found in maps.values() for row in found[kind].values() for v in row]
+        kind: [v for kinds in maps.values() for row in kinds[kind].values() for v in row]
         for kind in ("moved", "own")
     }
     shades = {kind: Shades.of(numbers) for kind, numbers in values.items()}
-    for name, found in maps.items():
+    for name, kinds in maps.items():
         before = f"{name}: " if len(maps) > 1 else ""
         parts += [
-            listed([before + line for line in _reading(found)]),
+            listed([before + line for line in _reading(kinds)]),
             '<div class="maps">',
-            heat_map(f"{before}Error as it arrives", _short(found["moved"]), shades["moved"]),
-            heat_map(f"{before}Added by the weight itself", _short(found["own"]), shades["own"]),
+            heat_map(f"{before}Error as it arrives", _short(kinds["moved"]), shades["moved"]),
+            heat_map(f"{before}Added by the weight itself", _short(kinds["own"]), shades["own"]),
             "</div>",
         ]
     return "\n".join(parts)
@@ -76,14 +76,14 @@ def _short(rows: Rows) -> dict[str, Sequence[float | None]]:
     return {short[name]: values for name, values in rows.items()}
 
 
-def _reading(found: Mapping[str, Rows]) -> list[str]:
+def _reading(kinds: Mapping[str, Rows]) -> list[str]:
     """Explain the two maps in sentences."""
-    own = {name: max((v for v in row if v is not None), default=0.0) for name, row in found["own"].items()}
-    worst = max(own, key=lambda name: own[name])
+    top = {name: max((v for v in row if v is not None), default=0.0) for name, row in kinds["own"].items()}
+    worst = max(top, key=lambda name: top[name])
     lines = [
-        f"{short_names(own)[worst]} adds most by itself: {percent(own[worst])}\u00a0% of its output at its worst step."
+        f"{short_names(top)[worst]} adds most by itself: {percent(top[worst])}\u00a0% of its output at its worst step."
     ]
-    ends = [(row[0], row[-1]) for row in found["moved"].values() if len(row) > 1]
+    ends = [(row[0], row[-1]) for row in kinds["moved"].values() if len(row) > 1]
     known = [(a, b) for a, b in ends if a is not None and b is not None]
     if known:
         first, last = (statistics.median(side) for side in zip(*known, strict=True))

@@ -13,13 +13,13 @@ _NAMED_COLUMNS = 8
 
 def blocks(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Group layers by block: the name up to its first number. A layer without a number forms its own group."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for layer in layers:
         parts = short_name(layer["name"]).split(".")
         number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         key = ".".join(parts if number is None else parts[: number + 1])
-        found.setdefault(key, []).append(layer)
-    return found
+        groups.setdefault(key, []).append(layer)
+    return groups
 
 
 def damage(layer: Mapping[str, Any]) -> float | None:

@@ -75,29 +75,27 @@ def _why_left(shape: Sequence[int]) -> str:
 
 def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Return tables of all tensors of some checkpoints, starting with the weights that one of them quantizes."""
-    found = {name: {row["name"]: row for row in rows} for name, rows in weights.items()}
+    sets = {name: {row["name"]: row for row in rows} for name, rows in weights.items()}
     names = {row["name"] for rows in weights.values() for row in rows if "bits" in row}
-    said = [_sentence(name if len(found) > 1 else "", list(rows.values())) for name, rows in found.items()]
+    said = [_sentence(name if len(sets) > 1 else "", list(rows.values())) for name, rows in sets.items()]
     return (
         (listed(said) if len(said) > 1 else paragraph(*said))
-        + quantized(found, "quantized")
-        + _left(found, names)
+        + quantized(sets, "quantized")
+        + _left(sets, names)
     )
 
 
-def quantized(found: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
+def quantized(sets: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
     """Return the table of the weights that some checkpoint quantizes, from entries of `tensors` by checkpoint and name.
 
     `name` is the id of the table if a script sorts it.
     """
-    names = list(
-        dict.fromkeys(name for rows in found.values() for name, row in rows.items() if "bits" in row)
-    )
+    names = list(dict.fromkeys(name for rows in sets.values() for name, row in rows.items() if "bits" in row))
     caption = (
         "Error: how far the weight's output is from full precision on the calibration text, over all steps: "
         "‖X(Ŵ−W)ᵀ‖ / ‖XWᵀ‖; if rounded: the same for plain rounding on the same grid."
     )
-    heads, rows = (_alone if len(found) == 1 else _beside)(found, names)
+    heads, rows = (_alone if len(sets) == 1 else _beside)(sets, names)
     return table("Quantized weights", heads, rows, caption=caption, name=name)
 
 
@@ -133,10 +131,10 @@ def _shape(row: Mapping[str, Any]) -> Cell:
 
 
 def _alone(
-    found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+    sets: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[list[str], list[list[Cell | str]]]:
     """All known facts of one checkpoint's weights."""
-    (rows,) = found.values()
+    (rows,) = sets.values()
     short = short_names(names)
     known = [row["error"] for row in map(rows.__getitem__, names) if row["error"] is not None]
     errors = ["error if rounded [%]", "error [%]", ""] if known else []
@@ -153,18 +151,18 @@ def _alone(
 
 
 def _beside(
-    found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+    sets: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[list[str], list[list[Cell | str]]]:
     """Two columns per checkpoint, for a weight's storage and its error."""
     short = short_names(names)
-    heads = ["weight", "shape", *(f"{name}: {what}" for name in found for what in ("stored as", "error [%]"))]
+    heads = ["weight", "shape", *(f"{name}: {what}" for name in sets for what in ("stored as", "error [%]"))]
     table_rows: list[list[Cell | str]] = []
     for name in names:
         cells: list[Cell | str] = [
             _name(short[name]),
-            _shape(next(r[name] for r in found.values() if name in r)),
+            _shape(next(r[name] for r in sets.values() if name in r)),
         ]
-        for rows in found.values():
+        for rows in sets.values():
             row = rows.get(name)
             if row is None or "bits" not in row:
                 cells += ["as it was" if row else "not there", number(None)]
@@ -179,11 +177,11 @@ def _beside(
     return heads, table_rows
 
 
-def _left(found: Mapping[str, Mapping[str, Mapping[str, Any]]], quantized: Collection[str]) -> str:
+def _left(sets: Mapping[str, Mapping[str, Mapping[str, Any]]], quantized: Collection[str]) -> str:
     """Unchanged tensors, with those of the same reason in one row."""
     by_reason: dict[str, dict[str, list[str]]] = {}
-    tensors = {name: row for rows in found.values() for name, row in rows.items() if "bits" not in row}
-    for checkpoint, rows in found.items():
+    tensors = {name: row for rows in sets.values() for name, row in rows.items() if "bits" not in row}
+    for checkpoint, rows in sets.items():
         for name, row in rows.items():
             if "bits" not in row:
                 by_reason.setdefault(row["reason"], {}).setdefault(name, []).append(checkpoint)

@@ -9,13 +9,13 @@ from loopq.report.style import ALARM, Picture, canvas, label, short_names, style
 
 def ablations(d: Diagnosis) -> Picture | None:
     """Damage of each layer rounded alone, with its rank by two one-step measures (Li, Table 16)."""
-    found = d["sections"].get("ablation")
-    if not found:
+    results = d["sections"].get("ablation")
+    if not results:
         return None
     layers = {layer["name"]: layer for layer in d["layers"] if layer["ablation"]}
     order = sorted(layers, key=lambda name: -layers[name]["ablation"]["place"])[-40:]
-    places = found["table"]["places"]
-    logits = found["measure"] == "changed"
+    places = results["table"]["places"]
+    logits = results["measure"] == "changed"
     short = short_names(layers)
     with styled("ablation"):
         figure, axes = canvas(6.2, 1.2 + 0.24 * len(order))
@@ -45,10 +45,10 @@ def ablations(d: Diagnosis) -> Picture | None:
         axes.grid(axis="y", visible=False)
         what = "predictions changed [%]" if logits else "output error [%]"
         label(axes, f"{what}, this layer alone rounded", "layer [name]")
-    rho = found["table"]["spearman"]
+    rho = results["table"]["spearman"]
     setting = next(iter(layers.values()))["ablation"]["setting"]
     caption = (
-        f"Each layer rounded alone to {setting}, {found['n_prompts']} prompts, mean over all steps; diamonds: one "
+        f"Each layer rounded alone to {setting}, {results['n_prompts']} prompts, mean over all steps; diamonds: one "
         "scale per row. Beside each bar is the layer's rank by random-direction gain and by Hessian trace (1: most "
         f"sensitive); their Spearman correlations with the ablation are {_number(rho['random-direction gain'])} and "
         f"{_number(rho['Hessian trace'])}. Hatched: feedback-exposed."

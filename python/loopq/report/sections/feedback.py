@@ -10,10 +10,10 @@ from loopq.report.style import Picture, label, line, panels, styled
 
 def feedback(d: Diagnosis) -> Picture | None:
     """Final error by the share of the error that is fed back (Li, App. E)."""
-    found = d["sections"].get("feedback")
-    if not found:
+    results = d["sections"].get("feedback")
+    if not results:
         return None
-    settings = found["settings"]
+    settings = results["settings"]
     with styled("feedback"):
         figure, many = panels(len(settings))
         for axes, (setting, curves) in zip(many, in_legend_order(settings), strict=True):
@@ -25,10 +25,10 @@ def feedback(d: Diagnosis) -> Picture | None:
             axes.legend(loc="best")
             label(axes, "share of the error fed back [ratio]", "final error of the state [%]", setting)
     first = next(iter(next(iter(settings.values())).values()))
-    what = "All layers are" if found["layers"] == "all" else "The exposed layers are"
+    what = "All layers are" if results["layers"] == "all" else "The exposed layers are"
     halves = (
         ""
-        if found["layers"] == "all"
+        if results["layers"] == "all"
         else " Their columns are rounded all together, or one input block alone."
     )
     caption = (

@@ -8,10 +8,10 @@ from loopq.report.style import Picture, canvas, label, line, styled
 
 def group_sizes(d: Diagnosis) -> Picture | None:
     """Group-size sweep (Li, Table 17)."""
-    found = d["sections"].get("groups")
-    if not found:
+    results = d["sections"].get("groups")
+    if not results:
         return None
-    rows = found["rows"]
+    rows = results["rows"]
     logits = rows[0]["agreement"] is not None
     steps = rows[0]["steps"]
     picks = sorted({0, len(steps) // 4, len(steps) - 1})

@@ -20,10 +20,10 @@ _STEP = "recurrence steps done [number]"
 
 def rollout_error(d: Diagnosis) -> Picture | None:
     """State error and agreement along the rollout for each variant of the injection (Li, Fig. 1a)."""
-    found = d["sections"].get("injection")
-    if not found:
+    results = d["sections"].get("injection")
+    if not results:
         return None
-    paired = found["per channel"]["paired"]
+    paired = results["per channel"]["paired"]
     if len(next(iter(paired.values()))["steps"]) < 2:
         return None
     logits = next(iter(paired.values()))["agreement"] is not None
@@ -43,7 +43,7 @@ def rollout_error(d: Diagnosis) -> Picture | None:
             axes.set_ylim(0, 102)
         for axes in many:
             whole_numbers(axes.xaxis)
-    settings = found["per channel"]["settings"]
+    settings = results["per channel"]["settings"]
     caption = (
         f"INT{settings['bits']} per channel in parts of the loop, compared with full precision from the same initial "
         "state. Means over prompts. An error that grows from step to step is fed back."
@@ -52,11 +52,11 @@ def rollout_error(d: Diagnosis) -> Picture | None:
 
 
 def injection(d: Diagnosis) -> str:
-    found = d["sections"].get("injection")
-    if not found or d["model"]["output"] == "hidden":
+    results = d["sections"].get("injection")
+    if not results or d["model"]["output"] == "hidden":
         return ""
     rows: list[list[Cell | str]] = []
-    for setting, runs in sorted(found.items(), reverse=True):
+    for setting, runs in sorted(results.items(), reverse=True):
         for pairing in ("paired", "unpaired"):
             for variant, name in VARIANT_NAMES.items():
                 run = (runs[pairing] or {}).get(variant)

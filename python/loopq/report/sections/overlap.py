@@ -7,8 +7,8 @@ from loopq.report.sections import TABLES, Diagnosis, Part
 
 
 def overlaps(d: Diagnosis) -> str:
-    found = (d["sections"].get("overlap") or {}).get("overlaps")
-    if not found:
+    results = (d["sections"].get("overlap") or {}).get("overlaps")
+    if not results:
         return ""
     rows: list[list[Cell | str]] = [
         [
@@ -17,7 +17,7 @@ def overlaps(d: Diagnosis) -> str:
             number(100 * r["overlap"], ".2f"),
             number(100 * r["chance"], ".2f"),
         ]
-        for r in sorted(found, key=lambda r: r["k"])
+        for r in sorted(results, key=lambda r: r["k"])
     ]
     caption = (
         "Mean squared cosine between the leading directions of the state, and its expectation for two independent "

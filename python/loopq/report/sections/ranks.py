@@ -98,9 +98,9 @@ def proxies(d: Diagnosis) -> Picture | None:
         return None
     with styled("proxy"):
         figure, axes = canvas(6.2, 3.2)
-        for i, (name, found) in enumerate(in_legend_order(ranks["proxy_sum"])):
-            values = np.array(found["per_step"])
-            spread = found["max_over_min"]
+        for i, (name, proxy) in enumerate(in_legend_order(ranks["proxy_sum"])):
+            values = np.array(proxy["per_step"])
+            spread = proxy["max_over_min"]
             text = name + (f" (max / min {spread:.2f})" if spread else "")
             line(axes, i, range(len(values)), 100 * values / values.sum(), text)
         uniform = 100 * ranks["proxy_sum"]["grouped"]["uniform_share"]

@@ -54,10 +54,10 @@ def solved_losses(
         return gptq.quantize(Problem("", weight, h, config.grid, threads=threads)).dequantize()
 
     try:
-        found = {ONE: loss(solve(hessians.matrix(steps[:1]))), ALL: loss(solve(total))}
+        losses = {ONE: loss(solve(hessians.matrix(steps[:1]))), ALL: loss(solve(total))}
     except SolveError:
         return None
-    return {RTN: loss(rounder(weight, config))} | found
+    return {RTN: loss(rounder(weight, config))} | losses
 
 
 def model_ratio(losses: Sequence[Mapping[str, float] | None], top: str, bottom: str) -> float | None:

@@ -84,19 +84,19 @@ def controlled_injection(context: Context, config: LayerConfig) -> Object:
         "settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}
     }
     paired = run_variants(context, variants, label="paired")
-    runs["paired"] = {name: _curves(found) for name, found in paired.items()}
+    runs["paired"] = {name: _curves(comparison) for name, comparison in paired.items()}
     runs["unpaired"] = None
     if context.system.state_is_random:
         unpaired = run_variants(context, variants, variant_seed=seed + 1, label="unpaired")
-        runs["unpaired"] = {name: _curves(found) for name, found in unpaired.items()}
+        runs["unpaired"] = {name: _curves(comparison) for name, comparison in unpaired.items()}
     runs["recovered"] = _recovered(paired)
     return runs
 
 
-def _curves(found: Comparison) -> Object:
-    out = found.to_json()
-    if found.matches is not None:
-        out["final_agreement"] = mean_interval(found.agreement[:, -1], n_resamples=10_000).to_json()
+def _curves(comparison: Comparison) -> Object:
+    out = comparison.to_json()
+    if comparison.matches is not None:
+        out["final_agreement"] = mean_interval(comparison.agreement[:, -1], n_resamples=10_000).to_json()
     return out
 
 
@@ -123,8 +123,8 @@ def group_size_sweep(
         str(g): rounded(context.system, parameters, config.changed(group_size=g), context.rounder)
         for g in group_sizes
     }
-    found = run_variants(context, variants, label="groups")
-    return [{"group_size": g} | found[str(g)].to_json() for g in group_sizes]
+    comparisons = run_variants(context, variants, label="groups")
+    return [{"group_size": g} | comparisons[str(g)].to_json() for g in group_sizes]
 
 
 def adapter_output_ratio(
@@ -158,16 +158,16 @@ def adapter_output_ratio(
             for name, kept in seen.items():
                 ratios[name].append(np.stack([a / b for a, b in zip(kept, sizes, strict=True)]))
                 kept.clear()
-    found = {}
+    by_layer = {}
     for name, parts in ratios.items():
         table = np.concatenate(parts, axis=1)
         late = table[1:] if len(table) > 1 else table
-        found[name] = {
+        by_layer[name] = {
             "per_step": table.mean(axis=1).tolist(),
             "mean": float(late.mean()),
             "std": float(late.std()),
         }
-    return found
+    return by_layer
 
 
 def _size(states: Any) -> Any:

@@ -177,15 +177,15 @@ def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads
     steps = list(hessians.steps)
     dim = len(range(*part.indices(hessians.dim)))
     traces = [float(hessians.diagonal([step])[part].sum()) for step in steps]
-    found = {step: count(hessians.matrix([step])[part, part], threads) for step in counted}
+    ranks = {step: count(hessians.matrix([step])[part, part], threads) for step in counted}
     out: Object = {
         "dim": dim,
         "per_step": [
             {"step": s, "rank": c["rank"], "trace": c["trace"], "n_rows": hessians.n_rows(s)}
-            for s, c in found.items()
+            for s, c in ranks.items()
         ],
-        "first": found[steps[0]],
-        "last": found[steps[-1]],
+        "first": ranks[steps[0]],
+        "last": ranks[steps[-1]],
         "all": count(hessians.matrix(steps)[part, part], threads),
         "step0_trace_share": traces[0] / sum(traces) if sum(traces) > 0 else None,
         "trace_ratio_0_1": traces[0] / traces[1] if len(traces) > 1 and traces[1] > 0 else None,

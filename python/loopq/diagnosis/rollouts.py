@@ -67,8 +67,8 @@ def relative_error(value: Tensor, reference: Tensor) -> Floats:
     """||value - reference|| / ||reference|| of each prompt, shape (n_prompts,)."""
     difference = (value.double() - reference.double()).flatten(1).norm(dim=1)
     scale = reference.double().flatten(1).norm(dim=1).clamp_min(1e-300)
-    found: Floats = (difference / scale).cpu().numpy()
-    return found
+    errors: Floats = (difference / scale).cpu().numpy()
+    return errors
 
 
 def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
@@ -77,8 +77,8 @@ def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
     p = torch.log_softmax(reference.double(), dim=-1)
     q = torch.log_softmax(logits.double(), dim=-1)
     # Rounding can give a sum of about -1e-17, but a divergence is not negative.
-    found: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
-    return found
+    kl: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
+    return kl
 
 
 @dataclass(frozen=True)
@@ -229,4 +229,4 @@ def run_variants(
             parts[name].append(compare_traces(run, reference, system.output == "logits", tokens.scored_from))
             progress.advance()
     progress.stop()
-    return {name: gather(found) for name, found in parts.items()}
+    return {name: gather(pieces) for name, pieces in parts.items()}

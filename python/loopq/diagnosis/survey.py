@@ -199,8 +199,8 @@ def _resumed(journal: Journal, section: str, progress: Progress, compute: Callab
     saved = journal.find(section)
     if saved is not None:
         progress.note(f"{section}: read from {journal.folder}")
-        found: Object = saved.facts["data"]
-        return found
+        data: Object = saved.facts["data"]
+        return data
     fresh: Object = clean(compute())
     journal.save(section, data=fresh)
     return fresh
@@ -275,7 +275,7 @@ def _assemble(
     settings: Object,
     outcome: _Outcome,
 ) -> Object:
-    found: Object = clean(
+    diagnosis: Object = clean(
         {
             "format": FORMAT,
             "version": VERSION,
@@ -291,18 +291,18 @@ def _assemble(
             "versions": versions(),
         }
     )
-    return found
+    return diagnosis
 
 
 def versions() -> dict[str, str]:
     """Versions of the software that affect the numbers."""
-    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    installed = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     for package in ("loopq", "numpy", "torch", "scipy", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def clean(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Section:
     compares: bool = False
     rollouts: Callable[[Context], int] = lambda context: 0
     seconds: Callable[[Context, float], float] = lambda context, step: 0.0
-    says: Callable[[Found], str] = lambda found: ""
+    says: Callable[[Found], str] = lambda result: ""
 
 
 SECTIONS: Registry[Section] = Registry("section", "loopq.diagnosis.sections")

@@ -60,8 +60,8 @@ def ablation(
     chosen = quantizable(context.parameters) if parameters is None else list(parameters)
     every = rounded(context.system, chosen, config, context.rounder)
     variants = {name: {name: value} for name, value in every.items()}
-    found = run_variants(context, variants, label="ablation")
-    return {name: _ablated(run) for name, run in found.items()}
+    comparisons = run_variants(context, variants, label="ablation")
+    return {name: _ablated(run) for name, run in comparisons.items()}
 
 
 def _ablated(run: Comparison) -> Object:
@@ -124,17 +124,17 @@ def last_inputs(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, parameters: Sequence[SharedParameter], seed: int = 0
 ) -> dict[str, list[Floats]]:
     """Input rows of each layer's last invocation, one float64 array (n_rows, in_features) per prompt."""
-    found: dict[str, list[Floats]] = {p.name: [] for p in parameters}
+    inputs: dict[str, list[Floats]] = {p.name: [] for p in parameters}
 
     def keep(parameter: SharedParameter, step: int, rows: Any) -> None:
         if step == parameter.invocations - 1:
-            found[parameter.name].append(rows.double().cpu().numpy().copy())
+            inputs[parameter.name].append(rows.double().cpu().numpy().copy())
 
     with Observer(system, parameters, keep) as observer:
         for batch in tokens.batches(1, seed):
             with observer.rollout(batch):
                 system.rollout(batch, n_steps)
-    return found
+    return inputs
 
 
 def gains(
@@ -174,10 +174,10 @@ def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
     """Rank of each layer, 1 for the largest value. Ties keep the order of the layers and None stays None."""
     known = [(name, value) for name, value in values.items() if value is not None]
     order = sorted(range(len(known)), key=lambda i: (-known[i][1], i))
-    found: dict[str, int | None] = dict.fromkeys(values)
+    ranks: dict[str, int | None] = dict.fromkeys(values)
     for place, index in enumerate(order, start=1):
-        found[known[index][0]] = place
-    return found
+        ranks[known[index][0]] = place
+    return ranks
 
 
 def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -> Object:
@@ -205,8 +205,8 @@ def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -
             for a, b in ((values.get(layer), measures[truth][layer]) for layer in layers)
             if a is not None and b is not None
         ]
-        found = spearman(*zip(*pairs, strict=True)) if len(pairs) > 2 else float("nan")
-        correlation[name] = None if np.isnan(found) else found
+        rho = spearman(*zip(*pairs, strict=True)) if len(pairs) > 2 else float("nan")
+        correlation[name] = None if np.isnan(rho) else rho
     table = {layer: {name: ranked[name].get(layer) for name in measures} for layer in layers}
     return {"places": table, "spearman": correlation, "truth": truth}
 
@@ -220,7 +220,7 @@ def layer_table(context: Context) -> Object:
     def rounded_alone(group_size: int) -> dict[str, Object]:
         return ablation(context.on(tokens), config.layer(group_size), parameters=chosen)
 
-    found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
+    grouped, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
     # Li, App. G perturbs the inputs of step 16 of 32.
     middle = context.system.check_depth(max(1, context.n_steps // 2))
     weights = {p.name: weight_of(context.system, p) for p in chosen}
@@ -228,16 +228,16 @@ def layer_table(context: Context) -> Object:
     trace = _input_energy(context, tokens)
     key = "changed" if context.system.output == "logits" else "output_error"
     measures: dict[str, dict[str, float | None]] = {
-        "ablation": {name: values[key] for name, values in found.items()},
+        "ablation": {name: values[key] for name, values in grouped.items()},
         "ablation per channel": {name: values[key] for name, values in whole.items()},
-        "random-direction gain": {name: gain.get(name) for name in found},
-        "Hessian trace": {name: trace.get(name) for name in found},
+        "random-direction gain": {name: gain.get(name) for name in grouped},
+        "Hessian trace": {name: trace.get(name) for name in grouped},
     }
     return {
         "measure": key,
         "layers": {
             name: values | {"gain": gain.get(name), "trace": trace.get(name), "per_channel": whole[name]}
-            for name, values in found.items()
+            for name, values in grouped.items()
         },
         "table": rank_table(measures, "ablation"),
         "n_prompts": len(tokens.sequences),

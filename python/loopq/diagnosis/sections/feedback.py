@@ -262,8 +262,8 @@ def feedback(context: Context) -> Object:
     """Feedback intervention on the exposed layers, whole and by input block, or on all layers (Li, App. E)."""
     config = context.config
     settings = {"per channel": config.layer(PER_CHANNEL), "grouped": config.layer(config.group_size)}
-    found = feedback_study(context.on(context.prompts), settings, lambdas=config.lambdas, seeds=config.seeds)
-    return {"settings": found, "layers": [p.name for p in context.exposed] or "all"}
+    curves = feedback_study(context.on(context.prompts), settings, lambdas=config.lambdas, seeds=config.seeds)
+    return {"settings": curves, "layers": [p.name for p in context.exposed] or "all"}
 
 
 def _rollouts(context: Context) -> int:

@@ -87,8 +87,8 @@ def magnitude_stability(hessians: StepHessians) -> Object:
     """
     steps: Sequence[int] = list(hessians.steps)
     rms = {t: channel_rms(hessians.matrix([t]), hessians.n_rows(t)) for t in steps}
-    found = [pearson(rms[steps[0]], rms[t]) for t in steps]
-    clean = [None if np.isnan(r) else r for r in found]
+    correlations = [pearson(rms[steps[0]], rms[t]) for t in steps]
+    clean = [None if np.isnan(r) else r for r in correlations]
     return {"per_step": clean, "first_last": clean[-1], "magnitude": "root mean square of each input channel"}
 
 

@@ -55,8 +55,8 @@ class LayerSettings:
             There is no grid with these settings.
         """
         try:
-            own = ("kind", "bits", "group_size", "symmetric", "scale_dtype")
-            return grid_of({name: getattr(self, name) for name in own} | self.more)
+            fields = ("kind", "bits", "group_size", "symmetric", "scale_dtype")
+            return grid_of({name: getattr(self, name) for name in fields} | self.more)
         except ConfigError as cause:
             raise CheckpointError(f"{where}: layer {self.name}: {cause}") from None
 
@@ -223,23 +223,25 @@ class Dequantized(Mapping[str, NDArray[np.float32]]):
 
 def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | None:
     """Rebuild a layer's input transform and check it against its description."""
-    told, arrays = settings.transform, {}
-    if told is None:
+    description, arrays = settings.transform, {}
+    if description is None:
         return None
     columns = settings.shape[1]
     where = f"{reader.where}: layer {settings.name}: transform"
-    if told == {"type": "channel_scale"}:
+    if description == {"type": "channel_scale"}:
         name = f"{settings.module}.input_scale"
         arrays["input_scale"] = reader.scales(name, (columns,), ["F16"])
     else:
         # A rotation is rebuilt and takes the square of its block in memory.
-        rotation = checked(_Rotation, told, where)
+        rotation = checked(_Rotation, description, where)
         if rotation.dim != columns or rotation.block > columns:
-            raise CheckpointError(f"{where}: {shown(told)} for a layer of {columns} inputs")
-    found = from_description(told, arrays)
-    if found.describe() != told:
-        raise CheckpointError(f"{where}: {shown(told)}; this loopq makes another: {shown(found.describe())}")
-    return found
+            raise CheckpointError(f"{where}: {shown(description)} for a layer of {columns} inputs")
+    transform = from_description(description, arrays)
+    if transform.describe() != description:
+        raise CheckpointError(
+            f"{where}: {shown(description)}; this loopq makes another: {shown(transform.describe())}"
+        )
+    return transform
 
 
 def _values_of(grid: Grid) -> dict[str, Any]:

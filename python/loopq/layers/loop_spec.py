@@ -31,21 +31,21 @@ def parse_spec(spec: str) -> tuple[str, list[int] | None]:
     """
     if not spec.startswith("looped:"):
         return spec, None
-    found = _SPEC.fullmatch(spec)
-    if found is None:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
         raise ConfigError(
             f"{spec!r}: write looped:MODEL[FIRST:LAST]xTIMES; looped:MODEL[8:20]x2 runs layers 8 to 19 twice"
         )
-    return found["model"], [int(found[name]) for name in ("first", "last", "times")]
+    return match["model"], [int(match[name]) for name in ("first", "last", "times")]
 
 
 def with_loop(config: Mapping[str, Any], loop: Sequence[int]) -> dict[str, Any]:
     """Return the ``config.json`` of a dense model with a loop: a type of its own, and a prefix of its architectures."""
     names = config.get("architectures") or []
-    told = {LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
+    entries = {LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
     base = config.get("model_type")
     typed = {} if base in (None, LOOPED_TYPE) else {"model_type": LOOPED_TYPE, BASE: base}
-    return {**config, **told, **typed}
+    return {**config, **entries, **typed}
 
 
 def without_type(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +85,6 @@ def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]
             f"{LOOP} {loop!r} of a model with {n_layers} layers: give FIRST, LAST and TIMES with "
             f"0 <= FIRST < LAST <= {n_layers} and 1 <= TIMES <= {MAX_STEPS}"
         )
-    first, last, own = loop
+    first, last, default = loop
     every = list(range(n_layers))
-    return every[:first] + every[first:last] * (own if times is None else times) + every[last:]
+    return every[:first] + every[first:last] * (default if times is None else times) + every[last:]

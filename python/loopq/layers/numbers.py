@@ -20,8 +20,8 @@ _E4M3 = np.concatenate([E4M3, [np.nan], -E4M3, [np.nan]]).astype(np.float32)
 
 def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Values of float8 codes with 1 sign, 4 exponent and 3 mantissa bits. The bias is 7, and there is no infinity."""
-    found: NDArray[np.float32] = _E4M3[codes]
-    return found
+    values: NDArray[np.float32] = _E4M3[codes]
+    return values
 
 
 def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:

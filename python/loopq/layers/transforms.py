@@ -50,8 +50,8 @@ def _residues(q: int) -> NDArray[np.int8]:
     character = -np.ones(q, dtype=np.int8)
     character[0] = 0
     character[np.unique(np.arange(1, q, dtype=np.int64) ** 2 % q)] = 1
-    found: NDArray[np.int8] = character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
-    return found
+    residues: NDArray[np.int8] = character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+    return residues
 
 
 def _paley(n: int) -> NDArray[np.int8] | None:
@@ -99,9 +99,9 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
         smaller = hadamard(n // 2)
         assert smaller is not None
         return np.kron(np.array([[1, 1], [1, -1]], dtype=np.int8), smaller)
-    found = _paley(n)
-    if found is not None:
-        return found
+    paley = _paley(n)
+    if paley is not None:
+        return paley
     for factor in range(n // 2, 1, -1):
         if n % factor == 0:
             first, second = hadamard(factor), hadamard(n // factor)
@@ -180,7 +180,7 @@ class Rotation:
 
     def describe(self) -> dict[str, Any]:
         """Return kind, sizes and seed, and the kind of matrix for each size."""
-        made = {
+        matrices = {
             str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
             for size in sorted(set(self.sizes()))
         }
@@ -190,7 +190,7 @@ class Rotation:
             "dim": self.dim,
             "block": self.block,
             "seed": self.seed,
-            "made": made,
+            "made": matrices,
         }
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:

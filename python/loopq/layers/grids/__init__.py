@@ -28,7 +28,7 @@ def even(*, bits: int, group_size: int, symmetric: bool, scale_dtype: str) -> Gr
     return GRIDS.get(_even(symmetric))(bits, group_size, scale_dtype)
 
 
-def grid_of(told: Mapping[str, Any]) -> Grid:
+def grid_of(description: Mapping[str, Any]) -> Grid:
     """Return the grid of a description (`Grid.described`), which may come from a file.
 
     Raises
@@ -36,22 +36,22 @@ def grid_of(told: Mapping[str, Any]) -> Grid:
     ConfigError
         No grid has this description.
     """
-    fields = dict(told)
+    fields = dict(description)
     symmetric, kind = fields.pop("symmetric"), fields.pop("kind", None)
     if kind is None:
         kind, fields = _with_kind(symmetric, fields)
-    found: Grid = checked(GRIDS.get(kind), fields, f"grid {kind}", ConfigError)
-    if found.symmetric != symmetric:
-        raise ConfigError(f"grid {kind}: symmetric is {symmetric}; allowed: {found.symmetric}")
-    return found
+    grid: Grid = checked(GRIDS.get(kind), fields, f"grid {kind}", ConfigError)
+    if grid.symmetric != symmetric:
+        raise ConfigError(f"grid {kind}: symmetric is {symmetric}; allowed: {grid.symmetric}")
+    return grid
 
 
-def without_kind(told: Mapping[str, Any]) -> Object:
+def without_kind(description: Mapping[str, Any]) -> Object:
     """Return a description as it was before the kind was stored. A kind that came later keeps it.
 
     config.json and `loopq_export.json` have this form, so that their bytes stay and older versions read them.
     """
-    fields = dict(told)
+    fields = dict(description)
     kind = fields.pop("kind")
     if kind == _even(fields["symmetric"]):
         return fields

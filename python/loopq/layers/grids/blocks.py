@@ -220,35 +220,35 @@ class Blocks(Grid):
         known, (rows, columns) = self.facts, codes.shape
         self.check_columns(columns)
         unit, numbers = _counted(scales.reshape(-1, known.groups), known.scales, known.unit)
-        found: dict[str, NDArray[Any]] = {
+        parts: dict[str, NDArray[Any]] = {
             "codes": (codes + np.array(self.offset, codes.dtype)).astype(np.uint8).reshape(-1, known.size),
             "scale": unit / np.float32(known.unit),
         }
         numbers -= known.raised
         if zeros is not None:
             limits = int(known.groups == 1), known.offsets
-            found["offset"], more = _counted(zeros.reshape(-1, known.groups), limits)
-            found["less"], numbers = -found["offset"], np.hstack([numbers, more])
-        found["numbers"] = numbers.astype(np.int8).view(np.uint8)
-        return np.hstack([plane.pack(found[what]) for what, plane in known.parts]).reshape(rows, -1)
+            parts["offset"], more = _counted(zeros.reshape(-1, known.groups), limits)
+            parts["less"], numbers = -parts["offset"], np.hstack([numbers, more])
+        parts["numbers"] = numbers.astype(np.int8).view(np.uint8)
+        return np.hstack([plane.pack(parts[what]) for what, plane in known.parts]).reshape(rows, -1)
 
     def from_gguf(self, data: Bytes) -> Arrays:
         """Return codes, scales and offsets of blocks (out, bytes)."""
         known, rows = self.facts, len(data)
         flat, at = data.reshape(-1, known.n_bytes), 0
-        found: dict[str, NDArray[Any]] = {}
+        parts: dict[str, NDArray[Any]] = {}
         for what, plane in known.parts:
             size = plane.size(known.count(what))
             piece, at = plane.unpack(np.ascontiguousarray(flat[:, at : at + size])), at + size
-            found[what] = found[what] | piece if what in found else piece
-        codes = (found["codes"].astype(np.int16) - self.offset).astype(self.dtype).reshape(rows, -1)
+            parts[what] = parts[what] | piece if what in parts else piece
+        codes = (parts["codes"].astype(np.int16) - self.offset).astype(self.dtype).reshape(rows, -1)
         one = np.ones((len(flat), 1), np.int8)
-        numbers = found["numbers"].view(np.int8) if known.groups > 1 else np.hstack([one - known.raised, one])
+        numbers = parts["numbers"].view(np.int8) if known.groups > 1 else np.hstack([one - known.raised, one])
         counts = numbers[:, : known.groups] + np.int8(known.raised)
-        scales = (found["scale"] * np.float32(known.unit) * counts).reshape(rows, -1)
+        scales = (parts["scale"] * np.float32(known.unit) * counts).reshape(rows, -1)
         zeros = None
         if known.offsets:
-            unit = found["offset"] if "offset" in found else -found["less"]
+            unit = parts["offset"] if "offset" in parts else -parts["less"]
             zeros = (unit * numbers[:, known.groups :]).reshape(rows, -1)
         return codes, scales, zeros
 
@@ -267,12 +267,12 @@ class Blocks(Grid):
         if columns % self.facts.size:
             raise CheckpointError(f"{reader.where}: tensor {name!r}: {columns} columns in {self.label}")
         with np.errstate(invalid="ignore"):  # said below
-            found = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
-        if not all(np.isfinite(numbers).all() for numbers in found[1:] if numbers is not None):
+            arrays = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
+        if not all(np.isfinite(numbers).all() for numbers in arrays[1:] if numbers is not None):
             raise CheckpointError(
                 f"{reader.where}: tensor {name!r} holds a scale or an offset that is not finite"
             )
-        return found
+        return arrays
 
 
 def _counted(

@@ -192,8 +192,8 @@ class NVFP4(_FP4):
             raise CheckpointError(
                 f"{reader.where}: module {module!r}: its scales are not positive numbers times 2^{self.exponent}"
             )
-        found: NDArray[np.float32] = E4M3[bits] * np.float32(2.0**self.exponent)
-        return found
+        scales: NDArray[np.float32] = E4M3[bits] * np.float32(2.0**self.exponent)
+        return scales
 
     def _native(self) -> dict[str, Any]:
         return super()._native() | {"scale_exponent": self.exponent}

@@ -316,11 +316,11 @@ def _score(
         same = out is reference
         reference = reference[:, :-1]
         out = reference if same else out[:, :-1]
-    found = [
+    scores = [
         _tokens(reference[:, part], out[:, part], targets[:, part], same=out is reference)
         for part in _pieces(reference.shape, first)
     ]
-    kl, same, nll, right = (torch.cat(values, 1) for values in zip(*found, strict=True))
+    kl, same, nll, right = (torch.cat(values, 1) for values in zip(*scores, strict=True))
     answered = (right if first else right[:, -1:]).all(-1)
     means = (kl.mean(-1), same.double().mean(-1), nll.mean(-1), answered.double())
     each = (kl, same.double(), nll) if chunks else ()
@@ -375,10 +375,10 @@ def overlap(
     # Files of other tools lack this entry. Their names and shapes are compared with the model's.
     if stored not in (None, system.name):
         raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
-    found = tokens.overlap(checkpoint.settings.get("calibration"))
-    if found is not None and found.warning:
-        execution.progress.warn(f"{name}: {found.warning}")
-    return found
+    seen = tokens.overlap(checkpoint.settings.get("calibration"))
+    if seen is not None and seen.warning:
+        execution.progress.warn(f"{name}: {seen.warning}")
+    return seen
 
 
 def content(system: LoopedSystem, checkpoint: Checkpoint, n_checkpoints: int = 1) -> Weights:
@@ -407,13 +407,13 @@ def _changed(model: nn.Module, checkpoint: Checkpoint) -> dict[str, NDArray[np.f
     CheckpointError
         If the model has no place for a matrix.
     """
-    own, stored = dict(model.named_parameters(remove_duplicate=False)), model_tensors(model)[0]
+    parameters, stored = dict(model.named_parameters(remove_duplicate=False)), model_tensors(model)[0]
     floats = {name: t for name, t in checkpoint.dense.items() if t.dtype in _FLOATS}
     if all(name in stored and _equal(t, stored[name]) for name, t in floats.items()):
         return {}
-    found = {}
+    changed = {}
     for name, tensor in names_of(model).taken(model, checkpoint.dense, to_torch, raw).items():
-        parameter = own.get(name)
+        parameter = parameters.get(name)
         if parameter is None and len(tensor.shape) > 1 and name not in model.state_dict(keep_vars=True):
             raise CheckpointError(
                 f"tensor {name!r}: the model has none of this name; give the model of this file"
@@ -422,8 +422,8 @@ def _changed(model: nn.Module, checkpoint: Checkpoint) -> dict[str, NDArray[np.f
             continue
         values = to_torch(tensor)
         if tuple(values.shape) != tuple(parameter.shape) or not values.to(parameter).equal(parameter):
-            found[name] = tensor.float32()
-    return found
+            changed[name] = tensor.float32()
+    return changed
 
 
 def _equal(one: RawTensor, other: RawTensor) -> bool:

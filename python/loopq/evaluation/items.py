@@ -128,13 +128,13 @@ def _lambada(path: Path) -> Iterator[Item]:
 
 
 def _arc(path: Path) -> Iterator[Item]:
-    for found in _records(path, {"answerKey": _Arc, "query": _Question}):
-        if isinstance(found, _Arc):
-            answers = found.choices
-            question = f"Question: {found.question}\nAnswer:"
-            yield Item(question, answers.text, answers.label.index(found.answerKey))
+    for record in _records(path, {"answerKey": _Arc, "query": _Question}):
+        if isinstance(record, _Arc):
+            answers = record.choices
+            question = f"Question: {record.question}\nAnswer:"
+            yield Item(question, answers.text, answers.label.index(record.answerKey))
         else:
-            yield Item(f"{found.query}\nAnswer:", found.choices, found.gold)
+            yield Item(f"{record.query}\nAnswer:", record.choices, record.gold)
 
 
 def _hellaswag(path: Path) -> Iterator[Item]:
@@ -142,13 +142,13 @@ def _hellaswag(path: Path) -> Iterator[Item]:
         """Remove the markup of the how-to pages, as the harness does."""
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
-    for found in _records(path, {"ctx_a": _HellaSwag, "query": _Question}):
-        if isinstance(found, _HellaSwag):
-            query = f"{found.activity_label}: {found.ctx_a} {found.ctx_b.capitalize()}"
-            endings = tuple(map(clean, found.endings))
-            yield Item(clean(query), endings, int(found.label))
+    for record in _records(path, {"ctx_a": _HellaSwag, "query": _Question}):
+        if isinstance(record, _HellaSwag):
+            query = f"{record.activity_label}: {record.ctx_a} {record.ctx_b.capitalize()}"
+            endings = tuple(map(clean, record.endings))
+            yield Item(clean(query), endings, int(record.label))
         else:
-            yield Item(found.query, found.choices, found.gold)
+            yield Item(record.query, record.choices, record.gold)
 
 
 def _gsm8k(test: Path, train: Path, n_shots: int = _N_SHOTS) -> Iterator[Item]:
@@ -253,10 +253,10 @@ def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
     """
     task = find_task(name)
     paths = [_find(name, data, file) for file in task.files]
-    found = list(islice(task.read(*paths), limit))
-    if not found:
+    items = list(islice(task.read(*paths), limit))
+    if not items:
         raise ConfigError(f"{paths[0]}: holds no items of {name}; docs/tasks.md says what a line holds")
-    return found
+    return items
 
 
 def _find(name: str, data: Path, file: str) -> Path:

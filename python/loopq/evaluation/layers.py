@@ -83,8 +83,8 @@ def layer_errors(
 
 def _ratios(sums: Mapping[str, list[list[float]]], weights: Weights) -> LayerErrors:
     moved = {layer: [_ratio(moved, of) for moved, _, of in calls] for layer, calls in sums.items()}
-    own = {layer: [_ratio(own, of) for _, own, of in sums[layer]] for layer in sums if layer in weights}
-    return {"moved": moved, "own": own}
+    added = {layer: [_ratio(added, of) for _, added, of in sums[layer]] for layer in sums if layer in weights}
+    return {"moved": moved, "own": added}
 
 
 def _comparable(p: SharedParameter, variants: Mapping[str, Weights]) -> bool:
@@ -99,15 +99,15 @@ def _rows(
     """Collect some input rows of every call of every parameter in one rollout."""
     import torch  # lazy: loopq imports without torch
 
-    found: dict[str, list[Tensor]] = {p.name: [] for p in parameters}
+    rows_of: dict[str, list[Tensor]] = {p.name: [] for p in parameters}
 
     def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
         picked = torch.linspace(0, rows.shape[0] - 1, min(N_ROWS, rows.shape[0]), device=rows.device).long()
-        found[parameter.name].append(rows[picked])
+        rows_of[parameter.name].append(rows[picked])
 
     with Observer(system, parameters, keep, check_finite=False) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
-    return found
+    return rows_of
 
 
 def _add(

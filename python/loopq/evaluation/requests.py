@@ -37,8 +37,8 @@ def longest_input(loaded: LoadedModel) -> int:
 
 def prefix_id(loaded: LoadedModel) -> int:
     """Token in place of an empty context: the tokenizer's first token, one that ends a text, or 10."""
-    own = getattr(loaded.tokenizer, "bos_token_id", None)
-    return next((i for i in (own, *sorted(end_ids(loaded))) if i is not None), _NEWLINE)
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    return next((i for i in (bos, *sorted(end_ids(loaded))) if i is not None), _NEWLINE)
 
 
 def encode_pair(loaded: LoadedModel, context: str, continuation: str) -> Request:
@@ -62,12 +62,12 @@ def windows_of(context: Sequence[int], continuation: Sequence[int], size: int) -
     ids = [*context, *continuation]
     if len(continuation) < size:
         return [(ids[-size:], len(continuation))] if continuation else []
-    found, at = [], len(context)
+    windows, at = [], len(context)
     while at < len(ids):
         end = min(at + size - 1, len(ids))
-        found.append((ids[max(0, end - size) : end], end - at))
+        windows.append((ids[max(0, end - size) : end], end - at))
         at = end
-    return found
+    return windows
 
 
 def log_likelihoods(
@@ -110,9 +110,9 @@ def log_likelihoods(
     size = (longest or longest_input(loaded)) + 1
     windows = [(i, *window) for i, request in enumerate(requests) for window in windows_of(*request, size)]
     windows.sort(key=lambda w: len(w[1]))
-    found = [(0.0, True)] * len(requests)
+    scores = [(0.0, True)] * len(requests)
     if not windows:
-        return found
+        return scores
     tokens = TokenSet(tuple(np.array(ids, dtype=np.int64) for _, ids, _ in windows), "requests", "prompts")
     how.progress.start(label, len(windows), "texts")
     for numbers in tokens.plan(how.batch_size):
@@ -121,12 +121,12 @@ def log_likelihoods(
             logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), how.seed, by_token=True), depth)
         for row, (i, _, n) in enumerate(windows[number] for number in numbers):
             value, greedy = _scored(logits[row, -n:], system.to_device(ids[row, -n:]))
-            found[i] = found[i][0] + value, found[i][1] and greedy
+            scores[i] = scores[i][0] + value, scores[i][1] and greedy
             if math.isnan(value):
                 raise NonFiniteError(f"request {i}: the log-likelihood is not a number: the logits hold NaN")
         how.progress.advance(len(numbers))
     how.progress.stop()
-    return found
+    return scores
 
 
 def _scored(logits: Tensor, target: Tensor) -> tuple[float, bool]:

@@ -96,8 +96,8 @@ def wilson(successes: int, trials: int) -> Interval:
         raise ConfigError(
             f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
         )
-    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(LEVEL, "wilson")
-    low, high = float(found.low), float(found.high)
+    interval = require("scipy.stats").binomtest(successes, trials).proportion_ci(LEVEL, "wilson")
+    low, high = float(interval.low), float(interval.high)
     return Interval(successes / trials, low, high, LEVEL, "Wilson score interval over answers", trials)
 
 
@@ -148,7 +148,7 @@ def bootstrap(
     n = arrays[0].size
     estimate = low = high = float(statistic(*arrays, axis=-1))
     if n > 1:
-        found = require("scipy.stats").bootstrap(
+        result = require("scipy.stats").bootstrap(
             arrays,
             statistic,
             paired=True,
@@ -159,7 +159,7 @@ def bootstrap(
             method="percentile",
             rng=np.random.default_rng(seed),
         )
-        low, high = (float(end) for end in found.confidence_interval)
+        low, high = (float(end) for end in result.confidence_interval)
     return Interval(estimate, low, high, LEVEL, method, n, n_resamples, seed)
 
 

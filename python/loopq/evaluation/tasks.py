@@ -165,9 +165,9 @@ def score(
     blank = "" if kind == "text" else " "
     asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
     requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
-    found = log_likelihoods(loaded, requests, n_steps=depth, label=task, execution=how)
+    likelihoods = log_likelihoods(loaded, requests, n_steps=depth, label=task, execution=how)
     by_item: list[list[float]] = [[] for _ in items]
-    for (i, _), (value, _) in zip(asked, found, strict=True):
+    for (i, _), (value, _) in zip(asked, likelihoods, strict=True):
         by_item[i].append(value)
     longest = longest_input(loaded)
     cut = {i for (i, _), (a, b) in zip(asked, requests, strict=True) if len(a) + len(b) > longest + 1}
@@ -177,7 +177,7 @@ def score(
     sizes = np.array([float(item.n_words) for item in items])
     if kind == "text":
         return Scores((Metric("word_perplexity", nll, sizes),), 0)
-    greedy = np.array([float(is_greedy) for _, is_greedy in found])
+    greedy = np.array([float(is_greedy) for _, is_greedy in likelihoods])
     return Scores((Metric("perplexity", nll, sizes), Metric("acc", greedy)), len(cut))
 
 
@@ -245,16 +245,16 @@ def measure_tasks(
         Plain data for each task, metric and set of weights: value, interval and each item's own value. Sets after the
         first also have the change from it (`Metric.change`).
     """
-    how, found = execution or Execution(), []
+    how, scored = execution or Execution(), []
     for name, model in models:
         how.progress.note(name)
-        found.append(
+        scored.append(
             (name, {t: score(model, t, chosen, how, n_steps=n_steps) for t, chosen in items.items()})
         )
     rows = []
     for task in items:
-        for k, first in enumerate(found[0][1][task].metrics):
-            for name, scores in found:
+        for k, first in enumerate(scored[0][1][task].metrics):
+            for name, scores in scored:
                 metric = scores[task].metrics[k]
                 head = {
                     "task": task,

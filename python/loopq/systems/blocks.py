@@ -21,8 +21,8 @@ _ROPES = (None, "default", "linear", "llama3")
 
 def _holds(module: nn.Module, needed: str, optional: str = "") -> bool:
     """Whether a module has exactly the named children, and possibly the optional ones."""
-    found = {name for name, _ in module.named_children()}
-    return set(needed.split()) <= found <= {*needed.split(), *optional.split()}
+    children = {name for name, _ in module.named_children()}
+    return set(needed.split()) <= children <= {*needed.split(), *optional.split()}
 
 
 def _is_silu(act: Any) -> bool:

@@ -46,8 +46,8 @@ def parameter_of(model: nn.Module, shared: SharedParameter | str) -> nn.Paramete
         owned: nn.Parameter = model.get_submodule(shared.owners[0]).weight
         return owned
     name = shared if isinstance(shared, str) else shared.name
-    found: nn.Parameter = model.get_parameter(names_of(model).in_model(name))
-    return found
+    parameter: nn.Parameter = model.get_parameter(names_of(model).in_model(name))
+    return parameter
 
 
 def declare(

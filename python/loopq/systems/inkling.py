@@ -71,15 +71,15 @@ class Inkling(LoopedSystem):
         """Linear layers of a layer in call order. Attention output gates come last in the attention part."""
         from torch import nn  # lazy: loopq imports without torch
 
-        found = [
+        linears = [
             part
             for part, module in self.model.get_submodule(layer).named_modules()
             if isinstance(module, nn.Linear) and not part.endswith((*_FLOAT32, *_SMALL))
         ]
-        outputs = [part for part in found if ".o_proj." in part]
-        at = next((n for n, part in enumerate(found) if not part.startswith("self_attn")), len(found))
-        inner = [part for part in found[:at] if part not in outputs]
-        return [*inner, *outputs, *found[at:]]
+        outputs = [part for part in linears if ".o_proj." in part]
+        at = next((n for n, part in enumerate(linears) if not part.startswith("self_attn")), len(linears))
+        inner = [part for part in linears[:at] if part not in outputs]
+        return [*inner, *outputs, *linears[at:]]
 
     def left_out(self) -> dict[str, str]:
         """Weights that are float32, choose experts, or have few outputs."""

@@ -90,11 +90,11 @@ class Looped(StepwiseSystem):
 
     def _routing(self) -> list[str]:
         """Modules that choose experts."""
-        found: dict[str | None, None] = {}
+        modules: dict[str | None, None] = {}
         for i, layer in enumerate(self._inner.layers):
             parts = (f"model.layers.{i}.{part}" for part, _ in layer.named_modules() if part)
-            found |= dict.fromkeys(routing_module(self.model, part, f"model.layers.{i}") for part in parts)
-        return [name for name in found if name is not None]
+            modules |= dict.fromkeys(routing_module(self.model, part, f"model.layers.{i}") for part in parts)
+        return [name for name in modules if name is not None]
 
     def describe_loop(self) -> tuple[str, ...]:
         """Describe the loop, and the tools that know it."""
@@ -216,15 +216,15 @@ def _in_order(module: Any, inner: Any, order: Sequence[int], norm: bool = True) 
         kinds = getattr(config, "layer_types", None)
         other = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
         parts.append((config, changed(config, num_hidden_layers=len(order), **other)))
-    made = view(module, *parts)
-    for part in (made, getattr(made, "model", made)):
+    reordered = view(module, *parts)
+    for part in (reordered, getattr(reordered, "model", reordered)):
         part.__class__ = _plain(type(part))
-    return made
+    return reordered
 
 
 def _in_slot(layer: nn.Module, slot: int) -> nn.Module:
     """Copy a layer so that its attention uses the given cache slot. The rest is shared with the original."""
     parts = layer._modules.values()
     slots = ((part, copied(part, layer_idx=slot)) for part in parts if hasattr(part, "layer_idx"))
-    made: nn.Module = view(layer, *slots)
-    return made
+    new: nn.Module = view(layer, *slots)
+    return new

@@ -68,10 +68,10 @@ class Ouro(LlamaLoops):
     def _loops(self, n: int) -> Any:
         """The model with this number of loops."""
         config = self.model.config
-        made = view(self.model, (config, changed(config, total_ut_steps=n)))
+        looped = view(self.model, (config, changed(config, total_ut_steps=n)))
         # The inner model has a separate copy of the loop count.
-        made.model.total_ut_steps = n
-        return made
+        looped.model.total_ut_steps = n
+        return looped
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""

@@ -71,5 +71,5 @@ def _logits(output: Any) -> Tensor:
         raise SystemContractError(
             f"{type(output).__name__}: no logits (n_prompts, n_tokens, vocabulary) in it"
         )
-    found: Tensor = logits
-    return found
+    tensor: Tensor = logits
+    return tensor

@@ -47,15 +47,15 @@ def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
     """
     from torch import nn  # lazy: loopq imports without torch
 
-    found = {}
+    reasons = {}
     for name in routing:
         block = model.get_submodule(name)
         n_experts = max((len(m) for m in block.children() if isinstance(m, nn.ModuleList)), default=0)
         for child, module in block.named_children():
             weight = module._parameters.get("weight")
             if weight is not None and weight.ndim == 2 and weight.shape[0] in (1, n_experts):
-                found[f"{name}.{child}.weight".lstrip(".")] = "a gate, which chooses or weighs experts"
-    return found
+                reasons[f"{name}.{child}.weight".lstrip(".")] = "a gate, which chooses or weighs experts"
+    return reasons
 
 
 def stacked_experts(model: nn.Module) -> dict[str, str]:

@@ -72,27 +72,27 @@ def system_of(system: System, *others: tuple[nn.Parameter, nn.Parameter]) -> Sys
         links[id(one)] = object.__new__(type(one))
     for one in (*modules.values(), *adapters):
         vars(links[id(one)]).update({name: _deep(value, links) for name, value in vars(one).copy().items()})
-    made: System = links[id(system)]
-    return made
+    adapter: System = links[id(system)]
+    return adapter
 
 
 def changed(config: Any, **values: Any) -> Any:
     """Return a copy of a configuration with other values."""
-    made = copy.copy(config)
+    new = copy.copy(config)
     for name, value in values.items():
-        setattr(made, name, value)
-    return made
+        setattr(new, name, value)
+    return new
 
 
 def copied(module: nn.Module, **values: Any) -> Any:
     """Return a copy of a module over the same parameters, buffers and submodules, with other attributes."""
-    made = object.__new__(type(module))
+    new = object.__new__(type(module))
     # Another thread may set an attribute or a hook meanwhile, so tables are copied before they are read.
-    own = vars(module).copy()
-    vars(made).update({name: _linked(value, {id(module): made}) for name, value in own.items()})
-    vars(made).update({name: own[name].copy() for name in _OWN})
-    vars(made).update(values)
-    return made
+    attributes = vars(module).copy()
+    vars(new).update({name: _linked(value, {id(module): new}) for name, value in attributes.items()})
+    vars(new).update({name: attributes[name].copy() for name in _OWN})
+    vars(new).update(values)
+    return new
 
 
 def _linked(value: Any, links: Mapping[int, Any]) -> Any:
@@ -126,9 +126,9 @@ def _seen(module: Any, others: Mapping[int, Any], done: dict[int, Any]) -> Any:
             },
             "_parameters": {n: others.get(id(p), p) for n, p in module._parameters.items()},
         }
-        own = {n: t for n, t in tables.items() if any(t[k] is not v for k, v in getattr(module, n).items())}
+        new = {n: t for n, t in tables.items() if any(t[k] is not v for k, v in getattr(module, n).items())}
         config = vars(module).get("config")
         if config is not None and id(config) in others:
-            own["config"] = others[id(config)]
-        done[id(module)] = copied(module, **own) if own else module
+            new["config"] = others[id(config)]
+        done[id(module)] = copied(module, **new) if new else module
     return done[id(module)]

@@ -41,13 +41,13 @@ class Zamba(LoopedSystem):
     def _tied(self) -> dict[str, int]:
         """First owner of each matrix tied in several places, and their number."""
         owners = owners_of_parameters(self.model)
-        found = {}
+        tied = {}
         for name, module in self.model.named_modules():
             weight = module._parameters.get("weight")
             inside = any(f".{block}." in f".{name}." for block in _BLOCKS)
             if inside and weight is not None and weight.ndim == 2 and len(owners[id(weight)]) > 1:
-                found[owners[id(weight)][0]] = len(owners[id(weight)])
-        return found
+                tied[owners[id(weight)][0]] = len(owners[id(weight)])
+        return tied
 
     @property
     def _shared(self) -> dict[str, int]:

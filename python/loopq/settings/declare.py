@@ -156,10 +156,10 @@ class Settings:
         ConfigError
             These settings lack a name. The message says which choice would read it.
         """
-        found, rest = self._changed(dict(changes))
+        settings, rest = self._changed(dict(changes))
         if rest:
-            raise ConfigError(_unread(found, sorted(rest)[0]))
-        return found
+            raise ConfigError(_unread(settings, sorted(rest)[0]))
+        return settings
 
     def _changed(self, rest: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
         new: dict[str, Any] = {}
@@ -170,11 +170,11 @@ class Settings:
                 new[field.name], rest = _chosen(field, value, rest)
             elif "block" in field.metadata:
                 names = _names(field)
-                own = {k: rest.pop(flat) for k, flat in names.items() if flat in rest}
-                if field.metadata.get("optional") and own:
-                    new[field.name] = value = _opened(field, value, own)
+                in_block = {k: rest.pop(flat) for k, flat in names.items() if flat in rest}
+                if field.metadata.get("optional") and in_block:
+                    new[field.name] = value = _opened(field, value, in_block)
                 if value is not None:
-                    inner = own if field.metadata["prefix"] else {**own, **rest}
+                    inner = in_block if field.metadata["prefix"] else {**in_block, **rest}
                     new[field.name], left = _within(value, inner, names)
                     if not field.metadata["prefix"]:
                         rest = left
@@ -241,10 +241,10 @@ def leaves(kind: type[Settings]) -> dict[str, list[Leaf]]:
     A name has one entry for each choice that has it. A choice itself is an entry too, annotated with a Literal of the
     existing names.
     """
-    found: dict[str, list[Leaf]] = {}
+    by_name: dict[str, list[Leaf]] = {}
     for leaf in _leaves(kind, ()):
-        found.setdefault(leaf.name, []).append(leaf)
-    return found
+        by_name.setdefault(leaf.name, []).append(leaf)
+    return by_name
 
 
 def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
@@ -281,16 +281,16 @@ def described(kind: type) -> dict[str, str]:
     """Return the text of each entry in the Parameters section of a class and its bases."""
     text = inspect.cleandoc(kind.__doc__ or "")
     section = re.search(r"Parameters\n-+\n(.*?)(?:\n\n\w[^\n]*\n-+\n|\Z)", text, re.DOTALL)
-    found: dict[str, str] = {} if kind.__base__ is None else described(kind.__base__)
+    texts: dict[str, str] = {} if kind.__base__ is None else described(kind.__base__)
     names: list[str] = []
     for line in section[1].splitlines() if section else []:
         head = re.match(r"([\w, ]+) : ", line)
         if head:
             names = [n.strip() for n in head[1].split(",")]
-            found |= dict.fromkeys(names, "")
+            texts |= dict.fromkeys(names, "")
         else:
-            found |= {n: f"{found[n]} {line.strip()}".strip() for n in names}
-    return found
+            texts |= {n: f"{texts[n]} {line.strip()}".strip() for n in names}
+    return texts
 
 
 def summary(kind: type) -> str:
@@ -357,16 +357,16 @@ def _within(
         raise ConfigError(f"{names.get(first, first)} {rest}") from error
 
 
-def _opened(field: Any, value: Settings | None, own: dict[str, Any]) -> Settings | None:
+def _opened(field: Any, value: Settings | None, in_block: dict[str, Any]) -> Settings | None:
     """Return an optional block for new values. The first of them creates or removes it."""
     names = _names(field)
     first = next(iter(names))
-    if first in own and own[first] is None:
-        value = own.pop(first)
-    elif first in own and value is None:
+    if first in in_block and in_block[first] is None:
+        value = in_block.pop(first)
+    elif first in in_block and value is None:
         value = field.metadata["block"]()
-    if value is None and own:
-        raise ConfigError(f"{names[next(iter(own))]} goes with {names[first]}")
+    if value is None and in_block:
+        raise ConfigError(f"{names[next(iter(in_block))]} goes with {names[first]}")
     return value
 
 
@@ -378,8 +378,8 @@ def _chosen(field: Any, value: Any, rest: dict[str, Any]) -> tuple[Any, dict[str
             kept = {k: v for k, v in value.flat().items() if v != unset[k]}
             value = field.metadata["choice"].get(asked)()
             value, _ = value._changed(kept)
-    found, left = value._changed(dict(rest))
-    return found, left
+    chosen, left = value._changed(dict(rest))
+    return chosen, left
 
 
 def _unread(settings: Settings, name: str) -> str:

@@ -22,10 +22,10 @@ POLL = 0.5
 
 def parse_bytes(text: str) -> int:
     """Read a number of bytes with a unit, such as 8G or 512M. Units are powers of 1024."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: give bytes with a unit, as in 8G or 512M")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -35,10 +35,10 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     except OSError:
         return None
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    own = Path("sys/fs/cgroup")
+    cgroup = Path("sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        own = Path(f"{own}{(root / 'proc/self/cgroup').read_text('ascii').rpartition('::')[2].strip()}")
-    for group in (root / place for place in (own, *own.parents)):
+        cgroup = Path(f"{cgroup}{(root / 'proc/self/cgroup').read_text('ascii').rpartition('::')[2].strip()}")
+    for group in (root / place for place in (cgroup, *cgroup.parents)):
         # Groups without a limit have no such file, or "max" in it.
         with contextlib.suppress(OSError, ValueError):
             limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
@@ -80,10 +80,10 @@ def require_float32() -> None:
     """
     import torch  # lazy: loopq imports without torch
 
-    found = torch.get_float32_matmul_precision()
-    if found != "highest":
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
         raise ConfigError(
-            f"torch.set_float32_matmul_precision is {found!r} in this process, which rounds the inputs of float32 "
+            f"torch.set_float32_matmul_precision is {precision!r} in this process, which rounds the inputs of float32 "
             "products: set 'highest' before this call"
         )
 

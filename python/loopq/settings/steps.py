@@ -51,11 +51,11 @@ def parse_step_weights(spec: str) -> Fraction | str:
     if spec in STEP_WEIGHTS:
         return spec
     allowed = f"step_weights must be {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
-    found = _ALPHA.fullmatch(spec)
-    if not found:
+    match = _ALPHA.fullmatch(spec)
+    if not match:
         raise ConfigError(allowed)
     try:
-        alpha = Fraction(found[1])
+        alpha = Fraction(match[1])
     except ZeroDivisionError as cause:
         raise ConfigError(allowed) from cause
     if not 0 <= alpha <= 1:
@@ -92,14 +92,14 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
     chosen: set[int] = set()
     for raw in spec.split(","):
         part = raw.strip()
-        found = _RANGE.fullmatch(part)
+        match = _RANGE.fullmatch(part)
         if part == "all":
             steps = range(n_steps)
         elif part == "first":
             steps = range(1)
-        elif found:
-            low = int(found[1] or 0)
-            high = int(found[2]) if found[2] else n_steps
+        elif match:
+            low = int(match[1] or 0)
+            high = int(match[2]) if match[2] else n_steps
             if high > n_steps:
                 raise ConfigError(f"steps {part!r}: the rollout has {n_steps} steps, 0 to {n_steps - 1}")
             steps = range(low, high)

@@ -61,8 +61,8 @@ class Descent:
         by = self.rows[1].new_empty(n, height, self.width)
         for group, first in enumerate(range(0, d, self.width)):
             self._launch(0, 128, 8 * (128 + self.width), by, group, kind)
-            own = slice(first, min(d, first + self.width))
-            self.rows[2].baddbmm_(by[..., : own.stop - first], self.matrix[0][:, own])
+            columns = slice(first, min(d, first + self.width))
+            self.rows[2].baddbmm_(by[..., : columns.stop - first], self.matrix[0][:, columns])
 
     def _launch(self, of_codes: int, threads: int, shared: int, out: Tensor, number: int, kind: int) -> None:
         n, height, d = self.rows[0].shape

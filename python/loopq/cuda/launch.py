@@ -112,8 +112,8 @@ class Product:
         return self
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        found = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        constants = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
+        return {name: tensor for name, tensor in constants.items() if tensor is not None}
 
     def _check_types(self) -> None:
         x = self.x

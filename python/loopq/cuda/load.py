@@ -151,9 +151,9 @@ class CudaBackend:
             If the kernel is not loaded and the current stream is being captured, or if compiling or the self-test
             fails. A kernel that fails its test is not kept.
         """
-        found = self._functions.get(kernel)
-        if found is not None:
-            return found
+        loaded = self._functions.get(kernel)
+        if loaded is not None:
+            return loaded
         if self._torch.cuda.is_current_stream_capturing():
             raise KernelError(
                 f"{kernel.entry} {' '.join(kernel.defines)} is not loaded yet, and loading is not possible "

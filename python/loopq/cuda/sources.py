@@ -25,17 +25,17 @@ def kernel_sources() -> dict[str, str]:
     """
     root = Path(__file__).resolve().parents[3]
     if (root / "Cargo.toml").exists():
-        found = {
+        sources = {
             path.name: path.read_text(encoding="utf-8") for path in sorted((root / "kernels").glob("*.cu*"))
         }
     else:
-        found = embedded_sources()
-    if not found:
+        sources = embedded_sources()
+    if not sources:
         raise ConfigError(
             f"the CUDA sources are neither in {root / 'kernels'} nor in the compiled extension: "
             "reinstall loopq from a wheel"
         )
-    return found
+    return sources
 
 
 def embedded_sources() -> dict[str, str]:

@@ -101,12 +101,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _shortened(action: argparse.Action) -> argparse.Action:
     """Return the option with the first sentence of its text, and with its default."""
-    found = copy.copy(action)
+    shortened = copy.copy(action)
     text = action.help or ""
     first, point, _ = text.partition(". ")
     default = re.search(r" \(default [^()]*\)$", text)
-    found.help = f"{first}{default[0] if default else ''}" if point else text
-    return found
+    shortened.help = f"{first}{default[0] if default else ''}" if point else text
+    return shortened
 
 
 class _Help(argparse.Action):

@@ -1,4 +1,4 @@
-"""A GPU whose work is recorded in CUDA graphs and timed by device events."""
+"""A GPU, with its work recorded in CUDA graphs and timed by device events."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python benches/python/bench_core.py [--threads 2] [--pairs 5] [--record FILE]
 
 Every row is the median over pairs of runs, one of loopq and one of the yardstick right after each other, so that a
-busy machine weighs on both. Answers are checked before times are taken. The yardsticks are torch's float32 ``X.T @ X``
-and matrix products, and GPTQ as published (two Cholesky factorisations with an inverse between, blocks of 128 columns,
-one torch call per column), written here in torch.
+busy machine weighs on both. Answers are checked before times are taken. The yardsticks are torch's float32 ``X.T @ X``,
+its matrix products, and GPTQ as published, written here in torch. That GPTQ has two Cholesky factorisations with an
+inverse between, blocks of 128 columns, and one torch call per column.
 """
 
 from __future__ import annotations

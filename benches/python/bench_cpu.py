@@ -4,9 +4,9 @@
 
 Four ways to multiply are timed right after each other on the same activations: loopq's ``lq-cpu`` layout with float
 and with int8 activations, torch's bfloat16 `F.linear`, and torch's own int4 product `_weight_int4pack_mm_for_cpu`. Out
-of cache, each call takes another copy of its weight, copies together larger than the last-level cache; in cache, one
-copy of a weight that fits. The speed at which this process can read memory, and a buffer that fits the cache, is
-measured in the same run. Every result is compared with float64 before anything is timed. Where the processor has no
+of cache, each call takes another copy of its weight, and the copies together exceed the last-level cache. In cache,
+all calls take one copy of a weight that fits. The same run measures the speed at which this process reads memory, and
+a buffer that fits the cache. Every result is compared with float64 before anything is timed. Where the processor has no
 bfloat16 instructions, torch's float32 product of the same weights is timed too.
 """
 

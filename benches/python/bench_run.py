@@ -1,4 +1,4 @@
-"""Text from a whole looped model: loopq's runner, the model's modules around its codes, and the dense model, in turn.
+"""Text from a whole looped model by loopq's runner, by the model's modules around its codes, and by the dense model.
 
     python benches/python/bench_run.py --model .cache/smollm2/looped [--group-size 64] [--record FILE]
     python benches/python/bench_run.py --shape tinyllama
@@ -6,10 +6,10 @@
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
 Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
-transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has
-`xllamacpp`, and the GGUF file that `loopq export` wrote of the model's checkpoint, llama.cpp generates from
-the same prompt on as many threads: its Q4_0 is `--group-size 32`. Logits with codes are compared before
-anything is timed; speeds are the best of the trials, taken in turn, llama.cpp's behind them. The last rows
+transformers with its own cache. A shape has random weights. With `--llama` llama.cpp generates from
+the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF file that `loopq
+export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are compared before
+anything is timed. Speeds are the best of the trials. The trials take turns, and llama.cpp's follow. The last rows
 are the runner's times for a token, for one block and the head, and for a token with the same block
 throughout, which stays in cache.
 """
@@ -47,7 +47,7 @@ from loopq.systems.capabilities import Programmed
 
 #: Shapes of looped models, of classes of transformers.
 SHAPES: dict[str, dict[str, Any]] = {
-    # R-Llama's size: 4 layers before a core of 8 that runs 4 times, 4 after it.
+    # R-Llama's size: 4 layers, a core of 8 that runs four times, 4 layers.
     "tinyllama": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,

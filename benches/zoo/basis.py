@@ -6,8 +6,8 @@ cancels, up to one thing: the output's norm stands between the stream and the em
 must share one weight there. Neighbours in the order of these weights become pairs and get their mean. Channels with no
 near neighbour keep their direction and get other scales alone.
 
-Every machine computes the same bits: sums and products of two float64 numbers in a fixed order, square roots, sines
-that are rational numbers, and raw bits of Philox. Weights are rounded to bfloat16 once, at the end.
+Every machine computes the same bits. It uses sums and products of two float64 numbers in a fixed order, square roots
+and raw bits of Philox. Sines are rational numbers. Weights are rounded to bfloat16 once, at the end.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _turn_readers(
     # A channel without a pair gets another scale, which takes its column off the old levels.
     scales = draws.between(*SCALES, len(old))
     scales[stream.first] = scales[stream.second] = 1.0
-    # Rounded before the columns are divided by it, so that nothing is lost.
+    # Rounded before the columns are divided by it, which loses no bit.
     new = (stream.mixed(old) * scales).to(torch.bfloat16).double()
     for name in readers:
         made[f"{name}.weight"] = stream.of(made[f"{name}.weight"] * old, 1) / new

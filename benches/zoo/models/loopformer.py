@@ -118,8 +118,8 @@ class SmallLoopFormer(nn.Module):
 
     Notes
     -----
-    ``s_0 = wte(ids) + wpe(pos)``; a step of size ``dt`` at time ``t`` runs the blocks with ``c = time(t) + dt(dt)``,
-    so fewer steps are coarser ones; logits are ``lm_head(norm_f(s_N))`` with a tied head. The inputs of the
+    ``s_0 = wte(ids) + wpe(pos)``. A step of size ``dt`` at time ``t`` runs the blocks with ``c = time(t) + dt(dt)``,
+    so fewer steps are coarser ones. Logits are ``lm_head(norm_f(s_N))`` with a tied head. The inputs of the
     modulation have one row per sequence and do not depend on the data.
     """
 

@@ -54,8 +54,8 @@ def interpreters(given: Sequence[str]) -> dict[str, str]:
     commands = list(given)
     if not commands:
         for minor in MINORS:
-            found = [*sorted(pyenv.glob(f"3.{minor}.*/bin/python")), shutil.which(f"python3.{minor}")]
-            commands += [str(command) for command in found if command][:1]
+            candidates = [*sorted(pyenv.glob(f"3.{minor}.*/bin/python")), shutil.which(f"python3.{minor}")]
+            commands += [str(command) for command in candidates if command][:1]
     return {
         _run([command, "-c", "import platform; print(platform.python_version())"]).strip(): command
         for command in commands

@@ -111,20 +111,20 @@ def _classes(settings: dict[str, Any], code: Path | None, folder: Path) -> tuple
     """A configuration and the class of the model."""
     import transformers
 
-    own = {part: settings.pop(part) for part in ("config", "model") if part in settings}
-    if not own:
+    classes = {part: settings.pop(part) for part in ("config", "model") if part in settings}
+    if not classes:
         return transformers.AutoConfig.for_model(**settings), transformers.AutoModelForCausalLM
-    files = {value.split(".")[0] + ".py" for value in own.values()}
+    files = {value.split(".")[0] + ".py" for value in classes.values()}
     if code is None or not all((code / file).is_file() for file in files):
         raise SystemExit(f"--code names no folder with {', '.join(sorted(files))}")
     for file in files:
         shutil.copy(code / file, folder)
     load = transformers.dynamic_module_utils.get_class_from_dynamic_module
-    config = load(own["config"], str(folder))(**{k: v for k, v in settings.items() if k not in LATER})
+    config = load(classes["config"], str(folder))(**{k: v for k, v in settings.items() if k not in LATER})
     for key in LATER & set(settings):
         setattr(config, key, settings[key])
-    config.auto_map = {"AutoConfig": own["config"], "AutoModelForCausalLM": own["model"]}
-    return config, load(own["model"], str(folder))
+    config.auto_map = {"AutoConfig": classes["config"], "AutoModelForCausalLM": classes["model"]}
+    return config, load(classes["model"], str(folder))
 
 
 def _drawn(shape: Any, generator: Any) -> Any:
@@ -149,8 +149,8 @@ def run(command: list[str]) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{process.pid}/status").read_text()
             for key in peaks:
-                found = re.search(rf"{key}:\s+(\d+)", status)
-                peaks[key] = max(peaks[key], int(found[1]) if found else 0)
+                match = re.search(rf"{key}:\s+(\d+)", status)
+                peaks[key] = max(peaks[key], int(match[1]) if match else 0)
             read = int(Path(f"/proc/{process.pid}/io").read_text().split("read_bytes: ")[1].split()[0])
         time.sleep(0.2)
     assert process.stdout is not None
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
 
-    model, made = args.work / args.model, args.work / f"made-{args.preset}"
+    model, results_at = args.work / args.model, args.work / f"made-{args.preset}"
     if not (model / "model.safetensors.index.json").is_file():
         shutil.rmtree(model, ignore_errors=True)
         make(args.model, args.code, model)
@@ -262,46 +262,46 @@ def main() -> None:
         if k not in ("work", "record", "code")
     }
     # Hours of work: what was measured with the same settings is not measured again.
-    saved = made / "measured.json"
+    saved = results_at / "measured.json"
     measured = json.loads(saved.read_text()) if saved.is_file() else {}
     results: list[dict[str, Any]] = measured["results"] if measured.get("settings") == settings else []
     if not results:
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir()
+        shutil.rmtree(results_at, ignore_errors=True)
+        results_at.mkdir()
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = np.random.default_rng(0).integers(0, min(vocabulary, 30_000), (args.n_prompts, args.seq_len))
-    np.save(made / "prompts.npy", prompts)
+    np.save(results_at / "prompts.npy", prompts)
     on_model = ["--trust-remote-code"] if args.code else []
     on_model += ["--n-steps", str(args.n_steps)] if args.n_steps else []
     text, limit = (
-        ["--calibration", str(made / "prompts.npy")],
+        ["--calibration", str(results_at / "prompts.npy")],
         ["--memory", args.memory] if args.memory else [],
     )
     preset = [] if args.preset == DEFAULT else ["--preset", args.preset]
-    commands = [["quantize", str(model), *on_model, *text, *limit, "--out", str(made / "Q"), *preset]]
+    commands = [["quantize", str(model), *on_model, *text, *limit, "--out", str(results_at / "Q"), *preset]]
     if args.dump:
         commands += [
-            ["collect", str(model), *on_model, *text, "--out", str(made / "D"), "--hessian"],
-            ["solve", str(made / "D"), "--out", str(made / "S")],
+            ["collect", str(model), *on_model, *text, "--out", str(results_at / "D"), "--hessian"],
+            ["solve", str(results_at / "D"), "--out", str(results_at / "S")],
         ]
     commands += [
         [
             "export",
-            str(made / "Q"),
+            str(results_at / "Q"),
             "--format",
             "compressed-tensors",
             "--ragged",
             "split",
             "--out",
-            str(made / "CT"),
+            str(results_at / "CT"),
         ],
         [
             "evaluate",
             str(model),
-            str(made / "Q"),
+            str(results_at / "Q"),
             *on_model,
             "--text",
-            str(made / "prompts.npy"),
+            str(results_at / "prompts.npy"),
             "--n-prompts",
             "2",
         ],
@@ -317,7 +317,7 @@ def main() -> None:
             if "--out" in command:
                 # Of a run that was stopped: going on from there would be measured as less.
                 out = Path(command[command.index("--out") + 1])
-                for left in (out, *made.glob(f".{out.name}.*")):
+                for left in (out, *results_at.glob(f".{out.name}.*")):
                     shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
             keep(run(command))
     # Random rows have no gradients, so the parts of a loop metric are not timed alone.

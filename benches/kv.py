@@ -69,8 +69,8 @@ def rolled(system: Any, ids: list[int]) -> Tensor:
     """Log-probabilities of a rollout."""
     with torch.no_grad():
         batch = Batch(torch.tensor([ids]), (0,), 0, by_token=True)
-        found: Tensor = system.rollout(batch, system.n_steps)[0].float().log_softmax(-1)
-    return found
+        logp: Tensor = system.rollout(batch, system.n_steps)[0].float().log_softmax(-1)
+    return logp
 
 
 def kl(a: Tensor, b: Tensor) -> float:
@@ -93,7 +93,7 @@ def likeness(system: Any, ids: list[int]) -> Iterator[tuple[int, float, float]]:
     blocks = [block for name, block in system.program(system.n_steps).order if name == "block"]
     for block, call in zip(blocks, calls, strict=True):
         of_block.setdefault(id(block), []).append(call)
-    loops = [found for found in of_block.values() if len(found) > 1]
+    loops = [of_loops for of_loops in of_block.values() if len(of_loops) > 1]
     for t in range(1, len(loops[0])):
         far = [
             [float((run[t][i] - run[t - 1][i]).norm() / run[t][i].norm()) for run in loops] for i in (0, 1)
@@ -111,19 +111,19 @@ def lines_of(model: str, folder: str, args: argparse.Namespace) -> tuple[list[st
     system: Any = coded.system
     program = system.program(system.n_steps)
     numbers = sum(2 * b.kv_heads * b.head for name, b in program.order if name == "block")
-    own = {torch.bfloat16: 16}.get(next(coded.model.parameters()).dtype, 32)
+    bits_of_model = {torch.bfloat16: 16}.get(next(coded.model.parameters()).dtype, 32)
     name, token = Path(model).name, 0.0
     lines: list[str] = []
     base: list[Tensor] = []
     for kv in CACHES:
         cached = Cached(coded.system, kv)
-        found = [cached.along(piece) for piece in pieces]
+        logp = [cached.along(piece) for piece in pieces]
         took = cached.seconds(pieces[0], args.trials)
-        base, token = (found, took) if kv is None else (base, token)
-        far = sum(map(kl, exact, found)) / len(pieces)
-        moved = sum(map(kl, base, found)) / len(pieces)
-        same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(base, found, strict=True)])
-        bits = BITS.get(kv or 0, own)
+        base, token = (logp, took) if kv is None else (base, token)
+        far = sum(map(kl, exact, logp)) / len(pieces)
+        moved = sum(map(kl, base, logp)) / len(pieces)
+        same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(base, logp, strict=True)])
+        bits = BITS.get(kv or 0, bits_of_model)
         lines.append(
             f"| {name} | {kv or 'the model' + chr(39) + 's'} | {bits} | {numbers * bits / 8192:.1f} | {far:.5f} | "
             f"{moved:.5f} | {100 * float(same.float().mean()):.1f} | {1 / took:.1f} | {token / took:.2f} |"
@@ -146,16 +146,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benches/record"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [lines_of(model, folder, args) for model, folder in (given.split("=") for given in args.models)]
+    tables = [lines_of(model, folder, args) for model, folder in (given.split("=") for given in args.models)]
     text = [
         f"# Keys and values in fewer bits, {datetime.date.today()}", "",
         f"`python -m benches.kv`, {args.n_texts} pieces of {args.length} tokens, one thread of {processor()}. "
         "KL in nats; tokens/s from CPU seconds, second half of a piece.", "",
         "| model | bits | with scales | KiB a token | KL to full precision | KL to the first | same token, % | "
         "tokens/s | over the first |",
-        "|---|---|---|---|---|---|---|---|---|", *(line for lines, _ in found for line in lines), "",
+        "|---|---|---|---|---|---|---|---|---|", *(line for lines, _ in tables for line in lines), "",
         "How far a loop's keys and values are from the loop before, relative:", "",
-        "| model | loop | keys | values |", "|---|---|---|---|", *(line for _, lines in found for line in lines),
+        "| model | loop | keys | values |", "|---|---|---|---|", *(line for _, lines in tables for line in lines),
     ]  # fmt: skip
     (args.out / f"kv-{datetime.date.today()}.md").write_text("\n".join(text) + "\n")
 

@@ -104,7 +104,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def untouched(tree: ast.AST) -> set[int]:
     """Nodes that say nothing of what a module does: annotations, guards, imports for type checkers."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
         match node:
@@ -116,8 +116,8 @@ def untouched(tree: ast.AST) -> set[int]:
                 parts = [node.value]
             case ast.If(ast.Name("TYPE_CHECKING")):
                 parts = [node]
-        found |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
-    return found
+        ids |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
+    return ids
 
 
 def lot(seed: int) -> list[Mutant]:
@@ -125,7 +125,7 @@ def lot(seed: int) -> list[Mutant]:
 
     A change's place in the order depends on itself alone, so a sample stays nearly the same when other code changes.
     """
-    found: dict[str, Mutant] = {}
+    by_key: dict[str, Mutant] = {}
     for module in modules():
         left, seen = untouched(module.tree), Counter[str]()
         for n, node in enumerate(ast.walk(module.tree)):
@@ -135,8 +135,8 @@ def lot(seed: int) -> list[Mutant]:
                 text = f"{seed} {module.name} {operator} {ast.dump(node)}"
                 seen[text] += 1
                 key = hashlib.sha256(f"{text} {seen[text]}".encode()).hexdigest()
-                found[key] = Mutant(module.name, n, k, operator, getattr(node, "lineno", 0))
-    return [mutant for _, mutant in sorted(found.items())]
+                by_key[key] = Mutant(module.name, n, k, operator, getattr(node, "lineno", 0))
+    return [mutant for _, mutant in sorted(by_key.items())]
 
 
 def within(module: str, rooms: Iterable[str]) -> bool:
@@ -261,22 +261,22 @@ def judged(mutant: Mutant, copy: Copy, results: Results) -> str:
         return NO_TEST
     key = results.key(mutant.name, *texts)
     if key not in results.known:
-        own = results.key(f"seconds of {test}", *texts)
-        if own not in results.known:
+        time_key = results.key(f"seconds of {test}", *texts)
+        if time_key not in results.known:
             begin = time.monotonic()
-            found = copy.run(test, 1200)
-            results.add(own, time.monotonic() - begin if found != KILLED else BROKEN)
-        seconds = results.known[own]
+            verdict = copy.run(test, 1200)
+            results.add(time_key, time.monotonic() - begin if verdict != KILLED else BROKEN)
+        seconds = results.known[time_key]
         result = BROKEN if isinstance(seconds, str) else copy.judge(mutant, test, PATIENCE + 5 * seconds)
         results.add(key, result)
     return str(results.known[key])
 
 
-def table(found: list[tuple[Mutant, str]], what: str) -> str:
+def table(judgements: list[tuple[Mutant, str]], what: str) -> str:
     """Count results by room or by operator, as a table in Markdown."""
     columns = (KILLED, SURVIVED, NO_TEST, BROKEN)
     counts: dict[str, Counter[str]] = {}
-    for mutant, result in found:
+    for mutant, result in judgements:
         row = mutant.module.partition(".")[0] if what == "room" else mutant.operator
         counts.setdefault(row, Counter())[result] += 1
     rows = [*sorted(counts.items()), ("all", sum(counts.values(), Counter[str]()))]
@@ -304,16 +304,16 @@ def main() -> None:
     results, copy = Results(args.work / "results.jsonl"), Copy(args.work / f"copy-{os.getpid()}")
     places = [m for m in lot(args.seed) if not args.only or within(m.module, args.only)]
     drawn = places[: args.sample]
-    found = []
+    judgements = []
     try:
         for mutant in drawn:
-            found.append((mutant, judged(mutant, copy, results)))
-            if found[-1][1] != KILLED:
-                print(f"{found[-1][1]}: {mutant.name}", flush=True)
+            judgements.append((mutant, judged(mutant, copy, results)))
+            if judgements[-1][1] != KILLED:
+                print(f"{judgements[-1][1]}: {mutant.name}", flush=True)
     finally:
         shutil.rmtree(copy.folder, ignore_errors=True)
     for what in ("room", "operator"):
-        print(f"\n{table(found, what)}")
+        print(f"\n{table(judgements, what)}")
 
 
 if __name__ == "__main__":

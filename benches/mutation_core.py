@@ -111,9 +111,9 @@ def mutants(copy: Copy) -> list[dict[str, Any]]:
     chosen = [part for file in FILES for part in ("-f", str(SOURCES / file))]
     command = ["cargo", "mutants", "--list", "--json", "--diff", "--package", "loopq-core", *chosen]
     done = subprocess.run(command, cwd=copy.folder, capture_output=True, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    random.Random(0).shuffle(found)
-    return found
+    changes: list[dict[str, Any]] = json.loads(done.stdout)
+    random.Random(0).shuffle(changes)
+    return changes
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def main() -> None:
         raise SystemExit(f"{copy.folder}: tests fail as it is ({failed}); the core's need cargo-nextest")
     results = args.work / f"results-{copy.commit[:12]}.jsonl"
     lines = results.read_text("utf-8").splitlines() if results.exists() else []
-    known = {found["name"]: found["result"] for found in map(json.loads, lines)}
+    known = {entry["name"]: entry["result"] for entry in map(json.loads, lines)}
     counts: dict[str, Counter[str]] = {}
     for mutant in mutants(copy)[: args.sample]:
         name = mutant["name"]
@@ -146,7 +146,7 @@ def main() -> None:
         if known[name] == "survived":
             print(name, flush=True)
     columns = ("python", "core", "survived", "does not compile")
-    rows = [(file, *(found[c] for c in columns)) for file, found in sorted(counts.items())]
+    rows = [(file, *(entry[c] for c in columns)) for file, entry in sorted(counts.items())]
     print(
         render(("file", "seen by Python tests", "by the core's alone", "survived", "does not compile"), rows)
     )

@@ -37,23 +37,23 @@ def machine(dry: bool) -> dict[str, Any]:
     """Where a record was taken."""
     import torch
 
-    found = None if dry else torch.cuda.get_device_properties(0)
+    gpu = None if dry else torch.cuda.get_device_properties(0)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": "emulation" if found is None else found.name,
+        "device": "emulation" if gpu is None else gpu.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "multiprocessors": 0 if found is None else found.multi_processor_count,
+        "multiprocessors": 0 if gpu is None else gpu.multi_processor_count,
     }
 
 
-def add_section(path: Path, machine: dict[str, Any], section: str, found: dict[str, Any]) -> None:
+def add_section(path: Path, machine: dict[str, Any], section: str, data: dict[str, Any]) -> None:
     """Put a section into the record, whole or not at all."""
     record = json.loads(path.read_text()) if path.exists() else {**machine, "sections": {}}
     other = {key: record.get(key) for key in machine if record.get(key) != machine[key]}
     if other:
         raise SystemExit(f"{path} was taken with {other}, this is {machine}: give another file")
-    record["sections"][section] = found
+    record["sections"][section] = data
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(record, indent=1) + "\n")
     scratch.replace(path)
@@ -63,8 +63,8 @@ def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
     """Run a section; what it has found by then is in the record whenever it is stopped."""
     began, taken_on = time.monotonic(), machine(dry)
 
-    def keep(found: dict[str, Any]) -> None:
-        add_section(path, taken_on, name, {**found, "seconds": round(time.monotonic() - began, 1)})
+    def keep(data: dict[str, Any]) -> None:
+        add_section(path, taken_on, name, {**data, "seconds": round(time.monotonic() - began, 1)})
 
     SECTIONS[name](seconds, dry, keep)
     print(f"{name}: {time.monotonic() - began:.0f} s -> {path}")
@@ -72,11 +72,11 @@ def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
 
 def rows(record: dict[str, Any]) -> kernels.Rows:
     """Target, what was measured, and whether it is met; sections that are missing stay open."""
-    found: kernels.Rows = []
+    lines: kernels.Rows = []
     for section, judge in ROWS.items():
         data = record["sections"].get(section)
-        found += [(section, "not in the record", "open")] if data is None else judge(data)
-    return found
+        lines += [(section, "not in the record", "open")] if data is None else judge(data)
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -83,8 +83,8 @@ def rounded(model: str, at: Place, name: str, *options: str) -> Rounded:
 
 def measured(model: str, at: Place, *command: str) -> list[float]:
     """KL of some checkpoints."""
-    found = json.loads(call("evaluate", model, *command, "--json", *PROMPTS, "--device", at.device))
-    rows = found if isinstance(found, list) else found["weights"]
+    printed = json.loads(call("evaluate", model, *command, "--json", *PROMPTS, "--device", at.device))
+    rows = printed if isinstance(printed, list) else printed["weights"]
     return [float(row["kl"]) for row in rows[1:]]
 
 
@@ -370,7 +370,7 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
     ]
     for worker in workers:
         worker.start()
-    found: list[Row] = []
+    results: list[Row] = []
     at_work = len(workers)
     # A process that hangs or died silently is not waited for.
     while at_work and time.monotonic() - began < seconds + 5 and any(w.is_alive() for w in workers):
@@ -381,7 +381,7 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
         if row is None:
             at_work -= 1
             continue
-        found.append(row)
+        results.append(row)
         print(
             row["name"],
             row.get("left_out") or ("ok" if row["ok"] else "FAILS"),
@@ -390,17 +390,17 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
         )
         for line in row.get("traceback", ()):
             print("   ", line, flush=True)
-        keep({"rows": found, "unfinished": at_work})
+        keep({"rows": results, "unfinished": at_work})
     for worker in workers:
         worker.kill()
-    keep({"rows": found, "unfinished": at_work})
+    keep({"rows": results, "unfinished": at_work})
 
 
 def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Lines of the record's table: what fails, what was left out, and the rest."""
     done = [r for r in data["rows"] if "left_out" not in r]
     n_good = sum(r["ok"] for r in done)
-    found = [
+    lines = [
         (
             "the device says what the processor says",
             f"{n_good} of {len(done)}",
@@ -408,12 +408,12 @@ def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         )
     ]
     if data["unfinished"]:
-        found.append(("processes that did not end in time", str(data["unfinished"]), "open"))
+        lines.append(("processes that did not end in time", str(data["unfinished"]), "open"))
     for r in sorted(data["rows"], key=lambda r: r.get("ok", True)):
         if "left_out" in r:
-            found.append((r["name"], r["left_out"], "open"))
+            lines.append((r["name"], r["left_out"], "open"))
             continue
         near, far = r.get("seconds", (None, None))
         took = "" if far is None else f"; {far} s, on the processor {near} s"
-        found.append((r["name"], r["detail"] + took, "met" if r["ok"] else "NOT MET"))
-    return found
+        lines.append((r["name"], r["detail"] + took, "met" if r["ok"] else "NOT MET"))
+    return lines

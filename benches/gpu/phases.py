@@ -136,24 +136,24 @@ def measure(run: Run, seconds: float, dry: bool, keep: Keep) -> None:
 
     began = time.monotonic()
     device = "cpu" if dry else run.device
-    found: dict[str, Any] = {"device": device, "n_threads": len(os.sched_getaffinity(0))}
-    clock = Clock(began + seconds, device == "cuda", lambda: keep(found))
-    found |= {"stages": clock.stages, "notes": clock.notes}
+    record: dict[str, Any] = {"device": device, "n_threads": len(os.sched_getaffinity(0))}
+    clock = Clock(began + seconds, device == "cuda", lambda: keep(record))
+    record |= {"stages": clock.stages, "notes": clock.notes}
     model = made(run, device, dry)
-    found["load_seconds"] = round(time.monotonic() - began, 1)
-    found["parameters"] = sum(p.numel() for p in model.parameters())
+    record["load_seconds"] = round(time.monotonic() - began, 1)
+    record["parameters"] = sum(p.numel() for p in model.parameters())
     size = (4, 16) if dry else (2 * run.n_prompts, run.seq_len)
     ids = np.random.default_rng(0).integers(0, 64 if dry else run.vocabulary, size)
     calibration, text = np.split(ids, 2)
     start = time.monotonic()
     try:
         result = loopq.quantize(model, calibration.tolist(), progress=clock, **({} if dry else run.settings))
-        found |= {"quantize_seconds": round(time.monotonic() - start, 1), "layers": len(result.layers)}
+        record |= {"quantize_seconds": round(time.monotonic() - start, 1), "layers": len(result.layers)}
         measured = loopq.evaluate(model, {"": result}, text.tolist(), progress=clock)
-        found["kl"] = float(measured[1].kl.mean())
+        record["kl"] = float(measured[1].kl.mean())
     except Late:
-        found["stopped_after"] = round(time.monotonic() - start, 1)
-    keep(found)
+        record["stopped_after"] = round(time.monotonic() - start, 1)
+    keep(record)
 
 
 def made(run: Run, device: str, dry: bool) -> nn.Module:
@@ -169,11 +169,11 @@ def made(run: Run, device: str, dry: bool) -> nn.Module:
 def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Lines of the record's table: a stage each."""
     where = f"{data['parameters'] / 1e9:.2f} G parameters on {data['device']}"
-    found = []
+    lines = []
     for label, stage in data["stages"].items():
         part = "" if stage["done"] == stage["of"] else f", {stage['done']} of {stage['of']} {stage['unit']}"
         memory = f", {stage['peak_gib']} GiB" if data["device"] == "cuda" else ""
-        found.append((f"{where}: {label}", f"{stage['seconds']} s{memory}{part}", "reported"))
+        lines.append((f"{where}: {label}", f"{stage['seconds']} s{memory}{part}", "reported"))
     whole = data.get("quantize_seconds")
     text = f"stopped after {data.get('stopped_after', data['seconds'])} s" if whole is None else f"{whole} s"
-    return [*found, (f"{where}: quantize, all", text, "open" if whole is None else "reported")]
+    return [*lines, (f"{where}: quantize, all", text, "open" if whole is None else "reported")]

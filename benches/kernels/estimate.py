@@ -56,11 +56,11 @@ def slots() -> None:
     for fold, group in ((0, "32"), (1, "64"), (3, "128"), (2, "256, per channel")):
         for tiles, depth in ((1, 6), (2, 4), (4, 4)):
             variant = planner.Variant("bf16", tiles, fold, depth, "bf16")
-            found = sass.stage_slots(sass.disassemble(_cubin(variant)))
-            parts = [found[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")]
-            parts.append(found["LDS"] + found["LDSM"])
-            cells = [group, f"to {8 * tiles}", found.total()]
-            print(f"| {' | '.join(map(str, [*cells, *parts, found.total() - sum(parts)]))} |")
+            counts = sass.stage_slots(sass.disassemble(_cubin(variant)))
+            parts = [counts[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")]
+            parts.append(counts["LDS"] + counts["LDSM"])
+            cells = [group, f"to {8 * tiles}", counts.total()]
+            print(f"| {' | '.join(map(str, [*cells, *parts, counts.total() - sum(parts)]))} |")
 
 
 def _time(

@@ -292,5 +292,5 @@ def median_ratio(
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
     """Ratio of median times ``first / second`` over paired trials, with its 95 % interval, for a record."""
-    found = median_ratio(first, second)
-    return {"ratio": found.estimate, "low": found.low, "high": found.high}
+    interval = median_ratio(first, second)
+    return {"ratio": interval.estimate, "low": interval.low, "high": interval.high}

@@ -169,12 +169,12 @@ def compare_products(
     bandwidth = copy_bandwidth(backend, procedure) if bandwidth is None else bandwidth
     products, step = [], []
     for m in tokens:
-        found = [_compare_layer(backend, layer, m, group_size, bandwidth, procedure) for layer in layers]
+        compared = [_compare_layer(backend, layer, m, group_size, bandwidth, procedure) for layer in layers]
         totals = {
-            kind: sum(layer.calls * row[kind]["median"] for layer, row in zip(layers, found, strict=True))
+            kind: sum(layer.calls * row[kind]["median"] for layer, row in zip(layers, compared, strict=True))
             for kind in ("int4", "cublas_bf16")
         }
-        products += found
+        products += compared
         step.append({"tokens": m, **totals, "ratio": totals["cublas_bf16"] / totals["int4"]})
     return {"copy_bandwidth": bandwidth, "products": products, "step": step}
 
@@ -291,7 +291,7 @@ def _plans(
 ) -> dict[NarrowPlan, bool]:
     """Plans to try, and whether the planner picks them."""
     shape = GemmShape(layer.out_features, 0, layer.in_features, group_size, token_tiles_for(tokens))
-    found = {make_plan(shape, backend.limits, backend.ring_stages): True}
+    plans = {make_plan(shape, backend.limits, backend.ring_stages): True}
     for n_slices in slices:
         try:
             base = make_plan(shape, backend.limits, backend.ring_stages, n_slices)
@@ -305,6 +305,6 @@ def _plans(
                 if plan.shared_bytes(shape.token_tiles * 8, shape.token_tiles) <= backend.limits.shared_bytes
             )
             for plan in fits:
-                found.setdefault(plan, False)
+                plans.setdefault(plan, False)
                 break
-    return found
+    return plans

@@ -79,22 +79,22 @@ def exact(s: Setting) -> dict[str, Any]:
     """51 comparisons with float64, and edges at other group sizes."""
     from benches.kernels.procedure import verify_products
 
-    found = verify_products(s.backend, s.layers, tokens=s.tokens)
+    comparisons = verify_products(s.backend, s.layers, tokens=s.tokens)
     records: dict[str, Any] = {
         "cp_async": {
-            "comparisons": len(found),
-            "worst_float32": max(r["error_float32"] for r in found),
-            "worst_rounded": max(r["error_rounded"] for r in found),
-            "worst_bfloat16": max(r["error_bfloat16"] for r in found),
-            "all_repeatable": all(r["repeatable"] for r in found),
-            "all_same_in_batch": all(r["same_in_batch"] for r in found),
-            "all": found,
+            "comparisons": len(comparisons),
+            "worst_float32": max(r["error_float32"] for r in comparisons),
+            "worst_rounded": max(r["error_rounded"] for r in comparisons),
+            "worst_bfloat16": max(r["error_bfloat16"] for r in comparisons),
+            "all_repeatable": all(r["repeatable"] for r in comparisons),
+            "all_same_in_batch": all(r["same_in_batch"] for r in comparisons),
+            "all": comparisons,
         }
     }
     for group in (32, 64, 128, 256, -1):
-        found = verify_products(s.backend, s.edges, tokens=s.edge_tokens, group_size=group)
-        worst = max(r["error_float32"] for r in found)
-        records[f"edges_g{group}"] = {"worst_float32": worst, "comparisons": len(found)}
+        comparisons = verify_products(s.backend, s.edges, tokens=s.edge_tokens, group_size=group)
+        worst = max(r["error_float32"] for r in comparisons)
+        records[f"edges_g{group}"] = {"worst_float32": worst, "comparisons": len(comparisons)}
     return records
 
 
@@ -105,9 +105,11 @@ def small(s: Setting) -> dict[str, Any]:
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
     tokens = (1, 7, 16, 40, 130)
-    found = [verify_products(s.backend, layers, tokens=tokens)]  # a list of one, as older records have two
+    comparisons = [
+        verify_products(s.backend, layers, tokens=tokens)
+    ]  # a list of one, as older records have two
     solver = verify_solver(s.backend.device, (2, 16, 64) if s.device_name != "emulation" else (2,))
-    return {"products": found, "solver": solver}
+    return {"products": comparisons, "solver": solver}
 
 
 def products(s: Setting) -> dict[str, Any]:
@@ -175,13 +177,13 @@ def _met(holds: bool) -> str:
 
 
 def _exact_rows(data: dict[str, Any]) -> Rows:
-    found = []
+    rows = []
     for way, d in data.items():
         if way == "seconds" or way.startswith("edges"):
             continue
         holds = d["worst_float32"] <= 3e-6 and d["worst_rounded"] <= 2e-4
         holds = holds and d["all_repeatable"] and d["all_same_in_batch"]
-        found.append(
+        rows.append(
             (
                 f"{d['comparisons']} comparisons, {way}: float32 3e-6, bf16 2e-4 of the rounded; same bits again and "
                 f"in a batch",
@@ -190,7 +192,7 @@ def _exact_rows(data: dict[str, Any]) -> Rows:
             )
         )
     edges = max(d["worst_float32"] for name, d in data.items() if name.startswith("edges"))
-    return [*found, ("edges at other group sizes: float32 3e-6", f"{edges:.1e}", _met(edges <= 3e-6))]
+    return [*rows, ("edges at other group sizes: float32 3e-6", f"{edges:.1e}", _met(edges <= 3e-6))]
 
 
 def _sanitizer_rows(data: dict[str, Any]) -> Rows:
@@ -202,7 +204,7 @@ def _sanitizer_rows(data: dict[str, Any]) -> Rows:
 
 
 def _product_rows(data: dict[str, Any]) -> Rows:
-    found = []
+    rows = []
     for way, d in data.items():
         if way == "seconds":
             continue
@@ -210,7 +212,7 @@ def _product_rows(data: dict[str, Any]) -> Rows:
         for p in d["products"]:
             share, target = p["share_of_copy_bandwidth"], SHARES[p["layer"]]
             times[p["layer"], p["tokens"]] = p["int4"]["median"]
-            found.append(
+            rows.append(
                 (
                     f"{p['layer']}, {p['tokens']} tokens, {way}: {target:.0%} of copy bandwidth",
                     f"{share:.0%} ({p['int4']['median']:.2f} us; cuBLAS {p['cublas_bf16']['median']:.2f} us)",
@@ -219,17 +221,17 @@ def _product_rows(data: dict[str, Any]) -> Rows:
             )
         for layer in SHARES:
             slower = times[layer, 16] / times[layer, 1]
-            found.append(
+            rows.append(
                 (f"{layer}, {way}: 16 tokens within 1.10x of 1", f"{slower:.3f}x", _met(slower <= 1.10))
             )
         one = [p for p in d["products"] if p["tokens"] == 1]
         slope, fixed = np.polyfit([p["int4_bytes"] for p in one], [p["int4"]["median"] for p in one], 1)
         text = f"{1e-6 / slope:.1f} TB/s and {fixed:.1f} us a launch"
-        found.append((f"line through the layers' times, 1 token, {way}", text, "reported"))
+        rows.append((f"line through the layers' times, 1 token, {way}", text, "reported"))
         for step in d["step"]:
             target_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
-            found.append((target_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
-    return found
+            rows.append((target_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
+    return rows
 
 
 def _model_rows(data: dict[str, Any]) -> Rows:
@@ -246,26 +248,26 @@ def _model_rows(data: dict[str, Any]) -> Rows:
 
 
 def _threshold_rows(data: dict[str, Any]) -> Rows:
-    found = []
+    rows = []
     for layer in dict.fromkeys(r["layer"] for r in data["threshold"]):
         wins = [
             r["tokens"] for r in data["threshold"] if r["layer"] == layer and r["dequantized"] < r["int4"]
         ]
         text = f"from {min(wins)} tokens" if wins else "nowhere up to 128 tokens"
-        found.append((f"{layer}: dequantise-and-multiply wins", text, "reported"))
-    return found
+        rows.append((f"{layer}: dequantise-and-multiply wins", text, "reported"))
+    return rows
 
 
 def _sweep_rows(data: dict[str, Any]) -> Rows:
-    found = []
+    rows = []
     for layer, tokens in dict.fromkeys((r["layer"], r["tokens"]) for r in data["cuts"]):
         here = [r for r in data["cuts"] if (r["layer"], r["tokens"]) == (layer, tokens)]
         best = min(here, key=lambda r: r["int4"]["median"])
         picked = min((r for r in here if r["picked"]), key=lambda r: r["int4"]["median"])
         cut = f"{best['slices']} slices, {best['warps']} warps, {best['stages']} deep"
         text = f"{best['int4']['median']:.2f} us ({cut}); planner's {picked['int4']['median']:.2f} us"
-        found.append((f"{layer}, {tokens} tokens: fastest cut", text, "reported"))
-    return found
+        rows.append((f"{layer}, {tokens} tokens: fastest cut", text, "reported"))
+    return rows
 
 
 ROWS: dict[str, Callable[[dict[str, Any]], Rows]] = {

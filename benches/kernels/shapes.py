@@ -84,12 +84,12 @@ def shapes_of(name: str) -> dict[str, tuple[Projection, ...]]:
     >>> list(shapes_of("parcae"))
     ['parcae-1.3b', 'parcae-140m']
     """
-    found = {
+    named = {
         model: layers for model, layers in MODELS.items() if model == name or model.startswith(f"{name}-")
     }
-    if not found:
+    if not named:
         raise ConfigError(f"no shapes of {name!r}; there are {', '.join(MODELS)}")
-    return found
+    return named
 
 
 def weights_per_step(layers: tuple[Projection, ...]) -> int:

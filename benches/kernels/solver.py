@@ -30,13 +30,13 @@ def verify_solver(device: torch.device, paths: Sequence[int]) -> dict[str, float
         The least share over both grids, for each number of paths (`beam_2`) and for `descent`.
     """
     grids = (_EVEN, _TABLE)
-    found = {f"beam_{n}": min(_beam(device, n, grid) for grid in grids) for n in paths}
-    return {**found, "descent": min(_descent(device, grid) for grid in grids)}
+    shares = {f"beam_{n}": min(_beam(device, n, grid) for grid in grids) for n in paths}
+    return {**shares, "descent": min(_descent(device, grid) for grid in grids)}
 
 
 def _beam(device: torch.device, n_paths: int, grid: dict[str, Any]) -> float:
-    wanted, found = (searched(150, n_paths, at, **grid).cpu() for at in (CPU, device))
-    return float((found == wanted).float().mean())
+    wanted, codes = (searched(150, n_paths, at, **grid).cpu() for at in (CPU, device))
+    return float((codes == wanted).float().mean())
 
 
 def _descent(device: torch.device, grid: dict[str, Any]) -> float:

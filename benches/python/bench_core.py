@@ -76,10 +76,10 @@ def bench_hessian(dim: int, n: int, dtype: str, threads: int, n_pairs: int) -> l
     exact = x if dtype == "float32" else x.bfloat16().float()
 
     def ours() -> _native.HessianAccumulator:
-        made = _native.HessianAccumulator(dim, [0], per_step=False, threads=threads)
-        made.update(0, rows)
-        made.finish()
-        return made
+        hessian = _native.HessianAccumulator(dim, [0], per_step=False, threads=threads)
+        hessian.update(0, rows)
+        hessian.finish()
+        return hessian
 
     error = np.abs(ours().matrix() - (exact.T @ exact).numpy()).max()
     assert error < 1e-3 * n, error
@@ -115,26 +115,26 @@ def bench_rank(m: int, dim: int, threads: int, n_pairs: int) -> list[dict[str, A
     mixed = x.copy()
     for shift in (1, 7, 61):
         mixed += np.roll(x, shift, axis=1)
-    made = _native.HessianAccumulator(dim, [0], per_step=False, threads=threads)
-    made.update(0, mixed)
-    made.finish()
-    h, w = made.matrix(), np.random.default_rng(1).standard_normal((m, dim), np.float32)
-    found: list[int] = []
+    hessian = _native.HessianAccumulator(dim, [0], per_step=False, threads=threads)
+    hessian.update(0, mixed)
+    hessian.finish()
+    h, w = hessian.matrix(), np.random.default_rng(1).standard_normal((m, dim), np.float32)
+    ranks: list[int] = []
 
     def ours() -> None:
-        found.append(_native.count_above(h, [1e-3], threads)[1][0])
+        ranks.append(_native.count_above(h, [1e-3], threads)[1][0])
 
     def spectrum() -> None:
         values = _native.eigvalsh(h, threads)
-        found.append(int((values > 1e-3 * values[-1]).sum()))
+        ranks.append(int((values > 1e-3 * values[-1]).sum()))
 
     def solve() -> None:
         _native.gptq(w, factored(h, "float64", threads), GRID, threads=threads)
 
     against = pairs(ours, spectrum, 1 if dim > 2048 else n_pairs)
-    assert len(set(found)) == 1, found
+    assert len(set(ranks)) == 1, ranks
     beside = pairs(ours, solve, n_pairs)
-    row = {"what": "rank", "m": m, "dim": dim, "rank": found[0]}
+    row = {"what": "rank", "m": m, "dim": dim, "rank": ranks[0]}
     return [{**row, "against": "eigvalsh", **against}, {**row, "against": "factor and gptq", **beside}]
 
 

@@ -75,7 +75,7 @@ class Weights:
 def ways(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Each way to multiply."""
     filled, linear = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)), torch.nn.functional.linear
-    found = {
+    products = {
         "loopq": lambda: weights.ours(x),
         "loopq int8": lambda: weights.int8(x),
         "torch bf16": lambda: linear(x, weights.dense),
@@ -85,19 +85,19 @@ def ways(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], torch.Tens
     }
     if weights.dense32 is not None:
         dense32, x32 = weights.dense32, x.float()
-        found["torch f32"] = lambda: linear(x32, dense32)
-    return found
+        products["torch f32"] = lambda: linear(x32, dense32)
+    return products
 
 
 def check(weights: Weights, x: torch.Tensor) -> dict[str, float]:
     """Relative error of every way against float64 on the stored codes."""
     exact = x.double() @ weights.ours.dequantize().double().t()
-    found = {
+    errors = {
         way: float((run().double() - exact).norm() / exact.norm()) for way, run in ways(weights, x).items()
     }
-    for way, error in found.items():
+    for way, error in errors.items():
         assert error < BOUNDS[way], (way, error)
-    return found
+    return errors
 
 
 def best_of(run: Callable[[], object], trials: int) -> float:
@@ -139,19 +139,19 @@ def bench_layer(layer: Projection, tokens: int, cold: int, trials: int) -> dict[
     runs = {way: [ways(weights, x)[way] for weights in copies] for way in BOUNDS}
     times = interleaved(runs, trials)
     n_bytes = copies[0].ours.qweight.numel()
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "layer": layer.name, "in": layer.in_features, "out": layer.out_features, "tokens": tokens,
         "copies": n_copies, "bytes": n_bytes, "errors": errors,
         "us": {way: round(1e6 * statistics.median(t), 1) for way, t in times.items()},
     }  # fmt: skip
     ours = times["loopq"]
-    found["gb_per_s"] = round(n_bytes / statistics.median(ours) / 1e9, 2)
-    found["over"] = {
+    row["gb_per_s"] = round(n_bytes / statistics.median(ours) / 1e9, 2)
+    row["over"] = {
         way: round(statistics.median(t / o for t, o in zip(times[way], ours, strict=True)), 2)
         for way in BOUNDS
         if way != "loopq"
     }
-    return found
+    return row
 
 
 def bench_trellis(layer: Projection, tokens: int, trials: int) -> list[dict[str, Any]]:
@@ -243,12 +243,12 @@ def bench_loop(model: str, n_steps: int, trials: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def line(found: dict[str, Any]) -> str:
-    us, over = found["us"], found["over"]
+def line(row: dict[str, Any]) -> str:
+    us, over = row["us"], row["over"]
     others = "; ".join(f"{way} {us[way]:.0f} ({over[way]:.2f}x)" for way in over)
     return (
-        f"{found['layer']:>12} {found['in']:>6} x {found['out']:<6} {found['tokens']:>4} tokens, "
-        f"{found['copies']:>3} copies: {us['loopq']:>8.0f} us {found['gb_per_s']:>6.1f} GB/s; {others}"
+        f"{row['layer']:>12} {row['in']:>6} x {row['out']:<6} {row['tokens']:>4} tokens, "
+        f"{row['copies']:>3} copies: {us['loopq']:>8.0f} us {row['gb_per_s']:>6.1f} GB/s; {others}"
     )
 
 
@@ -289,18 +289,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for tokens in args.tokens:
                     warm = layer.int4_bytes(GROUP) <= args.cache
                     for cold in (args.cold, 0) if warm else (args.cold,):
-                        found = bench_layer(layer, tokens, cold, args.trials if tokens < 100 else 3)
-                        found |= {
+                        result = bench_layer(layer, tokens, cold, args.trials if tokens < 100 else 3)
+                        result |= {
                             "model": model,
-                            "share": round(found["gb_per_s"] * 1e9 / speeds["memory"], 3),
+                            "share": round(result["gb_per_s"] * 1e9 / speeds["memory"], 3),
                         }
-                        print(line(found), flush=True)
-                        results.append(found)
+                        print(line(result), flush=True)
+                        results.append(result)
         loops = [bench_loop(model, n, args.trials) for model in args.loops for n in args.steps]
         ouro = next(iter(shapes_of("ouro").values()))
         on_trellis = [row for n in args.trellis for x in ouro for row in bench_trellis(x, n, args.trials)]
-    for found in [*loops, *on_trellis]:
-        print(found)
+    for result in [*loops, *on_trellis]:
+        print(result)
     write(
         args.record,
         results,

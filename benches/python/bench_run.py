@@ -97,7 +97,7 @@ print(took, peak() - before)
 
 def loading(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds and peak memory of loading and of one call, each in a separate process."""
-    found = []
+    rows = []
     for name, folder, how in (
         ("codes", args.checkpoint, "codes"),
         ("codes, dequantized", args.checkpoint, "weights"),
@@ -107,9 +107,9 @@ def loading(args: argparse.Namespace) -> list[dict[str, Any]]:
             [sys.executable, "-c", LOAD, folder, how], check=True, stdout=subprocess.PIPE, text=True
         )
         seconds, mib = map(float, done.stdout.split()[-2:])
-        found.append({"way": name, "load_s": seconds, "peak_mib": mib})
+        rows.append({"way": name, "load_s": seconds, "peak_mib": mib})
         print(f"{name:30}  {seconds:6.2f} s  {mib:8.0f} MiB at the peak, beyond the libraries")
-    return found
+    return rows
 
 
 def random_model(shape: str) -> Any:
@@ -137,27 +137,27 @@ def rounded(module: Any, bits: Bits, group_size: int) -> QuantLinear:
 
 def coded(model: Any, group_size: int, outside: bool = False) -> Any:
     """A copy of a model with four-bit codes in the place of its layers' weights, and eight-bit ones of its table's."""
-    made = copy.deepcopy(model)
-    system = find_system(made)
+    new = copy.deepcopy(model)
+    system = find_system(new)
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
         parent, _, child = name.rpartition(".")
-        setattr(made.get_submodule(parent), child, rounded(made.get_submodule(name), 4, group_size))
+        setattr(new.get_submodule(parent), child, rounded(new.get_submodule(name), 4, group_size))
     if outside:
-        table, head = made.get_input_embeddings(), made.lm_head
-        made.lm_head = rounded(head, 8, group_size)
-        own = made.lm_head if head.weight is table.weight else rounded(table, 8, group_size)
-        made.set_input_embeddings(QuantEmbedding(own, torch.bfloat16))
-    return made
+        table, head = new.get_input_embeddings(), new.lm_head
+        new.lm_head = rounded(head, 8, group_size)
+        codes = new.lm_head if head.weight is table.weight else rounded(table, 8, group_size)
+        new.set_input_embeddings(QuantEmbedding(codes, torch.bfloat16))
+    return new
 
 
 def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
     """A decoder that runs by the core, or by the model's modules."""
     if runner:
-        made = Decoder(system, system.n_steps, Generation())
-        if made.no_runner:
-            raise SystemExit(made.no_runner)
-        return made
+        decoder = Decoder(system, system.n_steps, Generation())
+        if decoder.no_runner:
+            raise SystemExit(decoder.no_runner)
+        return decoder
     with patch.object(type(system), "program", lambda self, n_steps: None):
         return Decoder(system, system.n_steps, Generation())
 
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     off = float((logits["loopq run"] - same).norm() / same.norm())
     print(f"logits of the runner beside those of the modules: {off:.1e} (l2, relative)")
     size = sum(p.numel() for p in dense.parameters())
-    found = []
+    rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
         best: dict[str, tuple[float, float]] = {}
@@ -268,16 +268,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "model": args.shape or args.model.name, "weights": size, "steps": systems[0].n_steps, "way": name,
                 "threads": threads, "prompt_tokens_per_s": args.prompt / first, "tokens_per_s": 1 / each, "off": off,
             }  # fmt: skip
-            found.append(row)
+            rows.append(row)
             print(
                 f"{threads} threads  {name:26}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} "
                 f"tokens/s   {best['dense, bfloat16'][1] / each:5.2f}x dense",
                 flush=True,
             )
         spent = parts(ways["loopq run"], args.trials)
-        found.append({"threads": threads, "way": "loopq run, in parts", **spent})
+        rows.append({"threads": threads, "way": "loopq run, in parts", **spent})
         print(f"{threads} threads  {', '.join(f'{name} {value:.2f}' for name, value in spent.items())}")
-    write(args.record, found)
+    write(args.record, rows)
 
 
 if __name__ == "__main__":

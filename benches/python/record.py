@@ -38,8 +38,8 @@ def write(path: Path | None, results: Any, **more: Any) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_suffix(".partial")
-    made.write_text(
+    partial = path.with_suffix(".partial")
+    partial.write_text(
         json.dumps({"about": about(**more), "results": results}, indent=1) + "\n", encoding="utf-8"
     )
-    made.replace(path)
+    partial.replace(path)

@@ -52,8 +52,8 @@ def row(work: Path, data: Path, name: str, n_prompts: int, threads: int) -> dict
     """KL and its interval on each kind after one calibration."""
     kept = work / "calibrations" / f"{name}-{n_prompts}.json"
     if kept.exists():
-        found: dict[str, list[float]] = json.loads(kept.read_text())
-        return found
+        saved: dict[str, list[float]] = json.loads(kept.read_text())
+        return saved
     loaded = load_model(str(work / "looped"), dtype="float32")
     files: dict[str, Any] = {"shipped": None, "wikitext": data / "wikitext2" / "wiki.valid.raw"}
     if name == "novels":
@@ -84,9 +84,9 @@ def main() -> None:
     args = parser.parse_args()
     print(f"| calibration | {' | '.join(TESTS)} | worst |\n|---|{'---|' * len(TESTS)}---|")
     for name in CALIBRATIONS:
-        found = row(args.work, args.data, name, args.n_prompts, args.threads)
-        cells = " | ".join(f"{kl:.4f} [{low:.3f}, {high:.3f}]" for kl, low, high in found.values())
-        print(f"| {name} | {cells} | {max(kl for kl, _, _ in found.values()):.4f} |", flush=True)
+        measured = row(args.work, args.data, name, args.n_prompts, args.threads)
+        cells = " | ".join(f"{kl:.4f} [{low:.3f}, {high:.3f}]" for kl, low, high in measured.values())
+        print(f"| {name} | {cells} | {max(kl for kl, _, _ in measured.values()):.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -76,11 +76,11 @@ def measured(line: str) -> tuple[float | None, float]:
     """Run a command; return what it said it would take at most, and what it took, above its imports."""
     argv = [sys.executable, "-c", CHILD, json.dumps(line.split())]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"code": done.returncode}
-    if found["code"]:
-        raise SystemExit(f"loopq {line}: code {found['code']}: {done.stderr[-500:]}")
+    answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"code": done.returncode}
+    if answer["code"]:
+        raise SystemExit(f"loopq {line}: code {answer['code']}: {done.stderr[-500:]}")
     said = re.search(r"about (\d+) MiB at most", done.stderr)
-    return (int(said[1]) - found["before"] if said else None), found["peak"]
+    return (int(said[1]) - answer["before"] if said else None), answer["peak"]
 
 
 def random_model(out: Path) -> None:

@@ -48,18 +48,18 @@ class Subject:
 
     def module(self, name: str) -> nn.Linear:
         """The linear module of a weight."""
-        found = self.system.model.get_submodule(name.removesuffix(".weight"))
-        if type(found) is not nn.Linear:
-            raise LoopqError(f"{name}: {type(found).__name__}, and this tool takes nn.Linear")
-        return found
+        linear = self.system.model.get_submodule(name.removesuffix(".weight"))
+        if type(linear) is not nn.Linear:
+            raise LoopqError(f"{name}: {type(linear).__name__}, and this tool takes nn.Linear")
+        return linear
 
     def modules(self, group: int) -> dict[str, nn.Linear]:
         """The modules to quantize; a width that is no multiple of the group is refused, as the tools do."""
-        found = {name: self.module(name) for name in self.job["names"]}
-        for name, module in found.items():
+        linears = {name: self.module(name) for name in self.job["names"]}
+        for name, module in linears.items():
             if group > 0 and module.in_features % group:
                 raise LoopqError(f"{name}: {module.in_features} inputs are no multiple of {group}")
-        return found
+        return linears
 
     def blocks(self) -> list[str]:
         """Class names of the members of module lists: the tools treat these as the layers of a model."""
@@ -173,7 +173,7 @@ def hqq() -> Method:
     from hqq.core.quantize import Quantizer
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:
-        found = {}
+        weights = {}
         for name, module in subject.modules(group).items():
             codes, meta = Quantizer.quantize(
                 module.weight.detach().float(),
@@ -184,8 +184,8 @@ def hqq() -> Method:
                 device="cpu",
                 compute_dtype=torch.float32,
             )
-            found[name] = Quantizer.dequantize(codes, meta).float().numpy().reshape(module.weight.shape)
-        return found
+            weights[name] = Quantizer.dequantize(codes, meta).float().numpy().reshape(module.weight.shape)
+        return weights
 
     return quantize
 
@@ -210,8 +210,8 @@ def autoround() -> Method:
                 device_map="cpu",
             )
             tuned.quantize()
-            found = dict(tuned.model.named_modules())
-        return weights_of({name: found[f"inner.{name.removesuffix('.weight')}"] for name in modules})
+            tuned_modules = dict(tuned.model.named_modules())
+        return weights_of({name: tuned_modules[f"inner.{name.removesuffix('.weight')}"] for name in modules})
 
     return quantize
 
@@ -256,9 +256,9 @@ def main() -> None:
             peak = peak or Peak()
             peak.restart()
             began = time.process_time()
-            found: dict[str, Any] = method(subject, bits, group)
+            weights: dict[str, Any] = method(subject, bits, group)
             line |= {"seconds": time.process_time() - began, "memory_mib": peak.mib()}
-            np.savez(path.with_name(f"{number}.npz"), **found)
+            np.savez(path.with_name(f"{number}.npz"), **weights)
         except Exception as error:  # noqa: BLE001
             # A tool's refusal belongs in the record, and the next result may succeed.
             line["refused"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -84,26 +84,26 @@ DARK = Theme(
 def newest(stem: str, folder: Path) -> Path:
     """The newest record of a kind, by the date in its name."""
     dated = re.compile(rf"{stem}-\d{{4}}-\d{{2}}-\d{{2}}\.json")
-    found = sorted(p for p in folder.glob(f"{stem}-*.json") if dated.fullmatch(p.name))
-    if not found:
+    records = sorted(p for p in folder.glob(f"{stem}-*.json") if dated.fullmatch(p.name))
+    if not records:
         raise SystemExit(f"{folder}: no {stem}-DATE.json")
-    return found[-1]
+    return records[-1]
 
 
 def ratios_of_peers(records: Rows) -> Ratios:
     """Ratios by model out of a comparison with other tools; models without all of them are left out."""
     kl = means([r for r in records if (r["bits"], r["group"]) == BLIND_GRID])
-    found = {}
+    ratios = {}
     for model in dict.fromkeys(m for m, _ in kl):
         row = {k: kl.get((model, v), np.nan) / kl.get((model, "RTN"), np.nan) for k, v in STEPS.items()}
         if np.isfinite(list(row.values())).all() and "+" not in model:
-            found[model] = row
-    return found
+            ratios[model] = row
+    return ratios
 
 
 def ratios_of_main(models: Sequence[Mapping[str, Any]]) -> Ratios:
     """Ratios by looped model out of a main table."""
-    found = {}
+    ratios = {}
     for model in models:
         for grid in model["grids"]:
             if (
@@ -111,11 +111,11 @@ def ratios_of_main(models: Sequence[Mapping[str, Any]]) -> Ratios:
                 and model["output"] == "logits"
                 and (grid["bits"], grid["group_size"]) == BLIND_GRID
             ):
-                found[model["model"]] = {
+                ratios[model["model"]] = {
                     to: grid["ratios"][f"{of} / RTN"]["estimate"]
                     for to, of in (("one step", "one step"), ("all steps", "N steps"))
                 }
-    return found
+    return ratios
 
 
 def first_trainings(rows: Ratios) -> Ratios:

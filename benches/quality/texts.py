@@ -174,12 +174,12 @@ def _code(sources: Path, pattern: str) -> list[tuple[str, str]]:
 
 def _tei(sources: Path, name: str) -> list[tuple[str, str]]:
     """Paragraphs of the novels of a collection, one a line."""
-    found = []
+    texts = []
     for path, text in _files(sources, name, r"level1/.*\.xml", each=2):
         body = next(e for e in ET.fromstring(text.encode()).iter() if e.tag.endswith("}body"))
         paragraphs = [" ".join("".join(e.itertext()).split()) for e in body.iter() if e.tag.endswith("}p")]
-        found.append((f"{name} {Path(path).stem}", "\n".join(paragraphs)))
-    return found
+        texts.append((f"{name} {Path(path).stem}", "\n".join(paragraphs)))
+    return texts
 
 
 def _declaration(sources: Path, code: str, use: str) -> Passages:
@@ -195,13 +195,13 @@ def _mathematics(sources: Path, name: str, book: str) -> list[tuple[str, str]]:
     collection = _git(sources, name, "show", f"{COMMITS[name]}:collections/{book}.collection.xml")
     if "creativecommons.org/licenses/by/4.0" not in collection:
         raise ValueError(f"{book}: not under CC BY 4.0 at {COMMITS[name]}")
-    found = []
+    texts = []
     for module in re.findall(r'document="(\w+)"', collection):
         text = _git(sources, name, "show", f"{COMMITS[name]}:modules/{module}/index.cnxml")
         content = next(e for e in ET.fromstring(text.encode()).iter() if e.tag.endswith("}content"))
         lines = (" ".join(line.split()) for line in _plain(content).split("\n"))
-        found.append((f"OpenStax {book}", "\n".join(line for line in lines if line)))
-    return found
+        texts.append((f"OpenStax {book}", "\n".join(line for line in lines if line)))
+    return texts
 
 
 #: Elements that start a line of their own, and that hold no text to read.

@@ -127,11 +127,11 @@ def _sorting(rng: random.Random) -> tuple[str, str]:
 
 def _function(rng: random.Random) -> tuple[str, str]:
     word, limit, step = rng.choice(_WORDS), rng.randint(5, 60), rng.randint(2, 7)
-    found = list(range(0, limit, step))
+    multiples = list(range(0, limit, step))
     return (
         f"Write a Python function `{word}` that returns every multiple of {step} below {limit}.",
         f"```python\ndef {word}() -> list[int]:\n    return [n for n in range({limit}) if n % {step} == 0]\n```\n"
-        f"`{word}()` gives {found}, and `sum({word}())` is {sum(found)}.",
+        f"`{word}()` gives {multiples}, and `sum({word}())` is {sum(multiples)}.",
     )
 
 

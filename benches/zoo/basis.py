@@ -53,8 +53,8 @@ class Rotation(NamedTuple):
         """Root mean squares of a norm's weights (channels,), as the rotation mixes their channels."""
         squares, c, s = weights * weights, self.cosine * self.cosine, self.sine * self.sine
         a, b = squares[self.first], squares[self.second]
-        found = squares.index_copy(0, self.first, c * a + s * b).index_copy(0, self.second, s * a + c * b)
-        return found.sqrt()
+        rotated = squares.index_copy(0, self.first, c * a + s * b).index_copy(0, self.second, s * a + c * b)
+        return rotated.sqrt()
 
 
 class Draws:
@@ -82,14 +82,14 @@ class Draws:
 def pairs(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Places (pairs,) of channels that are neighbours in the order of their weights, and near; others have no pair."""
     order = torch.argsort(weights, stable=True).tolist()
-    found, at = [], 0
+    near_pairs, at = [], 0
     while at + 1 < len(order):
         low, high = float(weights[order[at]]), float(weights[order[at + 1]])
         near = low * high > 0 and max(low / high, high / low) <= NEAR
         if near:
-            found.append(order[at : at + 2])
+            near_pairs.append(order[at : at + 2])
         at += 1 + near
-    return torch.tensor([a for a, _ in found]), torch.tensor([b for _, b in found])
+    return torch.tensor([a for a, _ in near_pairs]), torch.tensor([b for _, b in near_pairs])
 
 
 def _halves(heads: int, size: int) -> tuple[Tensor, Tensor]:
@@ -120,36 +120,36 @@ def turned(weights: dict[str, Tensor], config: dict[str, Any], seed: int = SEED)
         Of the angles and scales.
     """
     draws = Draws(seed)
-    made = {name: values.double() for name, values in weights.items()}
-    stream = draws.rotation(*pairs(made[OUTPUT]))
-    made[EMBEDDING] = stream.of(made[EMBEDDING], 1)
-    mean = (made[OUTPUT][stream.first] + made[OUTPUT][stream.second]) / 2
-    made[OUTPUT] = made[OUTPUT].index_copy(0, stream.first, mean).index_copy(0, stream.second, mean)
+    tensors = {name: values.double() for name, values in weights.items()}
+    stream = draws.rotation(*pairs(tensors[OUTPUT]))
+    tensors[EMBEDDING] = stream.of(tensors[EMBEDDING], 1)
+    mean = (tensors[OUTPUT][stream.first] + tensors[OUTPUT][stream.second]) / 2
+    tensors[OUTPUT] = tensors[OUTPUT].index_copy(0, stream.first, mean).index_copy(0, stream.second, mean)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for norm, readers in READERS.items():
-            _turn_readers(made, prefix + norm, [prefix + name for name in readers], stream, draws)
+            _turn_readers(tensors, prefix + norm, [prefix + name for name in readers], stream, draws)
         for writer in WRITERS:
-            made[f"{prefix}{writer}.weight"] = stream.of(made[f"{prefix}{writer}.weight"], 0)
-        _turn_inside(made, prefix, config, draws)
-    return {name: values.to(torch.bfloat16).contiguous() for name, values in made.items()}
+            tensors[f"{prefix}{writer}.weight"] = stream.of(tensors[f"{prefix}{writer}.weight"], 0)
+        _turn_inside(tensors, prefix, config, draws)
+    return {name: values.to(torch.bfloat16).contiguous() for name, values in tensors.items()}
 
 
 def _turn_readers(
-    made: dict[str, Tensor], norm: str, readers: list[str], stream: Rotation, draws: Draws
+    tensors: dict[str, Tensor], norm: str, readers: list[str], stream: Rotation, draws: Draws
 ) -> None:
-    old = made[f"{norm}.weight"]
+    old = tensors[f"{norm}.weight"]
     # A channel without a pair gets another scale, which takes its column off the old levels.
     scales = draws.between(*SCALES, len(old))
     scales[stream.first] = scales[stream.second] = 1.0
     # Rounded before the columns are divided by it, which loses no bit.
     new = (stream.mixed(old) * scales).to(torch.bfloat16).double()
     for name in readers:
-        made[f"{name}.weight"] = stream.of(made[f"{name}.weight"] * old, 1) / new
-    made[f"{norm}.weight"] = new
+        tensors[f"{name}.weight"] = stream.of(tensors[f"{name}.weight"] * old, 1) / new
+    tensors[f"{norm}.weight"] = new
 
 
-def _turn_inside(made: dict[str, Tensor], prefix: str, config: dict[str, Any], draws: Draws) -> None:
+def _turn_inside(tensors: dict[str, Tensor], prefix: str, config: dict[str, Any], draws: Draws) -> None:
     q, k, v, o, up, down = (
         f"{prefix}{name}.weight"
         for name in (
@@ -162,19 +162,19 @@ def _turn_inside(made: dict[str, Tensor], prefix: str, config: dict[str, Any], d
         )
     )
     heads, served = config["num_attention_heads"], config["num_key_value_heads"]
-    size = len(made[k]) // served
+    size = len(tensors[k]) // served
     # The heads of a group share the keys and values of one.
     of = [head * served // heads for head in range(heads)]
     angles = draws.rotation(*_halves(served, size))
     scales = (
         draws.between(*SCALES, served * size // 2).view(served, 1, -1).expand(-1, 2, -1).reshape(served, size)
     )
-    made[k] = angles.of(made[k], 0) * scales.flatten()[:, None]
-    made[q] = _each(angles, of, size).of(made[q], 0) / scales[of].flatten()[:, None]
+    tensors[k] = angles.of(tensors[k], 0) * scales.flatten()[:, None]
+    tensors[q] = _each(angles, of, size).of(tensors[q], 0) / scales[of].flatten()[:, None]
     order = torch.cat([draws.order(size) + head * size for head in range(served)]).view(served, 2, -1)
     values = draws.rotation(order[:, 0].flatten(), order[:, 1].flatten())
-    made[v] = values.of(made[v], 0)
-    made[o] = _each(values, of, size).of(made[o], 1)
-    inner = draws.between(*SCALES, len(made[up]))
-    made[up] = made[up] * inner[:, None]
-    made[down] = made[down] / inner
+    tensors[v] = values.of(tensors[v], 0)
+    tensors[o] = _each(values, of, size).of(tensors[o], 1)
+    inner = draws.between(*SCALES, len(tensors[up]))
+    tensors[up] = tensors[up] * inner[:, None]
+    tensors[down] = tensors[down] / inner

@@ -37,17 +37,17 @@ def shares(weights: NDArray[np.float64], rounds: int = 20) -> NDArray[np.float64
             slope = ((codes - middle) * (weights - mean)).sum(1, keepdims=True) / np.maximum(spread, 1e-30)
             step = np.where(slope > 0, slope, step)
             start = mean - step * middle
-        found = (weights - start) / step - np.clip(np.rint((weights - start) / step), 0, LEVELS - 1)
-        nearer = (found**2).mean(1) < (best**2).mean(1)
-        best[nearer] = found[nearer]
+        distances = (weights - start) / step - np.clip(np.rint((weights - start) / step), 0, LEVELS - 1)
+        nearer = (distances**2).mean(1) < (best**2).mean(1)
+        best[nearer] = distances[nearer]
     return best
 
 
 def groups(weight: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
     """Return groups (at most `SAMPLE`, 32) of a matrix (out, in), drawn by a seed."""
-    found = weight.reshape(-1, GROUP)
-    places = np.random.default_rng(seed).permutation(len(found))[:SAMPLE]
-    return found[places]
+    in_groups = weight.reshape(-1, GROUP)
+    places = np.random.default_rng(seed).permutation(len(in_groups))[:SAMPLE]
+    return in_groups[places]
 
 
 def gap(weight: NDArray[np.float64]) -> float:
@@ -81,15 +81,15 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for folder in parser.parse_args().folders:
-        found = [
+        matrices = [
             values.double().numpy()
             for name, values in load_file(folder / "model.safetensors").items()
             if values.dim() == 2 and "layers" in name
         ]
-        gaps, tails = [gap(w) for w in found], [kurtosis(w) for w in found]
+        gaps, tails = [gap(w) for w in matrices], [kurtosis(w) for w in matrices]
         columns = [
             np.quantile(norms, 0.99) / np.quantile(norms, 0.01)
-            for norms in (np.linalg.norm(w, axis=0) for w in found)
+            for norms in (np.linalg.norm(w, axis=0) for w in matrices)
         ]
         print(
             f"| {folder.name} | {np.median(gaps):.3f} | {max(gaps):.3f} | {np.median(tails):.2f} | {max(tails):.1f} "

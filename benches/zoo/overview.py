@@ -21,15 +21,15 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted((p for f in FOLDERS for p in f.glob("*/measured.json")), key=lambda p: p.parent.name):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        bits, full, moves = found["bits_per_byte"], found["full_depth"], found["state_movement"]
-        looped = found["recipe"]["margin"] is not None
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        bits, full, moves = measured["bits_per_byte"], measured["full_depth"], measured["state_movement"]
+        looped = measured["recipe"]["margin"] is not None
         half = f"{bits[str(full // 2)]:.3f}" if looped else ""
         moving = f"{moves[min(full // 2, len(moves) - 1)]:.3f}" if moves else ""
         rows.append(
-            f"| {path.parent.name} | {found['n_parameters']:,} | {full} | {bits['1']:.3f} | {half} | "
-            f"{bits[str(full)]:.3f} | {moving} | {found['cost']['wall_s'] / 60:.0f} | "
-            f"{found['cost']['n_tokens']:,} |"
+            f"| {path.parent.name} | {measured['n_parameters']:,} | {full} | {bits['1']:.3f} | {half} | "
+            f"{bits[str(full)]:.3f} | {moving} | {measured['cost']['wall_s'] / 60:.0f} | "
+            f"{measured['cost']['n_tokens']:,} |"
         )
     return "\n".join(rows)
 

@@ -63,8 +63,8 @@ def row(work: Path, data: Path, name: str, threads: int) -> dict[str, Any]:
     """KL on each kind of test prompt, calibrated on one kind. A row that is there is not computed again."""
     kept = work / "served" / f"{name.replace(', ', '-').replace(' ', '-')}.json"
     if kept.exists():
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+        saved: dict[str, Any] = json.loads(kept.read_text())
+        return saved
     loaded = load_model(str(work / "looped"), dtype="float32")
     kinds = prompts(loaded, data, "train")
     depths: Any = [1, 2, 3] if name.endswith("depths 1,2,3") else None
@@ -133,8 +133,8 @@ def main() -> None:
         "text, BOS, depths 1,2,3",
     ]
     for name in [args.only] if args.only else names:
-        found = row(args.work, args.data, name, args.threads)
-        cells = " | ".join(f"{kl:.4f} [{low:.3f}, {high:.3f}]" for kl, low, high, _ in found.values())
+        measured = row(args.work, args.data, name, args.threads)
+        cells = " | ".join(f"{kl:.4f} [{low:.3f}, {high:.3f}]" for kl, low, high, _ in measured.values())
         print(f"| {name} | {cells} |", flush=True)
 
 

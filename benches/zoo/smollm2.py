@@ -114,16 +114,16 @@ def _write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
 
     tokens = facts["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in facts["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     kinds = facts["tokenizer.ggml.token_type"]
-    made.add_special_tokens(
+    tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == 3]
     )
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[2], "bos_token": tokens[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -149,17 +149,17 @@ def attach(model: nn.Module, loop: Sequence[int]) -> dict[str, nn.Parameter]:
     model.requires_grad_(False)
     torch.manual_seed(0)
     first, last, times = loop
-    made: dict[str, nn.Parameter] = {}
+    trained: dict[str, nn.Parameter] = {}
     for i, layer in enumerate(model.model.layers[first:], first):
         for name, linear in [(n, m) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]:
             inside = i < last
             # Each run adds one part of what the layers added when they ran once: many small steps for one large.
             gain = 1 / times if inside and name.endswith(("o_proj", "down_proj")) else 1.0
             updated = Updated(linear, RANK_INSIDE if inside else RANK_AFTER, gain)
-            parent, _, own = name.rpartition(".")
-            setattr(layer.get_submodule(parent), own, updated)
-            made.update({f"model.layers.{i}.{name}.{part}": p for part, p in updated.named_parameters()})
-    return made
+            parent, _, last_name = name.rpartition(".")
+            setattr(layer.get_submodule(parent), last_name, updated)
+            trained.update({f"model.layers.{i}.{name}.{part}": p for part, p in updated.named_parameters()})
+    return trained
 
 
 def merged(weight: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -197,14 +197,16 @@ def merge(base: Path, update: Path, folder: Path, turn: bool = True) -> str:
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((base / "config.json").read_text()) | {LOOP: json.loads(facts["loop"])}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    made = turned(tensors, config) if turn else {n: t.to(torch.bfloat16) for n, t in tensors.items()}
-    save_file(made, folder / WEIGHTS, metadata={"format": "pt"})
-    found = digest(folder / WEIGHTS)
-    if turn and found != facts.get("merged", found):
+    merged_tensors = (
+        turned(tensors, config) if turn else {n: t.to(torch.bfloat16) for n, t in tensors.items()}
+    )
+    save_file(merged_tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    sha256 = digest(folder / WEIGHTS)
+    if turn and sha256 != facts.get("merged", sha256):
         raise ValueError(
-            f"{folder / WEIGHTS} has the digest {found}, not {facts['merged']} as when it was trained"
+            f"{folder / WEIGHTS} has the digest {sha256}, not {facts['merged']} as when it was trained"
         )
-    return found
+    return sha256
 
 
 def digest(file: Path) -> str:
@@ -295,16 +297,16 @@ def measure(spec: str, text: Path, n_prompts: int, depths: list[int]) -> None:
 def check(work: Path, update: Path, text: Path, n_prompts: int) -> None:
     """Print how far the looped model is from the same in the package's basis, with its weights on their grid."""
     merge(work / "packed", update, work / "untouched", turn=False)
-    found = []
+    logp = []
     for name in ("untouched", "looped"):
         loaded = load_model(str(work / name), dtype="float32")
         prompts = windows(text.read_text()[:200_000], loaded.encode, SEQ_LEN, n_prompts, text.name)
         with torch.no_grad():
             parts = [loaded.system.rollout(b, KEPT_RUNS).log_softmax(-1) for b in prompts.batches(4)]
-        found.append(torch.cat(parts))
-    ours, theirs = found[1], found[0]
+        logp.append(torch.cat(parts))
+    ours, theirs = logp[1], logp[0]
     ids = torch.as_tensor(np.stack(prompts.sequences)).long()[:, 1:, None]
-    losses = [-float(x[:, :-1].gather(-1, ids).mean()) for x in found]
+    losses = [-float(x[:, :-1].gather(-1, ids).mean()) for x in logp]
     print(
         f"KL {float((theirs.exp() * (theirs - ours)).sum(-1).mean()):.4f} nats, "
         f"agreement {float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()):.1%}, "
@@ -335,19 +337,19 @@ def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) 
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
     rows = dict(VARIANTS)
     rows["loopq fast"] = dict(PRESETS["fast"])
-    found = {}
+    results = {}
     for bits, group in grids:
         for name, settings in rows.items():
             folder = work / "quantized" / f"{re.sub('[^a-zA-Z]+', '-', name)}-int{bits}-g{group}"
             began = time.process_time()
             if not folder.exists():
                 loopq.solve(dump, out=folder, bits=bits, group_size=group, threads=threads, **settings)
-            found[str(folder)] = f"| INT{bits} g{group} | {name} ", time.process_time() - began
-    full, *measured = loopq.evaluate(loaded, list(found), evaluation, threads=threads)
+            results[str(folder)] = f"| INT{bits} g{group} | {name} ", time.process_time() - began
+    full, *measured = loopq.evaluate(loaded, list(results), evaluation, threads=threads)
     print("| grid | weights | KL (95 % over prompts) | agreement | perplexity | solver, CPU s |")
     print("|---|---|---|---|---|---|")
     for one in measured:
-        row, seconds = found[one.name]
+        row, seconds = results[one.name]
         interval = one.kl_interval()
         spread = f" ({interval.low:.3f}-{interval.high:.3f})" if interval else ""
         print(

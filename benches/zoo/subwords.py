@@ -32,13 +32,13 @@ def train_tokenizer(text: bytes, vocabulary: int = VOCABULARY) -> Tokenizer:
 
 def _pieces(text: bytes) -> list[str]:
     """Cut a text at blanks, so that no word is split."""
-    found, start = [], 0
+    pieces, start = [], 0
     while start < len(text):
         end = text.find(b" ", start + _PIECE)
         end = len(text) if end < 0 else end
-        found.append(text[start:end].decode("ascii"))
+        pieces.append(text[start:end].decode("ascii"))
         start = end
-    return found
+    return pieces
 
 
 def encode(text: bytes, tokenizer: Tokenizer) -> np.ndarray:

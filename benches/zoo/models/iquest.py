@@ -89,8 +89,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         q = _rotate(split_heads(self.q_proj(x), self.n_heads), *rope)
         k = _rotate(split_heads(self.k_proj(x), self.n_kv_heads), *rope)
-        own = past.add(loop, layer, k, split_heads(self.v_proj(x), self.n_kv_heads))
-        heads = self.read(q, *own)
+        keys_values = past.add(loop, layer, k, split_heads(self.v_proj(x), self.n_kv_heads))
+        heads = self.read(q, *keys_values)
         if loop:
             share = gate(q)
             heads = share * self.read(q, *past.kept[0, layer]) + (1 - share) * heads

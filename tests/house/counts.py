@@ -96,12 +96,12 @@ class Module:
 
 def read(folder: Path) -> tuple[Module, ...]:
     """Every module below a folder."""
-    found = []
+    parsed = []
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text("utf-8")
         name = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
-        found.append(Module(name, text, ast.parse(text)))
-    return tuple(found)
+        parsed.append(Module(name, text, ast.parse(text)))
+    return tuple(parsed)
 
 
 @cache
@@ -134,16 +134,16 @@ def import_graph() -> Graph:
 
 def rooms(graph: Graph, separator: str = ".") -> Graph:
     """The same between rooms."""
-    found: Graph = {}
+    below: Graph = {}
     for name, imported in graph.items():
         room = name.partition(separator)[0]
-        found.setdefault(room, set()).update({i.partition(separator)[0] for i in imported} - {room})
-    return found
+        below.setdefault(room, set()).update({i.partition(separator)[0] for i in imported} - {room})
+    return below
 
 
 def without_paper() -> Graph:
     """Imports between modules of the product, which never needs the paper's room."""
-    return {name: found for name, found in import_graph().items() if name.partition(".")[0] != "paper"}
+    return {name: imported for name, imported in import_graph().items() if name.partition(".")[0] != "paper"}
 
 
 @cache
@@ -151,19 +151,19 @@ def units() -> dict[str, Module]:
     """Modules that a registry finds: they lie in its package, or in a room's package of that name, and
     register."""
     packages: dict[str, set[str]] = {}
-    made = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
+    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
     for module in modules():
-        for registry, package in re.findall(made, module.text, re.MULTILINE):
+        for registry, package in re.findall(pattern, module.text, re.MULTILINE):
             packages.setdefault(registry, set()).add(package)
-    found = {}
+    by_name = {}
     for module in modules():
         parent = module.name.rpartition(".")[0]
         known = set().union(*(packages.get(r, ()) for r in re.findall(r"\b(\w+)\.register\(", module.text)))
         # A unit may be a package, as GGUF with its architectures.
         places = {parent, parent.partition(".")[2], parent.rpartition(".")[0]} - {""}
         if places & known:
-            found[module.name] = module
-    return found
+            by_name[module.name] = module
+    return by_name
 
 
 def frame() -> list[Module]:
@@ -176,7 +176,7 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    rings: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -191,12 +191,12 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
             part = stack[stack.index(node) :]
             del stack[stack.index(node) :]
             if len(part) > 1:
-                found.append(sorted(part))
+                rings.append(sorted(part))
 
     for node in graph:
         if node not in index:
             visit(node)
-    return found
+    return rings
 
 
 @cache
@@ -233,14 +233,14 @@ def floors(graph: Graph) -> list[list[str]]:
 def thin_seams(graph: Graph) -> list[str]:
     """Seams between neighbouring floors where a room rests on the floor below by one import alone."""
     levels = floors(rooms(graph))
-    found = []
+    seams = []
     for below, above in pairwise(levels):
         arrows = Counter(
             (name.partition(".")[0], other.partition(".")[0]) for name in graph for other in graph[name]
         )
         thin = [f"{a} > {b}" for a in above for b in below if arrows[a, b] == 1]
-        found += [", ".join(thin)] if thin else []
-    return found
+        seams += [", ".join(thin)] if thin else []
+    return seams
 
 
 def n_arguments(function: Function) -> int:
@@ -268,22 +268,22 @@ def defined_twice() -> dict[str, list[str]]:
     """Public classes of one name in several modules of the frame."""
     places: dict[str, list[str]] = {}
     for module in frame():
-        for found in module.classes():
-            if not found.name.startswith("_"):
-                places.setdefault(found.name, []).append(module.name)
+        for node in module.classes():
+            if not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.name)
     return {name: where for name, where in sorted(places.items()) if len(where) > 1}
 
 
 def members(name: str) -> list[str]:
     """Methods, properties and attributes of the one class of that name, Python's own (`__init__`) apart."""
-    (found,) = [c for module in modules() for c in module.classes() if c.name == name]
-    named = [f.name for f in found.body if isinstance(f, Function) and not f.name.startswith("__")]
-    return named + [ast.unparse(a.target) for a in found.body if isinstance(a, ast.AnnAssign)]
+    (node,) = [c for module in modules() for c in module.classes() if c.name == name]
+    named = [f.name for f in node.body if isinstance(f, Function) and not f.name.startswith("__")]
+    return named + [ast.unparse(a.target) for a in node.body if isinstance(a, ast.AnnAssign)]
 
 
 def hidden_imports(of: Iterable[Module]) -> list[str]:
     """Imports inside functions that are of no extra: of loopq itself, the standard library or what is required."""
-    found = []
+    lines = []
     for module in of:
         inner = {
             n for f in module.functions() for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)
@@ -291,8 +291,8 @@ def hidden_imports(of: Iterable[Module]) -> list[str]:
         for node in sorted(inner, key=lambda n: n.lineno):
             name = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
             if name.partition(".")[0] in {"loopq", *REQUIRED, *sys.stdlib_module_names}:
-                found.append(f"{module.name}:{node.lineno} {ast.unparse(node)}")
-    return found
+                lines.append(f"{module.name}:{node.lineno} {ast.unparse(node)}")
+    return lines
 
 
 def loose_dicts(of: Iterable[Module]) -> int:
@@ -321,14 +321,14 @@ def without_mirrored_test() -> list[str]:
 
 def not_imported_by_test() -> list[str]:
     """Modules that their mirrored test does not import, by their own name or by their package's."""
-    found = []
+    names = []
     for name in testable():
         if place := mirrored_test(name):
             text = place.read_text("utf-8")
             test = Module(name, text, ast.parse(text))
             if not any(f"{used}.".startswith(f"loopq.{name}.") for used in test.imports()):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def measures() -> tuple[Measure, ...]:
         Measure("members of LoopedSystem", len(members("LoopedSystem")), 15),
         Measure("floors of rooms", len(floors(rooms(without_paper()))), 14),
         Measure("seams held by one import", len(thin_seams(without_paper())), 5),
-        *(Measure(f"circles: {where}", len(found), 0) for where, found in all_circles().items()),
+        *(Measure(f"circles: {where}", len(rings), 0) for where, rings in all_circles().items()),
         Measure("Python functions with more than 7 arguments", len(too_many_arguments()), 5),
         Measure("Rust functions with more than 7 arguments", len(rust.too_many_arguments(MAX_ARGUMENTS)), 4),
         Measure("dict[str, Any] in the package", loose_dicts(modules()), 250),
@@ -395,7 +395,7 @@ def main() -> None:
     print_rooms()
     print(f"\nfloors: {' < '.join(' '.join(floor) for floor in floors(rooms(import_graph())))}")
     long_files = [f"{m.name} {m.n_lines}" for m in modules() if m.n_lines > 450]
-    for title, found in (
+    for title, lines in (
         ("files of more than 450 lines", long_files),
         ("functions of more than 60 lines", [f"{f} {n}" for f, n in lengths(modules()).items() if n > 60]),
         ("seams held by one import", thin_seams(without_paper())),
@@ -409,8 +409,8 @@ def main() -> None:
         ("no test at the mirrored path", without_mirrored_test()),
         ("not imported by the mirrored test", not_imported_by_test()),
     ):
-        print(f"\n{title}: {len(found)}")
-        for line in found:
+        print(f"\n{title}: {len(lines)}")
+        for line in lines:
             print(f"  {line}")
 
 

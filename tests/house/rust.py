@@ -15,9 +15,9 @@ _FUNCTION = re.compile(r"\bfn\s+(\w+)\s*(?:<[^(]*?>)?\s*\(")
 
 def arguments(text: str) -> Iterator[tuple[str, int]]:
     """Name and number of arguments of every function, without `self`."""
-    for found in _FUNCTION.finditer(text):
+    for match in _FUNCTION.finditer(text):
         depth, parts, part = 1, [], ""
-        for c in text[found.end() : found.end() + 4000]:
+        for c in text[match.end() : match.end() + 4000]:
             depth += (c in "([{<") - (c in ")]}") - (c == ">" and not part.endswith("-"))
             if depth == 0:
                 break
@@ -27,7 +27,7 @@ def arguments(text: str) -> Iterator[tuple[str, int]]:
             else:
                 part += c
         names = [p.strip() for p in (*parts, part) if p.strip()]
-        yield found[1], len([n for n in names if not re.fullmatch(r"(?:&(?:'\w+ )?)?(?:mut )?self", n)])
+        yield match[1], len([n for n in names if not re.fullmatch(r"(?:&(?:'\w+ )?)?(?:mut )?self", n)])
 
 
 @cache

@@ -13,7 +13,7 @@ def module(name: str, text: str) -> counts.Module:
 
 
 def test_units_are_what_the_registries_find():
-    found = set(counts.units())
+    units = set(counts.units())
     one_of_each = {
         "layers.grids.integer",
         "systems.huginn",
@@ -28,10 +28,10 @@ def test_units_are_what_the_registries_find():
         "paper.commands.reproduce",
         "run.open_loop",
     }
-    assert one_of_each <= found
+    assert one_of_each <= units
     # Code shared by units, and a package of a registry, stay in the frame.
-    assert not {"layers.grids", "systems.base", "quantizers.base", "commands.options"} & found
-    assert len(found) > 80
+    assert not {"layers.grids", "systems.base", "quantizers.base", "commands.options"} & units
+    assert len(units) > 80
 
 
 def test_frame_and_units_are_the_product():

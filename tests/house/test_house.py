@@ -46,8 +46,8 @@ def test_no_class_name_stands_for_two_classes():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, set()).add(module.name)
-    twice = {name: sorted(found) for name, found in homes.items() if len(found) > 1}
-    assert {name: found for name, found in twice.items() if name not in SHARED_NAMES} == {}
+    twice = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
+    assert {name: modules for name, modules in twice.items() if name not in SHARED_NAMES} == {}
     assert set(SHARED_NAMES) <= set(twice), "an exception that is no longer needed"
 
 
@@ -58,26 +58,26 @@ def test_public_functions_document_every_parameter():
         thing = getattr(loopq, name)
         if name.startswith("__") or not callable(thing):
             continue
-        found = dict(validate(f"loopq.{name}")["errors"])
+        errors = dict(validate(f"loopq.{name}")["errors"])
         wanted = {"GL08", "SS03", "PR01", "PR02", "PR03", "RT01" if inspect.isfunction(thing) else "GL08"}
-        assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
+        assert not wanted & set(errors), {c: errors[c] for c in wanted & set(errors)}
 
 
 def test_the_reference_holds_every_public_name_and_parameter():
     from numpydoc.validate import validate
 
     text = (ROOT / "docs" / "reference.md").read_text("utf-8")
-    found, module = [], ""
+    names, module = [], ""
     for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)$", text, re.MULTILINE):
         if kind == "currentmodule":
             module = name
         # A protocol has no parameters; the tool sees those of its hidden constructor.
         elif kind in ("autofunction", "autoclass") and not name.endswith(".Quantizer"):
-            found.append(name if name.startswith("loopq.") else f"{module}.{name}")
+            names.append(name if name.startswith("loopq.") else f"{module}.{name}")
     public = {f"loopq.{n}" for n in loopq.__all__ if not n.startswith("__") and n != "LoopqError"}
-    assert public <= set(found)
+    assert public <= set(names)
     wanted = {"GL08", "SS03", "PR01", "PR02", "PR03"}
-    wrong = {n: [e for e in validate(n)["errors"] if e[0] in wanted] for n in found}
+    wrong = {n: [e for e in validate(n)["errors"] if e[0] in wanted] for n in names}
     assert not {n: e for n, e in wrong.items() if e}
 
 
@@ -86,9 +86,9 @@ def test_examples_of_docstrings_run():
     assert files
     for path in files:
         name = ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
-        found = doctest.testmod(importlib.import_module(name))
-        assert found.attempted > 0, name
-        assert found.failed == 0, name
+        result = doctest.testmod(importlib.import_module(name))
+        assert result.attempted > 0, name
+        assert result.failed == 0, name
 
 
 @pytest.mark.slow
@@ -123,9 +123,11 @@ BOUNDS = {
 
 @pytest.mark.parametrize("what", BOUNDS)
 def test_measure_of_the_house_is_held(what):
-    (found,) = [m.value for m in counts.measures() if m.what == what]
+    (measured,) = [m.value for m in counts.measures() if m.what == what]
     bound, advice = BOUNDS[what]
-    assert found <= bound, f"{what}: {found:,.0f}, at most {bound:,}; {advice} (`make counts` lists where)"
+    assert measured <= bound, (
+        f"{what}: {measured:,.0f}, at most {bound:,}; {advice} (`make counts` lists where)"
+    )
 
 
 def test_the_frame_gets_no_more_loose_types_and_hidden_imports():
@@ -135,8 +137,8 @@ def test_the_frame_gets_no_more_loose_types_and_hidden_imports():
 
 
 def test_most_modules_have_a_test_at_the_mirrored_path():
-    (found,) = [m.value for m in counts.measures() if m.least]
-    assert found >= 90, counts.without_mirrored_test()
+    (share,) = [m.value for m in counts.measures() if m.least]
+    assert share >= 90, counts.without_mirrored_test()
 
 
 def _documents() -> list[Path]:
@@ -168,8 +170,8 @@ def test_files_that_the_documents_name_exist():
             # Only names that begin as those of the repository or of the package do, or end as a source does.
             inside = any((root / name.split("/")[0]).is_dir() for root in (ROOT, ROOT / "python" / "loopq"))
             if inside or Path(name).suffix in (".py", ".rs", ".md"):
-                found = name.rstrip("/") in folders or any(path.endswith(name) for path in files)
-                assert found or (ROOT / "python" / "loopq" / name).exists(), f"{document.name}: {name}"
+                tracked = name.rstrip("/") in folders or any(path.endswith(name) for path in files)
+                assert tracked or (ROOT / "python" / "loopq" / name).exists(), f"{document.name}: {name}"
 
 
 def test_tracked_text_names_no_machine():

@@ -37,16 +37,16 @@ def commands(page: Path) -> list[list[str]]:
 
 def shown(page: Path) -> list[tuple[list[str], list[str]]]:
     """Commands with the lines that the page shows below each."""
-    found: list[tuple[list[str], list[str]]] = []
+    runs: list[tuple[list[str], list[str]]] = []
     for block in BLOCK.findall(page.read_text("utf-8")):
         for line in block.splitlines():
             if not line.startswith("$ "):
-                found[-1][1].append(line)
+                runs[-1][1].append(line)
                 continue
             words = shlex.split(line.removeprefix("$ "), comments=True)
             if words[0] == "python" or "huginn_small" in words or MADE & {w.split("/")[0] for w in words}:
-                found.append((words, []))
-    return found
+                runs.append((words, []))
+    return runs
 
 
 def run(words: list[str]) -> str:

@@ -58,21 +58,21 @@ def options() -> dict[str, set[str]]:
 
 def wrong(text: str, known: dict[str, set[str]]) -> set[str]:
     """Options of a text that no parser knows, and options that the named command does not have."""
-    found = set(_OPTION.findall(text)) - set().union(*known.values(), *ELSEWHERE.values())
+    options = set(_OPTION.findall(text)) - set().union(*known.values(), *ELSEWHERE.values())
     for command in _COMMAND.findall(text):
         name = command.split()[0] if command and not command.startswith("-") else ""
         # `loopq COMMAND` stands for any command.
         if not name.isupper():
-            found |= set(_OPTION.findall(command)) - known.get(name, set())
-    return found
+            options |= set(_OPTION.findall(command)) - known.get(name, set())
+    return options
 
 
 def test_each_option_that_a_message_names_exists():
     known, seen, bad = options(), 0, {}
     for place, text in texts():
         seen += bool(_OPTION.search(text))
-        if found := wrong(text, known):
-            bad[place] = sorted(found)
+        if unknown := wrong(text, known):
+            bad[place] = sorted(unknown)
     assert not bad, "no parser has these options; one of another program belongs into ELSEWHERE"
     assert seen > 100
 

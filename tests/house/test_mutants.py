@@ -23,13 +23,13 @@ from benches.mutants import (
 def changed(text):
     """Every changed form of the first expression or statement that has one, by operator."""
     for node in ast.walk(ast.parse(text)):
-        if found := list(changes(node)):
-            return [(operator, ast.unparse(new)) for operator, new in found]
+        if forms := list(changes(node)):
+            return [(operator, ast.unparse(new)) for operator, new in forms]
     return []
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "forms"),
     [
         ("a == b", [("comparison", "a != b")]),
         ("a < b", [("comparison", "a >= b"), ("boundary", "a <= b")]),
@@ -54,8 +54,8 @@ def changed(text):
         ("x = max(a, b)", []),
     ],
 )
-def test_changes_of_a_place(text, found):
-    assert changed(text) == found
+def test_changes_of_a_place(text, forms):
+    assert changed(text) == forms
 
 
 def test_annotations_and_guards_stay():
@@ -70,8 +70,8 @@ def test_annotations_and_guards_stay():
 def test_one_place_is_changed():
     text = "a = 1\nb = 1\n"
     places = [n for n, node in enumerate(ast.walk(ast.parse(text))) if list(changes(node))]
-    found = [changed_text(text, Mutant("m", n, 0, "constant", 1)) for n in places]
-    assert sorted(found) == ["a = 1\nb = 2", "a = 2\nb = 1"]
+    texts = [changed_text(text, Mutant("m", n, 0, "constant", 1)) for n in places]
+    assert sorted(texts) == ["a = 1\nb = 2", "a = 2\nb = 1"]
 
 
 def test_a_lot_is_the_seeds_and_of_all_rooms():

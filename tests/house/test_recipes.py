@@ -34,9 +34,9 @@ def test_each_unit_is_one_file_of_a_hundred_lines():
 
 
 def test_units_are_listed_quantized_exported_and_inspected(copy, tmp_path):
-    found = json.loads(run_there(copy, "-m", "tests.support.recipes.use", str(tmp_path)).splitlines()[-1])
-    assert found["listed"] == dict.fromkeys(("level", "method", "option", "system", "format"), True)
-    model, files = found["by_system"], found["by_files"]
+    used = json.loads(run_there(copy, "-m", "tests.support.recipes.use", str(tmp_path)).splitlines()[-1])
+    assert used["listed"] == dict.fromkeys(("level", "method", "option", "system", "format"), True)
+    model, files = used["by_system"], used["by_files"]
     assert (model["system"], model["done"], model["override"]) == ("madeup", "madeup", True)
     assert set(model["ratio"]) == {2.0}
     assert model["asked"] == [{"loudness": 2.0}, "madeup"]

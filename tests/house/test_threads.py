@@ -49,15 +49,15 @@ def _at_once(work: Callable[[int], Any]) -> None:
     """The results of several threads are those of one after the other, bit for bit."""
     torch.manual_seed(3)
     expected = [work(number) for number in range(N_THREADS)]
-    found: list[Any] = [None] * N_THREADS
+    results: list[Any] = [None] * N_THREADS
     start = threading.Barrier(N_THREADS)
 
     def run(number: int) -> None:
         try:
             start.wait()
-            found[number] = work(number)
+            results[number] = work(number)
         except Exception as error:  # noqa: BLE001  # raised by the test's own thread
-            found[number] = error
+            results[number] = error
 
     torch.manual_seed(4)
     before = _process()
@@ -68,19 +68,19 @@ def _at_once(work: Callable[[int], Any]) -> None:
     for thread in threads:
         thread.join()
     assert _process() == before
-    for mine, alone in zip(found, expected, strict=True):
+    for mine, alone in zip(results, expected, strict=True):
         if isinstance(mine, Exception):
             raise mine
         _same(mine, alone)
 
 
-def _same(found: Any, expected: Any) -> None:
+def _same(actual: Any, expected: Any) -> None:
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            _same(found[name], value)
+            _same(actual[name], value)
     else:
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def _codes(result: Any) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def _evaluated(case: Case) -> Callable[[int], Any]:
     tokens = from_ids(list(ids))
 
     def work(n: int) -> dict[str, Any]:
-        _, found = loopq.evaluate(loaded, {"q": results[n % 2]}, tokens, n_steps=case.depths[0])
-        return {"kl": found.kl, "agreement": found.agreement}
+        _, measured = loopq.evaluate(loaded, {"q": results[n % 2]}, tokens, n_steps=case.depths[0])
+        return {"kl": measured.kl, "agreement": measured.agreement}
 
     return work
 
@@ -146,24 +146,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("models")
     save_model(tiny_model(), base / "tiny")
     dense = save_dense(base / "dense")
-    made = {"registered": str(base / "tiny"), "transformers": f"looped:{dense}[1:3]x2"}
+    by_kind = {"registered": str(base / "tiny"), "transformers": f"looped:{dense}[1:3]x2"}
     ids = torch.randint(3, 200, (2, 12)).numpy()
-    for kind in list(made):
-        made[f"{kind}, quantized"] = str(base / f"{kind}-q")
-        loopq.quantize(made[kind], ids, out=made[f"{kind}, quantized"], seq_len=12, **OPTIONS)
-    return made
+    for kind in list(by_kind):
+        by_kind[f"{kind}, quantized"] = str(base / f"{kind}-q")
+        loopq.quantize(by_kind[kind], ids, out=by_kind[f"{kind}, quantized"], seq_len=12, **OPTIONS)
+    return by_kind
 
 
 def test_loading_and_running_from_several_threads(folders: dict[str, str]) -> None:
     ids = torch.randint(3, 200, (1, 12), generator=torch.Generator().manual_seed(0))
 
     def work(number: int) -> dict[str, Any]:
-        found = {}
+        outputs = {}
         for name, folder in folders.items():
             loaded = loopq.load(folder) if "quantized" in name else load_model(folder)
-            found[name] = loaded.system.rollout(Batch(ids, (0,)), 2).detach().numpy()
+            outputs[name] = loaded.system.rollout(Batch(ids, (0,)), 2).detach().numpy()
         streamed = load_model(folders["transformers"], memory=1).system
-        return found | {"streamed": streamed.rollout(Batch(ids, (0,)), 2).numpy()}
+        return outputs | {"streamed": streamed.rollout(Batch(ids, (0,)), 2).numpy()}
 
     _at_once(work)
 
@@ -190,16 +190,16 @@ def _changed(tree: ast.AST) -> list[str]:
             node = node.value
         return node.id if isinstance(node, ast.Name) else ""
 
-    found = []
+    changes = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and root(node) in foreign:
-            found.append(ast.unparse(node))
+            changes.append(ast.unparse(node))
         setter = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if setter and node.func.id in ("setattr", "delattr") and root(node.args[0]) in foreign:  # type: ignore[attr-defined]
-            found.append(ast.unparse(node))
+            changes.append(ast.unparse(node))
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTINGS:
-            found.append(ast.unparse(node.func))
-    return found
+            changes.append(ast.unparse(node.func))
+    return changes
 
 
 #: Functions that change a setting of the whole process.
@@ -219,8 +219,8 @@ def test_no_attribute_of_the_process_is_replaced() -> None:
     # The command `loopq` owns its process: its streams, and what a Ctrl-C at its end prints.
     program = {"__main__.py", "interrupts.py"}
     files = (f for f in sorted((ROOT / "python/loopq").rglob("*.py")) if f.name not in program)
-    found = {file.name: _changed(ast.parse(file.read_text("utf-8"))) for file in files}
-    assert {name: changes for name, changes in found.items() if changes} == {}
+    by_file = {file.name: _changed(ast.parse(file.read_text("utf-8"))) for file in files}
+    assert {name: changes for name, changes in by_file.items() if changes} == {}
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def wheel(tmp_path_factory):
     """For this system and interpreter, so that what `make build` compiled is reused."""
     out = tmp_path_factory.mktemp("wheel")
     maturin("build", out, "--release", "--compatibility", "linux", "--interpreter", sys.executable)
-    (made,) = out.glob("*.whl")
-    return made
+    (path,) = out.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def sdist(tmp_path_factory):
     """The source distribution, made without compiling."""
     out = tmp_path_factory.mktemp("sdist")
     maturin("sdist", out)
-    (made,) = out.glob("*.tar.gz")
-    return made
+    (path,) = out.glob("*.tar.gz")
+    return path
 
 
 @pytest.mark.slow

@@ -82,14 +82,14 @@ def test_bits_beyond_the_last_code_are_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after its last code: 13 codes"
     ):
-        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_packed", top), made=made))
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_packed", top), source=made))
     last = lambda a: a.__setitem__((-1, 0), -1)  # noqa: E731
     with pytest.raises(
         CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after its last code"
     ):
-        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_zero_point", last), made=made))
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_zero_point", last), source=made))
     with pytest.raises(CheckpointError, match=r"'a\.b\.qweight'"):
-        read_any(broken(tmp_path / "d", V2, edit("a.b.qweight", last), made=made))
+        read_any(broken(tmp_path / "d", V2, edit("a.b.qweight", last), source=made))
     write_as(tmp_path / "n", checkpoint(made), "native")
     tensors = read_tensors(tmp_path / "n" / "model.safetensors")
     edit("a.b.weight_packed", top)(tensors)

@@ -76,7 +76,7 @@ def test_shards_of_other_tools(tmp_path):
 
 def test_truncated_files_are_refused(tmp_path):
     for form in (CT, V1, V2, MA):
-        folder = broken(tmp_path / "d", form, made=layer(256, 128, 4, 128))
+        folder = broken(tmp_path / "d", form, source=layer(256, 128, 4, 128))
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-3])
         with pytest.raises(

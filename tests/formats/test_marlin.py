@@ -85,6 +85,6 @@ def test_marlin_files_with_wrong_tensors(tmp_path):
         (put("a.b.B", np.zeros((16, 512), np.int8)), r"'a\.b\.B' is I8"),
     ]:
         with pytest.raises(CheckpointError, match=match):
-            read_any(broken(tmp_path / "d", MA, change, made=made))
+            read_any(broken(tmp_path / "d", MA, change, source=made))
     with pytest.raises(CheckpointError, match="group_size: 64; allowed: -1, 128"):
-        read_any(broken(tmp_path / "d", MA, None, lambda c: c.update(group_size=64), made=made))
+        read_any(broken(tmp_path / "d", MA, None, lambda c: c.update(group_size=64), source=made))

@@ -188,7 +188,7 @@ def test_an_index_entry_that_is_wrong_is_refused(change, match):
 def test_scales_in_other_types_are_read(tmp_path):
     made = layer(32, 32)
     wide = lambda t: t.__setitem__("a.b.scales", float_to_raw(t["a.b.scales"].float32(), "F32"))  # noqa: E731
-    read = read_any(broken(tmp_path / "d", V1, wide, made=made)).layers["a.b.weight"]
+    read = read_any(broken(tmp_path / "d", V1, wide, source=made)).layers["a.b.weight"]
     assert read.grid.scale_dtype == "float32"
     np.testing.assert_array_equal(read.scales, made.scales)
 

@@ -27,7 +27,7 @@ class Far(torch.Tensor):  # type: ignore[misc]  # torch does not say its type
 
     @staticmethod
     def __new__(cls, near: torch.Tensor) -> Far:
-        found: Far = torch.Tensor._make_wrapper_subclass(
+        far: Far = torch.Tensor._make_wrapper_subclass(
             cls,
             near.size(),
             strides=near.stride(),
@@ -37,8 +37,8 @@ class Far(torch.Tensor):  # type: ignore[misc]  # torch does not say its type
             requires_grad=False,
             device=_DEVICE,
         )
-        found.near = near
-        return found
+        far.near = near
+        return far
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -75,8 +75,8 @@ def _far_lists(index: Any) -> Any:
 
 def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
     """As `torch.tensor`, which makes one past every mode."""
-    made = _TENSOR(*args, **kwargs)
-    return made if device is None else made.to(device)
+    tensor = _TENSOR(*args, **kwargs)
+    return tensor if device is None else tensor.to(device)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -124,9 +124,9 @@ def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Modul
         for name, parameter in holder._parameters.items():
             tied.setdefault(id(parameter), []).append((holder, name))
     _TO(module, *args, **kwargs)
-    for (first, own), *others in tied.values():
+    for (first, first_name), *others in tied.values():
         for holder, name in others:
-            holder._parameters[name] = first._parameters[own]
+            holder._parameters[name] = first._parameters[first_name]
     return module
 
 

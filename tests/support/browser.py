@@ -56,10 +56,10 @@ class Browser:
         message = {"id": self._number, "method": method, "params": parameters} | self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                return found["result"]
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
 
     def _next(self):
         while b"\0" not in self._buffer:
@@ -67,10 +67,10 @@ class Browser:
             assert part, "the browser ended"
             self._buffer += part
         text, self._buffer = self._buffer.split(b"\0", 1)
-        found = json.loads(text)
-        if found.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-            self.said.append(found["params"])
-        return found
+        message = json.loads(text)
+        if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            self.said.append(message["params"])
+        return message
 
     def show(self, path, width=1280, scheme="light", media="screen"):
         """Open a page and wait until it is loaded."""
@@ -91,9 +91,9 @@ class Browser:
 
     def ask(self, script):
         """Value of a JavaScript expression on the page."""
-        found = self("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def press(self, key):
         """Press a key."""

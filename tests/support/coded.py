@@ -88,12 +88,12 @@ def save(model: nn.Module, folder: Path) -> None:
     zoo = small.to_dict()
     kind = zoo["model_type"].removeprefix("loopq-zoo-")
     file = f"modeling_{kind}"
-    found = {name: zoo[own] for name, own in PUBLISHED.items() if own in zoo}
+    published = {name: zoo[small_name] for name, small_name in PUBLISHED.items() if small_name in zoo}
     state = model.state_dict()
     first: dict[int, str] = {}
     ties = {n: s for n, t in state.items() if (s := first.setdefault(t.data_ptr(), n)) != n}
     config = {
-        **zoo, **found, "model_type": kind, "zoo": zoo, "tie_word_embeddings": bool(ties),
+        **zoo, **published, "model_type": kind, "zoo": zoo, "tie_word_embeddings": bool(ties),
         "dtype": "float32",
         "architectures": [f"{ {'iquest': 'IQuestLoopCoder'}.get(kind, kind.capitalize()) }ForCausalLM"],
         "auto_map": {"AutoConfig": f"{file}.TinyConfig", "AutoModelForCausalLM": f"{file}.TinyForCausalLM"},

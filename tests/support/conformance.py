@@ -43,10 +43,10 @@ def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[
 
     def sink(parameter: Any, step: int, values: torch.Tensor) -> None:
         assert values.shape[1] == parameter.in_features
-        found = rows.setdefault(parameter.name, {})
+        by_step = rows.setdefault(parameter.name, {})
         # An expert may be left out by any step; no other weight is.
-        assert step > max(found, default=-1) if parameter.routed_in else step == len(found)
-        found[step] = values.shape[0]
+        assert step > max(by_step, default=-1) if parameter.routed_in else step == len(by_step)
+        by_step[step] = values.shape[0]
 
     batch = prompts(case)
     with (
@@ -123,9 +123,9 @@ class Conformance:
         # A class may take another operation where it does not see the processor, which the processor lacks.
         with accelerator(), contextlib.suppress(NotImplementedError):
             system.model.to(DEVICE)
-            found = system.rollout(batch, system.n_steps)
-            assert found.device.type == DEVICE
-            torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+            output = system.rollout(batch, system.n_steps)
+            assert output.device.type == DEVICE
+            torch.testing.assert_close(output.cpu(), expected, rtol=1e-3, atol=1e-3)
 
     def test_the_checks_pass_in_bfloat16(self, core: Case) -> None:
         system = open_system(core)
@@ -167,9 +167,9 @@ class Conformance:
         shared = system.shared_parameters(case.depths[0])
         objects = [parameter_of(system.model, p) for p in shared]
         assert len({id(o) for o in objects}) == len(objects)
-        for parameter, found in zip(shared, objects, strict=True):
+        for parameter, tensor in zip(shared, objects, strict=True):
             shape = (parameter.out_features, parameter.in_features)
-            assert tuple(found.shape) == (shape if parameter.orientation == "out_in" else shape[::-1])
+            assert tuple(tensor.shape) == (shape if parameter.orientation == "out_in" else shape[::-1])
             assert (parameter.treatment == "gptq") == (parameter.reason == "")
         declared = {id(o) for o in objects}
         for name, reason in system.left_out().items():
@@ -271,10 +271,10 @@ class Conformance:
                 _gradients(system, batch.input_ids, n_steps, 1)
             return
         for at_once in (1, 3):
-            found = _gradients(system, batch.input_ids, n_steps, at_once)
-            assert [name for name, _ in found] == [name for name, _ in expected]
+            streamed = _gradients(system, batch.input_ids, n_steps, at_once)
+            assert [name for name, _ in streamed] == [name for name, _ in expected]
             sizes = [size for _, size in expected]
-            assert [size for _, size in found] == pytest.approx(sizes, rel=1e-4, abs=1e-5)
+            assert [size for _, size in streamed] == pytest.approx(sizes, rel=1e-4, abs=1e-5)
 
 
 class SteppingConformance(Conformance):
@@ -318,7 +318,7 @@ def gradients_are_those_of_the_unrolled_loop(name: str) -> None:
     batch, shared = prompts(CASES[name]), system.shared_parameters(3)
     weights = [parameter_of(system.model, p) for p in shared]
     with differentiable(system):
-        found = torch.autograd.grad(system.rollout(batch, 3).square().sum(), weights, allow_unused=True)
+        gradients = torch.autograd.grad(system.rollout(batch, 3).square().sum(), weights, allow_unused=True)
     expected = torch.autograd.grad(unroll(system, batch, 3).square().sum(), weights, allow_unused=True)
-    for parameter, a, b in zip(shared, found, expected, strict=True):
+    for parameter, a, b in zip(shared, gradients, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=parameter.name)

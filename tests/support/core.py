@@ -24,8 +24,8 @@ def gptq(
 
 def cd_settings(*, beam: int, sweeps: int, rounds: int, refit: bool, **grid: Any) -> native.GptqCdSettings:
     """Settings of GPTQ with coordinate descent, with the static scales of least error."""
-    found = native.Grid(**grid, scale_search="mse")
-    return native.GptqCdSettings(found, beam=beam, sweeps=sweeps, rounds=rounds, refit=refit)
+    core_grid = native.Grid(**grid, scale_search="mse")
+    return native.GptqCdSettings(core_grid, beam=beam, sweeps=sweeps, rounds=rounds, refit=refit)
 
 
 def trellis(

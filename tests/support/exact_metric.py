@@ -46,19 +46,21 @@ def gradients(system, tokens, names, n_steps, seed, n_draws):
         with linked(system, leaves):
             out = tokens.scored(unroll(system, batch, n_steps).float(), system.output)
             for draw in range(n_draws):
-                own = [seed, batch.prompts[0], draw]
+                draw_seed = [seed, batch.prompts[0], draw]
                 if system.output == "logits":
                     logp = out.log_softmax(-1)
-                    labels = draw_labels(logp, own)
+                    labels = draw_labels(logp, draw_seed)
                     target = logp.gather(-1, labels[..., None]).sum()
                 else:
-                    noise = np.random.default_rng(own).standard_normal(tuple(out.shape)).astype(np.float32)
+                    noise = (
+                        np.random.default_rng(draw_seed).standard_normal(tuple(out.shape)).astype(np.float32)
+                    )
                     target = (out * torch.from_numpy(noise)).sum()
                 last = draw + 1 == n_draws
-                found = torch.autograd.grad(
+                values = torch.autograd.grad(
                     target, list(leaves.values()), retain_graph=not last, allow_unused=True
                 )
-                yield {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+                yield {n: g for n, g in zip(leaves, values, strict=True) if g is not None}
 
 
 def shrunk(each, scale):
@@ -76,9 +78,9 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="sca
     ((most, n_draws),) = {t.gradients for t in tasks}
     tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
     kept = {t.name: [] for t in tasks}
-    for found in gradients(system, tokens, list(kept), n_steps, seed, n_draws):
+    for by_name in gradients(system, tokens, list(kept), n_steps, seed, n_draws):
         for t in tasks:
-            g = found[t.name].double().numpy()
+            g = by_name[t.name].double().numpy()
             kept[t.name].append(g.T if t.parameter.orientation == "in_out" else g)
     metrics = {}
     for t in tasks:
@@ -93,7 +95,7 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="sca
             rows = slice(first, first + BLOCK)
             block = [g[rows] for g in kept[t.name]]
             left.append(ridged(shrunk([g @ inverse @ g.T for g in block], scale[rows]), RIDGE))
-            own = np.linalg.inv(left[-1]) if outputs == "A" else np.diag(scale[rows])
-            right = right + sum(g.T @ own @ g for g in block)
+            weight_of_block = np.linalg.inv(left[-1]) if outputs == "A" else np.diag(scale[rows])
+            right = right + sum(g.T @ weight_of_block @ g for g in block)
         metrics[t.name] = LoopMetric(tuple(left), right, len(kept[t.name]))
     return metrics

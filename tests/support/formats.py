@@ -19,8 +19,8 @@ from tests.support.checkpoints import checkpoint, layer
 FOLDERS = [name for name in format_names() if FORMATS.get(name).reads and name != "modelopt"]
 
 
-def stored_settings(made, **changes):
-    return checked(LayerSettings, made.settings() | changes, "file")
+def stored_settings(layer, **changes):
+    return checked(LayerSettings, layer.settings() | changes, "file")
 
 
 def as_words(tensor):
@@ -30,10 +30,10 @@ def as_words(tensor):
 RAGGED = layer(64, 80, 4, 32)
 
 
-def broken(folder, form, change_tensors=None, change_config=None, made=None):
+def broken(folder, form, change_tensors=None, change_config=None, source=None):
     """An export without its record, with tensors or config changed."""
     shutil.rmtree(folder, ignore_errors=True)
-    write_as(folder, checkpoint(made or layer(64, 64, 4, 32, symmetric=form != "asym")), form)
+    write_as(folder, checkpoint(source or layer(64, 64, 4, 32, symmetric=form != "asym")), form)
     (folder / RECORD).unlink()
     path = folder / "model.safetensors"
     if change_tensors:

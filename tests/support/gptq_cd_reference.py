@@ -116,7 +116,7 @@ def beam(w, s, order, scales, zeros, bits, group_size, n_paths):
     owner, _ = groups(d, group_size)
     r = reversed_factor(s[np.ix_(order, order)])
     a, p = r / np.diag(r), np.diag(r) ** 2
-    found = np.zeros((m, d))
+    best = np.zeros((m, d))
     for row in range(m):
         codes, updated, costs = np.zeros((1, d)), w[row : row + 1, order], np.zeros(1)
         for i, j in enumerate(order):
@@ -132,8 +132,8 @@ def beam(w, s, order, scales, zeros, bits, group_size, n_paths):
             codes, updated, costs = codes[paths[kept]], updated[paths[kept]], costs[kept]
             codes[:, j] = code[kept]
             updated[:, i + 1 :] += np.outer(w[row, j] - q[kept], a[i, i + 1 :])
-        found[row] = codes[np.argmin(costs)]
-    return found, value(found, scales[:, owner], zeros[:, owner])
+        best[row] = codes[np.argmin(costs)]
+    return best, value(best, scales[:, owner], zeros[:, owner])
 
 
 def loss(w, q, s):

@@ -26,7 +26,7 @@ def running(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]
     here = [
         item.callspec.params for item in users if item.module is request.module and hasattr(item, "callspec")
     ]
-    found: list[tuple[Any, ...]] = []
+    distinct: list[tuple[Any, ...]] = []
     for arguments in (tuple(params[name] for name in names) for params in here):
-        found += [arguments] if arguments not in found else []
-    return found
+        distinct += [arguments] if arguments not in distinct else []
+    return distinct

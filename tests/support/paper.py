@@ -51,13 +51,13 @@ def found(**variants: Any) -> dict[str, Any]:
 
 def measured_shown_and_resumed(name: str, model: Bench, work: Path) -> Made:
     """Make a table of a model, look at all that it shows, and make it again from what was saved."""
-    made = run.make(name, [model], work, Silent())
-    assert not made.refused
-    json.dumps(made.to_json(), allow_nan=False)
-    for table in made.shown.tables:
+    measured = run.make(name, [model], work, Silent())
+    assert not measured.refused
+    json.dumps(measured.to_json(), allow_nan=False)
+    for table in measured.shown.tables:
         assert table.rows
         assert {len(row) for row in table.rows} == {len(table.header)}
-    assert all("nan" not in line for line in made.lines())
-    assert "<svg" in "".join(p.svg() for p in made.shown.pictures()) or not made.shown.pictures()
-    assert run.make(name, [model], work, Silent()).to_json() == made.to_json()
-    return made
+    assert all("nan" not in line for line in measured.lines())
+    assert "<svg" in "".join(p.svg() for p in measured.shown.pictures()) or not measured.shown.pictures()
+    assert run.make(name, [model], work, Silent()).to_json() == measured.to_json()
+    return measured

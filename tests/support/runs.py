@@ -119,14 +119,14 @@ def in_ranks(command, world):
         port = free.getsockname()[1]
     started = []
     for rank in range(world):
-        own = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "loopq", *command.split()],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **{key: str(value) for key, value in own.items()}},
+                env={**os.environ, **{key: str(value) for key, value in variables.items()}},
             )
         )
     said = [process.communicate(timeout=300)[0] for process in started]

@@ -17,13 +17,13 @@ VOCABULARY = 512
 
 def tiny_tokenizer() -> Tokenizer:
     """A byte-level BPE of the text that ships with loopq."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False, initial_alphabet=alphabet)
-    made.train_from_iterator([zoo.calibration_text().decode()], trainer)
-    return made
+    tokenizer.train_from_iterator([zoo.calibration_text().decode()], trainer)
+    return tokenizer
 
 
 def subword_folder(folder: Path, kind: str = "huginn") -> Path:

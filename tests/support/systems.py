@@ -202,8 +202,8 @@ def _looped(kind: str, first: int, last: int, times: int, **settings: Any) -> Ca
             vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, bos_token_id=1, eos_token_id=2, looped_layers=[first, last, times], **settings,
         )  # fmt: skip
-        made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-        return made
+        model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+        return model
 
     return make
 

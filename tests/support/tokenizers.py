@@ -55,8 +55,8 @@ def llama_cpp(folder, paths, strings, *, special=True, ends=False):
         check=True,
         capture_output=True,
     )
-    found, n = json.loads(said.read_text()), len(asked["strings"])
-    return [found[i : i + n] for i in range(0, len(found), n)]
+    ids, n = json.loads(said.read_text()), len(asked["strings"])
+    return [ids[i : i + n] for i in range(0, len(ids), n)]
 
 
 def model(folder, n_rows, files, **config):
@@ -66,8 +66,8 @@ def model(folder, n_rows, files, **config):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        made = LlamaForCausalLM(LlamaConfig(vocab_size=n_rows, num_key_value_heads=1, **shape | config))
-    made.half().save_pretrained(folder)
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=n_rows, num_key_value_heads=1, **shape | config))
+    llama.half().save_pretrained(folder)
     for name, data in files.items():
         (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
     return folder
@@ -82,9 +82,9 @@ def published(data_folder, name):
         return {"tokenizer.json": lzma.decompress((folder / "tokenizer.json.xz").read_bytes())}
     import tokenizers
 
-    made = tokenizers.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    made.add_special_tokens(["<|endoftext|>"])
-    return {"tokenizer.json": made.to_str()}
+    tokenizer = tokenizers.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return {"tokenizer.json": tokenizer.to_str()}
 
 
 def of_bytes(patterns, *, whole_words=False, n=900):
@@ -93,16 +93,16 @@ def of_bytes(patterns, *, whole_words=False, n=900):
     from tokenizers import models, pre_tokenizers, trainers
 
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = level
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = level
     trainer = trainers.BpeTrainer(
         vocab_size=n, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         special_tokens=["<|end|>"],
     )  # fmt: skip
-    made.train_from_iterator(STRINGS * 3, trainer)
+    tokenizer.train_from_iterator(STRINGS * 3, trainer)
     cuts = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
-    data = json.loads(made.to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
+    data = json.loads(tokenizer.to_str())
     data["model"]["ignore_merges"] = whole_words
     return json.dumps(data)
 

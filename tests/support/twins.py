@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 def problems(rows, columns, n=1, *, loop=False, block=512, seed=0, **settings):
     """Layers with one input, the settings that they are solved with, and a loop metric for each if asked for."""
     rng, config = np.random.default_rng(seed), LayerConfig.of(**settings)
-    hessian, found = correlated(rng, columns), []
+    hessian, layers = correlated(rng, columns), []
     for i in range(n):
         weight = rng.normal(size=(rows, columns)) * (1 + rng.random((rows, 1)))
         left = tuple(correlated(rng, min(block, rows - first)) for first in range(0, rows, block))
         metric = LoopMetric(left, correlated(rng, columns), 64) if loop else None
         weight = weight.astype(np.float32)
-        found.append(Problem(f"layer-{i}", weight, hessian, config.grid, threads=1, metric=metric))
-    return config, found
+        layers.append(Problem(f"layer-{i}", weight, hessian, config.grid, threads=1, metric=metric))
+    return config, layers
 
 
 def loss(config, problem, layer):
@@ -63,8 +63,8 @@ def searched(d: int, n_paths: int, device: torch.device = CPU, **grid: Any) -> t
     rng = np.random.default_rng(d)
     s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
     target = torch.from_numpy(rng.normal(size=(2, 7, d)).astype(np.float32)).to(device)
-    own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.make(), d, "mse", True, None, device)
+    settings = LayerConfig.of(method="gptq", **grid).grid
+    codes = Codes.of(settings.make(), d, "mse", True, None, device)
     factors = Factors.of(s, torch.zeros_like(s[0, :2]), "conditional", ["", ""])
     known = codes.fit(codes.groups(target.double()), codes.groups(factors.energies()[:, None]))
     return beam.search(factors.in_order(target), factors, codes, known, n_paths)
@@ -77,8 +77,8 @@ def rounded(
     rng = np.random.default_rng(d)
     s = torch.from_numpy(np.stack([correlated(rng, d) for _ in range(2)])).to(device)
     target = torch.from_numpy(rng.normal(size=(2, 4, d)).astype(np.float32)).to(device)
-    own = LayerConfig.of(method="gptq", **grid).grid
-    codes = Codes.of(own.make(), d, "mse", signed, None, device)
+    settings = LayerConfig.of(method="gptq", **grid).grid
+    codes = Codes.of(settings.make(), d, "mse", signed, None, device)
     scale, zero = codes.fit(codes.groups(target.double()), torch.ones(1, device=device))
     wide, offset = spread(codes, scale, d), spread(codes, zero, d)
     steps = codes.step(codes.code((target / wide).double(), offset.double()).float(), offset)

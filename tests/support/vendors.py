@@ -41,8 +41,8 @@ def inkling_config(**changes: Any) -> Any:
                 "rel_extent": 16, "n_layers_per_attn_res_block": 2, "moe_intermediate_size": 16,
                 "n_routed_experts": 4, "num_experts_per_tok": 2, "loop_layer_index_start": 2,
                 "loop_layer_index_end": 4, "loop_num_passes": 3, "loop_gate_rank": 8}  # fmt: skip
-    found: Any = transformers.Inkling2LoopTextConfig(**{**SIZES, **settings, **changes})
-    return found
+    config: Any = transformers.Inkling2LoopTextConfig(**{**SIZES, **settings, **changes})
+    return config
 
 
 def inkling(**changes: Any) -> Any:
@@ -93,12 +93,12 @@ def mxfp8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], tor
 
 def paired(name: str) -> str:
     """Name in files that keep attention and MLP of a layer as two blocks, as the published ones do."""
-    found = re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)
-    if found is None:
+    match = re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)
+    if match is None:
         return name
-    second = found[2] in ("mlp", "lambda_2")
-    part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(found[2], "mixer")
-    return f"backbone.layers.{2 * int(found[1]) + second}.{part}{found[3]}"
+    second = match[2] in ("mlp", "lambda_2")
+    part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(match[2], "mixer")
+    return f"backbone.layers.{2 * int(match[1]) + second}.{part}{match[3]}"
 
 
 def rename(folder: Path, names: Any) -> None:
@@ -143,9 +143,9 @@ def check_round_trip(source: Path, out: Path, **options: Any) -> loopq.Checkpoin
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():
-        found = model.eval()(torch.from_numpy(tokens(1)), use_cache=False).logits
-    assert torch.equal(found, logits(coded))
-    torch.testing.assert_close(logits(loopq.load(out / "codes")), found, rtol=1e-3, atol=1e-4)
+        reloaded = model.eval()(torch.from_numpy(tokens(1)), use_cache=False).logits
+    assert torch.equal(reloaded, logits(coded))
+    torch.testing.assert_close(logits(loopq.load(out / "codes")), reloaded, rtol=1e-3, atol=1e-4)
     model.save_pretrained(out / "again")
     saved = load_file(out / "again" / "model.safetensors")
     written = load_file(out / "codes" / "model.safetensors")

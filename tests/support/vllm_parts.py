@@ -222,9 +222,9 @@ class AutoWeightsLoader:
         for name, parameter in self.module.named_parameters():
             kind = name.split(".")[-2]
             names = [name.replace(kind, part) for part in STACKED.get(kind, (kind,))]
-            found = torch.cat([stored.pop(n) for n in names])
+            stacked = torch.cat([stored.pop(n) for n in names])
             load = getattr(parameter, "weight_loader", lambda p, t: p.data.copy_(t))
-            load(parameter, found)
+            load(parameter, stacked)
         assert not stored, sorted(stored)
         return {name for name, _ in self.module.named_parameters()}
 
@@ -262,13 +262,13 @@ def modules() -> dict[str, types.ModuleType]:
     for kind in ("mistral", "qwen2", "qwen3"):
         name = f"{kind.capitalize()}ForCausalLM"
         parts[f"{models}.{kind}"] = {name: type(name, (LlamaForCausalLM,), {})}
-    found = {}
+    by_name = {}
     for name, contents in parts.items():
-        found[name] = types.ModuleType(name)
-        vars(found[name]).update(contents)
+        by_name[name] = types.ModuleType(name)
+        vars(by_name[name]).update(contents)
         for parent in (name[:i] for i, c in enumerate(name) if c == "."):
-            found.setdefault(parent, types.ModuleType(parent)).__path__ = []  # type: ignore[attr-defined]
-    return found
+            by_name.setdefault(parent, types.ModuleType(parent)).__path__ = []  # type: ignore[attr-defined]
+    return by_name
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -276,10 +276,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     package = importlib.import_module("loopq.integrations.vllm")
-    own = ("models", "dory", "loops", "packed")
+    imported = ("models", "dory", "loops", "packed")
     try:
         yield lambda name: importlib.import_module(f"loopq.integrations.vllm.{name}")
     finally:
-        for name in own:
+        for name in imported:
             sys.modules.pop(f"loopq.integrations.vllm.{name}", None)
             vars(package).pop(name, None)

@@ -30,10 +30,10 @@ class EmulationError(Exception):
 
 def compiler() -> str:
     """Path of the C++ compiler. Without one the test is skipped."""
-    found = shutil.which(os.environ.get("CXX", "g++"))
-    if found is None:
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
         pytest.skip("NO C++ COMPILER: CUDA kernels are NOT tested here; install g++ or set CXX")
-    return found
+    return path
 
 
 @cache

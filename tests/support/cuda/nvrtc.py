@@ -24,13 +24,13 @@ def library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("nvidia")
     for root in map(Path, (spec.submodule_search_locations or []) if spec else []):
         for folder in (root / "cu13" / "lib", root / "cuda_nvrtc" / "lib"):
-            found = sorted(folder.glob("libnvrtc.so.1?"))
-            if not found:
+            files = sorted(folder.glob("libnvrtc.so.1?"))
+            if not files:
                 continue
             # NVRTC looks its builtins up by plain name; they must be loaded first to be found beside it.
             for builtins in sorted(folder.glob("libnvrtc-builtins.so.*")):
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-            return ctypes.CDLL(str(found[-1]))
+            return ctypes.CDLL(str(files[-1]))
     return None
 
 
@@ -72,12 +72,12 @@ def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
     size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     rows = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
     names_at = rows[names_index][4]
-    found = {}
+    sections = {}
     for row in rows:
         start = names_at + row[0]
         label = cubin[start : cubin.index(b"\0", start)].decode()
-        found[label] = (b"" if row[1] == 8 else cubin[row[4] : row[4] + row[5]], row[7])
-    return found
+        sections[label] = (b"" if row[1] == 8 else cubin[row[4] : row[4] + row[5]], row[7])
+    return sections
 
 
 def resources(cubin: bytes, kernel: str) -> Resources:

@@ -19,15 +19,15 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
 def disassembler() -> str | None:
     """nvdisasm on the PATH, or the one that Triton's wheel carries; None where there is neither."""
-    found = shutil.which("nvdisasm")
-    if found is None:
+    path = shutil.which("nvdisasm")
+    if path is None:
         try:
             import triton
         except ImportError:
             return None
         inside = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        found = str(inside) if inside.is_file() else None
-    return found
+        path = str(inside) if inside.is_file() else None
+    return path
 
 
 def disassemble(cubin: bytes) -> str:
@@ -61,10 +61,10 @@ def blocks_of(sass: str) -> list[Block]:
                 blocks.append(Block())
             labels[label[1]] = len(blocks) - 1
             continue
-        found = _INSTRUCTION.search(line)
-        if not found:
+        match = _INSTRUCTION.search(line)
+        if not match:
             continue
-        opcode, operands = found[1], found[2]
+        opcode, operands = match[1], match[2]
         blocks[-1].opcodes.append(opcode)
         if opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
             always = "@" not in line and "BRA.DIV" not in line and not re.match(r"!?U?P\d", operands)

@@ -23,15 +23,15 @@ def interpreter(kind):
     named = os.environ.get(f"LOOPQ_{kind.upper()}_PYTHON")
     if named:
         return named
-    made = ROOT / ".cache" / f"venv-{kind}"
-    failed = made.with_name(f"{made.name}.unavailable")
+    folder = ROOT / ".cache" / f"venv-{kind}"
+    failed = folder.with_name(f"{folder.name}.unavailable")
     if failed.is_file():
         pytest.skip(
             f"NOT RUN: {PACKAGES[kind]} could not be installed, so nothing here shows that it loads our files: "
             f"{' '.join(failed.read_text('utf-8').split())}"
         )
-    if (made / "stamp").is_file():
-        return str(made / "bin" / "python")
+    if (folder / "stamp").is_file():
+        return str(folder / "bin" / "python")
     if importlib.util.find_spec(PACKAGES[kind]) is not None:
         return sys.executable
     pytest.skip(

@@ -43,8 +43,8 @@ def rounded(
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     grid = settings.make().fitted(weight, None, 1)
     core = grid.core(scale_bits=scale_bits)
-    found = native.rtn(weight, core)
-    return QuantizedLayer(name, grid, found["codes"], found["scales"], found["zeros"], orientation)
+    solved = native.rtn(weight, core)
+    return QuantizedLayer(name, grid, solved["codes"], solved["scales"], solved["zeros"], orientation)
 
 
 def checkpoint_of(model, config, *, leave=("lm_head",), side=None, **grid):

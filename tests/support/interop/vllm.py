@@ -125,17 +125,17 @@ np.savez(out, tokens=tokens, logits=logits)
 
 def ouro(config: dict[str, Any]) -> torch.nn.Module:
     """Build Ouro's class in small from a published ``config.json``."""
-    own = {
+    renamed = {
         "n_embd": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
         "norm_eps": "rms_norm_eps", "rope_base": "rope_theta", "block_size": "max_position_embeddings",
     }  # fmt: skip
     same = ("vocab_size", "intermediate_size", "total_ut_steps")
-    return SmallOuro(OuroConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
+    return SmallOuro(OuroConfig(**{k: config[v] for k, v in renamed.items()}, **{k: config[k] for k in same}))
 
 
 def huginn(config: dict[str, Any]) -> torch.nn.Module:
     """Build Huginn's class in small, or R-Llama's, from a published ``config.json``; without biases of q and k."""
-    own = {
+    renamed = {
         "n_prelude": "n_layers_in_prelude", "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda",
         "tie_embeddings": "tie_word_embeddings",
     }  # fmt: skip
@@ -149,7 +149,7 @@ def huginn(config: dict[str, Any]) -> torch.nn.Module:
         "rope_base",
         "norm_eps",
     )
-    settings = {k: config[v] for k, v in own.items()} | {k: config[k] for k in same}
+    settings = {k: config[v] for k, v in renamed.items()} | {k: config[k] for k in same}
     if config.get("init_values", {}).get("embed_scale") == 1.0:
         rope = {"rope_base": config["rope_theta"], "n_kv_heads": config["num_key_value_heads"]}
         return SmallRLlama(RLlamaConfig(**(settings | rope)))
@@ -198,12 +198,12 @@ def ours(folder: Path, tokens: NDArray[Any], n_steps: int | None = None) -> NDAr
     """Log-probabilities by loopq, (n_prompts, n_tokens - 1, vocabulary), each text run alone and whole."""
     loaded = load_model(str(folder)) if not is_checkpoint(folder) else loopq.load(folder)
     system = loaded.system
-    found = []
+    by_text = []
     for row in torch.from_numpy(tokens):
         with torch.no_grad():
             logits = system.rollout(Batch(row[None], (0,), by_token=True), n_steps or system.n_steps)
-        found.append(logits.log_softmax(-1)[:, :-1].double().numpy())
-    return np.concatenate(found)
+        by_text.append(logits.log_softmax(-1)[:, :-1].double().numpy())
+    return np.concatenate(by_text)
 
 
 def served(
@@ -219,7 +219,7 @@ def served(
 
 
 def compared(
-    python: str, theirs: Path, own: Path, work: Path, dtype: str, depth: dict[str, int] | None = None
+    python: str, theirs: Path, folder: Path, work: Path, dtype: str, depth: dict[str, int] | None = None
 ) -> dict[str, float]:
     """KL and agreement of a folder in vLLM with one in loopq.
 
@@ -227,7 +227,7 @@ def compared(
     by one from its caches. `depth` is a setting of ``config.json`` with another number of loops.
     """
     got = served(python, theirs, work / "prompts.npy", dtype, depth or {})
-    expected = ours(own, got["tokens"], *(depth or {}).values())
+    expected = ours(folder, got["tokens"], *(depth or {}).values())
     kl = (np.exp(expected) * (expected - got["logits"])).sum(-1)
     same = expected.argmax(-1) == got["logits"].argmax(-1)
     return {
@@ -240,8 +240,8 @@ def compared(
 @functools.cache
 def known() -> None:
     """Make the small classes known, once in a process."""
-    for name, made in CLASSES.items():
-        register_model(name, made)
+    for name, cls in CLASSES.items():
+        register_model(name, cls)
 
 
 def prepared(work: Path) -> Path:

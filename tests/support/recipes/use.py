@@ -83,7 +83,7 @@ def by_files(folder: Path) -> dict[str, Any]:
     """The grid in loopq's own checkpoint, in GGUF and in a format that does not take it."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     models.tiny_llama(**sizes)[0].save_pretrained(folder / "m")
-    made = loopq.quantize(
+    result = loopq.quantize(
         f"looped:{folder / 'm'}[0:2]x2",
         IDS,
         out=folder / "q",
@@ -92,7 +92,7 @@ def by_files(folder: Path) -> dict[str, Any]:
         bits=2,
         group_size=256,
     )
-    layer = next(iter(made.layers.values()))
+    layer = next(iter(result.layers.values()))
     again = read_any(folder / "q").layers[layer.name]
     printed("export", str(folder / "q"), "--format", "gguf", "--out", str(folder / "q.gguf"))
     loopq.export(folder / "q", folder / "e.madeup", "madeup", repeats="2")
@@ -102,7 +102,8 @@ def by_files(folder: Path) -> dict[str, Any]:
         "values": sorted(set((again.dequantize() / again.scales.repeat(256, 1)[:, :256]).ravel().tolist())),
         "inspected": "MADEUP" in printed("inspect", str(folder / "q")),
         "gguf": "TQ2_0" in printed("inspect", str(folder / "q.gguf")),
-        "exported": len(printed("inspect", str(folder / "e.madeup")).split("\n")) - 1 == 2 * len(made.layers),
+        "exported": len(printed("inspect", str(folder / "e.madeup")).split("\n")) - 1
+        == 2 * len(result.layers),
         "refused": refused(loopq.export, folder / "q", folder / "g", "gptq"),
     }
 

@@ -14,7 +14,7 @@ from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.merge import merge
 from loopq.errors import DumpError
 from loopq.models.load import load_model
-from loopq.storage.files import replacing
+from loopq.storage.files import replacing, write_json
 
 from ..soak.files import FINE, campaign, dumps
 from ..support.checkpoints import reseal
@@ -81,6 +81,18 @@ def made(tmp_path):
         ),
         (lambda d: d["rows"]["x.q.weight"].update({"٣": 40}), "a whole number as key"),
         (lambda d: d["rows"]["x.q.weight"].update({"1": 41}), "do not add up"),
+        (
+            lambda d: d["metrics"].append(
+                {
+                    "file": "metrics/000.safetensors",
+                    "sha256": "0" * 64,
+                    "n_bytes": 1,
+                    "parameter": "x.q.weight",
+                }
+                | {"steps": [0], "n_prompts": 1, "n_draws": 1}
+            ),
+            "metrics: they go with a dump of kind 'hessian'",
+        ),
         (lambda d: d["calibration"].pop("n_tokens"), "calibration: 'n_tokens' is missing"),
     ],
 )
@@ -169,3 +181,14 @@ def test_what_a_killed_collection_was_writing_is_removed(job, tmp_path):
     collect.write_json(out / "collecting.json", {"key": job.fingerprint("float32", 1)})
     collect_rows(job, out, shard_batches=1)
     assert sorted(p.name for p in out.rglob("*")) == sorted(p.name for p in (tmp_path / "other").rglob("*"))
+
+
+def test_a_shard_of_other_layers_is_refused(job, tmp_path):
+    (tmp_path / "shards").mkdir()
+    rows = {"absent.weight": {"0": 1}}
+    shard = {"sha256": "0" * 64, "n_bytes": 1, "batches": [0, 1], "rows": rows}
+    write_json(tmp_path / "shards" / "00000.json", shard)
+    with pytest.raises(
+        DumpError, match=r"00000\.json: rows of 'absent\.weight', which is not collected here"
+    ):
+        collect._finish_rows(job, tmp_path, "F32")

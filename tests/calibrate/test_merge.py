@@ -13,6 +13,7 @@ from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.calibrate.merge import merge
 from loopq.calibrate.select import select
 from loopq.errors import ConfigError, DumpError
+from tests.support.checkpoints import reseal
 from tests.support.runs import digest, job_of
 
 
@@ -72,3 +73,11 @@ def test_parts_that_do_not_go_together_are_refused(loaded, tokens, tmp_path):
         merge([tmp_path / "sums", tmp_path / "deeper"], tmp_path / "out")
     with pytest.raises(DumpError, match="no Hessian for layer absent"):
         Dump(tmp_path / "sums").accumulator("absent", [0])
+
+
+def test_parts_with_other_steps_are_refused(loaded, tokens, tmp_path):
+    for name, first in (("all", 0), ("some", 2)):
+        collect_hessians(job_of(loaded, tokens.take(first, first + 2)), tmp_path / name)
+    reseal(tmp_path / "some" / "manifest.json", lambda d: next(iter(d["rows"].values())).popitem())
+    with pytest.raises(DumpError, match="its steps differ from those of"):
+        merge([tmp_path / "all", tmp_path / "some"], tmp_path / "out")

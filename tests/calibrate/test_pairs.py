@@ -6,9 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
+from loopq.calibrate import pairs
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.pairs import collect_pairs
+from loopq.errors import CalibrationError
 from loopq.models.replace import Replaced
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import job_of
@@ -77,3 +80,16 @@ def test_pairs_are_summed_where_the_model_is(tiny, job):
         found = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
     for a, b in ((found.quantized, expected.quantized), (found.cross, expected.cross)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(expected.quantized).max())
+
+
+def test_rollouts_of_unlike_sizes_are_refused(job, monkeypatch):
+    input_group = job.selection.distinct_inputs[0].name
+    n_rows = iter((4, 3))
+
+    def rollout(job, to, only, progress):
+        to(input_group, 0, torch.ones(next(n_rows), 2))
+        yield 1
+
+    monkeypatch.setattr(pairs, "run_rollouts", rollout)
+    with pytest.raises(CalibrationError, match=r"step 0: \(3, 2\) rows in the quantized rollout, \(4, 2\)"):
+        collect_pairs(job, [input_group], {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from loopq.calibrate.data import from_ids
 from loopq.calibrate.hessian_set import HessianSet
-from loopq.calibrate.parts import Range, Saved
+from loopq.calibrate.parts import Parts, Range, Saved
 from loopq.calibrate.rollouts import Collection
 from loopq.errors import CalibrationError
 from tests.support.kills import Kill, Killer
@@ -122,3 +123,24 @@ def test_of_two_parts_with_one_batch_the_larger_counts():
     assert saved.parts == {"part-b": large, "part-c": other}
     assert saved.batches == {0, 2, 3, 4, 5}
     assert Saved.of({}).batches == set()
+
+
+def _shifted(ranges):
+    found = copy.deepcopy(ranges)
+    for steps in found[0].before.values():
+        steps[0] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ranges: ranges[:-1], "batches are missing; give the same command again"),
+        (_shifted, "rows before batch 0, which counts 1: the saved sums are of another run; remove"),
+    ],
+)
+def test_parts_that_are_not_one_run_are_refused(loaded, ragged, monkeypatch, change, said):
+    count = Parts._count_rows
+    monkeypatch.setattr(Parts, "_count_rows", lambda self, ranges: count(self, change(ranges)))
+    with pytest.raises(CalibrationError, match=said):
+        sums_of(job_of(loaded, ragged.take(0, 4), batch_size=2))

@@ -9,6 +9,7 @@ import pytest
 
 from loopq.calibrate.plbert import data_folder, load_plbert, phonemes
 from loopq.errors import ConfigError, DumpError
+from loopq.storage.files import MAX_SIZE
 
 
 def test_data_sets_are_looked_for_where_they_are_named(
@@ -50,3 +51,35 @@ def test_phonemes_are_cut_in_windows_and_damaged_lines_are_named(tmp_path: Path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ConfigError, match=r"test_phonemes\.jsonl\.xz, line \d: cannot be read"):
         phonemes(tmp_path, "evaluation", 2, 1)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.xz"])
+def test_a_file_of_any_size_is_refused_unread(tmp_path: Path, name: str) -> None:
+    folder = _packed(tmp_path, b"")
+    # A sparse file has any size and takes no space.
+    with (folder / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DumpError, match=rf"{name}: 1099511627776 bytes; allowed: {MAX_SIZE}"):
+        load_plbert(tmp_path)
+
+
+def test_weights_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopq.calibrate.plbert.MAX_SIZE", 1000)
+    _packed(tmp_path, bytes(10_000))
+    with pytest.raises(DumpError, match=r"model\.safetensors\.xz: more than 1000 bytes, unpacked"):
+        load_plbert(tmp_path)
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    packed = _packed(tmp_path, bytes(10_000)) / "model.safetensors.xz"
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(DumpError, match="plbert_kokoro: Compressed file ended"):
+        load_plbert(tmp_path)
+
+
+def _packed(data: Path, weights: bytes) -> Path:
+    folder = data / "models" / "plbert_kokoro"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.xz").write_bytes(lzma.compress(weights))
+    return folder

@@ -11,7 +11,7 @@ import torch
 from loopq.calibrate.data import from_ids
 from loopq.diagnosis import exposure, rollouts
 from loopq.diagnosis.context import Context
-from loopq.errors import NonFiniteError
+from loopq.errors import ConfigError, NonFiniteError
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 from tests.support.looperrors import INT4
@@ -89,6 +89,8 @@ def test_hidden_states_are_compared_from_the_first_position_on():
     assert found.positions.tolist() == [3]
     np.testing.assert_allclose(found.output_error, [[np.sqrt(32 / 6)]], rtol=1e-6)
     assert (found.matches, found.kl) == (None, None)
+    with pytest.raises(ConfigError, match="no top-1 prediction to compare"):
+        _ = found.agreement
 
 
 def test_states_are_compared_after_every_update_if_there_is_one(system):

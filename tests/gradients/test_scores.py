@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.evaluation.compare import compare
 from loopq.gradients.scores import loop_fisher
 from loopq.systems.declare import parameter_of
+from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 
 def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
@@ -37,3 +38,14 @@ def test_hidden_states_have_no_labels(tiny, tokens, monkeypatch):
     weight = tiny.model.get_parameter(name).detach().numpy()
     with pytest.raises(ConfigError, match="labels cannot be drawn; use measured scores"):
         loop_fisher(tiny.system, {(name, "own"): weight}, tokens)
+
+
+def test_a_layer_without_a_gradient_is_named():
+    class Detached(LinearSystem):
+        def predict(self, state, embedding):
+            return super().predict(state, embedding).detach().requires_grad_()
+
+    system = Detached(LinearLoop())
+    weight = system.model.core.weight.detach().float().numpy()
+    with pytest.raises(SystemContractError, match=r"no gradient reaches core\.weight: use measured scores"):
+        loop_fisher(system, {("core.weight", "own"): weight}, tokens())

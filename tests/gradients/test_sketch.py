@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from loopq.gradients.sketch import Both, Sketch, cycled, root
+from loopq.layers.shared import SharedParameter
+from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.loop_metric import ridged
+from loopq.quantizers.task import Task
 
 CPU = torch.device("cpu")
 
@@ -63,3 +66,33 @@ def test_couplings_lose_their_noise(shared, low, high):
     assert low <= float(kept[0]) <= high
     side.finish(1)
     assert after.equal(torch.diag(before.diagonal()))
+
+
+@pytest.mark.parametrize(("n_gradients", "n_steps"), [(1, 600), (600, 1), (12, 12)])
+def test_sums_of_bfloat16_rows_are_those_in_float64(n_gradients, n_steps):
+    """Of 600 like parts, a sum in bfloat16 would lose more than half."""
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(8, 8, generator=generator)
+    side = Both({}, {}, {}, {"w": torch.full((10,), 0.5)}, Sketch({"w": whole}, 3, 6, 0, 1))
+    task = Task(SharedParameter("w", ("w",), 8, 10, "out_in", 1, "mlp"), LayerConfig(), (), None)
+    blocks = [torch.zeros(n, n, dtype=torch.float64) for n in (6, 4)]
+    right, spread = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for number in range(n_gradients):
+        side.begin(number, 0)
+        gradient = torch.zeros(10, 8, dtype=torch.float64)
+        for _ in range(n_steps):
+            x, d = ((1 + 0.2 * torch.randn(4, n, generator=generator)).bfloat16() for n in (8, 10))
+            side.take("w", side.keep(task, x), d)
+            gradient += d.double().T @ x.double()
+        chosen, scale = cycled(8, 8, 3, number)
+        for i, part in enumerate((gradient @ whole[:, chosen].double() * scale).split(6)):
+            square = part @ part.T
+            blocks[i] += square
+            spread[i] += (square.square().sum() - square.diagonal().square().sum()) / 16
+        thin = gradient.T @ side._thin["w"].double()
+        right += thin @ thin.T
+        side.end()
+    found = [*side.left["w"], side.right["w"], side.spread["w"]]
+    assert all(x.dtype == torch.float32 for x in found)
+    for value, expected in zip(found, [*blocks, right, spread], strict=True):
+        assert float((value - expected).norm() / expected.norm()) < 0.03

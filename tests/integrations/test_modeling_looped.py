@@ -16,6 +16,7 @@ import loopq
 from loopq.errors import ConfigError
 from loopq.formats.convert import read_any
 from loopq.formats.hf_folder import looped_files
+from loopq.integrations.modeling_looped import LoopedConfig, run_order
 from loopq.layers.loop_spec import with_loop
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
@@ -140,3 +141,16 @@ def test_a_looped_folder_without_its_base_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "loopq_looped"}))
     with pytest.raises(ConfigError, match="looped_base"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "loop", [None, [1, 3], [1, 3, 2.0], [3, 3, 2], [1, 5, 2], [1, 3, 0], [1, 3, 1 << 17]]
+)
+def test_code_beside_a_model_refuses_a_loop_that_it_cannot_have(loop):
+    with pytest.raises(ValueError, match=r"looped_layers .*: give FIRST < LAST <= 4"):
+        run_order(loop, 4)
+
+
+def test_code_beside_a_model_refuses_an_unknown_base():
+    with pytest.raises(ValueError, match="looped_base is 'nothing', which this transformers does not know"):
+        LoopedConfig.from_dict({"looped_base": "nothing"})

@@ -47,7 +47,7 @@ def test_buffer_that_cannot_be_told_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"another shape"):
         repair_buffers(model, lambda m: {})
     nan = torch.full_like(model.model.rotary_emb.inv_freq, float("nan"))
-    with pytest.raises(CheckpointError, match=r"not the same|NaN"):
+    with pytest.raises(CheckpointError, match=r"not the same"):
         repair_buffers(model, lambda m: fresh_buffers(m) | {name: nan})
 
 

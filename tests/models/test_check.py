@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from loopq.models.check import CheckReport, check_model, systems_table
+from loopq.errors import ConfigError
+from loopq.models.check import CheckReport, check_model, systems_table, vocabulary
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
+from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.systems import CASES, as_loaded, build, open_system
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
@@ -139,3 +141,13 @@ def test_overflow_is_found() -> None:
     report = check_model(as_loaded(find_system(model.half())))
     assert _verdicts(report)["rollout"] is False
     assert "bfloat16 or float32" in "\n".join(report.lines())
+
+
+def test_depth_0_must_be_refused() -> None:
+    report = check_model(as_loaded(LinearSystem(LinearLoop())))
+    assert any("a rollout of depth 0 is not refused" in line for line in report.lines())
+
+
+def test_a_model_without_an_embedding_has_no_known_vocabulary() -> None:
+    with pytest.raises(ConfigError, match="Linear: no vocab_size and no embedding in it"):
+        vocabulary(LinearSystem(torch.nn.Linear(2, 2)))

@@ -37,3 +37,18 @@ def test_from_python_at_half_and_at_twice_the_depth(spec):
 def test_a_model_of_a_file_goes_to_the_device_that_is_asked_for(spec):
     with accelerator():
         assert load_python(spec, device=DEVICE).system.device.type == DEVICE
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own.py", r"give FILE\.py:FUNCTION, where FUNCTION returns a torch module"),
+        ("absent.py:make", r"give FILE\.py:FUNCTION"),
+        ("own.py:absent", "own.py: has no function 'absent'"),
+        ("own.py:number", "returned int, which is neither a torch module nor an adapter"),
+    ],
+)
+def test_a_file_that_gives_no_model_is_refused(tmp_path, name, said):
+    (tmp_path / "own.py").write_text("def number():\n    return 3\n")
+    with pytest.raises(ConfigError, match=said):
+        load_python(f"{tmp_path}/{name}")

@@ -97,6 +97,17 @@ def test_hub_ids_and_only_those_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp
     assert asked == [("owner/name", "abc", False)]
 
 
+def test_a_name_that_the_hub_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(
+        ConfigError, match=r"'owner/name' is no folder, .* cannot be fetched from the hub: no route"
+    ):
+        load_model("owner/name")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": "1.0", "model": {"type": "none"}}'])
 def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     folder = _saved("transformers HRM-Text", tmp_path)

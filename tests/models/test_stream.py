@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import loopq
-from loopq.errors import ConfigError, NonFiniteError
+from loopq.errors import CheckpointError, ConfigError, NonFiniteError
 from loopq.layers.grid import BITS
 from loopq.models.load import load_model
 from loopq.models.stream import Stream, layers_of
@@ -146,3 +146,11 @@ def test_layers_are_read_to_the_models_device(tmp_path: Path) -> None:
             assert {p.device.type for p in streamed.model.parameters()} == {DEVICE}
             for _ in range(2):
                 torch.testing.assert_close(streamed.model(ids.to(DEVICE)).logits.cpu(), expected)
+
+
+def test_files_that_lack_a_tensor_are_refused() -> None:
+    model = dory()
+    tensors = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"the files lack model\.layers\.2\.mlp\.down_proj\.weight"):
+        Stream(model, tensors)

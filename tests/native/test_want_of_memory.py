@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.soak import failures
 
 #: Every long call of the core, by name.
 CALLS = """
@@ -125,3 +128,44 @@ def test_no_call_ends_the_process():
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     assert "REFUSED" not in done.stdout, done.stdout
     assert done.stdout.count("no memory") > 20, done.stdout
+
+
+#: Arrays of results, while each allocation of NumPy fails in turn.
+OF_NUMPY = """
+import sys
+from tests.soak.failures import _arm, _seen, mapped
+
+at = mapped(next(m.__file__ for name, m in sys.modules.items() if name.endswith("._multiarray_umath")))
+calls |= {"diagonal": lambda: sums.diagonal([0])}
+held, bases = [], (np.zeros(1), np.zeros((1, 1)))
+
+def seen(number):
+    # NumPy keeps the memory of some small arrays that are gone for the next ones: these views use it up.
+    held.extend(base[:] for base in bases * 9)
+    _arm(*at, "", number)
+    held.append(calls[name]())
+    return _seen()
+
+for name in ("state", "diagonal", "matrix", "eigenvalues", "rtn", "dense"):
+    n, refused = seen(0), 0
+    for number in range(1, n + 1):
+        try:
+            seen(number)
+        except MemoryError:
+            refused += 1
+        _arm(0, 0, "", -1)
+    print(name, n, refused)
+    assert refused == n > 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD and /proc")
+def test_an_array_that_numpy_cannot_make_is_an_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{CALLS}\n{OF_NUMPY}"],
+        env=os.environ | {"LD_PRELOAD": str(failures.library(tmp_path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)

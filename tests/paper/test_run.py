@@ -95,3 +95,8 @@ def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
         # Four panels make two rows, of three and one.
         tops = [round(y) for y in browser.ask(TOPS)]
         assert tops[0] == tops[1] == tops[2] < tops[3]
+
+
+def test_nothing_made_is_nothing_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no table was made"):
+        run.write([], tmp_path)

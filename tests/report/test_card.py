@@ -9,11 +9,13 @@ import shutil
 import pytest
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
+from loopq.errors import ConfigError
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.report import card as card_module
 from loopq.report import style
 from loopq.report.card import write_card
+from loopq.storage.files import MAX_SIZE
 from tests.support.checkpoints import checkpoint, layer
 from tests.support.evaluated import FEW
 
@@ -277,3 +279,14 @@ def test_the_picture_of_a_card_shows_the_tail_of_the_tokens(tmp_path, monkeypatc
     assert axes.get_xscale() == "log"
     assert axes.get_ylabel() == "tokens with a larger KL [%]"
     assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("place", ["q", "base"])
+def test_a_card_of_any_size_is_refused_unread(tmp_path, place):
+    card(tmp_path)
+    (tmp_path / "base").mkdir()
+    # A sparse file has any size and takes no space.
+    with (tmp_path / place / "README.md").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=rf"{place}/README\.md: 1099511627776 bytes; allowed: {MAX_SIZE}"):
+        card(tmp_path, base=tmp_path / "base")

@@ -8,6 +8,7 @@ some in a row, since the core keeps a reserve for one.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import json
 import os
@@ -34,18 +35,23 @@ def compiler() -> list[str]:
     return ["cc"] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]
 
 
+def library(base: Path) -> Path:
+    """Compile the failpoints into a folder."""
+    file = base / "failpoint.so"
+    subprocess.run(
+        [*compiler(), "-O1", "-fPIC", "-shared", "-o", file, HERE / "failpoint.c", "-ldl"], check=True
+    )
+    return file
+
+
 def failures(base: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
     """Compile the failpoints, and run `_campaign` in a process that has them."""
-    library = base / "failpoint.so"
-    subprocess.run(
-        [*compiler(), "-O1", "-fPIC", "-shared", "-o", library, HERE / "failpoint.c", "-ldl"], check=True
-    )
     left = min(until - time.monotonic(), 1e9)
     job = json.dumps([str(base), n_cases, rng.randrange(10**9), left])
     answer = base / "answer.json"
     subprocess.run(
         [sys.executable, "-m", "tests.soak.failures", job, answer],
-        env=os.environ | {"LD_PRELOAD": str(library)},
+        env=os.environ | {"LD_PRELOAD": str(library(base))},
         check=True,
     )
     counts = Counts()
@@ -63,6 +69,13 @@ def _campaign(base: Path, n_cases: int, rng: random.Random, until: float) -> lis
             break
         found.append(kind.case(rng))
     return found
+
+
+def mapped(file: str | None) -> tuple[int, int]:
+    """First and last address of a library. Others may lie beside it, also some of the same name."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [int(end, 16) for line in lines if line[-1] == file for end in line[0].split("-")]
+    return min(ends), max(ends)
 
 
 def _arm(low: int, high: int, folder: str, number: int, many: int = 1) -> None:
@@ -112,11 +125,7 @@ class _Core:
         from loopq.errors import LoopqError
 
         call = self._calls()[name]
-        lines = [
-            line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "_native" in line
-        ]
-        ends = [int(end, 16) for line in lines for end in line[0].split("-")]
-        _arm(min(ends), max(ends), "", number, many)
+        _arm(*mapped(importlib.import_module("loopq._native").__file__), "", number, many)
         said = "done"
         try:
             call()

@@ -240,3 +240,12 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path):
         with pytest.raises(LoopqError, match=f"process {os.getpid()} on .* is writing it"), held(out):
             pass
     assert [p.name for p in tmp_path.iterdir()] == ["q"]
+
+
+def test_a_lock_that_grows_meanwhile_is_not_read_whole(tmp_path):
+    out = tmp_path / "q"
+    with held(out):
+        with (tmp_path / ".q.lock").open("r+b") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(LoopqError, match="another process is writing it"), locked(out):
+            pass

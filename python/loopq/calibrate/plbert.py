@@ -15,6 +15,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.read import json_lines
 from loopq.errors import ConfigError, DumpError
 from loopq.models.load import LoadedModel, load_model
+from loopq.storage.files import MAX_SIZE, check_size, read_bytes
 from loopq.storage.schema import Count, checked
 
 PLBERT = "plbert"
@@ -59,10 +60,14 @@ def load_plbert(data: Path | None, **loading: Any) -> LoadedModel:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         try:
-            (place / "config.json").write_bytes((source / "config.json").read_bytes())
-            packed = (source / "model.safetensors.xz").read_bytes()
-            (place / "model.safetensors").write_bytes(lzma.decompress(packed))
-        except (OSError, lzma.LZMAError) as cause:
+            (place / "config.json").write_bytes(read_bytes(source / "config.json", MAX_SIZE, DumpError))
+            check_size(packed := source / "model.safetensors.xz", error=DumpError)
+            with lzma.open(packed) as file:
+                unpacked = file.read(MAX_SIZE + 1)
+            if len(unpacked) > MAX_SIZE:
+                raise DumpError(f"{packed}: more than {MAX_SIZE} bytes, unpacked; copy it again")
+            (place / "model.safetensors").write_bytes(unpacked)
+        except (OSError, EOFError, lzma.LZMAError) as cause:
             raise DumpError(f"{source}: {cause}") from cause
         return load_model(place, **loading)
 

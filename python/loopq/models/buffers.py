@@ -84,8 +84,6 @@ def repair_buffers(
             raise CheckpointError(f"buffer {name}: a freshly built model has another shape or no such buffer")
         if not torch.equal(value, again[name]):
             raise CheckpointError(f"buffer {name}: not in the checkpoint and not the same in two new models")
-        if value.is_floating_point() and bool(value.isnan().any()):
-            raise CheckpointError(f"buffer {name}: NaN in a freshly built model too")
         prefix, _, last = name.rpartition(".")
         device = next(model.parameters()).device if target.is_meta else target.device
         model.get_submodule(prefix)._buffers[last] = value.to(device, target.dtype)

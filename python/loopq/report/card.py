@@ -15,7 +15,7 @@ from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD, CONFIG, PICTURE, read_config
 from loopq.layers.loop_spec import parse_spec
 from loopq.report.style import INK, SERIES, canvas, label, styled
-from loopq.storage.files import replacing, write_text
+from loopq.storage.files import MAX_SIZE, read_bytes, replacing, write_text
 from loopq.storage.folders import remove_leftovers
 from loopq.terminal.table import size
 
@@ -86,10 +86,15 @@ def check_card(folder: Path) -> None:
     path = folder / CARD
     if not path.exists():
         return
-    text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    text = _read(path)
     _, front, body = text.split("---\n", 2) if text.count("---\n") > 1 else ("", "", "")
     if f"- {_TAG}\n" not in front or not re.search(rf"^# .*, {_TITLE}$", body, re.MULTILINE):
         raise ConfigError(f"{path}: not a card that loopq wrote; move it away, or leave the card out")
+
+
+def _read(path: Path) -> str:
+    """The text of a card of any origin. It is empty if there is none."""
+    return read_bytes(path, MAX_SIZE, ConfigError).decode("utf-8", "replace") if path.is_file() else ""
 
 
 def _origin(model: str | None, base: Path | None, config: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -142,10 +147,7 @@ def _front(facts: Mapping[str, Any], origin: str | None, licence: Sequence[str],
 
 def _licence(base: Path | None) -> list[str]:
     """The licence in the base model's card, as lines of a card. The hub knows `unknown` too."""
-    card = None if base is None else base / CARD
-    front = (
-        [] if card is None or not card.is_file() else card.read_text("utf-8", errors="replace").split("---\n")
-    )
+    front = [] if base is None else _read(base / CARD).split("---\n")
     stated = dict(_LICENCE.findall(front[1])) if len(front) > 2 else {}
     return [f"{key}: {value}" for key, value in ({"license": "unknown"} | stated).items()]
 

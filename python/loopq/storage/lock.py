@@ -16,7 +16,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from loopq.errors import CheckpointError, LoopqError
-from loopq.storage.files import check_named
+from loopq.storage.files import check_named, read_bytes
 from loopq.storage.folders import check_new, is_own, runs, second
 
 if sys.platform != "win32":
@@ -220,8 +220,8 @@ def _no_file(path: Path) -> LoopqError:
 
 def _taken(path: Path) -> LoopqError:
     host, process = "", 0
-    with contextlib.suppress(OSError):
-        host, process = _owner(path.read_bytes())
+    with contextlib.suppress(LoopqError):
+        host, process = _owner(read_bytes(path, MAX_LOCK, LoopqError))
     who = f"process {process} on {host}" if host else "another process"
     name = path.name.removeprefix(".").removesuffix(".lock")
     return LoopqError(

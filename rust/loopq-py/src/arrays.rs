@@ -2,16 +2,20 @@
 //!
 //! The core reads row-major slices. An array of the right type in another order, with strides or out of alignment is
 //! copied to one; an array of another type or number of dimensions is refused with both named.
+#![allow(unsafe_code)] // NumPy's own constructor, with its error
 
+use std::any::Any;
 use std::borrow::Cow;
+use std::ptr::null_mut;
 
 use half::f16;
 use loopq_core::factor::Symmetric;
 use loopq_core::{grid, Error, Weight};
 use numpy::ndarray::Dimension;
+use numpy::npyffi::{npy_intp, NpyTypes, NPY_ARRAY_WRITEABLE};
 use numpy::{
-    Element, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyReadwriteArray,
-    PyUntypedArrayMethods,
+    Element, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray,
+    PyReadwriteArray, PyUntypedArrayMethods, PY_ARRAY_API,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -212,11 +216,48 @@ impl<'py> InputRows<'py> {
     }
 }
 
+/// Owns the values of an array that NumPy does not own.
+#[pyclass(frozen)]
+struct Owner {
+    _values: Box<dyn Any + Send + Sync>,
+}
+
+/// A vector of results, without a copy. `PyArray1::from_vec` uses the new array before it looks whether NumPy had memory
+/// for one; here that is an error.
+pub(crate) fn vector<T: Element + 'static>(
+    py: Python<'_>,
+    mut values: Vec<T>,
+) -> PyResult<Bound<'_, PyArray1<T>>> {
+    let (data, mut len, mut step) =
+        (values.as_mut_ptr(), values.len() as npy_intp, size_of::<T>() as npy_intp);
+    let owner = Bound::new(py, Owner { _values: Box::new(values) })?;
+    // SAFETY: one dimension, whose length and step are those of the values. They stay where they are until `owner`
+    // drops them, which the array keeps from here on. The type is that of an array with this data type.
+    unsafe {
+        let array = PY_ARRAY_API.PyArray_NewFromDescr(
+            py,
+            PY_ARRAY_API.get_type_object(py, NpyTypes::PyArray_Type),
+            T::get_dtype(py).into_dtype_ptr(),
+            1,
+            &raw mut len,
+            &raw mut step,
+            data.cast(),
+            NPY_ARRAY_WRITEABLE,
+            null_mut(),
+        );
+        let array = Bound::from_owned_ptr_or_err(py, array)?;
+        if PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_ptr().cast(), owner.into_ptr()) < 0 {
+            return Err(PyErr::fetch(py));
+        }
+        Ok(array.downcast_into_unchecked())
+    }
+}
+
 /// A matrix of results.
-pub(crate) fn matrix<T: Element>(
+pub(crate) fn matrix<T: Element + 'static>(
     py: Python<'_>,
     values: Vec<T>,
     shape: [usize; 2],
 ) -> PyResult<Bound<'_, PyArray2<T>>> {
-    PyArray1::from_vec(py, values).reshape(shape)
+    vector(py, values)?.reshape(shape)
 }

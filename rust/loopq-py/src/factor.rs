@@ -5,7 +5,7 @@ use loopq_core::{Error, Execution};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
-use crate::arrays::{matrix, Hessian, Matrix, Vector};
+use crate::arrays::{matrix, vector, Hessian, Matrix, Vector};
 use crate::gil::{allow_threads, raise};
 
 /// A factor in either precision.
@@ -112,7 +112,7 @@ pub(crate) fn eigvalsh<'py>(
     let hessian = Hessian::take(h)?;
     let view = hessian.view(py)?;
     let values = allow_threads(py, |cancel| factor::eigvalsh(view, &Execution { threads, cancel }))?;
-    Ok(PyArray1::from_vec(py, values))
+    vector(py, values)
 }
 
 #[pyfunction]

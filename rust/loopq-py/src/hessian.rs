@@ -13,7 +13,7 @@ use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arrays::{matrix, InputRows, Vector};
+use crate::arrays::{matrix, vector, InputRows, Vector};
 use crate::gil::{allow_threads, raise};
 
 /// `X^T X` summed over rows, per step, reproducibly.
@@ -157,7 +157,7 @@ impl HessianAccumulator {
         py: Python<'py>,
         steps: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        Ok(PyArray1::from_vec(py, self.read(py, |inner| inner.diagonal(steps.as_deref()))?))
+        vector(py, self.read(py, |inner| inner.diagonal(steps.as_deref()))?)
     }
 
     #[pyo3(signature = (step = None))]
@@ -195,8 +195,8 @@ impl HessianAccumulator {
         out.set_item("n_rows", state.n_rows)?;
         let (hi, lo) = (PyList::empty(py), PyList::empty(py));
         for matrix in state.matrices {
-            hi.append(PyArray1::from_vec(py, matrix.hi.into_owned()))?;
-            lo.append(PyArray1::from_vec(py, matrix.lo.into_owned()))?;
+            hi.append(vector(py, matrix.hi.into_owned())?)?;
+            lo.append(vector(py, matrix.lo.into_owned())?)?;
         }
         out.set_item("hi", hi)?;
         out.set_item("lo", lo)?;

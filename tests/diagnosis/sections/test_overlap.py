@@ -28,6 +28,8 @@ def test_spaces_have_at_least_one_and_at_most_all_dimensions():
     for k in (0, 4):
         with pytest.raises(ConfigError, match=f"between 1 and the dimension 3; got {k}"):
             overlap.leading_space(a, k)
+    with pytest.raises(ConfigError, match=r"the same shape; got \(3, 3\) and \(2, 2\)"):
+        overlap.overlap(a, a[:2, :2], 1)
 
 
 def test_moments_of_states_are_summed_over_prompts_and_positions():

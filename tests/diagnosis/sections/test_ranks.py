@@ -29,6 +29,8 @@ def test_proxy_is_the_squared_output_error():
     assert proxy.step_proxies(d, h) == pytest.approx([np.sum((x @ d.T) ** 2)])
     with pytest.raises(ConfigError, match="columns of W"):
         proxy.step_proxies(d, ArrayHessians.of_rows([np.eye(7)]))
+    with pytest.raises(ConfigError, match=r"the same number of steps can be summed; got \[1, 2\]"):
+        proxy.summarise_proxies({"a": np.ones(1), "b": np.ones(2)})
 
 
 def test_step_proxies_sum_to_the_deployed_proxy():

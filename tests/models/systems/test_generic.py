@@ -337,3 +337,8 @@ def test_sensenovas_shape_is_taken_and_its_routers_stay_float32(tmp_path: Path) 
     again = loopq.load(tmp_path / "q", trust_remote_code=True)
     coded = loopq.load(tmp_path / "q", quantized=True, trust_remote_code=True)
     assert torch.allclose(vendors.logits(coded), vendors.logits(again), rtol=0.1, atol=0.1)
+
+
+def test_a_depth_that_the_forward_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Odd: its forward has no argument 'loops' .*; it has "):
+        Generic(Odd(), depth="loops")

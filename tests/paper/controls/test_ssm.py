@@ -164,3 +164,11 @@ def test_bad_input_says_what_is_wrong(mamba, prompts):
         ssm.component_weight(mamba.backbone.layers[0].mixer, "conv1d")
     with pytest.raises(SystemContractError, match="no selective-scan layer"):
         ssm.find_mixers(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="at least one scan"):
+        ssm.identity_sweep([], error_norm=1.0)
+
+
+def test_a_layer_that_is_not_called_is_noticed(mamba, prompts, monkeypatch):
+    monkeypatch.setattr(mamba.backbone.layers[1].mixer, "forward", lambda hidden, *_, **__: hidden)
+    with pytest.raises(SystemContractError, match="layer 1: x_proj or out_proj was bypassed"):
+        ssm.capture(mamba, 1, prompts[0])

@@ -51,6 +51,20 @@ def test_bypass_needs_an_adapter_that_is_called(system):
     with stepmap.Bypass(functional, 8) as path, pytest.raises(SystemContractError, match="was not called"):
         path.step(state, embedding, 0, 8)
 
+    class Flat(LinearSystem):
+        def step(self, state, embedding, t, n_steps):
+            return super().step(state.flatten(0, 1), embedding.flatten(0, 1), t, n_steps).view_as(state)
+
+    flat = Flat(LinearLoop())
+    with stepmap.Bypass(flat, 8) as path, pytest.raises(SystemContractError, match="needs equal shapes"):
+        path.step(state, embedding, 0, 8)
+
+
+def test_a_bypass_study_needs_radii_above_zero(system):
+    for radii in ((), (0.1, 0.0)):
+        with pytest.raises(ConfigError, match="radii must be above 0"):
+            bypass.bypass_study(Context(system, tokens(), 8), {}, radii=radii)
+
 
 def test_bypass_study_closed_form_on_a_linear_loop(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)

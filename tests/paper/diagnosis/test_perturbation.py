@@ -32,6 +32,8 @@ def test_random_update_has_its_rank_and_norm():
     assert np.sqrt(sum(np.sum(u**2) for u in found.values())) == pytest.approx(8.59)
     with pytest.raises(ConfigError, match="rank 4 does not fit"):
         perturbation.random_low_rank({"a": (3, 9)}, 1.0)
+    with pytest.raises(ConfigError, match="all updates are zero"):
+        perturbation.scaled_to({"a": np.zeros((3, 9))}, 1.0)
 
 
 def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):

@@ -65,6 +65,35 @@ def test_blocked_gradients_are_noticed(system):
         stepmap.StepMap(Detached(system.model), embedding, 7, 8).check(state)
 
 
+def test_two_modes_that_disagree_are_noticed(system):
+    class Twofold(torch.autograd.Function):
+        """x; its derivative is 1 forwards and 2 backwards."""
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    class Unequal(LinearSystem):
+        def step(self, state, embedding, t, n_steps):
+            return Twofold.apply(super().step(state, embedding, t, n_steps))
+
+    _, embedding, state = operating(system)
+    with pytest.raises(SystemContractError, match="two exact methods for J v differ"):
+        stepmap.StepMap(Unequal(system.model), embedding, 7, 8).products(state)
+
+
 def test_promotion_is_lossless_and_undone():
     class Norm(torch.nn.Module):
         def __init__(self):

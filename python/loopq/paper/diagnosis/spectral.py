@@ -157,16 +157,12 @@ def _one_thread() -> Any:
 def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> tuple[Any, Any]:
     linalg = require("scipy.sparse.linalg")
     operator = linalg.LinearOperator((dim, dim), matvec=product, dtype=np.float64)
-    try:
-        with _one_thread():
-            return linalg.eigs(  # type: ignore[no-any-return]
-                operator, k=settings.k, ncv=settings.ncv, tol=settings.tol, which="LM", v0=start,
-                maxiter=settings.max_products,
-            )  # fmt: skip
-    except linalg.ArpackNoConvergence as error:
-        if not len(error.eigenvalues):
-            raise _Cap from error
-        return error.eigenvalues, error.eigenvectors
+    # The limit of products ends it: each iteration takes at least one.
+    with _one_thread():
+        return linalg.eigs(  # type: ignore[no-any-return]
+            operator, k=settings.k, ncv=settings.ncv, tol=settings.tol, which="LM", v0=start,
+            maxiter=settings.max_products,
+        )  # fmt: skip
 
 
 def spectral_radius(

@@ -375,7 +375,9 @@ def scored(saved: Saved, name: str, asked: list[dict[str, Any]], tasks: list[str
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = vars(sizes) | {k: str(v) for k, v in vars(args).items() if k in ("calibration", "text") and v}
+    settings = vars(sizes) | {
+        k: str(v) for k, v in vars(args).items() if k in ("calibration", "text", "names") and v
+    }
     saved = Saved(args.cache, settings)
     asked_grids = ((int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ()))
     grids = list(asked_grids) or list(GRIDS)

@@ -10,7 +10,7 @@ import pytest
 
 from benches import gguf, pages
 from benches.pages import RECORD, ROOT
-from benches.quality import peers, peers_table
+from benches.quality import peers, peers_table, real
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import ConfigError
@@ -161,3 +161,22 @@ def test_answers_stand_beside_full_precision_and_the_best_tool():
 )
 def test_types_of_files_are_those_of_llama_quantize(kind, name, columns, expected):
     assert gguf.held(gguf.chosen(kind, name, 30), columns) == expected
+
+
+def test_the_tables_of_real_models_are_those_of_their_record():
+    data = json.loads(real.DATA.read_text("utf-8"))
+    made = real.pages(data)
+    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO}
+    for (page, mark), text in made.items():
+        assert pages.within(page, mark) == text, f"{page}: run python -m benches.quality.real"
+
+
+def test_a_result_takes_the_place_of_an_older_one_that_differs():
+    key = {"model": "folder/looped", "draw": 0, "bits": 3, "group": 64, "variant": "RTN"}
+    data = {"peers": [], "scores": [], "gguf": {}}
+    for kl, seconds in ((1.0, 4.0), (1.0, 9.0)):
+        real.add(data, {"settings": {}, "records": [key | {"kl": kl, "seconds": seconds}]})
+    assert data["peers"] == [key | {"model": real.SMOLLM2, "kl": 1.0, "seconds": 4.0}]
+    real.add(data, {"settings": {}, "records": [key | {"kl": 2.0, "seconds": 9.0}]})
+    real.add(data, {"settings": {"names": "a"}, "records": [key | {"kl": 3.0}]})
+    assert [(r["model"], r["kl"]) for r in data["peers"]] == [(real.SMOLLM2, 2.0), (real.LOOP, 3.0)]

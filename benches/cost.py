@@ -27,9 +27,7 @@ from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.run.model_source import ModelSource
 from loopq.run.solving import solve
-from loopq.settings.execution import Execution
 
 PEER = "llm-compressor, mse"
 ROWS: dict[str, dict[str, Any]] = {
@@ -54,7 +52,8 @@ def parse() -> argparse.Namespace:
     args = parsed(parser)
     config = json.loads((Path(args.model) / "config.json").read_text())
     args.layer = args.layer or list(range(*config["looped_layers"][:2]))
-    args.n_layers = config["num_hidden_layers"]
+    chosen = "|".join(map(str, args.layer))
+    args.names = rf"model\.layers\.({chosen})\."
     return args
 
 
@@ -106,19 +105,6 @@ def written(out: Path, name: str, text: str) -> None:
 
 class Costs(Bench):
     """The comparison of quality, on some layers, with the KL on one text alone."""
-
-    @property
-    def exclude(self) -> tuple[str, ...]:
-        """Layers that are not asked for."""
-        if len(self.args.layer) == self.args.n_layers:
-            return ()
-        chosen = "|".join(map(str, self.args.layer))
-        return (rf"re:^(?!model\.layers\.({chosen})\.)",)
-
-    def prepared(self, share: float) -> ModelSource:
-        """As of `Bench`."""
-        config, how = QuantConfig(exclude=self.exclude), Execution(threads=1)
-        return ModelSource.of(self.system, self.model.calibration, config, execution=how)
 
     def run(self, settings: dict[str, Any], bits: int, group: int) -> dict[str, Any]:
         """Quantize by loopq, as `loopq quantize` does."""

@@ -5,9 +5,11 @@ functions that `llama-quantize` calls. The latter run without and with an import
 the same Hessian summed over all runs. NVFP4 and MXFP4 are llm-compressor's GPTQ, in its own environment, with
 the better of two observers. LIBRARY is a shared library with ggml's `quantize_*`: that of xllamacpp, or
 `libggml-base.so` of llama-cpp-python. Rows that are no whole blocks get the type that `llama-quantize` falls
-back to, from either tool. Bits are those of the matrices; KL is on other text, in float32 on dequantized
-weights. `python -m benches.zoo.smollm2 fetch` makes SmolLM2; `--model plbert` has rows of whole blocks
-of 256. Results are kept in the record, and a type that it has is not measured again.
+back to, from either tool. A type of files, such as IQ3_XXS, gives each matrix the type that `llama-quantize` chooses
+for it, always with importance. Where loopq has no codes of a type, the row is the tool's alone. "padded" types fill
+rows up to whole blocks with zeros, and do not count these. Bits are those of the matrices; KL is on other text, in
+float32 on dequantized weights. `python -m benches.zoo.smollm2 fetch` makes SmolLM2; `--model plbert` has rows of
+whole blocks of 256. Results are kept in the record, and a type that it has is not measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import ctypes
 import datetime
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,26 @@ TYPES = {
     "q4_0": (32, 18, 0.5, ""), "q4_1": (32, 20, 0.5, ""), "q5_0": (32, 22, 0.5, ""), "q5_k": (256, 176, 0.5, "q5_1"),
     "q5_1": (32, 24, 0.5, ""), "q6_k": (256, 210, 0.5, "q8_0"), "q8_0": (32, 34, 0.5, ""),
     "mxfp4": (32, 17, 0.5, ""), "nvfp4": (16, 9, 0.5, ""),
+    "iq2_xxs": (256, 66, 0.5, "iq4_nl"), "iq2_xs": (256, 74, 0.5, "iq4_nl"), "iq2_s": (256, 82, 0.5, "iq4_nl"),
+    "iq3_xxs": (256, 98, 0.5, "iq4_nl"), "iq3_s": (256, 110, 0.5, "iq4_nl"),
 }  # fmt: skip
+#: The number of a type that ggml prepares tables for.
+PREPARED = {"iq2_xxs": 16, "iq2_xs": 17, "iq3_xxs": 18, "iq3_s": 21, "iq2_s": 22}
+PADDED = " padded"
+DOWN, V, OUT = "down_proj", "v_proj", "o_proj"
+#: Types of files: the type of most matrices, and others by a part of the name, for the first layers or those that
+#: `more` names. They are the choices of `llama-quantize` for a dense model of fewer than four queries to a key.
+FILES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
+    "IQ2_XXS": ("iq2_xxs", {V: ("q2_k", "all"), DOWN: ("q2_k", "eighth")}),
+    "IQ2_XS": ("iq2_xs", {V: ("q2_k", "all"), DOWN: ("q2_k", "eighth")}),
+    "IQ2_M": ("iq2_s", {V: ("iq3_s", "all"), OUT: ("iq3_s", "all"), DOWN: ("iq3_s", "eighth")}),
+    "IQ3_XXS": ("iq3_xxs", {"q_proj": ("iq2_s", "all"), "k_proj": ("iq2_s", "all"), OUT: ("iq3_s", "all")}),
+    "IQ3_S": ("iq3_s", {}),
+    "IQ3_M": ("iq3_s", {V: ("q4_k", "all"), OUT: ("q4_k", "all"), DOWN: ("q4_k", "eighth")}),
+    "Q2_K": ("q2_k", {V: ("q3_k", "all"), OUT: ("q3_k", "all"), DOWN: ("q3_k", "all")}),
+    "Q4_K_S": ("q4_k", {V: ("q5_k", "four"), DOWN: ("q5_k", "eighth")}),
+    "Q4_K_M": ("q4_k", {V: ("q6_k", "more"), DOWN: ("q6_k", "more")}),
+}
 FP4 = ("mxfp4", "nvfp4")
 GRIDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"bits": 4, "group_size": 32},
@@ -48,8 +70,22 @@ COLUMNS = ("tool", "tool, importance", "loopq, rounding", "loopq")
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
+def chosen(kind: str, name: str, n_layers: int) -> str:
+    """The type that `llama-quantize` asks for a matrix, in a file of this type."""
+    kind, others = FILES.get(kind, (kind, {}))
+    layer, eighth = int((re.findall(r"\.(\d+)\.", name) or ["0"])[0]), n_layers // 8
+    where = {
+        "all": True, "eighth": layer < eighth, "four": layer < 4,
+        "more": layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2,
+    }  # fmt: skip
+    found = [other for part, (other, layers) in others.items() if part in name and where[layers]]
+    return found[0] if found else kind
+
+
 def held(kind: str, columns: int) -> str:
     """The type that a matrix of a file of this type gets."""
+    if kind.endswith(PADDED):
+        return kind
     return kind if columns % TYPES[kind][0] == 0 else TYPES[kind][3]
 
 
@@ -66,8 +102,11 @@ class Engine:
         self, kind: str, w: NDArray[np.float32], importance: NDArray[Any] | None
     ) -> NDArray[np.float32]:
         """Return what a weight (out, in) becomes."""
-        kind = held(kind, w.shape[1])
-        size, n_bytes, *_ = TYPES[kind]
+        size, n_bytes, *_ = TYPES[kind.removesuffix(PADDED)]
+        if kind.endswith(PADDED):
+            return self.padded(kind.removesuffix(PADDED), w, importance)
+        if kind in PREPARED:
+            self.library.ggml_quantize_init(PREPARED[kind])
         name = kind.replace("_k", "_K")
         w, out = np.ascontiguousarray(w), np.zeros_like(w)
         blocks = np.zeros((len(w), w.shape[1] // size * n_bytes), np.uint8)
@@ -78,6 +117,16 @@ class Engine:
         pack(_at(w), blocks.ctypes.data, *w.shape, None if counts is None else _at(counts))
         unpack(blocks.ctypes.data, _at(out), out.size)
         return out
+
+    def padded(
+        self, kind: str, w: NDArray[np.float32], importance: NDArray[Any] | None
+    ) -> NDArray[np.float32]:
+        """As `weight`, with zeros up to whole blocks, which are cut off again."""
+        n = w.shape[1]
+        more = -n % TYPES[kind][0]
+        wide = np.pad(w, ((0, 0), (0, more)))
+        counts = None if importance is None else np.pad(importance, (0, more))
+        return self.weight(kind, wide, counts)[:, :n]
 
 
 def _at(values: NDArray[np.float32]) -> Any:
@@ -93,15 +142,16 @@ class Kept(Costs):
         plan = self.source.plan(QuantConfig.of(metric="loop"))
         with self.costs() as sums:
             self.hessians = self.source.all_steps(plan)
-        with self.costs() as metrics:
-            self.source.collect_metrics(plan, self.hessians, plan.tasks)
+        self.metrics_plan = plan
         #: CPU seconds of what a row of each column needs before it begins.
-        self.before = {"tool, importance": sums.seconds, "loopq": sums.seconds + metrics.seconds}
+        self.before = {"tool, importance": sums.seconds}
 
-    @property
-    def exclude(self) -> tuple[str, ...]:
-        """Skipped: not requested."""
-        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names not in ("", ".") else ()
+    def collect(self) -> None:
+        """Collect the loop metrics, if they are not there."""
+        if "loopq" not in self.before:
+            with self.costs() as metrics:
+                self.source.collect_metrics(self.metrics_plan, self.hessians, self.metrics_plan.tasks)
+            self.before["loopq"] = self.before["tool, importance"] + metrics.seconds
 
     def solved(self, config: QuantConfig) -> dict[str, NDArray[np.float32]]:
         """The weights by loopq."""
@@ -122,14 +172,39 @@ class Types(Kept):
             if t.input_group
         }
 
+        self._rounded: dict[tuple[str, str, bool], tuple[NDArray[np.float32], float]] = {}
+
+    def types(self, kind: str) -> dict[str, str]:
+        """The type of every matrix."""
+        return {n: held(chosen(kind, n, self.args.n_layers), w.shape[1]) for n, w in self.dense.items()}
+
     def bits(self, kind: str) -> float:
         """Bits of a weight, over all matrices."""
-        sizes = [(w.size, *TYPES[held(kind, w.shape[1])][:2]) for w in self.dense.values()]
+        types = self.types(kind)
+        sizes = [(w.size, *TYPES[types[n].removesuffix(PADDED)][:2]) for n, w in self.dense.items()]
         return sum(n * 8 * n_bytes / size for n, size, n_bytes in sizes) / sum(n for n, *_ in sizes)
+
+    def rounded(
+        self, engine: Engine, kind: str, important: bool
+    ) -> tuple[dict[str, NDArray[np.float32]], float]:
+        """The weights of a type by the tool, and CPU seconds; a matrix is rounded once to each type."""
+        found = {}
+        for name, one in self.types(kind).items():
+            key = (name, one, important)
+            if key not in self._rounded:
+                with self.costs() as cost:
+                    made = engine.weight(
+                        one, self.dense[name], self.importance.get(name) if important else None
+                    )
+                self._rounded[key] = made, cost.seconds
+            found[name] = self._rounded[key]
+        return {name: made for name, (made, _) in found.items()}, sum(
+            seconds for _, seconds in found.values()
+        )
 
     def of(self, kind: str, settings: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
         """The weights of a type by loopq."""
-        other = {n: held(kind, w.shape[1]) for n, w in self.dense.items()}
+        other = self.types(kind)
         overrides = [Override(n, {"levels": k}) for n, k in other.items() if k != kind]
         config = QuantConfig.of(*overrides, levels=kind, **GRIDS.get(kind, {}), **settings)
         return self.solved(config)
@@ -138,7 +213,11 @@ class Types(Kept):
         """KL of a type by each tool."""
         weights: dict[str, dict[str, NDArray[np.float32]]] = {}
         found: dict[str, Any] = {"bits": self.bits(kind)}
-        for name, settings in (("loopq, rounding", {"method": "rtn"}), ("loopq", {"metric": "loop"})):
+        ours = ("loopq, rounding", {"method": "rtn"}), ("loopq", {"metric": "loop"})
+        alone = kind in FILES or kind.endswith(PADDED) or kind in PREPARED
+        if not alone:
+            self.collect()
+        for name, settings in () if alone else ours:
             with self.costs() as cost:
                 weights[name] = self.of(kind, settings)
             found[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
@@ -150,10 +229,9 @@ class Types(Kept):
             }
             found["tool, importance"] = min(k for k in map(found.get, asked) if isinstance(k, float))
         else:
-            for name, counts in (("tool", {}), ("tool, importance", self.importance)):
-                with self.costs() as cost:
-                    weights[name] = {n: engine.weight(kind, w, counts.get(n)) for n, w in self.dense.items()}
-                found[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
+            for name in ("tool, importance",) if alone else ("tool", "tool, importance"):
+                weights[name], seconds = self.rounded(engine, kind, name != "tool")
+                found[f"{name}, seconds"] = self.before.get(name, 0.0) + seconds
         lines = self.measured([{} for _ in weights], dict(enumerate(weights.values())))
         for name, line in zip(weights, lines, strict=True):
             found |= {
@@ -170,12 +248,21 @@ def parse() -> argparse.Namespace:
     )
     add_common(parser, n_calibration=64)
     parser.add_argument("--engine", required=True, help="library with ggml's quantizers")
-    parser.add_argument("--type", action="append", choices=TYPES, help="only these (default: all)")
+    parser.add_argument(
+        "--type",
+        action="append",
+        choices=[*TYPES, *FILES, *(k + PADDED for k in TYPES)],
+        help="only these (default: all types)",
+    )
     parser.add_argument(
         "--names", help="regular expression of the matrices, . for all (default: of a whole loop)"
     )
     args = parsed(parser)
-    args.names = args.names or (r"model\.layers\.1[2-7]\." if Path(args.model).is_dir() else "")
+    folder = Path(args.model)
+    args.names = args.names or (r"model\.layers\.1[2-7]\." if folder.is_dir() else "")
+    args.n_layers = (
+        json.loads((folder / "config.json").read_text())["num_hidden_layers"] if folder.is_dir() else 1
+    )
     return args
 
 
@@ -200,12 +287,16 @@ def page(runs: dict[str, dict[str, Any]]) -> str:
         ]  # fmt: skip
         for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
             plain = f"{row['tool']:.2e}" if "tool" in row else ""
-            low, high = row["loopq, 95 %"]
+            ours = " |  |  | "
+            if "loopq" in row:
+                low, high = row["loopq, 95 %"]
+                ours = (
+                    f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
+                    f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]}"
+                )
             lines.append(
-                f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | "
-                f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
-                f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]} | {_both(row, 'agreement', '.1%')} | "
-                f"{_both(row, 'seconds', '.0f')} |"
+                f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | {ours} | "
+                f"{_both(row, 'agreement', '.1%')} | {_both(row, 'seconds', '.0f')} |"
             )
         lines.append("")
     return "\n".join(lines)

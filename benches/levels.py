@@ -67,6 +67,7 @@ def main() -> None:
     stored = args.out / f"levels-{datetime.date.today()}.json"
     runs = json.loads(stored.read_text("utf-8")) if stored.is_file() else {}
     bench = Kept(args)
+    bench.collect()
     name = Path(args.model).name
     sizes = f"{args.n_calibration} x {args.seq_len} tokens to calibrate, {args.n_evaluation} x {args.seq_len} others"
     run = runs.setdefault(f"{name} {args.names} {args.n_calibration}", {

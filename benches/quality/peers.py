@@ -4,10 +4,10 @@ Each tool runs in its own environment `.cache/venv-TOOL`, which `make peers` mak
 and named. Model, calibration prompts, initial states, grid and evaluation are the same for all. By default
 the prompts are as many as loopq takes. MODEL is a name of the zoo, "plbert", or one with a planted massive
 activation at step 0 ("ouro_small+spike") or at a token ("ouro_small+token"), or with a loud channel
-("huginn_small+outlier"), or a folder. `--calibration` and `--text` replace the texts that ship. Results are saved in
-.cache/peers, and an interrupted run is resumed. The record
-goes to benches/record. It holds the KL with 95 % intervals over prompts at the depths N, N/2 and 2N, and on
-text of another kind. It also holds CPU seconds, peak memory, and the worst model of each method.
+("huginn_small+outlier"), or a folder. `--calibration` and `--text` replace the texts that ship, and `--tasks`
+scores each row on items of tasks beside full precision. Results are saved in .cache/peers, and an interrupted run is
+resumed. The record goes to benches/record. It holds the KL with 95 % intervals over prompts at the depths N, N/2 and
+2N, and on text of another kind. It also holds CPU seconds, peak memory, and the worst model of each method.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import numpy as np
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import PLAIN, TRELLIS, UNEVEN, page, processor, report
-from benches.quality.subjects import other_text, prepare
+from benches.quality.peers_table import FULL, PLAIN, TRELLIS, UNEVEN, answers, page, processor, report
+from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.hessian_set import HessianSet
@@ -69,6 +69,7 @@ OURS: dict[str, dict[str, Any]] = {
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
 }
 Result = tuple[str, int, int]
+KEY = ("model", "draw", "bits", "group", "variant", "task")
 
 
 def parse() -> argparse.Namespace:
@@ -88,6 +89,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, help="text to calibrate on (default: the one that ships)")
     parser.add_argument("--text", type=Path, help="text to measure on, at the depth N alone")
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--names", default="", help="regular expression of the matrices (default: all)")
+    parser.add_argument(
+        "--tasks", action="append", default=[], metavar="TASK:ITEMS", help="score on these, too"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "peers")
     parser.add_argument("--table", action="store_true", help="run nothing: write what is in the cache")
@@ -121,15 +126,23 @@ class Bench:
         self.system = self.model.loaded.system
         self.peak = Peak()
         self.source = self.prepared(0.0)
+        #: Weights of the results that were measured last.
+        self.weights: dict[int, Any] = {}
         self._sums: dict[float, tuple[ModelSource, HessianSet, Cost]] = {}
         self._metrics: dict[Any, Cost] = {}
+
+    @property
+    def exclude(self) -> tuple[str, ...]:
+        """Matrices that are not asked for."""
+        return (rf"re:^(?!.*({self.args.names}))",) if self.args.names not in ("", ".") else ()
 
     def prepared(self, share: float) -> ModelSource:
         """Rollouts of the calibration prompts; of a text a share of the tokens may be random."""
         tokens = self.model.calibration
         if share and tokens.packing == "windows":
             tokens = tokens.with_random_tokens(share, np.arange(self.model.loaded.config["vocab_size"]))
-        return ModelSource.of(self.system, tokens, execution=Execution(threads=self.args.threads))
+        config, how = QuantConfig(exclude=self.exclude), Execution(threads=self.args.threads)
+        return ModelSource.of(self.system, tokens, config, execution=how)
 
     def sums(self, share: float) -> tuple[ModelSource, HessianSet, Cost]:
         """Hessians of all steps, collected once for each share of random tokens and timed."""
@@ -210,6 +223,7 @@ class Bench:
 
     def measured(self, lines: list[dict[str, Any]], weights: dict[int, Any]) -> list[dict[str, Any]]:
         """Add KL with its interval over prompts to each result; at other depths, and on other text."""
+        self.weights = weights
         model, depth = self.model, self.system.n_steps
         seeds = (0, 1) if self.system.state_is_random else (0,)
         asked = {
@@ -271,11 +285,12 @@ class Saved:
             json.dumps(key | row | {"loopq": __version__, "cpu": processor()}, indent=1)
         )
         path.with_suffix(".part").rename(path)
-        print(
-            *(key[k] for k in ("model", "draw", "bits", "group", "variant")),
-            row.get("kl", row.get("refused")),
-            flush=True,
-        )
+        told = "mean" if "values" in row else "kl"
+        print(*(key.get(k, "") for k in KEY), row.get(told, row.get("refused")), flush=True)
+
+    def weights(self, key: dict[str, Any]) -> Path:
+        """The file of a result's weights, which are kept for tasks."""
+        return self.path(key).with_suffix(".npz")
 
 
 def asked_of(
@@ -307,8 +322,13 @@ def measure(
     saved: Saved, name: str, draw: int, asked: list[tuple[str, dict[str, Any]]], args: Any, sizes: Sizes
 ) -> None:
     """Make what is missing of one model and draw."""
-    missing = [(tool, key) for tool, key in asked if saved.find(key) is None]
-    if not missing:
+    tasks = dict(task.split(":") for task in args.tasks)
+    missing = [
+        (tool, key)
+        for tool, key in asked
+        if saved.find(key) is None or (tasks and not saved.weights(key).is_file())
+    ]
+    if not missing and not tasks:
         return
     bench = Bench(name, draw, args, sizes)
     for tool in dict.fromkeys(t for t, _ in missing):
@@ -325,14 +345,39 @@ def measure(
         for part in parts:
             results = [(k["variant"], k["bits"], k["group"]) for k in part]
             lines = bench.ours(results) if tool == "loopq" else bench.theirs(tool, results)
-            for key, line in zip(part, lines, strict=True):
-                saved.keep(key, line)
+            for number, (key, line) in enumerate(zip(part, lines, strict=True)):
+                if saved.find(key) is None:
+                    saved.keep(key, line)
+                if tasks and number in bench.weights:
+                    np.savez(saved.weights(key), **bench.weights[number])
+    for task, limit in tasks.items():
+        score(saved, bench, [key for _, key in asked], {"task": task, "limit": int(limit)})
+
+
+def score(saved: Saved, bench: Bench, asked: list[dict[str, Any]], task: dict[str, Any]) -> None:
+    """Score full precision and every result on the items of a task, and save which are right."""
+    full = {"model": bench.job["model"], "draw": 0, "bits": 0, "group": 0, "variant": FULL}
+    for key in (full, *asked):
+        if saved.find(key | task) is None and (key is full or saved.weights(key).is_file()):
+            weights = {} if key is full else dict(np.load(saved.weights(key)))
+            values = items_right(bench.model, weights, bench.data, **task)
+            saved.keep(key | task, {"values": values, "mean": float(np.mean(values))})
+
+
+def scored(saved: Saved, name: str, asked: list[dict[str, Any]], tasks: list[str]) -> list[dict[str, Any]]:
+    """Saved scores of a model."""
+    full = {"model": name, "draw": 0, "bits": 0, "group": 0, "variant": FULL}
+    parts = [{"task": task, "limit": int(n)} for task, n in (t.split(":") for t in tasks)]
+    rows = [saved.find(key | part) for part in parts for key in (full, *asked)]
+    return [row for row in rows if row is not None]
 
 
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = vars(sizes) | {k: str(v) for k, v in vars(args).items() if k in ("calibration", "text") and v}
+    settings = vars(sizes) | {
+        k: str(v) for k, v in vars(args).items() if k in ("calibration", "text", "names") and v
+    }
     saved = Saved(args.cache, settings)
     asked_grids = ((int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ()))
     grids = list(asked_grids) or list(GRIDS)
@@ -344,6 +389,7 @@ def main() -> None:
         *zoo.available(), *(Path(f).name for f in folders()), *PLANTED, *([PLBERT] if data_folder(args.data) else [])
     ]  # fmt: skip
     records: list[dict[str, Any]] = []
+    scores: list[dict[str, Any]] = []
     for draw in args.draw if args.draw is not None else range(3):
         for name in models:
             asked = asked_of(name, draw, grids, [t for t in chosen if t not in absent])
@@ -351,12 +397,13 @@ def main() -> None:
             if not args.table:
                 measure(saved, name, draw, asked, args, sizes)
             rows = [saved.find(key) for _, key in asked]
+            scores += scored(saved, name, [key for _, key in asked], args.tasks)
             records += [{k: v for k, v in r.items() if k != "settings"} for r in rows if r is not None]
-    text = report(records, settings, absent, list(OURS))
+    text = report(records, settings, absent, list(OURS)) + answers(records, scores, list(OURS))
     print(text)
     stem = args.out / f"peers-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(
-        json.dumps({"settings": settings, "records": records}, indent=1) + "\n"
+        json.dumps({"settings": settings, "records": records, "scores": scores}, indent=1) + "\n"
     )
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from loopq.evaluation.stats import mcnemar_exact
 
 Rows = list[dict[str, Any]]
 #: By model and variant.
@@ -34,6 +37,7 @@ BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8
 COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
 TRELLIS = "loopq best, trellis"
 PLAIN = "loopq default, no random tokens"
+FULL = "full precision"
 UNEVEN = "loopq default, uneven levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
@@ -258,3 +262,46 @@ def _intervals(rows: Rows) -> str:
         sorted(found, key=lambda r: (r["model"], -r["bits"], -r["group"], r["variant"], r["draw"])),
         [*columns, ("kl", "KL", ".4g"), ("interval", "95 %", ""), ("agreement", "agreement", ".4f")],
     )
+
+
+ANSWERS = [
+    ("grid", "grid", ""), ("draw", "draw", "d"), ("variant", "weights", ""), ("right", "right", ".1%"),
+    ("full", "against full precision", ""), ("best", "against the best tool", ""),
+]  # fmt: skip
+
+
+def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
+    """Tables of tasks: right answers, and flips against full precision and against the best other tool."""
+    parts = []
+    for model, task in dict.fromkeys((r["model"], r["task"]) for r in scores):
+        rows = [r for r in scores if (r["model"], r["task"]) == (model, task)]
+        full = np.array(next(r["values"] for r in rows if r["variant"] == FULL))
+        lines: list[dict[str, Any]] = [{"variant": FULL, "right": full.mean()}]
+        for (bits, group), here in by_grid([r for r in rows if r["variant"] != FULL]).items():
+            found = {(r["draw"], r["variant"]): np.array(r["values"]) for r in here}
+            kl = by_draw(by_grid(records)[bits, group])
+            for (draw, variant), right in found.items():
+                line = {
+                    "grid": f"INT{bits} g{group}",
+                    "draw": draw,
+                    "variant": variant,
+                    "right": right.mean(),
+                }
+                others = {
+                    v: kl[(model, draw), v] for d, v in found if d == draw and v not in (*ours, *NOT_EQUAL)
+                }
+                best = min(others, key=lambda v: others[v]) if others else variant
+                line |= {"full": flips(right, full)}
+                line |= {"best": flips(right, found[draw, best])} if best != variant else {}
+                lines.append(line)
+        parts += [f"## {task} of {model}, {full.size} items", "", table(lines, ANSWERS), ""]
+    said = (
+        "Against: items right only in this row and only in the other, and the p value of the exact sign test."
+    )
+    return "\n".join([*parts, said, ""] if parts else [])
+
+
+def flips(right: NDArray[np.float64], other: NDArray[np.float64]) -> str:
+    """Items that only one of two rows has right, and McNemar's exact p value."""
+    gained, lost = int((right > other).sum()), int((right < other).sum())
+    return f"{gained} and {lost}, p {mcnemar_exact(gained, lost):.2g}"

@@ -15,7 +15,11 @@ from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
+from loopq.evaluation.items import read_items
+from loopq.evaluation.tasks import score
+from loopq.models.replace import Replaced, Weights
 from loopq.paper.models import PreparedModel, Sizes, open_source
+from loopq.paper.tables.benchmarks import METRICS
 from loopq.systems import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.
@@ -58,3 +62,15 @@ def other_text(model: PreparedModel, data: Path | None, n_prompts: int) -> Token
     text = "\n".join(f"{r['question']} {r['answer']}" for r in records).encode("ascii", "ignore").decode()
     length = model.evaluation.sequences[0].size
     return windows(text, model.loaded.encode, length, n_prompts, "GSM8K, test")
+
+
+def items_right(
+    model: PreparedModel, weights: Weights, data: Path | None, task: str, limit: int
+) -> list[float]:
+    """Score weights on the first items of a task: 1 where an item is right."""
+    if data is None:
+        raise ConfigError(f"{task}: its items are in a data folder; give --data DIR or set LOOPQ_DATA")
+    items = read_items(task, data, limit)
+    with Replaced(model.loaded.system, weights) as other:
+        loaded = dataclasses.replace(model.loaded, model=other.model, system=other)
+        return score(loaded, task, items)[METRICS[task]].values.tolist()

@@ -182,15 +182,9 @@ def test_each_statement_about_safety_names_a_test_that_exists():
         assert f"\ndef {named[2]}(" in (ROOT / named[1]).read_text("utf-8"), row
 
 
-def test_the_readme_has_the_figures_of_its_record():
+def test_sentences_of_the_readme_have_the_figures_of_the_record():
     record = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))
-    found = {(r["bits"], f"{r['kl']:.3f}", f"{100 * r['agreement']:.1f} %") for r in record["peers"]}
     text = (ROOT / "README.md").read_text("utf-8")
-    row = re.compile(
-        r"^\| .+ \| \**([\d.]+)\** \| ([\d.]+ %) \| \**([\d.]+)\** \| ([\d.]+ %) \| \d+ \|$", re.MULTILINE
-    )
-    shown = {x for a, b, c, d in row.findall(text) for x in ((4, a, b), (3, c, d))}
-    assert shown == found
-    (iq4_nl,) = record["gguf"].values()
+    iq4_nl = record["gguf"]["iq4_nl"]
     assert f"loopq has {iq4_nl['loopq']:.3f}," in text
     assert f"importance matrix {iq4_nl['tool, importance']:.3f}." in text

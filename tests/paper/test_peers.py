@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from benches import pages
+from benches import gguf, pages
 from benches.pages import RECORD, ROOT
-from benches.quality import peers, peers_table
+from benches.quality import peers, peers_table, real
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import ConfigError
@@ -111,3 +111,72 @@ def test_the_table_of_the_page_is_that_of_the_newest_record():
 def test_what_cannot_be_planted_is_named():
     with pytest.raises(ConfigError, match=r"huginn_small\+spikes: nothing is called 'spikes'"):
         prepare("huginn_small+spikes", Sizes(2, 2, 2, 16), None, 0)
+
+
+def scores(variant, values, **more):
+    return {
+        "model": "a",
+        "task": "lambada",
+        "draw": 0,
+        "bits": 3,
+        "group": 32,
+        "variant": variant,
+        "values": values,
+    } | more
+
+
+def test_flips_count_items_that_one_of_two_rows_has_right():
+    right, other = np.array([1.0, 1, 1, 0, 0]), np.array([1.0, 0, 0, 1, 0])
+    # One of three discordant items or fewer: half of the binomial's outcomes, on both sides.
+    assert peers_table.flips(right, other) == "2 and 1, p 1"
+    assert peers_table.flips(np.ones(6), np.zeros(6)) == "6 and 0, p 0.031"
+
+
+def test_answers_stand_beside_full_precision_and_the_best_tool():
+    found = [
+        scores(peers_table.FULL, [1.0, 1, 1, 0], bits=0, group=0),
+        scores("llm-compressor, mse", [0.0, 0, 1, 0]),
+        scores("loopq best", [1.0, 1, 0, 0]),
+    ]
+    lines = peers_table.answers(RECORDS, found, OURS).splitlines()
+    assert "|  |  | full precision | 75.0% |  |  |" in lines
+    assert "| INT3 g32 | 0 | llm-compressor, mse | 25.0% | 0 and 2, p 0.5 |  |" in lines
+    assert "| INT3 g32 | 0 | loopq best | 50.0% | 0 and 1, p 1 | 2 and 1, p 1 |" in lines
+    assert peers_table.answers(RECORDS, [], OURS) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "columns", "expected"),
+    [
+        ("IQ3_XXS", "model.layers.9.self_attn.q_proj.weight", 576, "iq4_nl"),
+        ("IQ3_XXS", "model.layers.9.self_attn.q_proj.weight", 2048, "iq2_s"),
+        ("IQ3_XXS", "model.layers.9.mlp.down_proj.weight", 1536, "iq3_xxs"),
+        ("IQ2_XS", "model.layers.2.mlp.down_proj.weight", 1536, "q2_k"),
+        ("IQ2_XS", "model.layers.3.mlp.down_proj.weight", 1536, "iq2_xs"),
+        ("Q4_K_S", "model.layers.3.self_attn.v_proj.weight", 576, "q5_1"),
+        ("Q4_K_M", "model.layers.5.mlp.down_proj.weight", 1536, "q6_k"),
+        ("Q4_K_M", "model.layers.4.mlp.down_proj.weight", 1536, "q4_k"),
+        ("iq3_s padded", "model.layers.9.self_attn.q_proj.weight", 576, "iq3_s padded"),
+    ],
+)
+def test_types_of_files_are_those_of_llama_quantize(kind, name, columns, expected):
+    assert gguf.held(gguf.chosen(kind, name, 30), columns) == expected
+
+
+def test_the_tables_of_real_models_are_those_of_their_record():
+    data = json.loads(real.DATA.read_text("utf-8"))
+    made = real.pages(data)
+    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO}
+    for (page, mark), text in made.items():
+        assert pages.within(page, mark) == text, f"{page}: run python -m benches.quality.real"
+
+
+def test_a_result_takes_the_place_of_an_older_one_that_differs():
+    key = {"model": "folder/looped", "draw": 0, "bits": 3, "group": 64, "variant": "RTN"}
+    data = {"peers": [], "scores": [], "gguf": {}}
+    for kl, seconds in ((1.0, 4.0), (1.0, 9.0)):
+        real.add(data, {"settings": {}, "records": [key | {"kl": kl, "seconds": seconds}]})
+    assert data["peers"] == [key | {"model": real.SMOLLM2, "kl": 1.0, "seconds": 4.0}]
+    real.add(data, {"settings": {}, "records": [key | {"kl": 2.0, "seconds": 9.0}]})
+    real.add(data, {"settings": {"names": "a"}, "records": [key | {"kl": 3.0}]})
+    assert [(r["model"], r["kl"]) for r in data["peers"]] == [(real.SMOLLM2, 2.0), (real.LOOP, 3.0)]

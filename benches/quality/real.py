@@ -1,0 +1,215 @@
+"""Tables of the real models, SmolLM2 with a loop and PL-BERT: `python -m benches.quality.real [RESULT.json ...]`.
+
+Results of `benches.quality.peers` and `benches.gguf` are added to the record's JSON file, in the place of older ones of
+the same key. The tables of the record, of README.md and of docs/zoo.md are then written from it, between their marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benches.gguf import FILES, PADDED
+from benches.pages import RECORD, ROOT, into
+from benches.quality.peers import OURS
+from benches.quality.peers_table import FULL, UNEVEN, Rows, answers, by_grid, table
+from loopq.calibrate.plbert import PLBERT
+
+DATA = RECORD / "smollm2-peers-2026-11-27.json"
+PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
+SMOLLM2, LOOP = "smollm2_loop", "loop alone"
+#: Names of rows, in their order.
+NAMES = {
+    "RTN": "RTN",
+    "GPTQ, one step, paper": "GPTQ, one step",
+    "GPTQ, trajectory, paper": "GPTQ, all steps",
+    "llm-compressor": "llm-compressor 0.14",
+    "llm-compressor, mse": "llm-compressor 0.14, `mse`",
+    "llm-compressor, imatrix_mse": "llm-compressor 0.14, `imatrix_mse`",
+    "GPTQModel": "GPTQModel 7.7",
+    "auto-round": "auto-round",
+    "loopq fast": "loopq, `--preset fast`",
+    "loopq default": "loopq",
+    UNEVEN: "loopq, `--levels uneven`",
+    "loopq best, inputs open": "loopq, `--preset best --inputs open`",
+}
+#: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
+N_WEIGHTS, REST = 106_168_320, 49_152 * 576 * 2 + 61 * 576 * 2
+ROWS = ("model", "names", "draw", "bits", "group", "variant", "task", "limit")
+
+
+def add(data: dict[str, Any], result: dict[str, Any]) -> None:
+    """Put the results of a bench into a record."""
+    if "records" not in result:
+        for run in result.values():
+            data["gguf"] |= run["rows"]
+        return
+    for where in ("records", "scores"):
+        part = "peers" if where == "records" else where
+        for row in result.get(where, []):
+            names = result["settings"].get("names")
+            model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
+            new = row | {"model": model} | ({"names": names} if names else {})
+            same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
+            # The first of equal results stays, with its seconds.
+            if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
+                data[part] = [*(r for r in data[part] if r not in same), new]
+
+
+def of(data: dict[str, Any], model: str) -> Rows:
+    """Rows of a model that were not refused, in the order of the tables."""
+    rows = [r for r in data["peers"] if r["model"] == model and "kl" in r and r["variant"] in NAMES]
+    return sorted(rows, key=lambda r: (-r["bits"], r["draw"], list(NAMES).index(r["variant"])))
+
+
+def best(rows: Rows) -> float:
+    """The least KL of another tool."""
+    return min((r["kl"] for r in rows if r["variant"] not in OURS), default=float("nan"))
+
+
+def megabytes(bits: float) -> float:
+    """The whole file, in 10^6 bytes, of SmolLM2 with so many bits for each weight of its matrices."""
+    return (N_WEIGHTS * bits / 8 + REST) / 1e6
+
+
+def percent(share: float) -> str:
+    """A share in percent."""
+    return f"{100 * share:.1f} %"
+
+
+def spread(row: dict[str, Any], kl: str = "kl", interval: str = "kl_95") -> str:
+    """A KL with its interval."""
+    low, high = row[interval]
+    return f"{row[kl]:.4f} ({low:.4f}-{high:.4f})"
+
+
+def peers(rows: Rows, size: bool = True) -> str:
+    """One row for each result."""
+    lines = []
+    for (bits, group), here in by_grid(rows).items():
+        for r in here:
+            least = best([x for x in here if x["draw"] == r["draw"]])
+            lines.append(
+                {
+                    "grid": f"INT{bits} g{group}", "draw": r["draw"], "weights": NAMES[r["variant"]], "kl": spread(r),
+                    "agreement": percent(r["agreement"]), "over": r["kl"] / least, "s": r["seconds"],
+                    "mb": megabytes(bits + 16 / group),
+                }
+            )  # fmt: skip
+    columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
+    columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
+    columns += [("mb", "file, MB", ".1f")] if size else []
+    columns += [("draw", "draw", "d")] if len({r["draw"] for r in rows}) > 1 else []
+    return table(lines, [*columns, ("s", "CPU s", ".0f")])
+
+
+def readme(rows: Rows) -> str:
+    """The table of the first page: one row for each method, with both grids."""
+    grids = by_grid([r for r in rows if r["draw"] == 0])
+    first = {key: min(r["kl"] for r in here) for key, here in grids.items()}
+    lines = []
+    for variant, name in NAMES.items():
+        line: dict[str, Any] = {"weights": name}
+        for key, here in grids.items():
+            for r in (r for r in here if r["variant"] == variant):
+                kl = f"{r['kl']:.3f}"
+                bold = f"**{kl}**" if r["kl"] == first[key] else kl
+                line |= {f"kl{key[0]}": bold, f"agreement{key[0]}": percent(r["agreement"])}
+                line.setdefault("seconds", []).append(r["seconds"])
+        if len(line) > 1:
+            lines.append(line | {"seconds": sum(line["seconds"]) / len(line["seconds"])})
+    columns = [("weights", "weights", "")]
+    for bits, _ in grids:
+        columns += [(f"kl{bits}", f"{bits} bits: KL", ""), (f"agreement{bits}", "agreement", "")]
+    return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
+
+
+def plbert(rows: Rows) -> str:
+    """PL-BERT in one line: the methods across."""
+    if not rows:
+        return ""
+    asked = {
+        "RTN": "RTN", "GPTQ, one step, paper": "GPTQ, one step", "GPTQ, trajectory, paper": "GPTQ, all steps",
+        "loopq fast": "loopq, `fast`", "loopq default": "loopq",
+    }  # fmt: skip
+    found: dict[str, Any] = {v: f"{r['kl']:.3f}" for v in asked for r in rows if r["variant"] == v}
+    found |= {"what": "PL-BERT, error at 3 bits", "best": f"{best(rows):.3f}"}
+    shown = [("what", "", ""), *((v, n, "") for v, n in asked.items() if v in found)]
+    return table([found], [*shown[:4], ("best", "llm-compressor, best", ""), *shown[4:]])
+
+
+def named(kind: str) -> str:
+    """A type of a file, of all matrices, or of matrices with rows filled up to whole blocks."""
+    if kind in FILES:
+        return f"{kind}, a file's choice"
+    return kind.removesuffix(PADDED).upper() + (", rows filled up" if kind.endswith(PADDED) else "")
+
+
+def gguf(rows: dict[str, dict[str, Any]]) -> str:
+    """Types of llama.cpp, by the bits of their matrices."""
+    lines = []
+    tool, ours = "tool, importance", "loopq"
+    for kind, r in sorted(rows.items(), key=lambda item: item[1]["bits"]):
+        line = {
+            "kind": named(kind), "bits": r["bits"], "tool": spread(r, tool, f"{tool}, 95 %"),
+            "agreement": percent(r[f"{tool}, agreement"]), "s": r[f"{tool}, seconds"],
+        }  # fmt: skip
+        line |= {"plain": spread(r, "tool", "tool, 95 %")} if "tool" in r else {}
+        line |= {} if kind.endswith(PADDED) else {"mb": megabytes(r["bits"])}
+        if ours in r:
+            line |= {"ours": spread(r, ours, f"{ours}, 95 %"), "over": r[ours] / r[tool]}
+            line |= {"our s": r[f"{ours}, seconds"], "our agreement": percent(r[f"{ours}, agreement"])}
+        lines.append(line)
+    columns = [
+        ("kind", "type", ""), ("bits", "bits", ".3f"), ("mb", "file, MB", ".1f"),
+        ("plain", "llama.cpp's rounding", ""), ("tool", "with importance", ""), ("agreement", "agreement", ""),
+        ("s", "CPU s", ".0f"),
+        ("ours", "loopq", ""), ("our agreement", "agreement", ""), ("over", "ratio", ".2f"), ("our s", "CPU s", ".0f"),
+    ]  # fmt: skip
+    return table(lines, columns)
+
+
+def scores(data: dict[str, Any]) -> str:
+    """Tables of tasks, with the names of the other tables."""
+    rows = [r | {"variant": NAMES.get(r["variant"], r["variant"])} for r in data["scores"]]
+    records = [r | {"variant": NAMES[r["variant"]]} for r in of(data, SMOLLM2)]
+    return answers(records, rows, [NAMES[v] for v in OURS if v in NAMES] + [FULL]).rstrip()
+
+
+def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
+    """Each table by its page and its mark."""
+    smol = of(data, SMOLLM2)
+    first, others = ([r for r in smol if (r["draw"] == 0) == is_first] for is_first in (True, False))
+    made = {
+        (PAGE, "peers"): peers(first),
+        (PAGE, "draws"): peers(others),
+        (PAGE, "loop"): peers(of(data, LOOP), size=False),
+        (PAGE, "gguf"): gguf(data["gguf"]),
+        (PAGE, "answers"): scores(data),
+        (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
+        (README, "smollm2"): readme(smol),
+        (README, "plbert"): plbert(of(data, PLBERT)),
+        (ZOO, "smollm2"): peers(first),
+    }
+    # A table without a row is its head alone.
+    return {place: text for place, text in made.items() if text.count("\n") > 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="*", type=Path, help="files of JSON that the benches left")
+    args = parser.parse_args()
+    data = json.loads(DATA.read_text("utf-8"))
+    for file in args.results:
+        add(data, json.loads(file.read_text("utf-8")))
+    DATA.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    for (page, mark), text in pages(data).items():
+        into(page, mark, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -221,7 +221,16 @@ def test_what_it_takes_is_said_before(tiny, tokens):
     half = metric_cost(tasks, dataclasses.replace(tokens, sequences=tokens.sequences[:5]))
     assert half.n_gradients == 4 * (1 + 5)
     # The thin matrices of wide layers grow narrower as prompts become more; no more than that is held.
-    assert half.memory >= cost.memory >= 12 * sum(t.parameter.in_features**2 for t in tasks)
+    assert half.memory >= cost.memory >= cost.kept
+    # Four bytes for each entry of A's blocks and of S.
+    p = [t.parameter for t in tasks]
+    assert cost.kept == 4 * sum(q.in_features**2 + q.out_features * min(512, q.out_features) for q in p)
+    # Layers of one input have one root.
+    first, *others = [t for t in tasks if t.input_group == tasks[0].input_group]
+    apart = [first, *(dataclasses.replace(t, input_group=t.name) for t in others)]
+    wide = first.parameter.in_features
+    more = metric_cost(apart, tokens).memory - metric_cost([first, *others], tokens).memory
+    assert more == len(others) * 4 * wide**2
 
 
 @pytest.mark.parametrize("kappa", [4.0**7, 4.0**10])

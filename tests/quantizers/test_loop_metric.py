@@ -28,6 +28,16 @@ def test_follows_scalings_and_rotations():
     np.testing.assert_allclose(turned.right, [[2.0, -1.0], [-1.0, 2.0]], atol=1e-12)
 
 
+def test_sums_in_single_precision_are_doubled_before_the_ridge():
+    sums = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32)
+    sums = sums @ sums.T
+    (left,) = LoopMetric((sums,), sums, 1, 0.1).left
+    np.testing.assert_array_equal(left, ridged(sums.astype(np.float64), 0.1))
+    h = np.eye(5) / 3
+    wide = LoopMetric((), sums.astype(np.float64), 1).combined(h)
+    np.testing.assert_array_equal(LoopMetric((), sums, 1).combined(h), wide)
+
+
 def test_rows_without_gradient_take_no_errors_of_others(monkeypatch):
     """Four rows move with the others by 1e-4: second order lets them take any error, and is wrong so far away."""
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from loopq.calibrate.hessians import Hessians
 from loopq.errors import ConfigError, SystemContractError
 from loopq.gradients.backward import Backward
 from loopq.models.replace import stored_weight
-from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
+from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
@@ -83,15 +83,19 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> Me
     n_tokens = tokens.take(0, n_prompts).n_tokens
     rank, total = rank_of(n_prompts), n_prompts * n_draws
     waiting = min(at_once, n_prompts) * n_draws if at_once > 1 else 1
-    products, memory, kept = 0.0, 0, 0
+    products, kept = 0.0, 0
+    # Layers of one input and equal steps share a root on the inputs' side.
+    roots = {(t.input_group, t.steps): t.parameter.in_features for t in chosen}
+    memory = sum(4 * wide * min(wide, n_prompts * rank) for wide in roots.values())
     for p in (t.parameter for t in chosen):
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
         rows = n_tokens * p.invocations
         products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
         products += rank * total * high * (block + rank)
-        # Both sums in single and double precision; the root on the inputs' side; thin matrices and products.
-        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 4 * rank * (high + wide) * (1 + waiting)
-        kept += 8 * (wide**2 + high * block)
+        # Both sums; thin matrices and products.
+        sums = 4 * (wide**2 + high * block)
+        memory += sums + 4 * rank * (high + wide) * (1 + waiting)
+        kept += sums
     # During the computation of a root: the damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory, kept)
@@ -226,8 +230,8 @@ class _Collector:
         n_gradients = self.n_prompts * self.n_draws
         found = {}
         for name, blocks in self._reached(tasks).items():
-            left = tuple(ridged(_double(a), RIDGE) for a in blocks)
-            found[name] = LoopMetric(left, _double(sums.right.pop(name)), n_gradients)
+            left = tuple(a.cpu().numpy() for a in blocks)
+            found[name] = LoopMetric(left, sums.right.pop(name).cpu().numpy(), n_gradients, RIDGE)
         return found
 
     def _round(self, side: Side, tasks: Sequence[Task], n_prompts: int) -> None:
@@ -288,11 +292,6 @@ class _Collector:
             elif t.name not in found:
                 raise SystemContractError(f"no gradient reaches {t.name}: use metric 'inputs' there")
         return found
-
-
-def _double(sums: Tensor) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = sums.double().cpu().numpy()
-    return found
 
 
 def _n_rows(hessians: Hessians, task: Task) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,16 @@ class LoopMetric:
 
     Parameters
     ----------
-    left : tuple of ndarray, float64
-        A, in blocks of consecutive outputs, each of shape (b, b). Different blocks are treated as independent.
-    right : ndarray, float64, shape (in_features, in_features)
+    sums : tuple of ndarray, float32 or float64
+        A before `ridge`, in blocks of consecutive outputs, each of shape (b, b). Different blocks are treated as
+        independent.
+    right : ndarray, float32 or float64, shape (in_features, in_features)
         The gradient part of S. The solver adds the layer's Hessian to it.
     n_gradients : int
         Gradients in both sums.
+    ridge : float
+        Share of its own value that is added to each diagonal entry of A. The sums of many layers wait in single
+        precision, and are doubled when their layer is solved.
 
     Notes
     -----
@@ -51,16 +56,23 @@ class LoopMetric:
     Therefore scaling a channel up and its column down changes nothing.
     """
 
-    left: tuple[NDArray[np.float64], ...]
-    right: NDArray[np.float64]
+    sums: tuple[NDArray[Any], ...]
+    right: NDArray[Any]
     n_gradients: int
+    ridge: float = 0.0
+
+    @property
+    def left(self) -> tuple[NDArray[np.float64], ...]:
+        """The blocks of A, float64."""
+        blocks = (a.astype(np.float64, copy=False) for a in self.sums)
+        return tuple(ridged(a, self.ridge) if self.ridge else a for a in blocks)
 
     def combined(self, hessian: NDArray[np.float64]) -> NDArray[np.float64]:
         """S = H median(diag S_g / diag H) + S_g. The median ignores channels that are always zero."""
         own, theirs = np.diag(hessian), np.diag(self.right)
         live = (own > 0) & (theirs > 0)
         if not live.any():
-            return hessian + self.right
+            return np.asarray(hessian + self.right, dtype=np.float64)
         return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
     def floored(
@@ -82,10 +94,11 @@ class LoopMetric:
         nothing.
         """
         size = np.square(weight, dtype=np.float64) @ np.diag(combined)
-        own = np.concatenate([np.diag(a) for a in self.left])
+        left = self.left
+        own = np.concatenate([np.diag(a) for a in left])
         floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
-        rows = np.split(floor, np.cumsum([len(a) for a in self.left])[:-1])
-        return [a + np.diag(add) for a, add in zip(self.left, rows, strict=True)]
+        rows = np.split(floor, np.cumsum([len(a) for a in left])[:-1])
+        return [a + np.diag(add) for a, add in zip(left, rows, strict=True)]
 
     def rotated(self, rotation: Rotation) -> LoopMetric:
         """Return the metric in the rotated basis of the inputs."""

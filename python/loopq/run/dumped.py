@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.sums_file import GradientSums
@@ -57,7 +59,9 @@ class MetricOfDump:
             sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
         )
         over = {t.name: t.steps for t in tasks}
-        return {name: (over[name], GradientSums(m.left, m.right)) for name, m in found.items()}
+        return {
+            name: (over[name], GradientSums(m.left, m.right.astype(np.float64))) for name, m in found.items()
+        }
 
 
 @dataclass(frozen=True)

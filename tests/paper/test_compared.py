@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +14,11 @@ import pytest
 
 from loopq.evaluation.stats import Interval
 from loopq.paper import compared
+from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN, answers, below, closed, closer, grown, most
-from tests.support.paper import found
+from loopq.paper.shown import TABLES
+from loopq.paper.tables import step_window
+from tests.support.paper import difference, found
 
 
 def test_claims_are_judged_by_paired_intervals() -> None:
@@ -28,15 +35,77 @@ def test_claims_are_judged_by_paired_intervals() -> None:
     assert below(given, "b", "a").holds is False
     assert below(given, "c", "b").holds is None
     assert "KL ratio 0.500" in below(given, "a", "b").found
-    better = answers(given, "a", "b")
-    assert better is not None
+    (better,) = answers(given, "a", "b")
     # 30 against 10 discordant answers: p = 0.0022 in any table of the binomial distribution.
-    assert better.holds is True
+    assert better.p == pytest.approx(0.0022, abs=5e-5)
     assert "p = 0.0022" in better.found
     assert "+50.0 points" in better.found
-    same = answers(given, "a", "c")
-    assert same is not None
-    assert same.holds is None
+    # Forty answers decide nothing, and 25 times as many do.
+    assert (better.asked, better.holds) == (False, None)
+    many = found(a=([1.0], 25 * right), b=([1.0], 25 * wrong), c=([1.0], [0.0, *(25 * right)[1:]]))
+    assert answers(many, "a", "b")[0].holds is True
+    assert answers(many, "b", "a")[0].holds is False
+    assert [c.verdict for c in answers(many, "a", "c")] == ["makes no difference"]
+
+
+#: Tables of variants that `Bench.measure` compares.
+COMPARED = (
+    "awq",
+    "bits-per-byte",
+    "closed-loop",
+    "components",
+    "horizon",
+    "int3",
+    "intervals",
+    "per-channel",
+    "rank-survey",
+    "rotations",
+    "step-window",
+)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_pair_differs_in_the_one_thing_that_is_named(
+    name: str, huginn: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def measure(self: Bench, variants: dict[str, Any]) -> dict[str, Any]:
+        given.update({FULL: None} | variants)
+        rng = np.random.default_rng(0)
+        rows = {
+            n: {k: rng.uniform(1, 2, 6).tolist() for k in ("kl", "agreement", "nll")}
+            | {"answered": rng.integers(0, 2, 600).tolist(), "n_bytes": 1}
+            for n in given
+        }
+        return self.head() | {"bytes_per_token": 1.0, "cures": list(self.cures()), "variants": rows}
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "solve", lambda self, config: config)
+    monkeypatch.setattr(step_window, "_late", lambda *of: (1, 1))
+    planted = copy.copy(huginn)
+    planted.source = dataclasses.replace(
+        huginn.source, planted="spike", planted_in=("transformer.core_block.0.mlp.proj.weight",)
+    )
+    entry = TABLES.get(name)
+    for model in (huginn, planted):
+        claims = [c for c in entry.show([entry.measure(model)]).claims if c.pair]
+        assert claims
+        for c in claims:
+            differs = c.differs.replace("the planted", "some")
+            assert difference(model, *(given[n] for n in c.pair)) == differs, c.line()
+
+
+def test_the_three_of_the_main_table_differ_in_calibration(huginn: Bench) -> None:
+    variants = compared.three(huginn)
+    for pair in itertools.combinations(variants.values(), 2):
+        assert difference(huginn, *pair) == compared.CALIBRATION
+
+
+def test_every_table_of_compared_variants_is_walked() -> None:
+    folder = Path(compared.__file__).parent / "tables"
+    using = {file.stem for file in folder.glob("*.py") if "bench.measure(" in file.read_text("utf-8")}
+    assert {n.replace("-", "_") for n in COMPARED} == using
 
 
 def test_gap_closed_is_the_share_of_the_kl_of_rounding() -> None:
@@ -47,18 +116,23 @@ def test_gap_closed_is_the_share_of_the_kl_of_rounding() -> None:
 
 def test_small_differences_and_few_units_decide_nothing() -> None:
     worse = np.linspace(1e-5, 2e-5, 40)
-    assert closer("m", "", worse / 10, worse).holds is None
-    assert closer("m", "", 100 * worse, 1000 * worse).holds is True
-    assert closer("m", "", [0.1] * 4, [0.2] * 4).holds is None
-    assert closer("m", "", [0.1] * 5, [0.2] * 5).holds is True
-    three, one = [(True,) * 3, (True,)]
-    assert answers(found(a=([1.0] * 9, [*three, *[0] * 6]), b=([1.0] * 9, [0] * 9)), "a", "b").holds is None
-    assert most("m", "", [*one * 4]).holds is None
-    assert most("m", "", [*one * 9, False]).holds is True
-    assert most("m", "", [*one * 5, False, False, False]).holds is None
-    assert most("m", "", [False] * 9).holds is False
-    assert grown("m", "", [3, 4, 5, 6, 7], [1, 1, 2, 2, 2], bound=2.0).holds is True
-    assert grown("m", "", [43], [1]).holds is None
+    assert closer("m", "", worse / 10, worse, "x").holds is None
+    assert closer("m", "", worse / 10, worse, "x").verdict == "makes no difference"
+    assert closer("m", "", 100 * worse, 1000 * worse, "x").holds is True
+    assert closer("m", "", [0.1] * 4, [0.2] * 4, "x").holds is None
+    assert closer("m", "", [0.1] * 5, [0.2] * 5, "x").holds is True
+    same, apart = 1 + 0.01 * np.sin(np.arange(40.0)), 1 + np.sin(np.arange(40.0))
+    assert closer("m", "", same, np.ones(40), "x").verdict == "makes no difference"
+    assert closer("m", "", apart, np.ones(40), "x").verdict == "is left open"
+    assert compared.higher("m", "", same / 2, [0.5] * 40, "x").verdict == "makes no difference"
+    assert compared.higher("m", "", apart / 2, [0.5] * 40, "x").verdict == "is left open"
+    one = (True,)
+    assert most("m", "", [*one * 4], "x").holds is None
+    assert most("m", "", [*one * 9, False], "x").holds is True
+    assert most("m", "", [*one * 5, False, False, False], "x").holds is None
+    assert most("m", "", [False] * 9, "x").holds is False
+    assert grown("m", "", [3, 4, 5, 6, 7], [1, 1, 2, 2, 2], "x", bound=2.0).holds is True
+    assert grown("m", "", [43], [1], "x").holds is None
 
 
 def variants(**more: object) -> dict[str, object]:
@@ -135,7 +209,7 @@ def test_curves_share_one_legend_and_whole_numbers() -> None:
 
 
 def test_variants_are_shown_with_the_claims_that_apply() -> None:
-    show = compared.show_variants("n", "T", "C", lambda found: [below(found, "b", "c"), None])
+    show = compared.show_variants("n", "T", "C", lambda found: [below(found, "b", "c")])
     shown = show([variants()])
     assert [c.text for c in shown.claims] == ["b is closer than c"]
     assert shown.claims[0].holds is True
@@ -145,28 +219,31 @@ def test_variants_are_shown_with_the_claims_that_apply() -> None:
 
 def test_cures_are_claims_of_planted_models_alone() -> None:
     assert compared.cured(variants(), "c", "b") == []
-    given = variants(cures=["b", "d"])
-    assert [c.text for c in compared.cured(given, "c", "b")] == ["b is closer than c"]
+    given = variants(cures=["b, groups of 32", "d"])
+    rows: Any = given["variants"]
+    rows["b, groups of 32"] = rows["b"]
+    (claim,) = compared.cured(given, "c", "b")
+    assert (claim.text, claim.differs) == ("b, groups of 32 is closer than c", "group size")
     assert compared.cured(given, "c", "x") == []
 
 
 def test_numbers_of_claims_are_written_with_their_ends() -> None:
-    gain = Interval(0.25, 0.125, 0.5, 0.95, "test", 20)
-    claim = compared.paired_shares("m", "t", gain, 0.04)
+    gain = Interval(0.25, 0.125, 0.5, 0.95, "test", 500)
+    claim = compared.paired_shares("m", "t", gain, 0.04, "x")
     assert claim.found == "+25.0 points [+12.5, +50.0], exact McNemar p = 0.04"
     assert claim.holds is True
-    assert compared.paired_shares("m", "t", gain, 0.05).holds is None
+    assert compared.paired_shares("m", "t", gain, 0.05, "x").holds is None
     assert compared.span(gain, 2) == "0.25 [0.12, 0.50]"
     assert (
-        compared.higher("m", "t", [0.75] * 5, [0.5] * 5).found == "+25.0 points of agreement [+25.0, +25.0]"
+        compared.higher("m", "t", [0.75] * 5, [0.5] * 5, "x").found
+        == "+25.0 points of agreement [+25.0, +25.0]"
     )
-    assert most("m", "t", [True, False]).found == "1 of 2 layers"
-    assert most("m", "t", []).holds is None
+    assert most("m", "t", [True, False], "x").found == "1 of 2 layers"
     assert compared.ratio([1.0, 3.0], [4.0, 4.0]).estimate == 0.5
     assert compared.unresolved(-0.0002) == compared.unresolved(1e-4) == ""
     assert compared.unresolved(-0.00005) != ""
-    assert closer("m", "t", [2.0] * 5, [4.0] * 5).found == "KL ratio 0.500 [0.500, 0.500]"
-    assert answers(variants() | {"variants": {n: {"answered": None} for n in "ab"}}, "a", "b") is None
+    assert closer("m", "t", [2.0] * 5, [4.0] * 5, "x").found == "KL ratio 0.500 [0.500, 0.500]"
+    assert answers(variants() | {"variants": {n: {"answered": None} for n in "ab"}}, "a", "b") == []
 
 
 def test_a_model_is_told_why_it_has_no_table() -> None:

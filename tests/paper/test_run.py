@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
+from loopq.evaluation.stats import Interval
 from loopq.paper import run
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, bars, curves, table
-from loopq.paper.shown import PaperTable, Shown
+from loopq.paper.shown import Claim, PaperTable, Shown
 from loopq.terminal.progress import Silent
 from tests.support.browser import CUT, SMALL, WIDE, needs_browser, opened
 from tests.support.paper import bench, found, save
@@ -58,6 +60,25 @@ def test_one_model_that_fails_does_not_stop_the_others(
     made = run.make("bits-per-byte", [bad, good], None, Silent())
     assert made.refused == {"bad": "no"}
     assert [f["model"] for f in made.found] == ["good"]
+
+
+def test_scores_of_all_tables_are_one_family_and_few_units_none() -> None:
+    def score(p: float, n: int = 500) -> Claim:
+        return Claim("m", "t", "f", Interval(0.2, 0.1, 0.3, 0.95, "test", n), p=p)
+
+    def table(*claims: Claim) -> run.Made:
+        return run.Made(
+            "rank", PaperTable((), "", "", None, lambda founds: Shown([])), (), {}, Shown([], claims)
+        )
+
+    plain = dataclasses.replace(score(0.0), p=None)
+    few = dataclasses.replace(plain, interval=dataclasses.replace(plain.interval, n=4))
+    made = run.judged([table(score(0.02), plain, score(0.5, 499)), table(few, score(0.03), score(0.001))])
+    # Holm: three times the least, twice the next, and no less for the last.
+    assert [[c.p for c in m.shown.claims] for m in made] == [[0.04, None], [0.04, pytest.approx(0.003)]]
+    assert [[c.verdict for c in m.shown.claims] for m in made] == [["holds"] * 2] * 2
+    (alone,) = run.judged([table(plain)])
+    assert alone.shown.claims == [plain]
 
 
 @pytest.mark.slow

@@ -60,11 +60,26 @@ def test_a_verdict_needs_an_interval_that_excludes_the_other(
     interval = Interval(0.2, low, high, 0.95, "test", n)
     claim = Claim("m", "more", "numbers", interval, below=below)
     assert claim.holds is holds
-    assert claim.to_json()["holds"] is holds
-    assert Claim("m", "more", "numbers", None).holds is None
-    for why in ("below the resolution", "p is not below 0.05"):
-        assert dataclasses.replace(claim, why_open=why).holds is None
-        assert f"is left open (numbers; {why})" in dataclasses.replace(claim, why_open=why).line()
+    word = {True: "holds", False: "does not hold", None: "is left open"}[holds]
+    assert claim.verdict == claim.to_json()["verdict"] == word
+    assert dataclasses.replace(claim, p=0.04).holds is None
+    for changes, why in (
+        ({"why_open": "below"}, "below"),
+        ({"p": 0.05}, "p = 0.05 after Holm; p is not below 0.05"),
+    ):
+        changed = dataclasses.replace(claim, **changes, differs="x")
+        assert changed.holds is None
+        assert changed.line() == f"m: more: is left open (numbers; {why}; differs: x)"
+
+
+def test_an_interval_within_the_margin_makes_no_difference() -> None:
+    interval = Interval(0.2, -0.1, 0.3, 0.95, "test", 5)
+    claim = Claim("m", "more", "numbers", interval, alike=(-0.1, 0.3))
+    assert (claim.holds, claim.verdict) == (None, "makes no difference")
+    assert dataclasses.replace(claim, alike=(-0.1, 0.29)).verdict == "is left open"
+    assert dataclasses.replace(claim, alike=(-0.09, 0.3)).verdict == "is left open"
+    few = dataclasses.replace(claim, interval=dataclasses.replace(interval, n=4))
+    assert (few.asked, few.verdict) == (False, "is left open")
 
 
 def test_the_document_lists_what_the_registry_holds() -> None:

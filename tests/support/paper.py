@@ -15,6 +15,7 @@ from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import open_source
 from loopq.paper.run import Made
 from loopq.paper.shown import TABLES
+from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 
@@ -41,6 +42,39 @@ def main_table(name: str) -> dict[str, Any]:
     return TABLES.get("main-table").measure(bench(name, few))
 
 
+def difference(model: Bench, first: QuantConfig, second: QuantConfig) -> str:
+    """Return what differs in two treatments of a model's layers: one thing, or several with "and" between them."""
+    plans = [{t.parameter.name: t for t in model.collected.plan(c).tasks} for c in (first, second)]
+    names = {name for plan in plans for name in plan}
+
+    def treated(plan: Any, config: QuantConfig, name: str) -> dict[str, object]:
+        if name not in plan:
+            return {"precision": "full"}
+        how, steps = plan[name].config, plan[name].steps
+        weighed = (
+            how.method.name,
+            *((tuple(steps), how.calibration.step_weights) if how.method.name != "rtn" else ()),
+        )
+        return {
+            "calibration": (*weighed, config.inputs.name), "rotation": how.rotation, "group size": how.grid.group_size,
+            "grid": how.grid.changed(group_size=8),
+        }  # fmt: skip
+
+    where: dict[str, set[str]] = {}
+    for name in names:
+        a, b = (treated(plan, config, name) for plan, config in zip(plans, (first, second), strict=True))
+        for what in ("precision",) if "precision" in a or "precision" in b else a:
+            if a.get(what) != b.get(what):
+                where.setdefault(what, set()).add(name)
+    adapters = set(model.adapters)
+    places = {
+        frozenset(names): "",
+        frozenset(adapters): " of the adapter",
+        frozenset(names - adapters): " of the core",
+    }
+    return " and ".join(what + places.get(frozenset(of), " of some layers") for what, of in where.items())
+
+
 def found(**variants: Any) -> dict[str, Any]:
     rows = {
         name: {"kl": kl, "agreement": kl, "nll": kl, "answered": right, "n_bytes": 1}
@@ -58,6 +92,8 @@ def measured_shown_and_resumed(name: str, model: Bench, work: Path) -> Made:
         assert table.rows
         assert {len(row) for row in table.rows} == {len(table.header)}
     assert all("nan" not in line for line in measured.lines())
+    # A verdict on two names what differs between them.
+    assert all(c.differs for c in measured.shown.claims if c.pair or " than " in c.text)
     assert "<svg" in "".join(p.svg() for p in measured.shown.pictures()) or not measured.shown.pictures()
     assert run.make(name, [model], work, Silent()).to_json() == measured.to_json()
     return measured

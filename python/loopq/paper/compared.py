@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,12 @@ Values = Sequence[float] | NDArray[np.float64]
 N_RESAMPLES = 10_000
 #: Two mean errors that are closer than this, in nats, change nothing that a reader of text or scores can see.
 RESOLUTION = 1e-4
+#: Ratios of two errors, and differences of two shares in points, that make no difference.
+SAME_RATIO, SAME_POINTS, ANY = (1 / 1.05, 1.05), (-1.0, 1.0), (-float("inf"), float("inf"))
+#: What differs where the two of a pair are calibrated on other steps, or one is rounded.
+CALIBRATION = "calibration"
+#: What differs between a cure and the plain variant, by a part of its name.
+CURES = {"groups": "group size", "rotated": "rotation of the planted layers", "alpha": CALIBRATION}
 FULL = "full precision"
 RTN, ONE, ALL = "RTN", "GPTQ, one step", "GPTQ, all steps"
 TEXT = (
@@ -68,31 +75,36 @@ def unresolved(difference: float) -> str:
     return f"they differ by less than {RESOLUTION:g}" if abs(difference) < RESOLUTION else ""
 
 
-def closer(model: str, text: str, better: Values, worse: Values, words: str = "KL ratio") -> Claim:
+def closer(
+    model: str, text: str, better: Values, worse: Values, differs: str, words: str = "KL ratio"
+) -> Claim:
     """Claim that the first of two errors is smaller. Both are given by prompt: KL, or a squared relative error."""
-    means = [float(np.mean(values)) for values in (better, worse)]
-    if why := unresolved(means[0] - means[1]):
-        return Claim(model, text, f"{means[0]:.3g} against {means[1]:.3g}", None, why_open=why)
     interval = ratio(better, worse)
-    return Claim(model, text, f"{words} {span(interval, 3)}", interval, 1.0, below=True)
+    why = unresolved(float(np.mean(better)) - float(np.mean(worse)))
+    numbers, alike = f"{words} {span(interval, 3)}", ANY if why else SAME_RATIO
+    return Claim(model, text, numbers, interval, 1.0, True, why, differs, alike)
 
 
-def higher(model: str, text: str, more: Values, less: Values, what: str = "points of agreement") -> Claim:
+def higher(
+    model: str, text: str, more: Values, less: Values, differs: str, what: str = "points of agreement"
+) -> Claim:
     """Claim that the first of two shares is higher. Both are given by prompt."""
     gain = mean_interval(100 * (np.asarray(more) - np.asarray(less)), n_resamples=N_RESAMPLES)
-    return Claim(model, text, f"{gain.estimate:+.1f} {what} [{gain.low:+.1f}, {gain.high:+.1f}]", gain)
+    numbers = f"{gain.estimate:+.1f} {what} [{gain.low:+.1f}, {gain.high:+.1f}]"
+    return Claim(model, text, numbers, gain, differs=differs, alike=SAME_POINTS)
 
 
-def most(model: str, text: str, wins: Sequence[bool], of: str = "layers") -> Claim:
+def most(model: str, text: str, wins: Sequence[bool], differs: str, of: str = "layers") -> Claim:
     """Claim that something holds in most layers. Wilson's interval of their share has to exclude a half."""
-    share = wilson(sum(wins), len(wins)) if wins else None
-    return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5)
+    share = wilson(sum(wins), len(wins))
+    return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5, differs=differs)
 
 
-def grown(model: str, text: str, after: Values, before: Values, bound: float = 1.0) -> Claim:
+def grown(model: str, text: str, after: Values, before: Values, differs: str, bound: float = 1.0) -> Claim:
     """Claim that a count grows by more than a factor, in the geometric mean over the layers' inputs."""
     interval = geometric_mean_ratio(after, before, n_resamples=N_RESAMPLES)
-    return Claim(model, text, f"{span(interval, 2)} times over {interval.n} inputs", interval, bound)
+    numbers = f"{span(interval, 2)} times over {interval.n} inputs"
+    return Claim(model, text, numbers, interval, bound, differs=differs, alike=SAME_RATIO)
 
 
 def span(interval: Interval, digits: int) -> str:
@@ -101,37 +113,45 @@ def span(interval: Interval, digits: int) -> str:
     return f"{interval.estimate:.{digits}f} [{low}, {high}]"
 
 
-def below(found: Found, better: str, worse: str, text: str | None = None) -> Claim:
+def below(
+    found: Found, better: str, worse: str, text: str | None = None, differs: str = CALIBRATION
+) -> Claim:
     """Claim that one variant is closer to full precision than another, tested by the interval of the KL ratio."""
-    kl = (found["variants"][name]["kl"] for name in (better, worse))
-    return closer(found["model"], text or f"{better} is closer than {worse}", *kl)
+    a, b = (found["variants"][name]["kl"] for name in (better, worse))
+    claim = closer(found["model"], text or f"{better} is closer than {worse}", a, b, differs)
+    return replace(claim, pair=(better, worse))
 
 
 def cured(found: Found, harmed: str, kind: str) -> list[Claim]:
     """Claims that remedies for a planted column or channel help. Only for planted models."""
     names = [n for n in found["variants"] if n in found.get("cures", ()) and n.startswith(kind)]
-    return [below(found, name, harmed) for name in names]
+    differs = {n: next(what for part, what in CURES.items() if part in n) for n in names}
+    return [below(found, name, harmed, None, differs[name]) for name in names]
 
 
-def answers(found: Found, better: str, worse: str) -> Claim | None:
-    """Claim that one variant gets more last tokens right, by exact McNemar test and paired bootstrap over prompts."""
+def answers(found: Found, better: str, worse: str, differs: str = CALIBRATION) -> list[Claim]:
+    """Claim that one variant gets more last tokens right. There is none without tokens."""
     a, b = (found["variants"][name]["answered"] for name in (better, worse))
     if a is None:
-        return None
+        return []
     x, y = np.array(a) > 0, np.array(b) > 0
     only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
-    p = mcnemar_exact(only_a, only_b)
     gain = paired_proportion_difference(only_a, only_b, len(x), n_resamples=N_RESAMPLES)
     text = f"{better} gets more last tokens right than {worse}"
-    return paired_shares(found["model"], text, gain, p)
+    claim = paired_shares(found["model"], text, gain, mcnemar_exact(only_a, only_b), differs)
+    return [replace(claim, pair=(better, worse))]
 
 
-def paired_shares(model: str, text: str, gain: Interval, p: float) -> Claim:
-    """Claim that one share of the same answers is larger. The bootstrap and McNemar's test have to exclude 0."""
+def paired_shares(model: str, text: str, gain: Interval, p: float, differs: str) -> Claim:
+    """Claim that one share of the same answers is larger.
+
+    The bootstrap and McNemar's test have to exclude 0: of few discordant answers the bootstrap is too narrow.
+    """
     numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-    # The bootstrap of few discordant answers is too narrow. The exact test is not.
-    why = "" if p < 0.05 else "p is not below 0.05"
-    return Claim(model, text, f"{numbers}, exact McNemar p = {p:.3g}", gain, why_open=why)
+    alike = (SAME_POINTS[0] / 100, SAME_POINTS[1] / 100)
+    return Claim(
+        model, text, f"{numbers}, exact McNemar p = {p:.3g}", gain, differs=differs, alike=alike, p=p
+    )
 
 
 def bits_per_byte(found: Found, name: str) -> list[float] | None:
@@ -226,12 +246,12 @@ def show_variants(
     name: str,
     title: str,
     caption: str,
-    claims: Callable[[Found], Sequence[Claim | None]],
+    claims: Callable[[Found], Sequence[Claim]],
 ) -> Callable[[Sequence[Found]], Shown]:
     """Show the variants of all models as a table, claims and bars."""
 
     def show(founds: Sequence[Found]) -> Shown:
-        made: list[Any] = [c for found in founds for c in claims(found) if c is not None]
+        made = [c for found in founds for c in claims(found)]
         return Shown([table(founds, title)], made, lambda: [bars(founds, name, title, caption)])
 
     return show

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.evaluation.stats import Interval, mean_interval
-from loopq.paper.compared import closer, ratio
+from loopq.paper.compared import CALIBRATION, closer, ratio
 from loopq.paper.shown import Claim, ShownTable
 from loopq.paper.stats import cluster_rate, gap_closed, student
 from loopq.storage.schema import Object
@@ -54,8 +54,11 @@ def summarize_model(found: Mapping[str, Any]) -> Object:
             name: _variant(variant, rtn, found["full_precision"], bits) for name, variant in variants.items()
         }
         claims = comparisons(found["model"], variants)
-        pairs = {name: _json(claim.interval) for name, claim in claims.items() if claim.interval}
-        grids.append({"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs} | words(claims))
+        pairs = {name: _json(claim.interval) for name, claim in claims.items()}
+        # The ordering of Li, Table 2: N steps are better than rounding and than one step.
+        both = [claims[f"{ALL} / {other}"].holds for other in (RTN, ONE)]
+        holds = False if False in both else None if None in both else True
+        grids.append({"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs, "holds": holds})
     out["grids"] = grids
     out["states"] = _states(found["states"])
     return out
@@ -122,30 +125,7 @@ def comparisons(model: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[s
     """
     kl = {name: _per_prompt(v["kl"]) for name, v in variants.items()}
     pairs = ((ALL, RTN), (ALL, ONE), (ONE, RTN))
-    return {f"{a} / {b}": closer(model, f"{a} better than {b}", kl[a], kl[b]) for a, b in pairs}
-
-
-def words(claims: Mapping[str, Claim]) -> Object:
-    """Decide from `comparisons` whether the ordering of Li, Table 2 holds.
-
-    Returns
-    -------
-    dict
-        `holds` is True if N steps are better than rounding and than one step. It is False if they are worse than
-        either, and None if undecided. `in_words` is the same as a sentence.
-    """
-    tell = {True: "better than", False: "worse than", None: "not significantly different from"}
-    found = [claims[f"{ALL} / {other}"].holds for other in (RTN, ONE)]
-    holds = False if False in found else None if None in found else True
-    if holds:
-        text = "holds: N steps are better than both"
-    else:
-        verdict = "is left open" if holds is None else "does not hold"
-        text = f"{verdict}: N steps are {tell[found[0]]} rounding and {tell[found[1]]} one step"
-    return {
-        "holds": holds,
-        "in_words": f"{text}; one step is {tell[claims[f'{ONE} / {RTN}'].holds]} rounding",
-    }
+    return {f"{a} / {b}": closer(model, f"{a} better than {b}", kl[a], kl[b], CALIBRATION) for a, b in pairs}
 
 
 def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[Object]:
@@ -200,16 +180,14 @@ def tables(record: Mapping[str, Any]) -> list[ShownTable]:
 
 
 def headline(record: Mapping[str, Any]) -> list[str]:
-    """Lines that list the number of models where the ordering holds, and the models where it does not."""
+    """Lines that give the number of models where the ordering holds."""
     lines = []
     for number, (bits, group) in enumerate(GRIDS):
-        cases = [(m["model"], m["grids"][number]) for m in record["models"]]
-        holding = [name for name, g in cases if g["holds"]]
+        cases = [bool(m["grids"][number]["holds"]) for m in record["models"]]
         lines.append(
-            f"INT{bits} g{group}: N steps are better than rounding and than one step on {len(holding)} of {len(cases)} "
+            f"INT{bits} g{group}: N steps are better than rounding and than one step on {sum(cases)} of {len(cases)} "
             "models."
         )
-        lines += [f"  {name}: {g['in_words']}." for name, g in cases if not g["holds"]]
     return lines
 
 
@@ -276,7 +254,7 @@ def _ordering_table(models: Sequence[Mapping[str, Any]]) -> ShownTable:
         (
             m["model"], f"INT{g['bits']} g{g['group_size']}",
             *(_span(g["ratios"].get(k), 2) for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")),
-            g["in_words"],
+            {True: "holds", False: "does not hold", None: "is left open"}[g["holds"]],
         )
         for m in models
         for g in m["grids"]

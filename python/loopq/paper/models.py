@@ -141,11 +141,6 @@ def open_source(
     return OpenedModel(Path(name).name, load_model(name, **loading), data, calibration, text)
 
 
-def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
-    """Load a model and cut its prompts: `open_source`, then `OpenedModel.prompts`."""
-    return open_source(name, data).prompts(sizes, draw)
-
-
 def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
     if (draw + 1) * count > len(text.sequences):
         raise ConfigError(

@@ -15,13 +15,14 @@ from loopq.diagnosis.survey import clean
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order
+from loopq.paper.stats import holm
 from loopq.report.markup import figure_html, page_html, table
 from loopq.storage.files import write_json, write_text
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
             refused[bench.source.name] = why
     shown = entry.show(found) if found or entry.measure is None else Shown([])
     return Made(name, entry, tuple(found), refused, shown)
+
+
+def judged(made: Sequence[Made]) -> list[Made]:
+    """Keep the claims with enough units. Adjust the p values of all tables' scores after Holm: they are one family."""
+    asked = [[c for c in m.shown.claims if c.asked] for m in made]
+    raw = [c.p for claims in asked for c in claims if c.p is not None]
+    p = iter(holm(raw).tolist() if raw else ())
+    claims = [[c if c.p is None else replace(c, p=next(p)) for c in some] for some in asked]
+    return [replace(m, shown=replace(m.shown, claims=c)) for m, c in zip(made, claims, strict=True)]
 
 
 def in_order() -> list[str]:

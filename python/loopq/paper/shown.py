@@ -49,8 +49,9 @@ class ShownTable:
         return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
-#: Prompts, items or layers that an interval needs: fewer resample to themselves.
-MIN_UNITS = 5
+#: Prompts, articles or layers that a verdict needs, for fewer resample to themselves; and items of a score. A claim
+#: with fewer has no verdict, and its numbers stand in the table.
+MIN_UNITS, MIN_ANSWERS = 5, 500
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Claim:
     """One statement of the paper, tested against the measurement on one model by a common rule.
 
     The claim holds if the whole paired interval is on its side of the bound. It does not hold if the whole interval is
-    on the other side. Otherwise it is open.
+    on the other side. Otherwise the interval may lie within `alike`, and if it does not, the claim is open.
 
     Parameters
     ----------
@@ -68,48 +69,75 @@ class Claim:
         The statement.
     found : str
         The measured numbers with their interval.
-    interval : Interval or None
-        Interval of the claimed quantity, paired over prompts, items or layers. None without an interval.
+    interval : Interval
+        Interval of the claimed quantity, paired over prompts, items or layers.
     bound : float
         Value that the interval has to exclude.
     below : bool
         Whether the claimed quantity is below the bound instead of above it.
     why_open : str
         Why no interval can decide it, such as a difference below the resolution.
+    differs : str
+        Of a claim on a pair: the one thing in which the two differ.
+    pair : tuple of str
+        Names of the two where they are variants.
+    alike : pair of float
+        Values that make no difference.
+    p : float or None
+        Of a claim on right answers: the p value of its exact test, adjusted for the family of all scores.
     """
 
     model: str
     text: str
     found: str
-    interval: Interval | None
+    interval: Interval
     bound: float = 0.0
     below: bool = False
     why_open: str = ""
+    differs: str = ""
+    alike: tuple[float, float] = (float("inf"), -float("inf"))
+    p: float | None = None
+    pair: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> bool:
+        """Whether there are enough units for a verdict."""
+        return self.interval.n >= (MIN_UNITS if self.p is None else MIN_ANSWERS)
 
     @property
     def undecided(self) -> str:
         """Why the claim is undecided, apart from the interval. Empty if the interval decides."""
-        if self.why_open or self.interval is None:
-            return self.why_open or "no interval"
-        few = self.interval.n < MIN_UNITS
-        return f"{self.interval.n} units, and an interval needs {MIN_UNITS}" if few else ""
+        return self.why_open or ("" if self.p is None or self.p < 0.05 else "p is not below 0.05")
 
     @property
     def holds(self) -> bool | None:
-        """Whether it holds. None if open."""
-        if self.undecided or self.interval is None:
+        """Whether it holds. None if it is undecided or makes no difference."""
+        if self.undecided or not self.asked:
             return None
         above, below = self.interval.low > self.bound, self.interval.high < self.bound
         return (below if self.below else above) if above or below else None
 
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        if self.holds is not None:
+            return "holds" if self.holds else "does not hold"
+        level = self.asked and self.alike[0] <= self.interval.low and self.interval.high <= self.alike[1]
+        return "makes no difference" if level else "is left open"
+
     def line(self) -> str:
         """Return the claim as one sentence."""
-        word = {True: "holds", False: "does not hold", None: "is left open"}[self.holds]
-        return f"{self.model}: {self.text}: {word} ({'; '.join(filter(None, (self.found, self.undecided)))})"
+        p = "" if self.p is None else f"p = {self.p:.3g} after Holm"
+        differs = self.differs and f"differs: {self.differs}"
+        if self.pair and not all(name in self.text for name in self.pair):
+            differs = f"{' against '.join(self.pair)}, {differs}"
+        details = "; ".join(filter(None, (self.found, p, self.undecided, differs)))
+        return f"{self.model}: {self.text}: {self.verdict} ({details})"
 
     def to_json(self) -> Object:
         """Plain data."""
-        return {"model": self.model, "text": self.text, "holds": self.holds, "found": self.found}
+        shown = {"verdict": self.verdict, "found": self.found, "differs": self.differs, "p": self.p}
+        return {"model": self.model, "text": self.text} | shown
 
 
 @dataclass(frozen=True)

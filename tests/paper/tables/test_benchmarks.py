@@ -36,6 +36,7 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was a long day . \n")
     one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1, batch_size=4))
+    monkeypatch.setattr(benchmarks, "CAN", -1.0)
     scored = []
     plain = benchmarks.score
     monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
@@ -64,3 +65,21 @@ def test_a_perplexity_is_decided_by_articles_and_resolution(
 
     found = {"model": "m", "variants": {FULL: row(3.0), RTN: row(4.0), ONE: row(4.0), ALL: row(4.0 - better)}}
     assert [claim.holds for claim in benchmarks.show([found]).claims] == [holds] * 2
+
+
+@pytest.mark.parametrize(
+    ("n", "right", "verdicts"), [(500, 0.9, ["holds"] * 2), (500, 0.04, []), (499, 0.9, None)]
+)
+def test_a_score_needs_items_and_a_model_that_can_do_the_task(
+    n: int, right: float, verdicts: list[str] | None
+) -> None:
+    def row(share: float) -> dict[str, Any]:
+        hits = round(share * n)
+        return {"lambada": {"values": [1.0] * hits + [0.0] * (n - hits), "sizes": None}}
+
+    found = {"model": "m", "variants": {FULL: row(right), RTN: row(0.1), ONE: row(0.2), ALL: row(0.6)}}
+    claims = benchmarks.show([found]).claims
+    if verdicts is None:
+        assert [c.asked for c in claims] == [False] * 2
+    else:
+        assert [c.verdict for c in claims] == verdicts

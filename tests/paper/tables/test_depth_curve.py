@@ -49,3 +49,6 @@ def test_agreement_and_kl_have_a_verdict_each() -> None:
     claims = show([{"model": "m", "rows": [row(1, 0.4, 2.0), row(8, 0.3, 1.0)]}]).claims
     assert [c.holds for c in claims] == [False, True]
     assert "-10.0 points of agreement" in claims[0].found
+    # One prediction of each of six prompts is a score of six items.
+    (kl,) = show([{"model": "m", "rows": [row(1, 0.0, 2.0), row(8, 1.0, 1.0)]}]).claims
+    assert "KL" in kl.text

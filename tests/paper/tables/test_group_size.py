@@ -21,7 +21,8 @@ def test_agreement_is_shown_early_later_and_at_the_end() -> None:
         return {"group_size": size, "agreement": agreement, "steps": steps, "kl": [9.0, kl], "last": last}
 
     rows = [row(32, [0.5, 0.6, 0.7, 0.8, 0.9], 0.1), row(64, [0.4], 0.2), row(-1, [0.1, 0.2], 0.4)]
-    made = group_size.show([{"model": "m", "rows": rows}])
+    found: dict[str, Any] = {"model": "m", "width": 65, "rows": rows}
+    made = group_size.show([found])
     assert made.tables[0].rows == (
         ("m", "g = 32", "50.0 % (N = 1)", "60.0 % (N = 2)", "90.0 % (N = 5)", "0.1"),
         ("m", "g = 64", "40.0 % (N = 1)", None, None, "0.2"),
@@ -31,6 +32,10 @@ def test_agreement_is_shown_early_later_and_at_the_end() -> None:
     (claim,) = made.claims
     assert claim.text.startswith("the worst group size, 64,")
     assert (claim.holds, claim.found.split()[:3]) == (True, ["KL", "ratio", "0.500"])
+    # A group as wide as the narrowest input is no group there.
+    (narrow,) = group_size.show([found | {"width": 64}]).claims
+    assert narrow.text.startswith("the worst group size, 32,")
+    assert group_size.show([found | {"width": 32}]).claims == []
     (picture,) = made.pictures()
     (axes,) = picture.figure.axes
     assert {x.get_label(): x.get_xydata().tolist() for x in axes.get_lines()} == {

@@ -24,6 +24,6 @@ def test_counts_become_shares_with_their_intervals() -> None:
     assert table.rows[0] == ("Huginn 3.5B (paper)", "full precision", "460 of 1319", "34.9 %", "[32.4, 37.5]")
     assert table.rows[-1] == ("m", ALL, "6 of 8", "75.0 %", "[40.9, 92.9]")
     assert made.lines == ["Of the paper's intervals 8 of 8 come out of its counts."]
-    assert [(c.text, c.holds) for c in made.claims] == [
-        (f"{ALL} gets more last tokens right than {other}", True) for other in (RTN, ONE)
+    assert [(c.text, c.asked) for c in made.claims] == [
+        (f"{ALL} gets more last tokens right than {other}", False) for other in (RTN, ONE)
     ]

@@ -21,7 +21,7 @@ from loopq.models.load import load_model
 from loopq.paper import bench, main_text
 from loopq.paper.bench import Bench
 from loopq.paper.main_text import ALL, GRIDS, ONE, RTN
-from loopq.paper.models import Sizes, prepare_model
+from loopq.paper.models import Sizes, open_source
 from loopq.paper.tables import main as table
 from tests.support.paper import main_table, measured_shown_and_resumed, save
 
@@ -59,7 +59,7 @@ def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -
 def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "huginn", mean_recurrence=3)
     found = main_table(folder)
-    model = prepare_model(folder, Sizes(4, 4, 3, 24))
+    model = open_source(folder).prompts(Sizes(4, 4, 3, 24))
     system = model.loaded.system
     base = compare(system, {}, model.evaluation, count_bytes=model.loaded.count_bytes)[0]
     assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
@@ -99,7 +99,7 @@ def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "coconut")
-    prepared = prepare_model(folder, Sizes(2, 2, 3, 24))
+    prepared = open_source(folder).prompts(Sizes(2, 2, 3, 24))
     first = prepared.evaluation.scored_from
     assert first == QUESTION_LENGTH + 1
     assert [s.size for s in prepared.evaluation.sequences] == [QUESTION_LENGTH + 2 + 12 - 4] * 3
@@ -178,6 +178,6 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_each_seed_needs_a_calibration_prompt(huginn: Bench) -> None:
-    model = prepare_model("huginn_small", Sizes(2, 2, 3, 24))
+    model = open_source("huginn_small").prompts(Sizes(2, 2, 3, 24))
     with pytest.raises(ConfigError, match="too few for 3 seeds"):
         next(table._seeds(huginn, model, 3))

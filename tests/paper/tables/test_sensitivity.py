@@ -17,7 +17,7 @@ def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None
     measured_shown_and_resumed("sensitivity", huginn, tmp_path)
 
 
-def test_layers_stand_by_damage_with_their_other_places() -> None:
+def test_layers_stand_by_damage_with_their_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(damage: int, gain: int, trace: int | None) -> dict[str, int | None]:
         return {
             "ablation": damage, "random-direction gain": gain, "Hessian trace": trace, "ablation per channel": 1
@@ -40,6 +40,10 @@ def test_layers_stand_by_damage_with_their_other_places() -> None:
         },
         "exposed": ["c.b.weight"],
     }
+    # A correlation of fewer layers has no interval that could exclude a half.
+    monkeypatch.setattr(sensitivity, "MIN_LAYERS", 3)
+    assert len(sensitivity.show([found]).claims) == 1
+    monkeypatch.setattr(sensitivity, "MIN_LAYERS", 2)
     made = sensitivity.show([found])
     assert made.tables[0].rows == (("m", "b", "12.50 %", "2", "3", "1"), ("m", "a", "5.00 %", "1", None, "1"))
     ranking, worst = made.claims

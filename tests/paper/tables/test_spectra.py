@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from loopq.paper.bench import Bench
 from loopq.paper.tables import spectra
 from tests.support.paper import measured_shown_and_resumed
@@ -23,15 +25,18 @@ def test_counts_are_shown_by_threshold_and_spectra_drawn() -> None:
         }  # fmt: skip
 
     kinds = {kind: described(i) for i, kind in enumerate((spectra.FEW, spectra.MANY, spectra.STEPS), 1)}
-    made = spectra.show([{"model": "m", "layers": {"c.a.weight": kinds, "c.b.weight": kinds}}])
+    layers = {"c.a.weight": kinds, "c.b.weight": kinds}
+    found: dict[str, Any] = {"model": "m", "layers": layers, "more": [[4, 2], [6, 3], [8, 4], [2, 1], [9, 6]]}
+    made = spectra.show([found])
     table = made.tables[0]
     assert [row[1:4] for row in table.rows[:3]] == [
         ("c.a", spectra.FEW, "1,000"), ("c.a", spectra.MANY, "2,000"), ("c.a", spectra.STEPS, "3,000")
     ]  # fmt: skip
     assert table.rows[4][3:] == (*(f"2,{i:03d}" for i in range(len(spectra.THRESHOLDS))), "3", "1.2")
     (claim,) = made.claims
-    assert claim.found == "c.a: 1 directions, 2 with more prompts, 3 with all steps"
-    assert claim.holds is None
+    assert claim.interval.estimate == pytest.approx((2**4 * 1.5) ** 0.2)
+    assert (claim.holds, claim.interval.n) == (True, 5)
+    assert spectra.show([found | {"more": []}]).claims == []
     (picture,) = made.pictures()
     first, second = picture.figure.axes
     assert (first.get_title(), second.get_title(), first.get_xscale()) == ("m: c.a", "m: c.b", "log")

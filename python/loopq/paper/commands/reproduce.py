@@ -15,7 +15,7 @@ from loopq.errors import ConfigError
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import Sizes, open_source
 from loopq.paper.planted import plant
-from loopq.paper.run import in_order, make, write
+from loopq.paper.run import in_order, judged, make, write
 from loopq.paper.shown import TABLES, find
 from loopq.terminal.progress import Line, Progress
 from loopq.terminal.table import render
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         check_place(folder / "paper.json")
     with Line() as progress:
         benches = _benches(args, names, progress)
-        made = [make(name, benches, args.work, progress) for name in names]
+        made = judged([make(name, benches, args.work, progress) for name in names])
     for one in made:
         print("\n".join(one.lines()) + "\n")
         print("\n".join(t.plain() for t in one.shown.tables))

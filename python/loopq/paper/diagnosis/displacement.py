@@ -39,12 +39,6 @@ class Displacement:
     distance: Floats
     relative: Floats
 
-    def growth(self) -> Floats:
-        """Geometric mean over updates of the ratio of consecutive distances, shape (n_prompts,)."""
-        ratios = self.distance[:, 1:] / np.maximum(self.distance[:, :-1], 1e-300)
-        mean: Floats = np.exp(np.log(np.maximum(ratios, 1e-300)).mean(axis=1))
-        return mean
-
     def settled_after(self, tolerance: float = 0.01) -> int | None:
         """First update from which the mean displacement stays within `tolerance` of its final value.
 
@@ -58,13 +52,11 @@ class Displacement:
     def to_json(self) -> Object:
         """Means over prompts at every update, and the update where they settle."""
         mean = self.distance.mean(axis=0)
-        growth = float(np.median(self.growth())) if self.distance.shape[1] > 1 else None
         return {
             "distance": mean.tolist(),
             "relative": self.relative.mean(axis=0).tolist(),
             "final": float(mean[-1]),
             "settled_after": self.settled_after() if mean[-1] > 0 else None,
-            "median_growth": growth if mean[-1] > 0 else None,
             "n_prompts": int(self.distance.shape[0]),
             "n_more": int(self.distance.shape[1]),
         }

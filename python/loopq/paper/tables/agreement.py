@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loopq.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, ONE, RTN, curves, higher, three, without_logits
+from loopq.paper.compared import ALL, CALIBRATION, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
@@ -40,8 +40,9 @@ def show(founds: Sequence[Found]) -> Shown:
             (found["model"], {n: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items()})
         )
         for other in (RTN, ONE):
-            ends = (runs[name]["last"]["agreement"] for name in (ALL, other))
-            made.append(higher(found["model"], f"{ALL} agrees at more positions than {other}", *ends))
+            more, less = (runs[name]["last"]["agreement"] for name in (ALL, other))
+            text = f"{ALL} agrees at more positions than {other}"
+            made.append(higher(found["model"], text, more, less, CALIBRATION))
     text = "Top-1 agreement with full precision after 1, 2, ... steps, mean over prompts; pooled: over positions."
     header = ("model", "variant", "by step [%]", "last, pooled")
     axes = ("recurrence steps done [number]", "same top-1 prediction [%]")

@@ -9,7 +9,7 @@ import numpy as np
 from loopq.diagnosis.sections.ranks import step_proxies
 from loopq.diagnosis.weights import weight_of
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, ONE, RTN, most, three
+from loopq.paper.compared import ALL, CALIBRATION, ONE, RTN, most, three
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_names
 from loopq.storage.schema import Object
@@ -48,10 +48,10 @@ def show(founds: Sequence[Found]) -> Shown:
             ]
             rows.append((found["model"], short[name], str(la["steps"]), *cells))
         looped = [n for n, la in layers.items() if la["steps"] > 1]
-        for other, text in ((ONE, "that of one step"), (RTN, "rounding")):
+        for other, text in ((ONE, "that of one step"), (RTN, "rounding")) if looped else ():
             wins = [total[n][ALL] < total[n][other] for n in looped]
             text = f"over the trajectory its solution loses less than {text} in most layers"
-            made.append(most(found["model"], text, wins))
+            made.append(most(found["model"], text, wins, CALIBRATION))
     text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
     header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
     return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)

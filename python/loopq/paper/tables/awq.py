@@ -50,7 +50,7 @@ def _steps_matter_less(found: Found) -> Claim:
     return Claim(found["model"], text, numbers, interval, 1.0, below=True, why_open=why)
 
 
-def claims(found: Found) -> list[Claim | None]:
+def claims(found: Found) -> list[Claim]:
     """Effect of the steps on either method, and the paper's order of the variants."""
     return [
         _steps_matter_less(found),

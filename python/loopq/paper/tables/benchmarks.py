@@ -14,8 +14,20 @@ from loopq.evaluation.tasks import Metric, score
 from loopq.models.load import LoadedModel
 from loopq.models.replace import Replaced
 from loopq.paper.bench import ROTATION, Bench
-from loopq.paper.compared import ALL, FULL, ONE, RTN, paired_shares, span, three, unresolved
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.paper.compared import (
+    ALL,
+    ANY,
+    CALIBRATION,
+    FULL,
+    ONE,
+    RTN,
+    SAME_RATIO,
+    paired_shares,
+    span,
+    three,
+    unresolved,
+)
+from loopq.paper.shown import MIN_UNITS, TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
 from loopq.run.source import Layers
@@ -36,6 +48,8 @@ WIKITEXT, GSM8K = "wikitext", "gsm8k_8"
 TASKS = tuple(task for task in METRICS if task != GSM8K)
 # An article has hundreds of windows, so this task gets a tenth as many items as a choice task.
 ARTICLES = 10
+# Share of right answers below which a model cannot do a task, so that no loss of it can be seen.
+CAN = 0.05
 # About the tokens of eight solved problems and one more.
 N_PROBLEM = 1024
 
@@ -44,7 +58,7 @@ def measure(bench: Bench, tasks: Sequence[str] = TASKS) -> Object:
     """Score every variant on the same items of every task. Each variant's scores are saved at once."""
     data, n = bench.source.data, bench.settings.n_evaluation
     assert data is not None
-    limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in tasks}
+    limits = {task: max(MIN_UNITS, n // ARTICLES) if task == WIKITEXT else n for task in tasks}
     items = {task: read_items(task, data, limit) for task, limit in limits.items()}
     variants: dict[str, Layers] = {FULL: {}} | {name: bench.solve(c) for name, c in three(bench).items()}
     if bench.adapters:
@@ -105,11 +119,13 @@ def _claims(found: Found) -> list[Claim]:
             change, p = x.change(y)
             text = f"{task}: {ALL} is better than {other}"
             if p is not None:
-                made.append(paired_shares(found["model"], text, change, p))
+                if _metric(found, FULL, task).value > CAN:
+                    made.append(paired_shares(found["model"], text, change, p, CALIBRATION))
                 continue
             numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
             why = unresolved(float(np.log(change.estimate)))
-            made.append(Claim(found["model"], text, numbers, change, 1.0, below=True, why_open=why))
+            alike = ANY if why else SAME_RATIO
+            made.append(Claim(found["model"], text, numbers, change, 1.0, True, why, CALIBRATION, alike))
     return made
 
 

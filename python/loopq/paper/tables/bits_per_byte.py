@@ -10,6 +10,7 @@ from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import (
     ALL,
+    CALIBRATION,
     FULL,
     N_RESAMPLES,
     ONE,
@@ -24,6 +25,8 @@ from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTabl
 from loopq.storage.schema import Object
 
 TITLE = "Bits per byte of text"
+#: Differences that make no difference.
+SAME_BITS = (-0.005, 0.005)
 
 
 def measure(bench: Bench) -> Object:
@@ -37,7 +40,11 @@ def _claim(found: Found, better: str, worse: str, control: Found | None = None) 
     numbers = f"{gain.estimate:+.4f} bits per byte saved [{gain.low:+.4f}, {gain.high:+.4f}]"
     text = f"{better} needs fewer bits than {worse}"
     text += f" of {control['model']}, in as many bytes" if control else ""
-    return Claim(found["model"], text, numbers, gain, why_open=unresolved(gain.estimate))
+    why, differs = unresolved(gain.estimate), "loop" if control else CALIBRATION
+    pair = () if control else (better, worse)
+    return Claim(
+        found["model"], text, numbers, gain, why_open=why, differs=differs, alike=SAME_BITS, pair=pair
+    )
 
 
 def _alike(a: Found, b: Found) -> bool:

@@ -12,6 +12,7 @@ KEPT = "adapter dense, the rest RTN"
 MIXED = "adapter all steps and rotated, core one step"
 TURNED_ONE = "GPTQ, one step, adapter rotated"
 TURNED = "GPTQ, all steps, adapter rotated"
+ROTATED = "rotation of the adapter"
 TITLE = "Components left out one by one"
 
 
@@ -39,14 +40,20 @@ def refuses(bench: Bench) -> str | None:
     return None if bench.adapters else "the model has no adapter that joins state and embedding"
 
 
-def claims(found: Found) -> list[Claim | None]:
+def claims(found: Found) -> list[Claim]:
     """The paper's ordering."""
     return [
-        below(found, KEPT, RTN, "the adapter alone in full precision recovers part of what rounding loses"),
+        below(
+            found,
+            KEPT,
+            RTN,
+            "the adapter alone in full precision recovers part of what rounding loses",
+            "precision of the adapter",
+        ),
         below(found, ALL, RTN),
-        below(found, ALL, MIXED, "the core needs trajectory calibration too"),
-        below(found, TURNED, ALL, "rotating the adapter helps"),
-        answers(found, TURNED, RTN),
+        below(found, TURNED, MIXED, "the core needs trajectory calibration too", "calibration of the core"),
+        below(found, TURNED, ALL, "rotating the adapter helps", ROTATED),
+        *answers(found, TURNED, TURNED_ONE),
         *cured(found, ALL, "GPTQ, "),
     ]
 

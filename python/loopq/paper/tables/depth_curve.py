@@ -13,7 +13,7 @@ from loopq.diagnosis.rollouts import run_variants
 from loopq.diagnosis.weights import quantizable, rounded
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
-from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
+from loopq.paper.shown import MIN_ANSWERS, TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.quantizers.config import LayerConfig
 from loopq.storage.schema import Object
 from loopq.terminal.table import short
@@ -58,10 +58,15 @@ def show(founds: Sequence[Found]) -> Shown:
             (found["model"], str(r["depth"]), f"{100 * r['agreement']:.1f} %", short(r["kl"])) for r in depths
         ]
         first, last = depths[0], depths[-1]
-        text = f"at depth {last['depth']} rounding changes fewer predictions than at depth {first['depth']}"
-        made.append(higher(found["model"], text, last["last"]["agreement"], first["last"]["agreement"]))
+        deep, flat = (r["last"]["agreement"] for r in (last, first))
+        # A task that is read at one token has one prediction of each prompt, as a score.
+        if len(deep) >= MIN_ANSWERS or any(0 < a < 1 for a in (*deep, *flat)):
+            text = (
+                f"at depth {last['depth']} rounding changes fewer predictions than at depth {first['depth']}"
+            )
+            made.append(higher(found["model"], text, deep, flat, "depth"))
         text = f"at depth {last['depth']} its KL is smaller than at depth {first['depth']}"
-        made.append(closer(found["model"], text, last["last"]["kl"], first["last"]["kl"]))
+        made.append(closer(found["model"], text, last["last"]["kl"], first["last"]["kl"], "depth"))
     text = "All weights of the loop rounded with one scale per row; full precision runs at the same depth."
     header = ("model", "recurrences", "agreement", "KL")
 

@@ -56,7 +56,7 @@ def show(founds: Sequence[Found]) -> Shown:
             if bounds:
                 kept = [p["measured"] <= p["bound"] for p in prompts if p["bound"] is not None]
                 made.append(
-                    most(found["model"], f"{name}: the bound of a contraction is kept", kept, "prompts")
+                    most(found["model"], f"{name}: the bound of a contraction is kept", kept, "", "prompts")
                 )
     text = (
         "Distance of the states after as many further updates as the depth; predicted: the error of one step at the "

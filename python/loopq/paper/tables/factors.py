@@ -42,7 +42,7 @@ def show(founds: Sequence[Found]) -> Shown:
         nearer = [min(p["identity"][b] for b in blocks) - p["identity"][adapter] for p in prompts]
         more = mean_interval(nearer, n_resamples=N_RESAMPLES)
         text = "every core block is nearer to the identity than the adapter"
-        made.append(Claim(name, text, f"cosine higher by {span(more, 3)}", more))
+        made.append(Claim(name, text, f"cosine higher by {span(more, 3)}", more, differs="factor"))
         for factor in (adapter, *blocks):
             cells = (f"{np.mean([p[k][factor] for p in prompts]):.3f}" for k in ("gain", "identity"))
             rows.append((name, factor, *cells))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.diagnosis.sections.groups import groups
+from loopq.diagnosis.weights import quantizable
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
@@ -17,7 +18,8 @@ TITLE = "Group size of rounding"
 def measure(bench: Bench) -> Object:
     """Round the whole loop at each group size and compare at every step."""
     tokens = bench.model.evaluation
-    return bench.head() | groups(bench.context(n_prompts=len(tokens.sequences)))
+    width = min(p.in_features for p in quantizable(bench.system.shared_parameters(bench.depth)))
+    return bench.head() | {"width": width} | groups(bench.context(n_prompts=len(tokens.sequences)))
 
 
 def _name(size: int) -> str:
@@ -37,10 +39,12 @@ def show(founds: Sequence[Found]) -> Shown:
             rows.append((found["model"], _name(r["group_size"]), *cells, f"{r['kl'][-1]:.3g}"))
         series = {_name(r["group_size"]): (r["steps"], [100 * v for v in r["agreement"]]) for r in sizes}
         panels.append((found["model"], series))
-        grouped = max((r for r in sizes if r["group_size"] != -1), key=lambda r: float(r["kl"][-1]))
-        row = next(r for r in sizes if r["group_size"] == -1)
-        text = f"the worst group size, {grouped['group_size']}, is closer than one scale per row"
-        made.append(closer(found["model"], text, grouped["last"]["kl"], row["last"]["kl"]))
+        # A group as wide as the narrowest input is a row there.
+        grouped = [r for r in sizes if 0 < r["group_size"] < found["width"]]
+        if grouped:
+            worst, row = max(grouped, key=lambda r: float(r["kl"][-1])), sizes[-1]
+            text = f"the worst group size, {worst['group_size']}, is closer than one scale per row"
+            made.append(closer(found["model"], text, worst["last"]["kl"], row["last"]["kl"], "group size"))
     text = "Top-1 agreement with full precision, the whole loop rounded; initial states are paired."
     header = ("model", "group size", "early", "later", "last", "KL, last")
 

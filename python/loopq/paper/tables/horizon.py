@@ -50,16 +50,16 @@ def measure(bench: Bench) -> Object:
     }
 
 
-def claims(found: Found) -> list[Claim | None]:
+def claims(found: Found) -> list[Claim]:
     """More steps give more directions and less error, mostly within the first few."""
     first, last = _name(1), _name(found["horizons"][-1])
     text = "the ranks of the inputs grow with the horizon"
     return [
-        grown(found["model"], text, found["gains"], np.ones(len(found["gains"]))),
+        grown(found["model"], text, found["gains"], np.ones(len(found["gains"])), "steps"),
         below(found, last, first),
         below(found, last, RTN),
         below(found, _name(found["horizons"][1]), first, "two steps already gain on one"),
-        answers(found, last, first),
+        *answers(found, last, first),
     ]
 
 
@@ -72,7 +72,7 @@ def show(founds: Sequence[Found]) -> Shown:
     )
     text = "Rank of the input that gains most, at 1e-3 of the largest eigenvalue, and KL by the steps summed."
     ranks = ShownTable(TITLE + ": rank", text, ("model", "layer", "steps", "rank", "of width", "KL"), rows)
-    made = [c for f in founds for c in claims(f) if c is not None]
+    made = [c for f in founds for c in claims(f)]
 
     def pictures() -> list[Any]:
         rank = [(f["model"], {f["layer"]: (f["horizons"], f["ranks"])}) for f in founds]

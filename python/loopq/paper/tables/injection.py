@@ -23,6 +23,7 @@ WORDS = {
     ALL: "all layers",
     GAUSSIAN: "exposed layers, Gaussian noise of equal norm",
 }
+PAIRS = ((CORE, EXPOSED, "place of the error"), (GAUSSIAN, EXPOSED, "kind of the error"))
 
 
 def measure(bench: Bench) -> Object:
@@ -65,9 +66,10 @@ def show(founds: Sequence[Found]) -> Shown:
         }
         panels.append((found["model"], series))
         if GROUPED in found["runs"]:
-            ends = (r[EXPOSED]["last"]["agreement"] for r in (found["runs"][GROUPED], runs))
-            made.append(higher(found["model"], f"{GROUPED} undo the damage in {WORDS[EXPOSED]}", *ends))
-        made += [_claim(found["model"], runs, CORE, EXPOSED), _claim(found["model"], runs, GAUSSIAN, EXPOSED)]
+            cured, harmed = (r[EXPOSED]["last"]["agreement"] for r in (found["runs"][GROUPED], runs))
+            text = f"{GROUPED} undo the damage in {WORDS[EXPOSED]}"
+            made.append(higher(found["model"], text, cured, harmed, "group size"))
+        made += [_claim(found["model"], runs, *pair) for pair in PAIRS]
     text = (
         "Top-1 agreement with full precision, mean over prompts. Paired runs start from the state of full precision, "
         "unpaired ones from another; the paper's rows look unpaired (its full-precision control has 68.8 % after one "
@@ -82,9 +84,10 @@ def show(founds: Sequence[Found]) -> Shown:
     return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
 
 
-def _claim(model: str, runs: Any, better: str, worse: str) -> Claim:
+def _claim(model: str, runs: Any, better: str, worse: str, differs: str) -> Claim:
     text = f"damage of rounding in {WORDS[worse]} is larger than in {WORDS[better]}"
-    return higher(model, text, *(runs[name]["last"]["agreement"] for name in (better, worse)))
+    more, less = (runs[name]["last"]["agreement"] for name in (better, worse))
+    return higher(model, text, more, less, differs)
 
 
 TABLES.register("injection")(

@@ -46,7 +46,7 @@ def show(founds: Sequence[Found]) -> Shown:
         for name, v in found["variants"].items():
             hits, n = int(sum(v["answered"])), len(v["answered"])
             rows.append((found["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
-        made += [c for c in (answers(found, ALL, RTN), answers(found, ALL, ONE)) if c is not None]
+        made += [*answers(found, ALL, RTN), *answers(found, ALL, ONE)]
     text = "Correct answers of GSM8K (paper), prompts whose last token is predicted (models); 95 % Wilson intervals."
     table = ShownTable(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
     line = f"Of the paper's intervals {same} of {len(PAPER)} come out of its counts."

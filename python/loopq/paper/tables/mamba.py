@@ -73,10 +73,12 @@ def show(founds: Sequence[Found]) -> Shown:
         )
         text = f"the error by A_log grows from token {EARLY_LATE[0]} to {EARLY_LATE[1]}"
         early_late = found["growth"]
-        made.append(higher(found["model"], text, early_late[1], early_late[0], "percent of the state"))
+        made.append(
+            higher(found["model"], text, early_late[1], early_late[0], "token", "percent of the state")
+        )
         first, last = found["alphas"][0]["by_prompt"], found["alphas"][-1]["by_prompt"]
         text = "an identity term lowers the relative error"
-        made.append(closer(found["model"], text, last, first, "error ratio"))
+        made.append(closer(found["model"], text, last, first, "identity term", "error ratio"))
         curve = [(p["alpha"], p["relative"]) for p in found["alphas"]]
         series: Any = {"relative error": tuple(zip(*curve, strict=True))}
         panels.append((found["model"], series))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loopq.paper.bench import ROTATION, Bench
 from loopq.paper.compared import answers, below, cured, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
-from loopq.paper.tables.components import refuses
+from loopq.paper.tables.components import ROTATED, refuses
 from loopq.quantizers.config import Override
 from loopq.storage.schema import Object
 
@@ -25,12 +25,13 @@ def measure(bench: Bench) -> Object:
     return bench.measure(variants | bench.cures(**row))
 
 
-def claims(found: Found) -> list[Claim | None]:
+def claims(found: Found) -> list[Claim]:
     """Rotation helps, and calibration helps more."""
     return [
-        below(found, TURNED, PLAIN),
+        below(found, TURNED, PLAIN, None, ROTATED),
         below(found, CALIBRATED, TURNED),
-        answers(found, CALIBRATED, PLAIN),
+        *answers(found, TURNED, PLAIN, ROTATED),
+        *answers(found, CALIBRATED, TURNED),
         *cured(found, PLAIN, "RTN, "),
     ]
 

@@ -43,7 +43,7 @@ def show(founds: Sequence[Found]) -> Shown:
             cells = (f"{mean['exposed']:.1f} %", f"{mean['core']:.1f} %", f"{gap:+.1f}")
             rows.append((found["model"], kind, *cells))
             text = f"{kind}: the adapter suffers more than the core"
-            made.append(higher(found["model"], text, same["core"], same["exposed"]))
+            made.append(higher(found["model"], text, same["core"], same["exposed"], "place of the error"))
     text = "Top-1 agreement with full precision after all steps; rank-4 updates have one norm at both places."
     header = ("model", "perturbation", "adapter", "core", "core - adapter [points]")
     return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)

@@ -54,7 +54,7 @@ def show(founds: Sequence[Found]) -> Shown:
         )
         text = "the last step has more directions than step 0 over the same positions"
         steps = [layer["per_step"] for layer in layers.values() if len(layer["per_step"]) > 1]
-        made.append(grown(found["model"], text, [s[-1] for s in steps], [s[0] for s in steps]))
+        made.append(grown(found["model"], text, [s[-1] for s in steps], [s[0] for s in steps], "step"))
     text = f"Eigenvalues of H_t above {FOCAL:g} of the largest; gain: rank of the sum over that of step 0."
     title = "Rank by step"
 

@@ -108,7 +108,7 @@ def show(founds: Sequence[Found]) -> Shown:
     for found in founds:
         gains = [layer["gain"] for layer in found["ranks"]["layers"] if layer["gain"] is not None]
         text = "the inputs' ranks at least double over the trajectory"
-        made.append(grown(found["model"], text, gains, [1.0] * len(gains), 2.0))
+        made.append(grown(found["model"], text, gains, [1.0] * len(gains), "steps", 2.0))
         made.append(below(found, ALL, RTN, "trajectory calibration closes part of the gap"))
     text = (
         "Bottleneck: the layers' input with the lowest rank at step 0 over its width; gain: rank of the sum of all "

@@ -13,6 +13,8 @@ from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTabl
 from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
+#: Layers that the interval of a rank correlation needs: the paper ranks 17.
+MIN_LAYERS = 17
 TITLE = "Layers by three measures of sensitivity"
 
 
@@ -45,7 +47,7 @@ def show(founds: Sequence[Found]) -> Shown:
                 (found["model"], short[name], damage, *(None if c is None else str(c) for c in cells))
             )
         rho = found["table"]["spearman"]["random-direction gain"]
-        if rho is not None:
+        if rho is not None and len(places) >= MIN_LAYERS:
             text = "the gain of random directions does not rank the layers as their damage does"
             interval = _fisher(rho, len(places))
             numbers = f"Spearman correlation {rho:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
@@ -55,7 +57,7 @@ def show(founds: Sequence[Found]) -> Shown:
             next_worst = max((n for n in alone if n != name), key=lambda n: float(alone[n][key]))
             text = f"{short[name]} does more damage than any other layer when rounded alone per channel"
             pair = (alone[name]["by_prompt"], alone[next_worst]["by_prompt"])
-            made.append(higher(found["model"], text, *pair, f"points beyond {short[next_worst]}"))
+            made.append(higher(found["model"], text, *pair, "layer", f"points beyond {short[next_worst]}"))
     text = (
         "Damage: share of predictions that change (of models without logits: error of the output) when this layer "
         "alone is rounded, mean over steps; the other columns are places, 1 for the most sensitive."

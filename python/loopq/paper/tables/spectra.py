@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum
+from loopq.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum, thresholded_rank
 from loopq.paper.bench import Bench
-from loopq.paper.compared import curves
-from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
+from loopq.paper.compared import curves, grown
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
 from loopq.report.style import short_name
 from loopq.run.config import QuantConfig
 from loopq.run.model_source import ModelSource
@@ -28,7 +28,12 @@ def measure(bench: Bench) -> Object:
     """Take the adapter, or else the input with the fewest directions, and the first attention input."""
     tokens = bench.model.calibration
     few = _sums(bench, tokens.take(0, max(1, len(tokens.sequences) // SHARE)))
-    out = {}
+    out, more = {}, []
+    for p in bench.collected.job.selection.distinct_inputs:
+        if p.invocations > 1:
+            small, whole = (sums.accumulators[p.name] for sums in (few, bench.sums))
+            pair: Any = (small.matrix(list(range(p.invocations))), whole.matrix([0]))
+            more.append([thresholded_rank(spectrum(np.asarray(h, np.float64))) for h in pair])
     for name in _chosen(bench):
         small, whole = few.accumulators[name], bench.sums.accumulators[name]
         steps = list(range(len(list(small.steps))))
@@ -40,13 +45,13 @@ def measure(bench: Bench) -> Object:
             | {"curve": curve(2 * v / rows[kind]), "largest": 2 * float(v[0]) / rows[kind]}
             for kind, v in values.items()
         }
-    return bench.head() | {"layers": out, "n_prompts": len(tokens.sequences)}
+    return bench.head() | {"layers": out, "more": more, "n_prompts": len(tokens.sequences)}
 
 
 def _sums(bench: Bench, tokens: TokenSet) -> Any:
     source = ModelSource.of(bench.system, tokens, n_steps=bench.n_steps, execution=bench.execution)
     plan = source.plan(QuantConfig(rank_threshold=None))
-    return source.all_steps(plan, input_groups=_chosen(bench))
+    return source.all_steps(plan)
 
 
 def _chosen(bench: Bench) -> list[str]:
@@ -78,14 +83,10 @@ def show(founds: Sequence[Found]) -> Shown:
                 for k, d in kinds.items()
             }
             panels.append((f"{found['model']}: {short_name(name)}", series))
-        name, kinds = next(iter(found["layers"].items()))
-        few, many, steps = (kinds[k] for k in (FEW, MANY, STEPS))
-        numbers = (
-            f"{short_name(name)}: {few['rank']} directions, {many['rank']} with more prompts, {steps['rank']} with all "
-            "steps"
-        )
-        text = "more steps add more directions than more prompts do"
-        made.append(Claim(found["model"], text, numbers, None, why_open="one input has no interval"))
+        text = "more steps give the inputs more directions than more prompts do"
+        if found["more"]:
+            steps, prompts = np.array(found["more"]).T
+            made.append(grown(found["model"], text, steps, prompts, "what is added"))
     text = f"Eigenvalues of 2 X^T X / m above each share of the largest; a quarter: one prompt in {SHARE}."
     header = ("model", "input of", "condition", *(f"{tau:g}" for tau in THRESHOLDS), "effective", "stable")
     axes = ("index of the eigenvalue [number]", "eigenvalue of 2 X^T X / m [squared input]")

@@ -59,12 +59,12 @@ def late_step_wins(
     return sum(proxy(candidate, n) < proxy(baseline, n) for n in candidate), len(candidate)
 
 
-def claims(found: Found) -> list[Claim | None]:
+def claims(found: Found) -> list[Claim]:
     """The effect of leaving step 0 out depends on the model. The late step's proxy improves nearly everywhere."""
     wins, of = found["late_wins"], found["late_of"]
     text = "without step 0 the loss at the last step is smaller in most layers"
     return [
-        most(found["model"], text, [i < wins for i in range(of)]),
+        most(found["model"], text, [i < wins for i in range(of)], "step 0"),
         below(found, SKIP, ALL, "leaving step 0 out helps (in the paper on 2 of 6 models)"),
         below(found, ALL, RTN),
     ]

@@ -1,11 +1,13 @@
-"""The picture of the README, drawn from records alone: `python -m benches.quality.picture [--out FOLDER]`.
+"""Pictures of README and docs, drawn from records alone: `python -m benches.quality.picture [--out FOLDER]`.
 
-Left, calibration blindness: the KL of each model solved from one step and from all steps, over the KL of
-rounding. From the newest peers-DATE.json where it has these for most of the models of the newest
-main-table-DATE.json, else from that. Right: KL against bits per weight, for loopq and other tools, from the
-newest peers-DATE.json. It shows the geometric mean over the models that loopq and llm-compressor have at all
-bits. A tool without all of them is left out and named in what the command prints. Writes picture-light.svg
-and picture-dark.svg.
+claim-light.svg and claim-dark.svg: KL of SmolLM2's loop in 4 and 3 bits, a bar for each tool and setting, from
+the newest smollm2-peers-DATE.json.
+
+picture-light.svg and picture-dark.svg. Left, calibration blindness: the KL of each model solved from one step and
+from all steps, over the KL of rounding. From the newest peers-DATE.json where it has these for most of the models
+of the newest main-table-DATE.json, else from that. Right: KL against bits per weight, for loopq and other tools,
+from the newest peers-DATE.json. It shows the geometric mean over the models that loopq and llm-compressor have at
+all bits. A tool without all of them is left out and named in what the command prints.
 
 types-light.svg and types-dark.svg: types of GGUF and FP4 by loopq and by the engines' tools, KL against bits, from the
 newest gguf-DATE.json.
@@ -50,6 +52,17 @@ CURVES = (
     ("loopq default", "loopq", "blue", "o"),
     ("loopq best", "loopq, best", "ink", "D"),
     ("loopq best, trellis", "loopq, trellis", "violet", "*"),
+)
+#: Bars of the real model: the record's name, the name in the picture.
+BARS = (
+    ("llm-compressor", "llm-compressor"),
+    ("llm-compressor, mse", "llm-compressor, mse"),
+    ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
+    ("auto-round", "auto-round"),
+    ("loopq fast", "loopq, fast"),
+    ("loopq default", "loopq"),
+    ("loopq default, uneven levels", "loopq, uneven levels"),
+    ("loopq small", "loopq, small"),
 )
 NEEDED = ("loopq default", "llm-compressor")
 
@@ -229,6 +242,39 @@ def place_names(axes: Any, drawn: Mapping[str, Sequence[float]], theme: Theme) -
         )  # fmt: skip
 
 
+def draw_bars(axes: Any, records: Rows, bits: int, theme: Theme) -> None:
+    """A bar with its KL for each tool that has a row at some bits, from the first draw of prompts."""
+    kl = {r["variant"]: r["kl"] for r in records if r["bits"] == bits and r["draw"] == 0}
+    shown = [(variant, name) for variant, name in BARS if variant in kl]
+    for y, (variant, _) in enumerate(shown):
+        ours = variant.startswith("loopq")
+        colour = theme.colour("blue") if ours else theme.soft
+        axes.barh(y, kl[variant], color=colour, height=0.72)
+        axes.text(
+            kl[variant], y, f" {kl[variant]:.3f}", va="center", ha="left", color=theme.ink, fontsize=9,
+            weight="bold" if ours else "normal",
+        )  # fmt: skip
+    axes.set_yticks(range(len(shown)), [name for _, name in shown])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(kl[variant] for variant, _ in shown))
+    axes.xaxis.set_major_locator(NullLocator())
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(f"{bits} bits", loc="left")
+
+
+def draw_claim(figure: Figure, records: Rows, theme: Theme) -> None:
+    """Bars of the real model at 4 and 3 bits."""
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(
+        "SmolLM2-135M with a loop: error (KL) at equal bytes, shorter is better", ha="left", x=0.01,
+        weight="bold", fontsize=11.5,
+    )  # fmt: skip
+    draw_bars(left, records, 4, theme)
+    draw_bars(right, records, 3, theme)
+    right.set_yticklabels([])
+
+
 def draw_types(figure: Figure, run: Mapping[str, Any], theme: Theme) -> None:
     """A line for each type, by bits, from the tool's KL to loopq's. Many types have nearly the same bits."""
     axes = figure.subplots()
@@ -262,7 +308,7 @@ def draw(rows: Ratios, drawn: Mapping[str, Sequence[float]], models: Sequence[st
     return as_svg(fill, theme)
 
 
-def as_svg(fill: Callable[[Figure], None], theme: Theme) -> str:
+def as_svg(fill: Callable[[Figure], None], theme: Theme, height: float = 4.2) -> str:
     """The text of an SVG file in a theme's colours."""
     ink = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink
@@ -273,7 +319,7 @@ def as_svg(fill: Callable[[Figure], None], theme: Theme) -> str:
         "grid.color": theme.ink, "figure.facecolor": theme.page, "axes.facecolor": theme.page,
     }  # fmt: skip
     with mpl.rc_context(settings | ink):
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure = Figure(figsize=(10, height), layout="constrained")
         fill(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -301,8 +347,11 @@ def main() -> None:
     drawn, models, lacking = curves(records)
     args.out.mkdir(parents=True, exist_ok=True)
     types = next(iter(json.loads(newest("gguf", args.records).read_text("utf-8")).values()))
+    real = newest("smollm2-peers", args.records)
+    bars = json.loads(real.read_text("utf-8"))["peers"]
     for theme in (LIGHT, DARK):
         pictures = {
+            "claim": as_svg(partial(draw_claim, records=bars, theme=theme), theme, height=3.2),
             "picture": draw(rows, drawn, models, theme),
             "types": as_svg(partial(draw_types, run=types, theme=theme), theme),
         }
@@ -310,6 +359,7 @@ def main() -> None:
             path = args.out / f"{name}-{theme.name}.svg"
             path.write_text(text, "utf-8")
             print(path)
+    print(f"bars: {real.name}")
     print(f"left: {len(rows)} models of {source.name}")
     print(
         f"right: {', '.join(models)} of {beside.name}"

@@ -42,10 +42,10 @@ def _memory(n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8))
-    made = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a hint; without it the memory is only slower
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(made, np.uint8))
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(region, np.uint8))
 
 
 class CpuPanels:
@@ -133,10 +133,10 @@ _BOUND: WeakKeyDictionary[PackedLayer, _Bound] = WeakKeyDictionary()
 
 def _bound(layer: PackedLayer) -> _Bound:
     """Reuse the form while the layer's tensors exist, because making it takes longer than a small product."""
-    found, buffers = _BOUND.get(layer), layer._buffers
+    bound, buffers = _BOUND.get(layer), layer._buffers
     tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])
-    if found is None or any(a is not b for a, b in zip(found.tensors, tensors, strict=True)):
+    if bound is None or any(a is not b for a, b in zip(bound.tensors, tensors, strict=True)):
         layout = _layout(layer.held, layer.scales.dtype)
         bias = None if layer.bias is None else layer.bias.numpy()
-        found = _BOUND[layer] = _Bound(tensors, layout, layer.qweight.numpy(), bias)
-    return found
+        bound = _BOUND[layer] = _Bound(tensors, layout, layer.qweight.numpy(), bias)
+    return bound

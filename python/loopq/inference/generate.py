@@ -147,12 +147,12 @@ class Decoder:
                 batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
             )
         else:
-            found = None
+            extended = None
             if isinstance(self.system, Continues):
-                found = self.system.extend(batch, self.n_steps, n_seen, self._cache)
-            if found is None:
+                extended = self.system.extend(batch, self.n_steps, n_seen, self._cache)
+            if extended is None:
                 raise ConfigError("the model has no cache")
-            logits, self._cache = found[0][0, -1], found[1]
+            logits, self._cache = extended[0][0, -1], extended[1]
         self._seen = now
         return logits
 
@@ -206,10 +206,10 @@ class Decoder:
         """Whether texts that continue each other have the logits of a rollout."""
         torch = require("torch")
         with torch.no_grad():
-            found = torch.stack([self._extended(text) for text in texts])
+            logits = torch.stack([self._extended(text) for text in texts])
             whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(texts) :]
         self.restart()
-        return _close(found, whole)
+        return _close(logits, whole)
 
     def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
         """Test the core's runner, because it describes a model by the names of its modules."""
@@ -255,9 +255,9 @@ class Decoder:
 _COLDEST = 1e-100
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(logits: Tensor, expected: Tensor) -> bool:
     tolerance = _TOLERANCE[str(expected.dtype).removeprefix("torch.")]
-    return bool((found - expected).float().norm() <= tolerance * expected.float().norm())
+    return bool((logits - expected).float().norm() <= tolerance * expected.float().norm())
 
 
 def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
@@ -297,7 +297,7 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
         loaded.config.get("eos_token_id")
     ]
     # The files are from outside, and anything else ends no text.
-    each = (i for found in named for i in (found if isinstance(found, list) else [found]))
+    each = (i for ids in named for i in (ids if isinstance(ids, list) else [ids]))
     return frozenset(i for i in each if isinstance(i, int))
 
 

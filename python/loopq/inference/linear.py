@@ -101,8 +101,8 @@ LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq
 
 
 def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
-    for name, found in LAYOUTS.items():
-        if device not in found.devices or not found.fits(held):
+    for name, layout in LAYOUTS.items():
+        if device not in layout.devices or not layout.fits(held):
             continue
         if name == "lq-w4" and device == "cuda" and dtype == torch.float32:
             warnings.warn(
@@ -125,11 +125,11 @@ class _Weight(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
     def __new__(cls, layer: QuantLinear) -> _Weight:
         """Make one for a layer."""
         shape = layer.out_features, layer.in_features
-        made: _Weight = torch.Tensor._make_wrapper_subclass(
+        weight: _Weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=layer.dtype, device=layer.scales.device
         )
-        made._layer = layer
-        return made
+        weight._layer = layer
+        return weight
 
     _layer: QuantLinear
 

@@ -44,14 +44,14 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         """Gets its own codes if a tied head, on a GPU, has the kernel's words, which have no rows."""
         super()._apply(fn, recurse)
         if self.table.layout == "lq-w4":
-            own = self.table
-            self.table = QuantLinear("codes", own.codes(), own.scales, held=own.held)
+            table = self.table
+            self.table = QuantLinear("codes", table.codes(), table.scales, held=table.held)
         return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (..., width) for integer ids (...)."""
-        found = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
-        return found.view(*ids.shape, self.embedding_dim)
+        rows = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)
 
 
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
@@ -71,34 +71,34 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    made: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     kept: dict[str, str] = {}
     for layer in checkpoint.layers.values():
-        found = _owners(modules, checkpoint, layer.name)
+        owners = _owners(modules, checkpoint, layer.name)
         if layer.module not in modules and layer.name in parameters:
             kept[layer.name] = "a parameter that no module is called with"
             continue
-        if any(module is None for module in found):
+        if any(module is None for module in owners):
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
-        why = why_kept(layer, found)
+        why = why_kept(layer, owners)
         if why:
             kept[layer.name] = why
             continue
-        made |= stand_ins(layer, found, activations)
+        replacements |= stand_ins(layer, owners, activations)
     for name, module in modules.items():
-        if id(module) in made:
+        if id(module) in replacements:
             parent, _, child = name.rpartition(".")
-            setattr(modules[parent], child, made[id(module)])
+            setattr(modules[parent], child, replacements[id(module)])
     return kept
 
 
 def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
     """Names of the layers that `install` will replace by modules with codes."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
+    owners_of = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
     return {
         name
-        for name, owners in found.items()
+        for name, owners in owners_of.items()
         if None not in owners and not why_kept(checkpoint.layers[name], owners)
     }
 
@@ -106,8 +106,8 @@ def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
 def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
     """Modules that hold a layer's weight, under its name and tied ones. None for a missing one."""
     names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
-    own = names_of(modules[""])
-    return [modules.get(own.in_model(n).removesuffix(".weight")) for n in names]
+    file_names = names_of(modules[""])
+    return [modules.get(file_names.in_model(n).removesuffix(".weight")) for n in names]
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -136,10 +136,10 @@ def stand_ins(
     """
     # A module may have several names.
     each = {id(module): module for module in owners}
-    made = {i: quantized_linear(layer, m, activations) for i, m in each.items() if not _is_table(m)}
-    head = next(iter(made.values()), None)
+    heads = {i: quantized_linear(layer, m, activations) for i, m in each.items() if not _is_table(m)}
+    head = next(iter(heads.values()), None)
     tables = ((i, m) for i, m in each.items() if _is_table(m))
-    return made | {i: QuantEmbedding(head or quantized_linear(layer, m), m.weight.dtype) for i, m in tables}
+    return heads | {i: QuantEmbedding(head or quantized_linear(layer, m), m.weight.dtype) for i, m in tables}
 
 
 def has_product(layer: QuantizedLayer, device: Any) -> bool:

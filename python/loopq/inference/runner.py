@@ -63,16 +63,16 @@ class Runner:
         order = [(name, parts.number(name, what)) for name, what in program.order]
         head = parts.weight(program.head)
         if len(parts.activations) != 1:
-            found = ", ".join(sorted(parts.activations)) or "none"
+            kinds = ", ".join(sorted(parts.activations)) or "none"
             raise KernelError(
-                f"the runner takes layers with codes, all with the same activations; found {found}"
+                f"the runner takes layers with codes, all with the same activations; found {kinds}"
             )
         half = first.dtype == torch.bfloat16
         precision: Literal["int8", "fixed16", "fixed24"] = "fixed16" if half else "fixed24"
         codes: dict[int | None, Literal["int8", "int4"]] = {8: "int8", 4: "int4"}
-        own: Literal["bfloat16", "float32"] = "bfloat16" if half else "float32"
+        default: Literal["bfloat16", "float32"] = "bfloat16" if half else "float32"
         self._core = native.CpuRunner(
-            parts.weights, parts.norms, parts.blocks, order, head, kept=codes.get(kv, own),
+            parts.weights, parts.norms, parts.blocks, order, head, kept=codes.get(kv, default),
             precision="int8" if parts.activations == {"int8"} else precision,
         )  # fmt: skip
         self._vocabulary = program.head.out_features
@@ -167,9 +167,9 @@ class _Parts:
             return what or 0
         return {"block": self._block, "norm": self._norm, "adapter": self.weight}[name](what)
 
-    def _add(self, to: list[Any], what: Any, made: Callable[[], Any]) -> int:
+    def _add(self, to: list[Any], what: Any, make: Callable[[], Any]) -> int:
         if id(what) not in self._numbers:
-            to_add = made()
+            to_add = make()
             self._numbers[id(what)] = len(to)
             to.append(to_add)
         return self._numbers[id(what)]

@@ -43,10 +43,10 @@ class _Config(LoopedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Read the settings, and let AutoModelForCausalLM know their class."""
-        made = super().from_dict(config_dict, **kwargs)
-        kind = type(made[0] if isinstance(made, tuple) else made)
+        config = super().from_dict(config_dict, **kwargs)
+        kind = type(config[0] if isinstance(config, tuple) else config)
         transformers.AutoModelForCausalLM.register(kind, LoopedForCausalLM, exist_ok=True)
-        return made
+        return config
 
 
 transformers.AutoConfig.register(_Config.model_type, _Config, exist_ok=True)
@@ -112,13 +112,13 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        found = [
+        layers = [
             n for group in self.quantization_config.groups for n in self.quantization_config.names(group)
         ]
-        find_names(model, [*found, *self._tensors()])
+        find_names(model, [*layers, *self._tensors()])
         names = names_of(model)
         self._placed: dict[str, list[str]] = {
-            name: [names.in_model(name).removesuffix(".weight")] for name in found
+            name: [names.in_model(name).removesuffix(".weight")] for name in layers
         }
         for name, source in self.quantization_config.ties.items():
             self._placed[source].append(names.in_model(name).removesuffix(".weight"))
@@ -156,8 +156,8 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         stacks = re.compile(r"experts\.(gate_up|up|down)_proj(_bias)?$")
         apart = any(".experts.0." in name for name in state)
         kept = [r for r in weight_conversions if not (apart and any(map(stacks.search, r.target_patterns)))]
-        found: list[Any] = super().update_weight_conversions(kept, model)
-        return found
+        conversions: list[Any] = super().update_weight_conversions(kept, model)
+        return conversions
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         reader = TensorReader(str(self._files[0].parent), self._tensors())
@@ -169,9 +169,9 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             # Only shape and device are used.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
             product = has_product(layer, model.device)
-            made = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
+            module = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
             for owner in self._placed[layer.name]:
-                _put(model, owner, made)
+                _put(model, owner, module)
         return model
 
     def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
@@ -186,9 +186,9 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             for owner in owners.values():
                 owner.weight = weight
             return
-        made = stand_ins(layer, list(owners.values()))
+        modules = stand_ins(layer, list(owners.values()))
         for name, owner in owners.items():
-            _put(model, name, made[id(owner)])
+            _put(model, name, modules[id(owner)])
 
     def get_state_dict_and_metadata(
         self, model: nn.Module, *_: Any
@@ -197,13 +197,13 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         owners = {owner for owners in self._placed.values() for owner in owners}
         stored = self._tensors()
         coded = owners | {f"{owner}.table" for owner in owners}
-        own = {}
+        uncoded = {}
         for name, tensor in model.state_dict().items():
             module, _, last = name.rpartition(".")
             beside = last != "weight" and module in coded and _keeps_weight(model.get_submodule(module))
             if beside or module not in coded:
-                own[name] = tensor
-        state = dict(names_of(model).stored(model, own))
+                uncoded[name] = tensor
+        state = dict(names_of(model).stored(model, uncoded))
         # transformers 4 rejects tied weights of unknown code, or keeps another of their names.
         kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
         state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}
@@ -231,8 +231,8 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def _keeps_weight(module: nn.Module | None) -> bool:
     """Whether a module stays in place: a table, or a linear layer with its own forward."""
-    own = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
-    return own or isinstance(module, torch.nn.Embedding)
+    subclass = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+    return subclass or isinstance(module, torch.nn.Embedding)
 
 
 def _files(model: nn.Module) -> list[Path]:

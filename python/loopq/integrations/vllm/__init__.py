@@ -29,7 +29,7 @@ MODELS = {
 EXTENDED = {"DoryForCausalLM": "packed:PackedDory"}
 _MODULES = {
     name: module
-    for module, _, name in (found.partition(":") for found in (*MODELS.values(), *EXTENDED.values()))
+    for module, _, name in (path.partition(":") for path in (*MODELS.values(), *EXTENDED.values()))
 }
 
 
@@ -49,10 +49,10 @@ def register() -> None:
     for name, configs in CONFIGS.items():
         for config in configs if name not in known else ():
             AutoConfig.register(config.model_type, config, exist_ok=True)
-    for name, own in MODELS.items():
-        found = EXTENDED.get(name) if name in known else own
-        if found is not None:
-            ModelRegistry.register_model(name, f"{__name__}:{found.partition(':')[2]}")
+    for name, ours in MODELS.items():
+        path = EXTENDED.get(name) if name in known else ours
+        if path is not None:
+            ModelRegistry.register_model(name, f"{__name__}:{path.partition(':')[2]}")
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ImportError as cause:
-        found = importlib.metadata.version("vllm")
+        installed = importlib.metadata.version("vllm")
         raise ImportError(
-            f"loopq serves {name} with vLLM {VLLM}; vLLM {found} is installed: {cause}"
+            f"loopq serves {name} with vLLM {VLLM}; vLLM {installed} is installed: {cause}"
         ) from cause

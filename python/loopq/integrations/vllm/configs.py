@@ -33,8 +33,8 @@ class RavenConfig(PretrainedConfig):
         heads = settings.get("n_heads", 55)
         self.head_dim = settings.get("n_embd", 5280) // heads
         # R-Llama has both. Huginn's file may omit them because its class has defaults.
-        own = {"num_key_value_heads": heads, "max_position_embeddings": settings.get("block_size", 4096)}
-        super().__init__(**(own | settings))
+        defaults = {"num_key_value_heads": heads, "max_position_embeddings": settings.get("block_size", 4096)}
+        super().__init__(**(defaults | settings))
 
 
 class DoryConfig(PretrainedConfig):

@@ -243,12 +243,12 @@ class RavenModel(nn.Module):
             raise ConfigError(
                 "config.json: Recurrent-OLMo-2, whose blocks have their norms elsewhere, is not served"
             )
-        own = {"rope_type": "default", "rope_theta": float(config.rope_base)} if self.huginn else None
+        rope = {"rope_type": "default", "rope_theta": float(config.rope_base)} if self.huginn else None
         rotary = get_rope(
             config.n_embd // config.n_heads,
             config.max_position_embeddings,
             is_neox_style=not self.huginn,
-            rope_parameters=own or config.rope_parameters,
+            rope_parameters=rope or config.rope_parameters,
         )
         kind = HuginnLayer if self.huginn else RLlamaBlock
         counts = [config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda]

@@ -94,13 +94,13 @@ def float_to_raw(values: NDArray[np.float32], dtype: str) -> RawTensor:
 def check_regular(path: Path, error: type[LoopqError] = CheckpointError) -> int:
     """Refuse a missing or special file and return the size in bytes. Opening a pipe would wait forever."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as cause:
         missing = isinstance(cause, FileNotFoundError)
         raise error(f"{path}: {'missing' if missing else f'cannot be read ({cause.strerror})'}") from cause
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise error(f"{path}: not a plain file")
-    return found.st_size
+    return status.st_size
 
 
 def inside(folder: Path, name: str, error: type[LoopqError] = CheckpointError) -> Path:
@@ -196,15 +196,15 @@ def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[s
         data = np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as cause:
         raise error(f"{path}: cannot be read ({cause.strerror})") from cause
-    found = {}
+    mapped = {}
     for name, stored in tensors.items():
         if stored.offset % ITEM_SIZE[stored.dtype]:
             # Other writers may not align their tensors, but arrays must be aligned.
-            found[name] = read_tensor(path, stored, error)
+            mapped[name] = read_tensor(path, stored, error)
         else:
             part = data[stored.offset : stored.offset + stored.n_bytes]
-            found[name] = RawTensor(stored.dtype, stored.shape, part.view(np.ndarray))
-    return found
+            mapped[name] = RawTensor(stored.dtype, stored.shape, part.view(np.ndarray))
+    return mapped
 
 
 def file_order(tensors: Mapping[str, RawTensor]) -> list[str]:

@@ -181,13 +181,13 @@ def _hold(path: Path) -> tuple[int, bool]:
 
 def _check_lock(path: Path, handle: int) -> None:
     """Refuse an open file that no run of this user left as a lock. Its bytes would be lost."""
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         raise _no_file(path)
     text = os.pread(handle, MAX_LOCK + 1, 0)
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         why = "has a second name (a hard link)"
-    elif sys.platform != "win32" and found.st_uid != os.geteuid():
+    elif sys.platform != "win32" and status.st_uid != os.geteuid():
         why = "belongs to another user"
     elif text and (len(text) > MAX_LOCK or not _owner(text)[0]):
         why = "holds something else than a lock of loopq"

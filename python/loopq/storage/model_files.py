@@ -88,8 +88,8 @@ def set_source(model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
 
 def source_of(model: nn.Module) -> Mapping[str, RawTensor] | None:
     """Return the source of a model's tensors from `set_source`, if any."""
-    found: Mapping[str, RawTensor] | None = vars(model).get(_SOURCE)
-    return found
+    source: Mapping[str, RawTensor] | None = vars(model).get(_SOURCE)
+    return source
 
 
 def is_streamed(model: nn.Module) -> bool:

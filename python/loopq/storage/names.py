@@ -52,8 +52,8 @@ class Names:
 
 def names_of(model: nn.Module) -> Names:
     """Return the file names found for a model, or those of its modules."""
-    found: Names = vars(model).get(_KEY) or Names()
-    return found
+    names: Names = vars(model).get(_KEY) or Names()
+    return names
 
 
 def set_names(model: nn.Module, names: Names) -> None:

@@ -90,10 +90,10 @@ def checked(
         Error of the given class. It names the file, the key, the value and what is allowed.
     """
     try:
-        found: T = _value(kind, data, "", others)
+        value: T = _value(kind, data, "", others)
     except (LoopqError, ValueError) as cause:
         raise error(f"{where}: {cause}") from None
-    return found
+    return value
 
 
 def _value(kind: Any, value: Any, key: str, others: bool) -> Any:
@@ -103,10 +103,10 @@ def _value(kind: Any, value: Any, key: str, others: bool) -> Any:
     if dataclasses.is_dataclass(kind):
         return _object(kind, value, key, others)
     if origin is Annotated:
-        found = _value(args[0], value, key, others)
-        if not args[1].test(found):
+        result = _value(args[0], value, key, others)
+        if not args[1].test(result):
             raise _Refused(key, value, args[1].text)
-        return found
+        return result
     if is_union(kind):
         return None if value is None else _value(args[0], value, key, others)
     if origin is tuple:
@@ -182,24 +182,24 @@ def parse_json(
         return int(text)
 
     def pairs(items: list[tuple[str, Any]]) -> Object:
-        found: Object = {}
+        entries: Object = {}
         for name, value in items:
-            if name in found:
+            if name in entries:
                 raise ValueError(f"{shown(name)} stands twice in an object")
-            found[name] = value
-        return found
+            entries[name] = value
+        return entries
 
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        found = json.loads(
+        parsed = json.loads(
             text, parse_float=number, parse_constant=number, parse_int=whole, object_pairs_hook=pairs
         )
-        _limit(found)
+        _limit(parsed)
     except RecursionError:
         raise error(f"{where}: not valid JSON (more than {MAX_DEPTH} levels)") from None
     except ValueError as cause:
         raise error(f"{where}: not valid JSON ({cause})") from cause
-    return found
+    return parsed
 
 
 def _limit(value: Any) -> None:
@@ -208,13 +208,13 @@ def _limit(value: Any) -> None:
         if not level:
             return
         inner: list[Any] = []
-        for found in level:
-            if isinstance(found, str):
-                found.encode()  # half a surrogate pair has no bytes
-            elif isinstance(found, dict):
-                inner += [*found, *found.values()]
-            elif isinstance(found, list):
-                inner += found
+        for item in level:
+            if isinstance(item, str):
+                item.encode()  # half a surrogate pair has no bytes
+            elif isinstance(item, dict):
+                inner += [*item, *item.values()]
+            elif isinstance(item, list):
+                inner += item
         level = inner
     raise ValueError(f"more than {MAX_DEPTH} levels")
 

@@ -49,9 +49,9 @@ class Shelf:
                 f"{self._folder}: codes cannot be written ({cause.strerror}); they take a byte for each weight until "
                 "the output is written: free some space, and start again to go on"
             ) from cause
-        found, self._room = self._room[: data.nbytes], self._room[whole:]
+        stored, self._room = self._room[: data.nbytes], self._room[whole:]
         self._at += whole
-        return found.view(array.dtype).reshape(array.shape)
+        return stored.view(array.dtype).reshape(array.shape)
 
     def _write(self, data: memoryview, whole: int) -> None:
         if len(self._room) < whole:

@@ -102,10 +102,10 @@ class Bench:
         piece = self.saved.find(name) if self.saved else None
         if piece is not None:
             return dict(json.loads(piece.facts["found"]))
-        found = make()
+        result = make()
         if self.saved:
-            self.saved.save(name, found=json.dumps(found))
-        return found
+            self.saved.save(name, found=json.dumps(result))
+        return result
 
     @property
     def system(self) -> Any:

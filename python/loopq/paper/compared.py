@@ -114,31 +114,31 @@ def span(interval: Interval, digits: int) -> str:
 
 
 def below(
-    found: Found, better: str, worse: str, text: str | None = None, differs: str = CALIBRATION
+    result: Found, better: str, worse: str, text: str | None = None, differs: str = CALIBRATION
 ) -> Claim:
     """Claim that one variant is closer to full precision than another, tested by the interval of the KL ratio."""
-    a, b = (found["variants"][name]["kl"] for name in (better, worse))
-    claim = closer(found["model"], text or f"{better} is closer than {worse}", a, b, differs)
+    a, b = (result["variants"][name]["kl"] for name in (better, worse))
+    claim = closer(result["model"], text or f"{better} is closer than {worse}", a, b, differs)
     return replace(claim, pair=(better, worse))
 
 
-def cured(found: Found, harmed: str, kind: str) -> list[Claim]:
+def cured(result: Found, harmed: str, kind: str) -> list[Claim]:
     """Claims that remedies for a planted column or channel help. Only for planted models."""
-    names = [n for n in found["variants"] if n in found.get("cures", ()) and n.startswith(kind)]
+    names = [n for n in result["variants"] if n in result.get("cures", ()) and n.startswith(kind)]
     differs = {n: next(what for part, what in CURES.items() if part in n) for n in names}
-    return [below(found, name, harmed, None, differs[name]) for name in names]
+    return [below(result, name, harmed, None, differs[name]) for name in names]
 
 
-def answers(found: Found, better: str, worse: str, differs: str = CALIBRATION) -> list[Claim]:
+def answers(result: Found, better: str, worse: str, differs: str = CALIBRATION) -> list[Claim]:
     """Claim that one variant gets more last tokens right. There is none without tokens."""
-    a, b = (found["variants"][name]["answered"] for name in (better, worse))
+    a, b = (result["variants"][name]["answered"] for name in (better, worse))
     if a is None:
         return []
     x, y = np.array(a) > 0, np.array(b) > 0
     only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
     gain = paired_proportion_difference(only_a, only_b, len(x), n_resamples=N_RESAMPLES)
     text = f"{better} gets more last tokens right than {worse}"
-    claim = paired_shares(found["model"], text, gain, mcnemar_exact(only_a, only_b), differs)
+    claim = paired_shares(result["model"], text, gain, mcnemar_exact(only_a, only_b), differs)
     return [replace(claim, pair=(better, worse))]
 
 
@@ -154,29 +154,29 @@ def paired_shares(model: str, text: str, gain: Interval, p: float, differs: str)
     )
 
 
-def bits_per_byte(found: Found, name: str) -> list[float] | None:
+def bits_per_byte(result: Found, name: str) -> list[float] | None:
     """Bits per byte of each prompt under a variant. None without logits or if bytes are unknown."""
-    nll, width = found["variants"][name]["nll"], found["bytes_per_token"]
+    nll, width = result["variants"][name]["nll"], result["bytes_per_token"]
     return None if nll is None or width is None else [v / width / float(np.log(2.0)) for v in nll]
 
 
-def closed(found: Found, name: str, rtn: str = RTN) -> float:
+def closed(result: Found, name: str, rtn: str = RTN) -> float:
     """Share of rounding's KL that a variant removes (Li, Table 2)."""
-    mean = {n: float(np.mean(found["variants"][n]["kl"])) for n in (name, rtn)}
+    mean = {n: float(np.mean(result["variants"][n]["kl"])) for n in (name, rtn)}
     return gap_closed(mean[name], mean[rtn], 0.0)
 
 
-def row(found: Found, name: str) -> tuple[str | None, ...]:
+def row(result: Found, name: str) -> tuple[str | None, ...]:
     """Cells of one variant, under `HEADER`."""
-    v = found["variants"][name]
+    v = result["variants"][name]
     interval = mean_interval(v["kl"], n_resamples=N_RESAMPLES)
-    bits = bits_per_byte(found, name)
+    bits = bits_per_byte(result, name)
     right = None
     if v["answered"] is not None:
         hits = wilson(int(sum(v["answered"])), len(v["answered"]))
         right = f"{100 * hits.estimate:.0f} % [{100 * hits.low:.0f}, {100 * hits.high:.0f}]"
     return (
-        found["model"],
+        result["model"],
         name,
         None if name == FULL else short(interval.estimate),
         None if name == FULL else f"[{interval.low:.3g}, {interval.high:.3g}]",
@@ -187,27 +187,27 @@ def row(found: Found, name: str) -> tuple[str | None, ...]:
     )
 
 
-def table(founds: Sequence[Found], title: str, text: str = TEXT) -> ShownTable:
+def table(results: Sequence[Found], title: str, text: str = TEXT) -> ShownTable:
     """Return the table of all variants of all models."""
-    rows = tuple(row(found, name) for found in founds for name in found["variants"])
+    rows = tuple(row(result, name) for result in results for name in result["variants"])
     return ShownTable(title, text, HEADER, rows)
 
 
-def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Picture:
+def bars(results: Sequence[Found], name: str, title: str, caption: str) -> Picture:
     """Draw the KL of every variant with its interval, one panel per model."""
     with styled(name):
-        longest = max(len(f["variants"]) for f in founds)
-        figure, many = panels(len(founds), 6.0, 1.2 + 0.34 * longest, across=2)
-        for axes, found in zip(many, founds, strict=True):
-            names = [n for n in found["variants"] if n != FULL][::-1]
-            spans = [mean_interval(found["variants"][n]["kl"], n_resamples=N_RESAMPLES) for n in names]
+        longest = max(len(f["variants"]) for f in results)
+        figure, many = panels(len(results), 6.0, 1.2 + 0.34 * longest, across=2)
+        for axes, result in zip(many, results, strict=True):
+            names = [n for n in result["variants"] if n != FULL][::-1]
+            spans = [mean_interval(result["variants"][n]["kl"], n_resamples=N_RESAMPLES) for n in names]
             middle = np.array([s.estimate for s in spans])
             reach = np.array([[s.estimate - s.low for s in spans], [s.high - s.estimate for s in spans]])
             axes.errorbar(middle, range(len(names)), xerr=reach, fmt="o", color=SERIES[0][0], capsize=3)
             axes.set_yticks(range(len(names)), names)
             axes.margins(y=0.1)
-            what = "KL to full precision [nats]" if found["output"] == "logits" else "squared error [ratio]"
-            label(axes, what, "", found["model"])
+            what = "KL to full precision [nats]" if result["output"] == "logits" else "squared error [ratio]"
+            label(axes, what, "", result["model"])
     return Picture(name, title, caption, figure)
 
 
@@ -250,8 +250,8 @@ def show_variants(
 ) -> Callable[[Sequence[Found]], Shown]:
     """Show the variants of all models as a table, claims and bars."""
 
-    def show(founds: Sequence[Found]) -> Shown:
-        made = [c for found in founds for c in claims(found)]
-        return Shown([table(founds, title)], made, lambda: [bars(founds, name, title, caption)])
+    def show(results: Sequence[Found]) -> Shown:
+        tested = [c for result in results for c in claims(result)]
+        return Shown([table(results, title)], tested, lambda: [bars(results, name, title, caption)])
 
     return show

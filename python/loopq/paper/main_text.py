@@ -21,12 +21,12 @@ N_RESAMPLES = 10_000
 Floats = NDArray[np.float64]
 
 
-def summarize(found: Sequence[Mapping[str, Any]]) -> Object:
+def summarize(results: Sequence[Mapping[str, Any]]) -> Object:
     """Compute the record of a run: every number of the tables, with its interval.
 
     Parameters
     ----------
-    found : sequence of dict
+    results : sequence of dict
         Results of `loopq.paper.tables.main.measure`.
 
     Returns
@@ -35,38 +35,38 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> Object:
         `models` has the variants of each model and grid and their comparisons. It also has the model's ranks and
         states. `training_seeds` is the gap closed over models that differ only in their training seed.
     """
-    models = [summarize_model(m) for m in found]
+    models = [summarize_model(m) for m in results]
     return {"models": models, "training_seeds": _training_seeds(models)}
 
 
-def summarize_model(found: Mapping[str, Any]) -> Object:
+def summarize_model(result: Mapping[str, Any]) -> Object:
     """Intervals, comparisons and verdicts of one model."""
     kept = ("model", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
-    out: Object = {k: found[k] for k in kept}
-    bits = _to_bits(found["bytes_per_token"])
-    if found["full_precision"] is not None:
-        out["bits_per_byte"] = _interval(bits(np.array(found["full_precision"])))
+    out: Object = {k: result[k] for k in kept}
+    bits = _to_bits(result["bytes_per_token"])
+    if result["full_precision"] is not None:
+        out["bits_per_byte"] = _interval(bits(np.array(result["full_precision"])))
     grids = []
     for n_bits, group in GRIDS:
-        variants = on_grid(found, n_bits, group)
+        variants = on_grid(result, n_bits, group)
         rtn = _per_prompt(variants[RTN]["kl"])
         rows = {
-            name: _variant(variant, rtn, found["full_precision"], bits) for name, variant in variants.items()
+            name: _variant(variant, rtn, result["full_precision"], bits) for name, variant in variants.items()
         }
-        claims = comparisons(found["model"], variants)
+        claims = comparisons(result["model"], variants)
         pairs = {name: _json(claim.interval) for name, claim in claims.items()}
         # The ordering of Li, Table 2: N steps are better than rounding and than one step.
         both = [claims[f"{ALL} / {other}"].holds for other in (RTN, ONE)]
         holds = False if False in both else None if None in both else True
         grids.append({"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs, "holds": holds})
     out["grids"] = grids
-    out["states"] = _states(found["states"])
+    out["states"] = _states(result["states"])
     return out
 
 
-def on_grid(found: Mapping[str, Any], bits: int, group: int) -> dict[str, Mapping[str, Any]]:
+def on_grid(result: Mapping[str, Any], bits: int, group: int) -> dict[str, Mapping[str, Any]]:
     """Variants of one grid, by name."""
-    return {a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (bits, group)}
+    return {a["variant"]: a for a in result["variants"] if (a["bits"], a["group_size"]) == (bits, group)}
 
 
 def _to_bits(bytes_per_token: float | None) -> Callable[[Floats], Floats]:
@@ -151,11 +151,11 @@ def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[Object]:
     return out
 
 
-def _states(found: Mapping[str, Any] | None) -> Object | None:
-    if found is None:
+def _states(states: Mapping[str, Any] | None) -> Object | None:
+    if states is None:
         return None
-    out: Object = {"probe": found["probe"], "weights": {}}
-    for name, row in found.items():
+    out: Object = {"probe": states["probe"], "weights": {}}
+    for name, row in states.items():
         if name == "probe":
             continue
         masked = np.array(row["masked"], dtype=np.float64)
@@ -173,10 +173,10 @@ def _states(found: Mapping[str, Any] | None) -> Object | None:
 def tables(record: Mapping[str, Any]) -> list[ShownTable]:
     """Build every table of a record, in order."""
     models = record["models"]
-    found = [_grid_table(models, number) for number in range(len(GRIDS))]
-    found += [_ordering_table(models), _seeds_table(record["training_seeds"]), _ranks_table(models)]
-    found += [_states_table(m) for m in models if m["states"]]
-    return [t for t in found if t.rows]
+    shown = [_grid_table(models, number) for number in range(len(GRIDS))]
+    shown += [_ordering_table(models), _seeds_table(record["training_seeds"]), _ranks_table(models)]
+    shown += [_states_table(m) for m in models if m["states"]]
+    return [t for t in shown if t.rows]
 
 
 def headline(record: Mapping[str, Any]) -> list[str]:
@@ -268,14 +268,14 @@ def _ordering_table(models: Sequence[Mapping[str, Any]]) -> ShownTable:
     )
 
 
-def _seeds_table(found: Sequence[Mapping[str, Any]]) -> ShownTable:
+def _seeds_table(seeds: Sequence[Mapping[str, Any]]) -> ShownTable:
     rows = [
         (
             r["kind"], f"INT{r['bits']} g{r['group_size']}", r["variant"], str(len(r["by_seed"])),
             _span(r["gap_closed"], 2), ", ".join(f"{v:.2f}" for v in r["by_seed"]),
             f"{r['holds']} of {len(r['by_seed'])}",
         )
-        for r in found
+        for r in seeds
     ]  # fmt: skip
     return ShownTable(
         "Over training seeds",

@@ -80,10 +80,10 @@ class OpenedModel:
     def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
         """Cut the prompts. Each draw has different calibration prompts."""
         count, cut = sizes.n_calibration + sizes.n_tuning_held_out, sizes.n_calibration
-        own = own_prompts(self.loaded)
-        if own is not None and self.calibration is None and self.text is None:
-            text = own(self.loaded, "calibration", count, draw)
-            held_out = own(self.loaded, "evaluation", sizes.n_evaluation, draw)
+        make = own_prompts(self.loaded)
+        if make is not None and self.calibration is None and self.text is None:
+            text = make(self.loaded, "calibration", count, draw)
+            held_out = make(self.loaded, "evaluation", sizes.n_evaluation, draw)
         else:
             text, held_out = (self._phonemes if self.name.partition("+")[0] == PLBERT else self._text)(
                 sizes, (draw + 1) * count
@@ -94,10 +94,10 @@ class OpenedModel:
     def _text(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
         length = min(sizes.seq_len, int(self.loaded.config.get("block_size", sizes.seq_len)))
 
-        def cut(file: Path | None, own: bytes, what: str, n: int) -> TokenSet:
+        def cut(file: Path | None, embedded: bytes, what: str, n: int) -> TokenSet:
             if file is not None:
                 return read_tokens(file, Served(self.loaded.encode), length, n)
-            return windows(own.decode(), self.loaded.encode, length, n, what)
+            return windows(embedded.decode(), self.loaded.encode, length, n, what)
 
         return (
             cut(self.calibration, zoo.calibration_text(), "embedded calibration text", count),

@@ -91,12 +91,12 @@ def _loud(
         for batch in tokens.batches(execution.batch_size, execution.seed):
             with observer.rollout(batch):
                 system.rollout(batch, system.n_steps)
-    found = {}
+    channels = {}
     for p in layers:
         share = here[p.name] / total[p.name].clamp_min(1e-30)
         share[here[p.name] < here[p.name].median()] = 0.0
-        found[p] = int(share.argmax())
-    return found
+        channels[p] = int(share.argmax())
+    return channels
 
 
 def _scale(system: LoopedSystem, p: SharedParameter, column: int, factor: float) -> None:

@@ -50,8 +50,8 @@ class Probe:
 
     def predict(self, states: Floats) -> Ints:
         """Return the token with the highest score for each of the states (n, width)."""
-        found: Ints = self.tokens[(states @ self.weight[:-1] + self.weight[-1]).argmax(1)]
-        return found
+        tokens: Ints = self.tokens[(states @ self.weight[:-1] + self.weight[-1]).argmax(1)]
+        return tokens
 
 
 def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
@@ -63,15 +63,15 @@ def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
         Prompts with `MASK_ID` at the masked positions. The array has the masked ids, and -1 elsewhere.
     """
     torch = require("torch")
-    found = []
+    batches = []
     for numbers in tokens.plan(_BATCH):
         ids = np.stack([tokens.sequences[i] for i in numbers])
         picks = np.stack(
             [np.random.default_rng([seed, i]).random(ids.shape[1]) < MASK_SHARE for i in numbers]
         )
         hidden = torch.from_numpy(np.where(picks, MASK_ID, ids))
-        found.append((Batch(hidden, tuple(numbers), seed), np.where(picks, ids, -1)))
-    return found
+        batches.append((Batch(hidden, tuple(numbers), seed), np.where(picks, ids, -1)))
+    return batches
 
 
 def fit_probe(system: LoopedSystem, tokens: TokenSet, progress: Progress | None = None) -> Probe:
@@ -150,11 +150,13 @@ def measure_states(
         expected = _read(probe, exact[-1], truth)
         for name in names:
             with Replaced(system, variants.get(name, {})) as other:
-                found = exact if name == names[0] else _states(other, batch)
+                states = exact if name == names[0] else _states(other, batch)
             row = rows[name]
-            row["error"] += np.transpose([_error(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
-            row["cosine"] += np.transpose([_cosine(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
-            answer = _read(probe, found[-1], truth)
+            row["error"] += np.transpose([_error(a, b) for a, b in zip(exact, states, strict=True)]).tolist()
+            row["cosine"] += np.transpose(
+                [_cosine(a, b) for a, b in zip(exact, states, strict=True)]
+            ).tolist()
+            answer = _read(probe, states[-1], truth)
             row["hits"] += ((answer == truth) & (truth >= 0)).sum(1).tolist()
             row["same"] += ((answer == expected) & (truth >= 0)).sum(1).tolist()
             row["masked"] += (truth >= 0).sum(1).tolist()
@@ -182,11 +184,11 @@ def _read(probe: Probe, states: Floats, truth: Ints) -> Ints:
 def _error(a: Floats, b: Floats) -> Sequence[float]:
     """Relative l2 distance of each prompt."""
     x, y = a.reshape(len(a), -1), b.reshape(len(b), -1)
-    found: list[float] = (np.linalg.norm(x - y, axis=1) / np.linalg.norm(x, axis=1)).tolist()
-    return found
+    errors: list[float] = (np.linalg.norm(x - y, axis=1) / np.linalg.norm(x, axis=1)).tolist()
+    return errors
 
 
 def _cosine(a: Floats, b: Floats) -> Sequence[float]:
     x, y = a.reshape(len(a), -1), b.reshape(len(b), -1)
-    found: list[float] = ((x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))).tolist()
-    return found
+    cosine: list[float] = ((x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))).tolist()
+    return cosine

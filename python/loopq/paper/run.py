@@ -82,21 +82,21 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
         Told of every model.
     """
     entry = TABLES.get(name)
-    found, refused = [], {}
+    results, refused = [], {}
     for bench in benches if entry.measure else ():
         journal = Journal(work, fingerprint(FORMAT, loopq.__version__, name, bench.key()))
         bench.saved = journal
         piece = journal.find(bench.source.name)
         if piece is not None:
             progress.note(f"{name}, {bench.source.name}: read from {work}")
-            found.append(json.loads(piece.facts["found"]))
+            results.append(json.loads(piece.facts["found"]))
             continue
         alone = bench.depth == 1 and not entry.one_step
         why = "the model has one step, so no loop" if alone else entry.refuses(bench)
         if why is None:
             progress.note(f"{name}, {bench.source.name}")
             try:
-                found.append(clean(entry.measure(bench)))  # type: ignore[misc]
+                results.append(clean(entry.measure(bench)))  # type: ignore[misc]
             except MissingExtraError:
                 raise
             except LoopqError as error:
@@ -104,11 +104,11 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
                 why = str(error)
             else:
                 # Stored as text because the journal sorts keys, but the layers of a model have an order.
-                journal.save(bench.source.name, found=json.dumps(found[-1]))
+                journal.save(bench.source.name, found=json.dumps(results[-1]))
         if why is not None:
             refused[bench.source.name] = why
-    shown = entry.show(found) if found or entry.measure is None else Shown([])
-    return Made(name, entry, tuple(found), refused, shown)
+    shown = entry.show(results) if results or entry.measure is None else Shown([])
+    return Made(name, entry, tuple(results), refused, shown)
 
 
 def judged(made: Sequence[Made]) -> list[Made]:
@@ -125,7 +125,7 @@ def in_order() -> list[str]:
     return [name for name, _ in sorted(TABLES, key=lambda item: order(min(item[1].labels, key=order)))]
 
 
-def write(made: Sequence[Made], out: Path, figures: bool = True) -> Path:
+def write(measured: Sequence[Made], out: Path, figures: bool = True) -> Path:
     """Write one page, one Markdown text and the plain data of all tables. Return the page.
 
     Raises
@@ -133,47 +133,49 @@ def write(made: Sequence[Made], out: Path, figures: bool = True) -> Path:
     ConfigError
         Nothing was made.
     """
-    if not made:
+    if not measured:
         raise ConfigError("no table was made: there is nothing to write")
     out.mkdir(parents=True, exist_ok=True)
-    name = made[0].name if len(made) == 1 else "paper"
+    name = measured[0].name if len(measured) == 1 else "paper"
     today = datetime.date.today().isoformat()
     path = out / f"{name}-{today}"
     head = {"date": today, "loopq": loopq.__version__, "machine": platform.machine()}
-    write_json(path.with_suffix(".json"), {"made": head, "tables": {m.name: m.to_json() for m in made}})
-    title = made[0].entry.title if len(made) == 1 else "The paper's tables and figures"
+    write_json(path.with_suffix(".json"), {"made": head, "tables": {m.name: m.to_json() for m in measured}})
+    title = measured[0].entry.title if len(measured) == 1 else "The paper's tables and figures"
     intro = f"loopq {loopq.__version__}, {today}, {platform.machine()}. Plain data: {path.name}.json."
-    parts = [f"# {title}", intro, *(_markdown(m) for m in made)]
+    parts = [f"# {title}", intro, *(_markdown(m) for m in measured)]
     write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
     if figures:
-        write_text(path.with_suffix(".html"), page_html(title, intro, "\n".join(map(_section, made))))
+        write_text(path.with_suffix(".html"), page_html(title, intro, "\n".join(map(_section, measured))))
     return path.with_suffix(".html" if figures else ".md")
 
 
-def _markdown(made: Made) -> str:
-    heading, *lines = made.lines()
-    tables = [t.markdown().replace("## ", "### ", 1) for t in made.shown.tables]
-    command = f"`loopq reproduce {made.name} {' '.join(str(f['model']) for f in made.found)}`".replace(
-        " `", "`"
+def _markdown(measured: Made) -> str:
+    heading, *lines = measured.lines()
+    tables = [t.markdown().replace("## ", "### ", 1) for t in measured.shown.tables]
+    command = (
+        f"`loopq reproduce {measured.name} {' '.join(str(f['model']) for f in measured.found)}`".replace(
+            " `", "`"
+        )
     )
     return "\n".join([f"## {heading}", "", command, "", *(f"* {x}" for x in lines), "", "\n".join(tables)])
 
 
-def _section(made: Made) -> str:
-    heading, paper, *lines = made.lines()
+def _section(measured: Made) -> str:
+    heading, paper, *lines = measured.lines()
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     # Text of a table is not repeated under a figure.
-    said = {t.text for t in made.shown.tables}
+    said = {t.text for t in measured.shown.tables}
     drawn = []
-    for picture in made.shown.pictures() if made.shown.tables else ():
+    for picture in measured.shown.pictures() if measured.shown.tables else ():
         drawn.append(figure_html(replace(picture, caption="") if picture.caption in said else picture))
         said.add(picture.caption)
     pictures = "".join(drawn)
     tables = [
         table(heading, t.header, [["-" if c is None else c for c in row] for row in t.rows], caption=t.text)
-        for t in made.shown.tables
+        for t in measured.shown.tables
     ]
     return (
-        f'<section id="{made.name}"><h2>{html.escape(heading)}</h2><p class="intro">{html.escape(paper)}</p>'
+        f'<section id="{measured.name}"><h2>{html.escape(heading)}</h2><p class="intro">{html.escape(paper)}</p>'
         f'<ul class="summary">{items}</ul><div class="figures">{pictures}</div>{"".join(tables)}</section>'
     )

@@ -211,9 +211,9 @@ def find(name: str) -> tuple[str, PaperTable]:
     ConfigError
         If no table has that name or label.
     """
-    for own, entry in TABLES:
-        if name == own or name in (label.lower().replace(" ", "-") for label in entry.labels):
-            return own, entry
+    for known, entry in TABLES:
+        if name == known or name in (label.lower().replace(" ", "-") for label in entry.labels):
+            return known, entry
     labels = sorted((label for _, entry in TABLES for label in entry.labels), key=order)
     raise ConfigError(
         f"no table {name!r} of the paper; known: {', '.join(TABLES.names())}, or one of "

@@ -108,7 +108,7 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
     x = sample(effects, "effects")
     if x.size == 1:
         return 1.0
-    found = require("scipy.stats").permutation_test(
+    result = require("scipy.stats").permutation_test(
         (x,),
         lambda values, axis: np.abs(values.sum(axis)),
         permutation_type="samples",
@@ -118,7 +118,7 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
         alternative="greater",
         rng=np.random.default_rng(seed),
     )
-    return float(found.pvalue)
+    return float(result.pvalue)
 
 
 def holm(p_values: ArrayLike) -> Floats:

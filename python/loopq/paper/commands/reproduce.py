@@ -80,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
         check_place(folder / "paper.json")
     with Line() as progress:
         benches = _benches(args, names, progress)
-        made = judged([make(name, benches, args.work, progress) for name in names])
-    for one in made:
+        measured = judged([make(name, benches, args.work, progress) for name in names])
+    for one in measured:
         print("\n".join(one.lines()) + "\n")
         print("\n".join(t.plain() for t in one.shown.tables))
     if args.out:
-        print(f"written: {write(made, args.out)}")
+        print(f"written: {write(measured, args.out)}")
     return 0
 
 

@@ -114,11 +114,11 @@ def find_mixers(model: nn.Module) -> dict[int, nn.Module]:
     SystemContractError
         If the model has no such modules.
     """
-    found = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
-    if not found:
+    mixers = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
+    if not mixers:
         kind = type(model).__name__
         raise SystemContractError(f"{kind} has no selective-scan layer with {', '.join(COMPONENTS)}")
-    return dict(enumerate(found))
+    return dict(enumerate(mixers))
 
 
 def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:

@@ -45,8 +45,8 @@ def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius
     with torch.no_grad():
         if many is not None:
             moves = size * directions.to(state).flatten(0, 1)
-            found = many(state + moves).double() - many(state - moves).double()
-            return (found / (2 * size)).reshape(directions.shape)
+            difference = many(state + moves).double() - many(state - moves).double()
+            return (difference / (2 * size)).reshape(directions.shape)
         moves = [size * v.to(state) for v in directions]
         apart = [step(state + move).double() - step(state - move).double() for move in moves]
     return torch.stack(apart) / (2 * size)
@@ -87,8 +87,8 @@ def prompt_responses(
         for bypassed in (False, True):
             with last_step(system, embedding, n_steps, weights if changed else None, bypassed) as step:
                 for radius in radii:
-                    found = central_differences(step, state, directions, radius)
-                    differences[changed, bypassed, radius] = found
+                    difference = central_differences(step, state, directions, radius)
+                    differences[changed, bypassed, radius] = difference
     out = np.zeros((len(radii), 2, 2))
     for k, radius in enumerate(radii):
         for path in (False, True):

@@ -148,12 +148,12 @@ def _weight_gradients(
             logits = system.predict(state, embedding).double()
             target = batch.input_ids.to(logits.device)
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
-            found = torch.autograd.grad(loss, tensors)
+            gradients = torch.autograd.grad(loss, tensors)
     finally:
         for t, before in zip(tensors, wanted, strict=True):
             t.requires_grad_(before)
     out = {}
-    for p, gradient in zip(parameters, found, strict=True):
+    for p, gradient in zip(parameters, gradients, strict=True):
         value = gradient.double().cpu()
         out[p.name] = p.matrix(value)
     return out
@@ -271,8 +271,8 @@ def perturbation_study(
 
 
 def _two_locations(system: LoopedSystem, parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
-    if found := locations(parameters):
-        return found
+    if places := locations(parameters):
+        return places
     raise ConfigError(
         f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
     )
@@ -283,12 +283,12 @@ def _norm(update: Updates) -> float:
 
 
 def _moved(update: Updates, run: Comparison) -> Object:
-    found = run.to_json()
+    data = run.to_json()
     return {
         "norm": _norm(update),
-        "agreement": found["agreement"][-1] if found["agreement"] else None,
-        "output_error": found["output_error"][-1],
-        "last": found["last"],
+        "agreement": data["agreement"][-1] if data["agreement"] else None,
+        "output_error": data["output_error"][-1],
+        "last": data["last"],
     }
 
 

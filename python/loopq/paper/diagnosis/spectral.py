@@ -188,19 +188,19 @@ def spectral_radius(
     `spectral_norm` is reported too.
     """
     settings = settings or ArnoldiSettings()
-    found = [estimate(product, dim, s, settings) for s in starts]
-    radii = np.array([e.radius for e in found])
+    estimates = [estimate(product, dim, s, settings) for s in starts]
+    radii = np.array([e.radius for e in estimates])
     mean = float(radii.mean())
     spread = float(np.ptp(radii))
     disagreement = spread / mean if mean > 0 else spread
-    failure = next((e.failure for e in found if e.failure), "")
+    failure = next((e.failure for e in estimates if e.failure), "")
     if not failure and not disagreement <= settings.agreement_limit:
         failure = f"the start vectors differ by {disagreement:.2e}, above {settings.agreement_limit:g}"
     return Radius(
         mean,
-        max(e.residual for e in found),
+        max(e.residual for e in estimates),
         disagreement,
-        sum(e.n_products for e in found),
+        sum(e.n_products for e in estimates),
         not failure,
         failure,
     )
@@ -292,21 +292,21 @@ def radius_study(
         for batch in tokens.batches(1, seed):
             for place in places:
                 embedding, state = _operating_state(system, batch, n_steps, place == "bypassed")
-                found = {}
+                by_map = {}
                 for changed, bypassed in maps:
                     normed = with_norm and not bypassed and place == "plain"
                     with last_step(
                         system, embedding, n_steps, weights if changed else None, bypassed
                     ) as step:
                         at = jacobian_at(step, state, settings, with_norm=normed)
-                    found[_map_name(changed, bypassed)] = at
+                    by_map[_map_name(changed, bypassed)] = at
                     progress.advance()
-                entries.append({"prompt": batch.prompts[0], "state": place, "maps": found})
+                entries.append({"prompt": batch.prompts[0], "state": place, "maps": by_map})
     progress.stop()
     by_place = {place: [e for e in entries if e["state"] == place] for place in places}
     return {
         "prompts": entries,
-        "states": {place: _summary(found, with_bypass) for place, found in by_place.items()},
+        "states": {place: _summary(of_place, with_bypass) for place, of_place in by_place.items()},
         "acceptance": _acceptance(entries),
         "settings": asdict(settings or ArnoldiSettings()) | {"n_starts": 2, "seed": seed},
     }

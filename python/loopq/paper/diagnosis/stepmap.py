@@ -166,8 +166,8 @@ class StepMap:
         # The flash kernel for CPUs has no forward derivative.
         with torch.no_grad(), _plain_attention():
             _, out = torch.func.jvp(self, (state,), (direction,))
-        found: Tensor = out
-        return found
+        image: Tensor = out
+        return image
 
     def check(self, state: Tensor, tolerance: float = 0.3) -> None:
         """Compare one product with a central difference. They differ if the step detaches its input.
@@ -218,8 +218,8 @@ class StepMap:
         def product(v: Tensor) -> Tensor:
             self.n_products += 1
             (out,) = torch.autograd.grad(pulled, u, v, retain_graph=True)
-            found: Tensor = out
-            return found
+            image: Tensor = out
+            return image
 
         generator = torch.Generator().manual_seed(2)
         v = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state)
@@ -331,7 +331,7 @@ def factors(step: StepMap, state: Tensor, n_directions: int = 8) -> Object:
             off += float((chained - whole).square().sum())
             size += float(whole.square().sum())
     norm = float(directions.norm())
-    stacked = {name: torch.stack(found) for name, found in images.items()}
+    stacked = {name: torch.stack(each) for name, each in images.items()}
     return {
         "gap": (off / max(size, 1e-300)) ** 0.5,
         "gain": {name: float(a.norm()) / norm for name, a in stacked.items()},

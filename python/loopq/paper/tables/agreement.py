@@ -17,8 +17,8 @@ TITLE = "Agreement by step"
 def measure(bench: Bench) -> Object:
     """Run full precision and the three variants of the main table from the same states."""
     weights = {n: {k: q.dequantize() for k, q in bench.solve(c).items()} for n, c in three(bench).items()}
-    found = run_variants(bench.context(), weights)
-    return bench.head() | {"runs": {name: run.to_json() for name, run in found.items()}}
+    comparisons = run_variants(bench.context(), weights)
+    return bench.head() | {"runs": {name: run.to_json() for name, run in comparisons.items()}}
 
 
 def refuses(bench: Bench) -> str | None:
@@ -28,27 +28,27 @@ def refuses(bench: Bench) -> str | None:
     )
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Agreement after every step. The verdict uses the last one."""
-    rows, made, panels = [], [], []
-    for found in founds:
-        runs = found["runs"]
+    rows, claims, panels = [], [], []
+    for result in results:
+        runs = result["runs"]
         for name, run in runs.items():
             shown = ", ".join(f"{100 * a:.1f}" for a in run["agreement"])
-            rows.append((found["model"], name, shown, f"{100 * run['agreement_pooled'][-1]:.1f} %"))
+            rows.append((result["model"], name, shown, f"{100 * run['agreement_pooled'][-1]:.1f} %"))
         panels.append(
-            (found["model"], {n: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items()})
+            (result["model"], {n: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items()})
         )
         for other in (RTN, ONE):
             more, less = (runs[name]["last"]["agreement"] for name in (ALL, other))
             text = f"{ALL} agrees at more positions than {other}"
-            made.append(higher(found["model"], text, more, less, CALIBRATION))
+            claims.append(higher(result["model"], text, more, less, CALIBRATION))
     text = "Top-1 agreement with full precision after 1, 2, ... steps, mean over prompts; pooled: over positions."
     header = ("model", "variant", "by step [%]", "last, pooled")
     axes = ("recurrence steps done [number]", "same top-1 prediction [%]")
     return Shown(
         [ShownTable(TITLE, text, header, tuple(rows))],
-        made,
+        claims,
         lambda: [curves(panels, "agreement", TITLE, text, axes)],
     )
 

@@ -26,19 +26,19 @@ def measure(bench: Bench) -> Object:
     for name, p in observed.items():
         weight, h = weight_of(bench.system, p), bench.sums.accumulators[selection.input_groups[name]]
         losses = {}
-        for variant, found in solved.items():
-            if name in found:
-                error = np.ascontiguousarray(found[name].dequantize() - weight, dtype=np.float32)
+        for variant, quantized in solved.items():
+            if name in quantized:
+                error = np.ascontiguousarray(quantized[name].dequantize() - weight, dtype=np.float32)
                 losses[variant] = step_proxies(error, h).tolist()
         layers[name] = {"steps": p.invocations, "losses": losses}
     return bench.head() | {"layers": {n: la for n, la in layers.items() if len(la["losses"]) == len(solved)}}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Loss over the trajectory relative to rounding, and at step 0 alone."""
-    rows, made = [], []
-    for found in founds:
-        layers = found["layers"]
+    rows, claims = [], []
+    for result in results:
+        layers = result["layers"]
         short = short_names(layers)
         total = {n: {v: sum(x) for v, x in la["losses"].items()} for n, la in layers.items()}
         for name, la in layers.items():
@@ -46,15 +46,15 @@ def show(founds: Sequence[Found]) -> Shown:
             cells = [f"{first[v]:.3f}" for v in (ONE, ALL)] + [
                 f"{total[name][v] / total[name][RTN]:.3f}" for v in (ONE, ALL)
             ]
-            rows.append((found["model"], short[name], str(la["steps"]), *cells))
+            rows.append((result["model"], short[name], str(la["steps"]), *cells))
         looped = [n for n, la in layers.items() if la["steps"] > 1]
         for other, text in ((ONE, "that of one step"), (RTN, "rounding")) if looped else ():
             wins = [total[n][ALL] < total[n][other] for n in looped]
             text = f"over the trajectory its solution loses less than {text} in most layers"
-            made.append(most(found["model"], text, wins, CALIBRATION))
+            claims.append(most(result["model"], text, wins, CALIBRATION))
     text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
     header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims)
 
 
 TABLES.register("algorithm")(

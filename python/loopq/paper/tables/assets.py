@@ -42,7 +42,7 @@ TOOLS = (
 )
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """All assets. A revision can be passed to `--revision` of loopq's commands."""
     rows = [("checkpoint", *cells) for cells in CHECKPOINTS]
     rows += [("data", name, None, licence) for name, licence in DATA]

@@ -33,9 +33,9 @@ def _spread(kl: Sequence[Any], axis: int) -> Any:
     return np.max(means, axis=0) / np.min(means, axis=0)
 
 
-def _steps_matter_less(found: Found) -> Claim:
+def _steps_matter_less(result: Found) -> Claim:
     """AWQ uses magnitudes, which hardly change between steps. GPTQ uses directions, which do change."""
-    kl = [np.array(found["variants"][name]["kl"]) for name in (*AWQ, ONE, LAST, ALL)]
+    kl = [np.array(result["variants"][name]["kl"]) for name in (*AWQ, ONE, LAST, ALL)]
     interval = bootstrap(
         kl,
         lambda *all_kl, axis: _spread(all_kl[:3], axis) / _spread(all_kl[3:], axis),
@@ -47,16 +47,16 @@ def _steps_matter_less(found: Found) -> Claim:
     )
     text = "the step of calibration matters less to AWQ than to GPTQ"
     why = unresolved(max(float(np.ptp([k.mean() for k in half])) for half in (kl[:3], kl[3:])))
-    return Claim(found["model"], text, numbers, interval, 1.0, below=True, why_open=why)
+    return Claim(result["model"], text, numbers, interval, 1.0, below=True, why_open=why)
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """Effect of the steps on either method, and the paper's order of the variants."""
     return [
-        _steps_matter_less(found),
-        below(found, ALL, ONE),
-        below(found, LAST, ONE),
-        below(found, AWQ[2], ASYMMETRIC),
+        _steps_matter_less(result),
+        below(result, ALL, ONE),
+        below(result, LAST, ONE),
+        below(result, AWQ[2], ASYMMETRIC),
     ]
 
 

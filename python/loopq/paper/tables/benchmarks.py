@@ -81,8 +81,8 @@ def measure_problems(bench: Bench) -> Object:
 
 
 def _score(bench: Bench, loaded: LoadedModel, task: str, chosen: Sequence[Item]) -> Object:
-    made = score(loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
-    metric = made[METRICS[task]]
+    scores = score(loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
+    metric = scores[METRICS[task]]
     sizes = None if metric.sizes is None else metric.sizes.tolist()
     return {"values": metric.values.tolist(), "sizes": sizes}
 
@@ -101,32 +101,32 @@ def _refuses_problems(bench: Bench) -> str | None:
     return refuses(bench)
 
 
-def _metric(found: Found, variant: str, task: str) -> Metric:
-    made = found["variants"][variant][task]
-    sizes = None if made["sizes"] is None else np.array(made["sizes"])
-    return Metric(METRICS[task], np.array(made["values"]), sizes)
+def _metric(result: Found, variant: str, task: str) -> Metric:
+    entry = result["variants"][variant][task]
+    sizes = None if entry["sizes"] is None else np.array(entry["sizes"])
+    return Metric(METRICS[task], np.array(entry["values"]), sizes)
 
 
-def _tasks(found: Found) -> list[str]:
-    return list(found["variants"][FULL])
+def _tasks(result: Found) -> list[str]:
+    return list(result["variants"][FULL])
 
 
-def _claims(found: Found) -> list[Claim]:
-    made = []
+def _claims(result: Found) -> list[Claim]:
+    claims = []
     for other in (RTN, ONE):
-        for task in _tasks(found):
-            x, y = (_metric(found, name, task) for name in (ALL, other))
+        for task in _tasks(result):
+            x, y = (_metric(result, name, task) for name in (ALL, other))
             change, p = x.change(y)
             text = f"{task}: {ALL} is better than {other}"
             if p is not None:
-                if _metric(found, FULL, task).value > CAN:
-                    made.append(paired_shares(found["model"], text, change, p, CALIBRATION))
+                if _metric(result, FULL, task).value > CAN:
+                    claims.append(paired_shares(result["model"], text, change, p, CALIBRATION))
                 continue
             numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
             why = unresolved(float(np.log(change.estimate)))
             alike = ANY if why else SAME_RATIO
-            made.append(Claim(found["model"], text, numbers, change, 1.0, True, why, CALIBRATION, alike))
-    return made
+            claims.append(Claim(result["model"], text, numbers, change, 1.0, True, why, CALIBRATION, alike))
+    return claims
 
 
 def _cell(metric: Metric) -> str:
@@ -136,13 +136,13 @@ def _cell(metric: Metric) -> str:
     return f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]"
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Accuracy with Wilson intervals, and word perplexity."""
-    tasks = _tasks(founds[0])
+    tasks = _tasks(results[0])
     rows = [
-        (found["model"], name, *(_cell(_metric(found, name, task)) for task in tasks))
-        for found in founds
-        for name in found["variants"]
+        (result["model"], name, *(_cell(_metric(result, name, task)) for task in tasks))
+        for result in results
+        for name in result["variants"]
     ]
     text = (
         "Prompts and scores of lm-evaluation-harness: ARC and HellaSwag by the likelihood per character (acc_norm), "
@@ -151,7 +151,7 @@ def show(founds: Sequence[Found]) -> Shown:
     )
     title = PROBLEMS if tasks == [GSM8K] else TITLE
     header = ("model", "variant", *tasks)
-    return Shown([ShownTable(title, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])
+    return Shown([ShownTable(title, text, header, tuple(rows))], [c for f in results for c in _claims(f)])
 
 
 TABLES.register("benchmarks")(

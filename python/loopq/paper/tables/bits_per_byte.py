@@ -34,8 +34,8 @@ def measure(bench: Bench) -> Object:
     return bench.measure(three(bench)) | {"text": bench.model.evaluation.digest()}
 
 
-def _claim(found: Found, better: str, worse: str, control: Found | None = None) -> Claim:
-    a, b = (np.array(bits_per_byte(*of)) for of in ((found, better), (control or found, worse)))
+def _claim(result: Found, better: str, worse: str, control: Found | None = None) -> Claim:
+    a, b = (np.array(bits_per_byte(*of)) for of in ((result, better), (control or result, worse)))
     gain = mean_interval(b - a, n_resamples=N_RESAMPLES)
     numbers = f"{gain.estimate:+.4f} bits per byte saved [{gain.low:+.4f}, {gain.high:+.4f}]"
     text = f"{better} needs fewer bits than {worse}"
@@ -43,7 +43,7 @@ def _claim(found: Found, better: str, worse: str, control: Found | None = None) 
     why, differs = unresolved(gain.estimate), "loop" if control else CALIBRATION
     pair = () if control else (better, worse)
     return Claim(
-        found["model"], text, numbers, gain, why_open=why, differs=differs, alike=SAME_BITS, pair=pair
+        result["model"], text, numbers, gain, why_open=why, differs=differs, alike=SAME_BITS, pair=pair
     )
 
 
@@ -54,10 +54,10 @@ def _alike(a: Found, b: Found) -> bool:
     return same and max(sizes) <= 1.05 * min(sizes)
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One row per model, and paired intervals of the differences."""
     names = (FULL, RTN, ONE, ALL)
-    known = [f for f in founds if bits_per_byte(f, FULL) is not None]
+    known = [f for f in results if bits_per_byte(f, FULL) is not None]
     rows = tuple(
         (
             f["model"],
@@ -68,12 +68,12 @@ def show(founds: Sequence[Found]) -> Shown:
     )
     # A model of one step is no evidence about loops. It is the control of loops with as many bytes.
     loops, controls = ([f for f in known if (f["n_steps"] > 1) == looped] for looped in (True, False))
-    made = [_claim(f, ALL, other) for f in loops for other in (RTN, ONE)]
-    made += [_claim(f, ALL, ALL, c) for f in loops for c in controls if _alike(f, c)]
+    claims = [_claim(f, ALL, other) for f in loops for other in (RTN, ONE)]
+    claims += [_claim(f, ALL, ALL, c) for f in loops for c in controls if _alike(f, c)]
     text = "Mean over held-out prompts; lower is better. kB: of the quantized layers."
     table = ShownTable(TITLE, text, ("model", *names, "kB"), rows)
     caption = "Distance to full precision in KL; the table has the same in bits per byte."
-    return Shown([table], made, lambda: [bars(founds, "bits-per-byte", TITLE, caption)])
+    return Shown([table], claims, lambda: [bars(results, "bits-per-byte", TITLE, caption)])
 
 
 TABLES.register("bits-per-byte")(

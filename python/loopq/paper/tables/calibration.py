@@ -40,10 +40,10 @@ def measure(bench: Bench) -> Object:
     return bench.head() | {"data": data, "layers": len(tasks), "ways": dict(ways)}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """The paper's rows, and one per model."""
     rows = [(f"{name} (paper)", *cells) for name, *cells in PAPER]
-    for f in founds:
+    for f in results:
         ways = "; ".join(f"{n} layers {way}" for way, n in f["ways"].items())
         rows.append((f["model"], f["data"], f"1 or {f['n_steps']}", ways))
     text = "Symmetric grids of group 128, no reordering of columns; rows of the models are those of `main-table`."

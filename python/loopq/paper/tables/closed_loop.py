@@ -29,17 +29,17 @@ def measure(bench: Bench) -> Object:
     )
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """Both are alike in the paper. An interval that contains 1 would only show that no difference was found."""
-    kl = [found["variants"][name]["kl"] for name in (CLOSED, ALL)]
+    kl = [result["variants"][name]["kl"] for name in (CLOSED, ALL)]
     factor = bootstrap(kl, _factor, n_resamples=N_RESAMPLES)
-    same = {n: 100 * float(np.mean(found["variants"][n]["agreement"])) for n in (ALL, CLOSED)}
+    same = {n: 100 * float(np.mean(result["variants"][n]["agreement"])) for n in (ALL, CLOSED)}
     numbers = f"KL ratio {span(ratio(*kl), 3)}, agreement {same[ALL]:.1f} and {same[CLOSED]:.1f} %"
     text = f"closed loop and open loop are alike, their KL within a factor of {MARGIN}"
     alike = Claim(
-        found["model"], text, numbers, factor, MARGIN, below=True, differs="rollout of the calibration"
+        result["model"], text, numbers, factor, MARGIN, below=True, differs="rollout of the calibration"
     )
-    return [alike, below(found, ALL, RTN)]
+    return [alike, below(result, ALL, RTN)]
 
 
 def _factor(x: Any, y: Any, axis: int) -> Any:

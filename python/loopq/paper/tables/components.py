@@ -40,21 +40,21 @@ def refuses(bench: Bench) -> str | None:
     return None if bench.adapters else "the model has no adapter that joins state and embedding"
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """The paper's ordering."""
     return [
         below(
-            found,
+            result,
             KEPT,
             RTN,
             "the adapter alone in full precision recovers part of what rounding loses",
             "precision of the adapter",
         ),
-        below(found, ALL, RTN),
-        below(found, TURNED, MIXED, "the core needs trajectory calibration too", "calibration of the core"),
-        below(found, TURNED, ALL, "rotating the adapter helps", ROTATED),
-        *answers(found, TURNED, TURNED_ONE),
-        *cured(found, ALL, "GPTQ, "),
+        below(result, ALL, RTN),
+        below(result, TURNED, MIXED, "the core needs trajectory calibration too", "calibration of the core"),
+        below(result, TURNED, ALL, "rotating the adapter helps", ROTATED),
+        *answers(result, TURNED, TURNED_ONE),
+        *cured(result, ALL, "GPTQ, "),
     ]
 
 

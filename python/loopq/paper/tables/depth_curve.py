@@ -49,13 +49,14 @@ def depth_curve(context: Context, depths: Sequence[int], config: LayerConfig) ->
     return rows
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One row per depth."""
-    rows, made = [], []
-    for found in founds:
-        depths = found["rows"]
+    rows, claims = [], []
+    for result in results:
+        depths = result["rows"]
         rows += [
-            (found["model"], str(r["depth"]), f"{100 * r['agreement']:.1f} %", short(r["kl"])) for r in depths
+            (result["model"], str(r["depth"]), f"{100 * r['agreement']:.1f} %", short(r["kl"]))
+            for r in depths
         ]
         first, last = depths[0], depths[-1]
         deep, flat = (r["last"]["agreement"] for r in (last, first))
@@ -64,9 +65,9 @@ def show(founds: Sequence[Found]) -> Shown:
             text = (
                 f"at depth {last['depth']} rounding changes fewer predictions than at depth {first['depth']}"
             )
-            made.append(higher(found["model"], text, deep, flat, "depth"))
+            claims.append(higher(result["model"], text, deep, flat, "depth"))
         text = f"at depth {last['depth']} its KL is smaller than at depth {first['depth']}"
-        made.append(closer(found["model"], text, last["last"]["kl"], first["last"]["kl"], "depth"))
+        claims.append(closer(result["model"], text, last["last"]["kl"], first["last"]["kl"], "depth"))
     text = "All weights of the loop rounded with one scale per row; full precision runs at the same depth."
     header = ("model", "recurrences", "agreement", "KL")
 
@@ -76,12 +77,12 @@ def show(founds: Sequence[Found]) -> Shown:
         for key, unit, scale in (("agreement", "same top-1 prediction [%]", 100), ("kl", "KL [nats]", 1)):
             panels = [
                 (f["model"], {key: ([r["depth"] for r in f["rows"]], [scale * r[key] for r in f["rows"]])})
-                for f in founds
+                for f in results
             ]
             both.append(curves(panels, f"depth-{key}", f"{key} by depth", text, (at, unit)))
         return both
 
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims, pictures)
 
 
 TABLES.register("depth-curve")(

@@ -36,27 +36,27 @@ def refuses(bench: Bench) -> str | None:
     return None if steps_of(bench.system) else "the model has no single-step function"
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Means over prompts."""
-    rows, made = [], []
-    for found in founds:
-        for name, prompts in found["rows"].items():
+    rows, claims = [], []
+    for result in results:
+        for name, prompts in result["rows"].items():
             mean = {
                 k: float(np.mean([p[k] for p in prompts]))
                 for k in ("measured", "linear", "defect", "modulus")
             }
             bounds = [p["bound"] for p in prompts if p["bound"] is not None]
             bound = f"{np.mean(bounds):.3g} ({len(bounds)})" if bounds else None
-            rows.append((found["model"], name, *(f"{v:.3g}" for v in mean.values()), bound))
+            rows.append((result["model"], name, *(f"{v:.3g}" for v in mean.values()), bound))
             ratios = np.array([p["linear"] / p["measured"] for p in prompts if p["measured"] > 0])
             if len(ratios) > 1:
                 off = mean_interval(np.maximum(ratios, 1 / ratios), n_resamples=N_RESAMPLES)
                 text = f"{name}: one step predicts the displacement within a factor of {FACTOR}"
-                made.append(Claim(found["model"], text, f"off by {span(off, 2)}", off, FACTOR, below=True))
+                claims.append(Claim(result["model"], text, f"off by {span(off, 2)}", off, FACTOR, below=True))
             if bounds:
                 kept = [p["measured"] <= p["bound"] for p in prompts if p["bound"] is not None]
-                made.append(
-                    most(found["model"], f"{name}: the bound of a contraction is kept", kept, "", "prompts")
+                claims.append(
+                    most(result["model"], f"{name}: the bound of a contraction is kept", kept, "", "prompts")
                 )
     text = (
         "Distance of the states after as many further updates as the depth; predicted: the error of one step at the "
@@ -64,7 +64,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "of J, with the number of prompts where that is below 1."
     )
     header = ("model", "rounding", "measured", "predicted", "error of one step", "norm of J", "bound")
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims)
 
 
 TABLES.register("displacement")(

@@ -30,19 +30,19 @@ def measure(bench: Bench) -> Object:
     return bench.head() | {"rows": rows}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One row per factor."""
-    rows, made = [], []
-    for found in founds:
-        name, prompts = found["model"], found["rows"]
+    rows, claims = [], []
+    for result in results:
+        name, prompts = result["model"], result["rows"]
         gap = mean_interval([p["gap"] for p in prompts], n_resamples=N_RESAMPLES)
         text = "the product of the factors is the Jacobian of a step"
-        made.append(Claim(name, text, f"relative difference {gap.estimate:.1e}", gap, EQUAL, below=True))
+        claims.append(Claim(name, text, f"relative difference {gap.estimate:.1e}", gap, EQUAL, below=True))
         adapter, *blocks = prompts[0]["gain"]
         nearer = [min(p["identity"][b] for b in blocks) - p["identity"][adapter] for p in prompts]
         more = mean_interval(nearer, n_resamples=N_RESAMPLES)
         text = "every core block is nearer to the identity than the adapter"
-        made.append(Claim(name, text, f"cosine higher by {span(more, 3)}", more, differs="factor"))
+        claims.append(Claim(name, text, f"cosine higher by {span(more, 3)}", more, differs="factor"))
         for factor in (adapter, *blocks):
             cells = (f"{np.mean([p[k][factor] for p in prompts]):.3f}" for k in ("gain", "identity"))
             rows.append((name, factor, *cells))
@@ -50,7 +50,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "At the final state of each prompt. Gain: Frobenius norm over that of the identity I; cosine with I: 1 for an "
         "identity path alone, 0 for a map without one. Jacobian and product are compared on eight Gaussian directions."
     )
-    return Shown([ShownTable(TITLE, text, ("model", "factor", "gain", "cosine with I"), tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, ("model", "factor", "gain", "cosine with I"), tuple(rows))], claims)
 
 
 TABLES.register("factors")(

@@ -26,25 +26,25 @@ def _name(size: int) -> str:
     return "per channel" if size == -1 else f"g = {size}"
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Agreement after the first, a middle and the last step."""
-    rows, made, panels = [], [], []
-    for found in founds:
-        sizes = found["rows"]
+    rows, claims, panels = [], [], []
+    for result in results:
+        sizes = result["rows"]
         for r in sizes:
             a = r["agreement"]
             chosen = dict.fromkeys((0, len(a) // 4, len(a) - 1))
             cells: list[str | None] = [f"{100 * a[i]:.1f} % (N = {r['steps'][i]})" for i in chosen]
             cells += [None] * (3 - len(cells))
-            rows.append((found["model"], _name(r["group_size"]), *cells, f"{r['kl'][-1]:.3g}"))
+            rows.append((result["model"], _name(r["group_size"]), *cells, f"{r['kl'][-1]:.3g}"))
         series = {_name(r["group_size"]): (r["steps"], [100 * v for v in r["agreement"]]) for r in sizes}
-        panels.append((found["model"], series))
+        panels.append((result["model"], series))
         # A group as wide as the narrowest input is a row there.
-        grouped = [r for r in sizes if 0 < r["group_size"] < found["width"]]
+        grouped = [r for r in sizes if 0 < r["group_size"] < result["width"]]
         if grouped:
             worst, row = max(grouped, key=lambda r: float(r["kl"][-1])), sizes[-1]
             text = f"the worst group size, {worst['group_size']}, is closer than one scale per row"
-            made.append(closer(found["model"], text, worst["last"]["kl"], row["last"]["kl"], "group size"))
+            claims.append(closer(result["model"], text, worst["last"]["kl"], row["last"]["kl"], "group size"))
     text = "Top-1 agreement with full precision, the whole loop rounded; initial states are paired."
     header = ("model", "group size", "early", "later", "last", "KL, last")
 
@@ -52,7 +52,7 @@ def show(founds: Sequence[Found]) -> Shown:
         at = ("recurrence steps done [number]", "same top-1 prediction [%]")
         return [curves(panels, "group-size", TITLE, text, at)]
 
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims, pictures)
 
 
 TABLES.register("group-size")(

@@ -30,7 +30,7 @@ def _name(n_cal: int) -> str:
 def measure(bench: Bench) -> Object:
     """Calibrate on the first 1, 2, 4 and more steps. Count the rank of the layer that gains most."""
     chosen = horizons(bench.depth)
-    found = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})
+    result = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})
     gains = {
         p.name: layer_ranks(bench.sums.accumulators[p.name], steps=[])["rank_gain"] or 0.0
         for p in bench.collected.job.selection.distinct_inputs
@@ -40,7 +40,7 @@ def measure(bench: Bench) -> Object:
     h: Any = bench.sums.accumulators[layer]
     ranks = [thresholded_rank(spectrum(h.matrix(list(range(n))))) for n in chosen]
     last = thresholded_rank(spectrum(h.matrix([bench.depth - 1])))
-    return found | {
+    return result | {
         "gains": list(gains.values()),
         "horizons": chosen,
         "layer": layer,
@@ -50,34 +50,34 @@ def measure(bench: Bench) -> Object:
     }
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """More steps give more directions and less error, mostly within the first few."""
-    first, last = _name(1), _name(found["horizons"][-1])
+    first, last = _name(1), _name(result["horizons"][-1])
     text = "the ranks of the inputs grow with the horizon"
     return [
-        grown(found["model"], text, found["gains"], np.ones(len(found["gains"])), "steps"),
-        below(found, last, first),
-        below(found, last, RTN),
-        below(found, _name(found["horizons"][1]), first, "two steps already gain on one"),
-        *answers(found, last, first),
+        grown(result["model"], text, result["gains"], np.ones(len(result["gains"])), "steps"),
+        below(result, last, first),
+        below(result, last, RTN),
+        below(result, _name(result["horizons"][1]), first, "two steps already gain on one"),
+        *answers(result, last, first),
     ]
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Table of horizons with ranks, and curves of both."""
     rows = tuple(
         (f["model"], f["layer"], str(n), str(r), f"{100 * r / f['dim']:.2f} %", short(_kl(f, n)))
-        for f in founds
+        for f in results
         for n, r in zip(f["horizons"], f["ranks"], strict=True)
     )
     text = "Rank of the input that gains most, at 1e-3 of the largest eigenvalue, and KL by the steps summed."
     ranks = ShownTable(TITLE + ": rank", text, ("model", "layer", "steps", "rank", "of width", "KL"), rows)
-    made = [c for f in founds for c in claims(f)]
+    tested = [c for f in results for c in claims(f)]
 
     def pictures() -> list[Any]:
-        rank = [(f["model"], {f["layer"]: (f["horizons"], f["ranks"])}) for f in founds]
+        rank = [(f["model"], {f["layer"]: (f["horizons"], f["ranks"])}) for f in results]
         kl = []
-        for f in founds:
+        for f in results:
             flat = [float(np.mean(f["variants"][RTN]["kl"]))] * len(f["horizons"])
             both = {"GPTQ": (f["horizons"], [_kl(f, n) for n in f["horizons"]]), RTN: (f["horizons"], flat)}
             kl.append((f["model"], both))
@@ -89,11 +89,11 @@ def show(founds: Sequence[Found]) -> Shown:
             ),
         ]
 
-    return Shown([ranks, table(founds, TITLE)], made, pictures)
+    return Shown([ranks, table(results, TITLE)], tested, pictures)
 
 
-def _kl(found: Found, n_cal: int) -> float:
-    return float(np.mean(found["variants"][_name(n_cal)]["kl"]))
+def _kl(result: Found, n_cal: int) -> float:
+    return float(np.mean(result["variants"][_name(n_cal)]["kl"]))
 
 
 TABLES.register("horizon")(

@@ -19,7 +19,7 @@ PAPER = {
 }
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Compute the 24 rows, and the same filters in modal form."""
     rows = table()
     cells = tuple(

@@ -29,7 +29,7 @@ PAIRS = ((CORE, EXPOSED, "place of the error"), (GAUSSIAN, EXPOSED, "kind of the
 def measure(bench: Bench) -> Object:
     """Compare every step's prediction with full precision, from the same initial state and from another one."""
     context = bench.context()
-    found = {}
+    by_pairing = {}
 
     def weights(group_size: int) -> dict[str, Weights]:
         config = context.config.layer(group_size)
@@ -42,34 +42,34 @@ def measure(bench: Bench) -> Object:
         if other is not None and not bench.system.state_is_random:
             continue
         runs = run_variants(context, weights(group_size), variant_seed=other)
-        found[pairing] = {name: run.to_json() for name, run in runs.items()}
-    return bench.head() | {"runs": found}
+        by_pairing[pairing] = {name: run.to_json() for name, run in runs.items()}
+    return bench.head() | {"runs": by_pairing}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Agreement after the first and the last step, with curves of paired runs."""
-    rows, made, panels = [], [], []
-    for found in founds:
-        for pairing, runs in found["runs"].items():
+    rows, claims, panels = [], [], []
+    for result in results:
+        for pairing, runs in result["runs"].items():
             for name, run in runs.items():
                 end = mean_interval(run["last"]["agreement"], n_resamples=N_RESAMPLES)
                 rows.append(
                     (
-                        found["model"], pairing, WORDS[name], f"{100 * run['agreement'][0]:.1f} %",
+                        result["model"], pairing, WORDS[name], f"{100 * run['agreement'][0]:.1f} %",
                         f"{100 * run['agreement'][-1]:.1f} %", f"[{100 * end.low:.1f}, {100 * end.high:.1f}]",
                         f"{run['kl'][-1]:.3g}",
                     )
                 )  # fmt: skip
-        runs = found["runs"]["paired"]
+        runs = result["runs"]["paired"]
         series = {
             WORDS[n]: (r["steps"], [100 * a for a in r["agreement"]]) for n, r in runs.items() if n != "none"
         }
-        panels.append((found["model"], series))
-        if GROUPED in found["runs"]:
-            cured, harmed = (r[EXPOSED]["last"]["agreement"] for r in (found["runs"][GROUPED], runs))
+        panels.append((result["model"], series))
+        if GROUPED in result["runs"]:
+            cured, harmed = (r[EXPOSED]["last"]["agreement"] for r in (result["runs"][GROUPED], runs))
             text = f"{GROUPED} undo the damage in {WORDS[EXPOSED]}"
-            made.append(higher(found["model"], text, cured, harmed, "group size"))
-        made += [_claim(found["model"], runs, *pair) for pair in PAIRS]
+            claims.append(higher(result["model"], text, cured, harmed, "group size"))
+        claims += [_claim(result["model"], runs, *pair) for pair in PAIRS]
     text = (
         "Top-1 agreement with full precision, mean over prompts. Paired runs start from the state of full precision, "
         "unpaired ones from another; the paper's rows look unpaired (its full-precision control has 68.8 % after one "
@@ -81,7 +81,7 @@ def show(founds: Sequence[Found]) -> Shown:
     def pictures() -> list[Any]:
         return [curves(panels, "injection", "Agreement along the rollout", text, axes)]
 
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims, pictures)
 
 
 def _claim(model: str, runs: Any, better: str, worse: str, differs: str) -> Claim:

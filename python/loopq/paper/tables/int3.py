@@ -16,15 +16,15 @@ def measure(bench: Bench) -> Object:
     return bench.measure(three(bench, bits=3) | {EQUAL: bench.gptq("all", bits=3, inputs="equal-rows")})
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """The paper's order: the trajectory beats one step and equal rows. Equal rows beat one step."""
     return [
-        below(found, ALL, ONE),
-        below(found, ALL, RTN),
-        below(found, EQUAL, ONE),
-        below(found, ALL, EQUAL),
-        *answers(found, ALL, ONE),
-        *answers(found, ALL, EQUAL),
+        below(result, ALL, ONE),
+        below(result, ALL, RTN),
+        below(result, EQUAL, ONE),
+        below(result, ALL, EQUAL),
+        *answers(result, ALL, ONE),
+        *answers(result, ALL, EQUAL),
     ]
 
 

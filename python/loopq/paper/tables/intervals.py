@@ -34,23 +34,23 @@ def _cells(i: Interval) -> tuple[str, str]:
     return f"{100 * i.estimate:.1f} %", f"[{100 * i.low:.1f}, {100 * i.high:.1f}]"
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """The paper's counts computed again, and the counts of the models."""
     rows, same = [], 0
     for model, name, hits, printed in PAPER:
         interval = wilson(hits, N_PAPER)
         rows.append((f"{model} (paper)", name, f"{hits} of {N_PAPER}", *_cells(interval)))
         same += f"{100 * interval.low:.1f}, {100 * interval.high:.1f}" == printed
-    made: list[Claim] = []
-    for found in founds:
-        for name, v in found["variants"].items():
+    claims: list[Claim] = []
+    for result in results:
+        for name, v in result["variants"].items():
             hits, n = int(sum(v["answered"])), len(v["answered"])
-            rows.append((found["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
-        made += [*answers(found, ALL, RTN), *answers(found, ALL, ONE)]
+            rows.append((result["model"], name, f"{hits} of {n}", *_cells(wilson(hits, n))))
+        claims += [*answers(result, ALL, RTN), *answers(result, ALL, ONE)]
     text = "Correct answers of GSM8K (paper), prompts whose last token is predicted (models); 95 % Wilson intervals."
     table = ShownTable(TITLE, text, ("model", "variant", "right", "share", "95 %"), tuple(rows))
     line = f"Of the paper's intervals {same} of {len(PAPER)} come out of its counts."
-    return Shown([table], made, lines=[line])
+    return Shown([table], claims, lines=[line])
 
 
 TABLES.register("intervals")(

@@ -20,25 +20,25 @@ def measure(bench: Bench) -> Object:
     return bench.head() | {"drawing": {k: bench.alone[k] for k in ("model", "layers")}}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One drawing per model."""
     rows, lines = [], []
-    for found in founds:
-        layers = found["drawing"]["layers"]
+    for result in results:
+        layers = result["drawing"]["layers"]
         short = short_names([layer["name"] for layer in layers])
         exposed = [layer["name"] for layer in layers if layer["exposed"]]
         for layer in layers:
             shape = "x".join(map(str, layer["shape"]))
             path = "no" if layer["exposed"] else "yes"
             cells = (shape, layer["role"], str(layer["invocations"]), path)
-            rows.append((found["model"], short[layer["name"]], *cells))
+            rows.append((result["model"], short[layer["name"]], *cells))
         numbers = ", ".join(short[n] for n in exposed) or "none"
-        lines.append(f"{found['model']}: layers in the loop without an identity path: {numbers}.")
+        lines.append(f"{result['model']}: layers in the loop without an identity path: {numbers}.")
     text = "Layers of one step, in order; calls: times that a rollout runs the layer."
     header = ("model", "layer", "shape", "role", "calls", "identity path")
 
     def pictures() -> list[Any]:
-        drawn = [(f["model"], draw(f["drawing"])) for f in founds]
+        drawn = [(f["model"], draw(f["drawing"])) for f in results]
         return [dataclasses.replace(p, name=f"loop-{i}", title=n) for i, (n, p) in enumerate(drawn)]
 
     return Shown([ShownTable(TITLE, text, header, tuple(rows))], (), pictures, lines)

@@ -78,9 +78,9 @@ def measure(bench: Bench) -> Object:
             "bytes_per_token": measured[0].bytes_per_token,
             "full_precision": _rounded(measured[0].nll) if bench.system.output == "logits" else None,
             "variants": [
-                {"bits": b, "group_size": g, "variant": v, "n_bytes": n_bytes[found[0]]}
-                | _by_seed([of[name] for name in found])
-                for (b, g, v), found in names.items()
+                {"bits": b, "group_size": g, "variant": v, "n_bytes": n_bytes[by_seed[0]]}
+                | _by_seed([of[name] for name in by_seed])
+                for (b, g, v), by_seed in names.items()
             ],
             "states": _states(bench, model, weights),
             "settings": s.to_json(),
@@ -151,14 +151,14 @@ def _states(bench: Bench, model: PreparedModel, weights: Mapping[str, Weights]) 
     }
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Tables, sentences and the scatter of `loopq.paper.main_text`."""
-    record = main_text.summarize(founds)
-    made, points = [], []
-    for found, model in zip(founds, record["models"], strict=True):
+    record = main_text.summarize(results)
+    tested, points = [], []
+    for result, model in zip(results, record["models"], strict=True):
         for bits, group in GRIDS:
-            claims = main_text.comparisons(found["model"], main_text.on_grid(found, bits, group))
-            made += [
+            claims = main_text.comparisons(result["model"], main_text.on_grid(result, bits, group))
+            tested += [
                 dataclasses.replace(
                     claims[f"{ALL} / {other}"], text=f"INT{bits} g{group}: {ALL} better than {other}"
                 )
@@ -173,7 +173,7 @@ def show(founds: Sequence[Found]) -> Shown:
                 "one_step_better": grid["variants"][ONE]["gap_closed"]["estimate"] > 0,
             }
         )
-    return Shown(main_text.tables(record), made, lambda: [gain_scatter(points)], main_text.headline(record))
+    return Shown(main_text.tables(record), tested, lambda: [gain_scatter(points)], main_text.headline(record))
 
 
 TABLES.register("main-table")(

@@ -53,35 +53,35 @@ def refuses(bench: Bench) -> str | None:
     return None
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Growth by component. Relative error, absolute error and size of the state by the identity term."""
-    parts, sweep, made, panels, lines = [], [], [], [], []
-    for found in founds:
-        for row in found["components"]:
+    parts, sweep, claims, panels, lines = [], [], [], [], []
+    for result in results:
+        for row in result["components"]:
             growth = None if row["growth"] is None else f"{row['growth']:.2f}x"
             cells = (f"{row['start']:.3g}", f"{row['late']:.3g}", growth)
-            parts.append((found["model"], row["component"], row["perturbation"], *cells))
-        base = found["alphas"][0]["relative"]
-        for p in found["alphas"]:
+            parts.append((result["model"], row["component"], row["perturbation"], *cells))
+        base = result["alphas"][0]["relative"]
+        for p in result["alphas"]:
             change = f"{100 * (p['relative'] / base - 1):+.0f} %"
             sizes = (f"{p['absolute']:.3g}", f"{p['norm']:.3g}", f"{p['largest_multiplier']:.2f}")
-            sweep.append((found["model"], f"{p['alpha']:.2f}", f"{p['relative']:.3f}", change, *sizes))
-        by = {r["component"]: r for r in found["components"] if r["perturbation"] == "int4"}
+            sweep.append((result["model"], f"{p['alpha']:.2f}", f"{p['relative']:.3f}", change, *sizes))
+        by = {r["component"]: r for r in result["components"] if r["perturbation"] == "int4"}
         lines.append(
-            f"{found['model']}: error by A_log at token 0: {by['A_log']['start']:.2g}; by out_proj at token "
+            f"{result['model']}: error by A_log at token 0: {by['A_log']['start']:.2g}; by out_proj at token "
             f"{EARLY_LATE[1]}: {by['out_proj']['late']:.2g}."
         )
         text = f"the error by A_log grows from token {EARLY_LATE[0]} to {EARLY_LATE[1]}"
-        early_late = found["growth"]
-        made.append(
-            higher(found["model"], text, early_late[1], early_late[0], "token", "percent of the state")
+        early_late = result["growth"]
+        claims.append(
+            higher(result["model"], text, early_late[1], early_late[0], "token", "percent of the state")
         )
-        first, last = found["alphas"][0]["by_prompt"], found["alphas"][-1]["by_prompt"]
+        first, last = result["alphas"][0]["by_prompt"], result["alphas"][-1]["by_prompt"]
         text = "an identity term lowers the relative error"
-        made.append(closer(found["model"], text, last, first, "identity term", "error ratio"))
-        curve = [(p["alpha"], p["relative"]) for p in found["alphas"]]
+        claims.append(closer(result["model"], text, last, first, "identity term", "error ratio"))
+        curve = [(p["alpha"], p["relative"]) for p in result["alphas"]]
         series: Any = {"relative error": tuple(zip(*curve, strict=True))}
-        panels.append((found["model"], series))
+        panels.append((result["model"], series))
     early, late = EARLY_LATE
     text = (
         f"Relative error of the states, median over {N_PROMPTS} prompts; growth: token {late} over {early}."
@@ -106,7 +106,7 @@ def show(founds: Sequence[Found]) -> Shown:
             )
         ]
 
-    return Shown([one, two], made, pictures, lines)
+    return Shown([one, two], claims, pictures, lines)
 
 
 TABLES.register("mamba")(

@@ -25,14 +25,14 @@ def measure(bench: Bench) -> Object:
     return bench.measure(variants | bench.cures(**row))
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """Rotation helps, and calibration helps more."""
     return [
-        below(found, TURNED, PLAIN, None, ROTATED),
-        below(found, CALIBRATED, TURNED),
-        *answers(found, TURNED, PLAIN, ROTATED),
-        *answers(found, CALIBRATED, TURNED),
-        *cured(found, PLAIN, "RTN, "),
+        below(result, TURNED, PLAIN, None, ROTATED),
+        below(result, CALIBRATED, TURNED),
+        *answers(result, TURNED, PLAIN, ROTATED),
+        *answers(result, CALIBRATED, TURNED),
+        *cured(result, PLAIN, "RTN, "),
     ]
 
 

@@ -20,18 +20,18 @@ def measure(bench: Bench) -> Object:
     return bench.head() | perturbations(bench.context())
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Agreement by kind and place, mean over seeds."""
-    rows, made = [], []
-    for found in founds:
-        kinds = dict.fromkeys(r["perturbation"] for r in found["rows"])
+    rows, claims = [], []
+    for result in results:
+        kinds = dict.fromkeys(r["perturbation"] for r in result["rows"])
         for kind in kinds:
             # By prompt, mean over seeds.
             same = {
                 place: np.mean(
                     [
                         r["last"]["agreement"]
-                        for r in found["rows"]
+                        for r in result["rows"]
                         if (r["perturbation"], r["location"]) == (kind, place)
                     ],
                     axis=0,
@@ -41,12 +41,12 @@ def show(founds: Sequence[Found]) -> Shown:
             mean = {place: 100 * float(values.mean()) for place, values in same.items()}
             gap = mean["core"] - mean["exposed"]
             cells = (f"{mean['exposed']:.1f} %", f"{mean['core']:.1f} %", f"{gap:+.1f}")
-            rows.append((found["model"], kind, *cells))
+            rows.append((result["model"], kind, *cells))
             text = f"{kind}: the adapter suffers more than the core"
-            made.append(higher(found["model"], text, same["core"], same["exposed"], "place of the error"))
+            claims.append(higher(result["model"], text, same["core"], same["exposed"], "place of the error"))
     text = "Top-1 agreement with full precision after all steps; rank-4 updates have one norm at both places."
     header = ("model", "perturbation", "adapter", "core", "core - adapter [points]")
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims)
 
 
 TABLES.register("perturbation")(

@@ -21,27 +21,27 @@ def measure(bench: Bench) -> Object:
     layers = {}
     for p in bench.collected.job.selection.distinct_inputs:
         h: Any = bench.sums.accumulators[p.name]
-        found = layer_ranks(h, threads=bench.execution.threads)
+        ranks = layer_ranks(h, threads=bench.execution.threads)
         layers[p.name] = {
-            "dim": found["dim"],
-            "per_step": [s["rank"] for s in found["per_step"]],
-            "all": found["all"]["rank"],
-            "gain": found["rank_gain"],
+            "dim": ranks["dim"],
+            "per_step": [s["rank"] for s in ranks["per_step"]],
+            "all": ranks["all"]["rank"],
+            "gain": ranks["rank_gain"],
         }
     return bench.head() | {"layers": layers, "adapters": list(bench.adapters)}
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One row per input. The curves show the inputs with the largest and the smallest gain."""
-    rows, made, panels = [], [], []
-    for found in founds:
-        layers = found["layers"]
+    rows, claims, panels = [], [], []
+    for result in results:
+        layers = result["layers"]
         short = short_names(layers)
         for name, layer in layers.items():
             steps = layer["per_step"]
             rows.append(
                 (
-                    found["model"], short[name], f"{layer['dim']}", f"{steps[0]}",
+                    result["model"], short[name], f"{layer['dim']}", f"{steps[0]}",
                     f"{100 * steps[0] / layer['dim']:.2f} %",
                     f"{steps[1]}" if len(steps) > 1 else None, f"{steps[-1]}", f"{layer['all']}",
                     None if layer["gain"] is None else f"{layer['gain']:.2f}x",
@@ -50,18 +50,18 @@ def show(founds: Sequence[Found]) -> Shown:
         order = sorted(layers, key=lambda n: -(layers[n]["gain"] or 0.0))
         chosen = dict.fromkeys([*order[:2], order[-1]])
         panels.append(
-            (found["model"], {short[n]: (range(len(s)), s) for n in chosen if (s := layers[n]["per_step"])})
+            (result["model"], {short[n]: (range(len(s)), s) for n in chosen if (s := layers[n]["per_step"])})
         )
         text = "the last step has more directions than step 0 over the same positions"
         steps = [layer["per_step"] for layer in layers.values() if len(layer["per_step"]) > 1]
-        made.append(grown(found["model"], text, [s[-1] for s in steps], [s[0] for s in steps], "step"))
+        claims.append(grown(result["model"], text, [s[-1] for s in steps], [s[0] for s in steps], "step"))
     text = f"Eigenvalues of H_t above {FOCAL:g} of the largest; gain: rank of the sum over that of step 0."
     title = "Rank by step"
 
     def pictures() -> list[Any]:
         return [curves(panels, "rank", title, text, ("recurrence step [index]", "rank [directions]"))]
 
-    return Shown([ShownTable(TITLE, text, HEADER, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, HEADER, tuple(rows))], claims, pictures)
 
 
 TABLES.register("rank")(

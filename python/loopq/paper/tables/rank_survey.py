@@ -56,7 +56,7 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> Obj
     layers = []
     for p in selection.distinct_inputs:
         h: Any = sums.accumulators[p.name]
-        found = layer_ranks(h, steps=[], threads=threads)
+        ranks = layer_ranks(h, steps=[], threads=threads)
         layers.append(
             {
                 "layer": p.name,
@@ -66,37 +66,37 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> Obj
                 "n_inputs": p.in_features,
                 "n_rows": int(h.n_rows(0)),
                 "n_steps": p.invocations,
-                "first": found["first"]["rank"],
-                "last": found["last"]["rank"],
-                "all": found["all"]["rank"],
-                "gain": found["rank_gain"],
-                "step0_trace_share": found["step0_trace_share"],
+                "first": ranks["first"]["rank"],
+                "last": ranks["last"]["rank"],
+                "all": ranks["all"]["rank"],
+                "gain": ranks["rank_gain"],
+                "step0_trace_share": ranks["step0_trace_share"],
             }
         )
     lowest = min(layers, key=lambda row: float(row["first"]) / float(row["n_inputs"]))
     return {"threshold": FOCAL, "layers": layers, "bottleneck": lowest["layer"]}
 
 
-def _row(found: Found) -> Object:
-    layers = {layer["layer"]: layer for layer in found["ranks"]["layers"]}
-    low = layers[found["ranks"]["bottleneck"]]
+def _row(result: Found) -> Object:
+    layers = {layer["layer"]: layer for layer in result["ranks"]["layers"]}
+    low = layers[result["ranks"]["bottleneck"]]
     top = max(layers.values(), key=lambda layer: layer["gain"] or 0.0)
-    one_step = below(found, ONE, RTN)
+    one_step = below(result, ONE, RTN)
     return {
-        "name": found["model"],
+        "name": result["model"],
         "bottleneck": low["class"],
         "step0": low["first"] / low["n_inputs"],
         "gain": top["gain"] or 1.0,
         "gain_of": top["class"],
         "one_step": {True: "better", False: "worse", None: "level"}[one_step.holds],
-        "one_step_better": closed(found, ONE) > 0,
-        "gap_closed": closed(found, ALL),
+        "one_step_better": closed(result, ONE) > 0,
+        "gap_closed": closed(result, ALL),
     }
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """One row and one point per model."""
-    points = [_row(found) for found in founds]
+    points = [_row(result) for result in results]
     rows = tuple(
         (
             p["name"], p["bottleneck"], f"{100 * p['step0']:.2f} %", f"{p['gain']:.2f}x", p["gain_of"], p["one_step"],
@@ -104,17 +104,17 @@ def show(founds: Sequence[Found]) -> Shown:
         )
         for p in points
     )  # fmt: skip
-    made = []
-    for found in founds:
-        gains = [layer["gain"] for layer in found["ranks"]["layers"] if layer["gain"] is not None]
+    claims = []
+    for result in results:
+        gains = [layer["gain"] for layer in result["ranks"]["layers"] if layer["gain"] is not None]
         text = "the inputs' ranks at least double over the trajectory"
-        made.append(grown(found["model"], text, gains, [1.0] * len(gains), "steps", 2.0))
-        made.append(below(found, ALL, RTN, "trajectory calibration closes part of the gap"))
+        claims.append(grown(result["model"], text, gains, [1.0] * len(gains), "steps", 2.0))
+        claims.append(below(result, ALL, RTN, "trajectory calibration closes part of the gap"))
     text = (
         "Bottleneck: the layers' input with the lowest rank at step 0 over its width; gain: rank of the sum of all "
         "steps over that of step 0; gap closed: share of the KL of rounding that trajectory calibration removes."
     )
-    return Shown([ShownTable(TITLE, text, HEADER, rows)], made, lambda: [gain_scatter(points)])
+    return Shown([ShownTable(TITLE, text, HEADER, rows)], claims, lambda: [gain_scatter(points)])
 
 
 TABLES.register("rank-survey")(

@@ -25,13 +25,13 @@ def measure(bench: Bench) -> Object:
     return bench.measure(variants | bench.cures(group_size=-1))
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """A rotation helps at INT4. Hadamard and random are alike, so there is no claim to test."""
     names = [f"INT4 GPTQ, {name}" for name in KINDS]
     return [
-        *(below(found, name, NONE, None, ROTATED) for name in names),
-        below(found, names[0], names[2], "Hadamard is closer than random", ROTATED),
-        *cured(found, NONE, "GPTQ, "),
+        *(below(result, name, NONE, None, ROTATED) for name in names),
+        below(result, names[0], names[2], "Hadamard is closer than random", ROTATED),
+        *cured(result, NONE, "GPTQ, "),
     ]
 
 

@@ -20,8 +20,8 @@ TITLE = "Layers by three measures of sensitivity"
 
 def measure(bench: Bench) -> Object:
     """Round each layer alone. Measure random-direction gain and Hessian trace."""
-    found: Object = bench.alone["sections"]["ablation"]
-    return bench.head() | found | {"exposed": [p.name for p in bench.context().exposed]}
+    ablation: Object = bench.alone["sections"]["ablation"]
+    return bench.head() | ablation | {"exposed": [p.name for p in bench.context().exposed]}
 
 
 def _fisher(rho: float, n: int) -> Interval:
@@ -32,32 +32,32 @@ def _fisher(rho: float, n: int) -> Interval:
     return Interval(rho, low, high, 0.95, "Fisher's transformation", n)
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Layers by damage, with their places by the other measures."""
-    rows, made = [], []
-    for found in founds:
-        places, key = found["table"]["places"], found["measure"]
+    rows, claims = [], []
+    for result in results:
+        places, key = result["table"]["places"], result["measure"]
         short = short_names(places)
         order = sorted(places, key=lambda name: places[name]["ablation"])
         for name in order:
             p = places[name]
             cells = (p["random-direction gain"], p["Hessian trace"], p["ablation per channel"])
-            damage = f"{100 * found['layers'][name][key]:.2f} %"
+            damage = f"{100 * result['layers'][name][key]:.2f} %"
             rows.append(
-                (found["model"], short[name], damage, *(None if c is None else str(c) for c in cells))
+                (result["model"], short[name], damage, *(None if c is None else str(c) for c in cells))
             )
-        rho = found["table"]["spearman"]["random-direction gain"]
+        rho = result["table"]["spearman"]["random-direction gain"]
         if rho is not None and len(places) >= MIN_LAYERS:
             text = "the gain of random directions does not rank the layers as their damage does"
             interval = _fisher(rho, len(places))
             numbers = f"Spearman correlation {rho:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-            made.append(Claim(found["model"], text, numbers, interval, 0.5, below=True))
-        alone = {name: layer["per_channel"] for name, layer in found["layers"].items()}
-        for name in found["exposed"]:
+            claims.append(Claim(result["model"], text, numbers, interval, 0.5, below=True))
+        alone = {name: layer["per_channel"] for name, layer in result["layers"].items()}
+        for name in result["exposed"]:
             next_worst = max((n for n in alone if n != name), key=lambda n: float(alone[n][key]))
             text = f"{short[name]} does more damage than any other layer when rounded alone per channel"
             pair = (alone[name]["by_prompt"], alone[next_worst]["by_prompt"])
-            made.append(higher(found["model"], text, *pair, "layer", f"points beyond {short[next_worst]}"))
+            claims.append(higher(result["model"], text, *pair, "layer", f"points beyond {short[next_worst]}"))
     text = (
         "Damage: share of predictions that change (of models without logits: error of the output) when this layer "
         "alone is rounded, mean over steps; the other columns are places, 1 for the most sensitive."
@@ -70,7 +70,7 @@ def show(founds: Sequence[Found]) -> Shown:
         "by Hessian trace",
         "by damage per channel",
     )
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims)
 
 
 TABLES.register("sensitivity")(

@@ -43,7 +43,7 @@ def measure(bench: Bench) -> Object:
     }
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """The paper's model by arithmetic, and the models."""
     weights = sum(rows * columns * count for rows, columns, count in HUGINN)
     rows: list[tuple[str | None, ...]] = []
@@ -51,7 +51,7 @@ def show(founds: Sequence[Found]) -> Shown:
         size = huginn_bytes(padded)
         cells = (f"{2 * weights / 1e9:.3f} GB", f"{size / 1e9:.3f} GB", f"{2 * weights / size:.2f}")
         rows.append((f"Huginn (paper), {name}", *cells, None, None, None))
-    for f in founds:
+    for f in results:
         first, every = f["seconds"]["first"], f["seconds"]["all"]
         cells = (f"{f['dense'] / 1e6:.3f} MB", f"{f['bytes'] / 1e6:.3f} MB", f"{f['dense'] / f['bytes']:.2f}")
         times = (f"{first:.2f}", f"{every:.2f}", f"{every / first:.2f}" if first else None)

@@ -69,24 +69,24 @@ def _first(hessians: Any) -> NDArray[np.float64]:
     return spectrum(hessians.matrix([0]))
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Counts by threshold, effective and stable rank, and the spectra of the row-averaged Hessians."""
-    rows, made, panels = [], [], []
-    for found in founds:
-        for name, kinds in found["layers"].items():
+    rows, claims, panels = [], [], []
+    for result in results:
+        for name, kinds in result["layers"].items():
             for kind, d in kinds.items():
                 counts = [f"{d['ranks'][f'{tau:g}']:,}" for tau in THRESHOLDS]
                 tail = (f"{d['effective_rank']:.0f}", f"{d['stable_rank']:.1f}")
-                rows.append((found["model"], short_name(name), kind, *counts, *tail))
+                rows.append((result["model"], short_name(name), kind, *counts, *tail))
             series = {
                 k: (d["curve"]["index"], [max(v, 1e-12) for v in d["curve"]["value"]])
                 for k, d in kinds.items()
             }
-            panels.append((f"{found['model']}: {short_name(name)}", series))
+            panels.append((f"{result['model']}: {short_name(name)}", series))
         text = "more steps give the inputs more directions than more prompts do"
-        if found["more"]:
-            steps, prompts = np.array(found["more"]).T
-            made.append(grown(found["model"], text, steps, prompts, "what is added"))
+        if result["more"]:
+            steps, prompts = np.array(result["more"]).T
+            claims.append(grown(result["model"], text, steps, prompts, "what is added"))
     text = f"Eigenvalues of 2 X^T X / m above each share of the largest; a quarter: one prompt in {SHARE}."
     header = ("model", "input of", "condition", *(f"{tau:g}" for tau in THRESHOLDS), "effective", "stable")
     axes = ("index of the eigenvalue [number]", "eigenvalue of 2 X^T X / m [squared input]")
@@ -94,7 +94,7 @@ def show(founds: Sequence[Found]) -> Shown:
     def pictures() -> list[Any]:
         return [curves(panels, "spectra", "Eigenvalue spectra", text, axes, log=True)]
 
-    return Shown([ShownTable(TITLE, text, header, tuple(rows))], made, pictures)
+    return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims, pictures)
 
 
 TABLES.register("spectra")(

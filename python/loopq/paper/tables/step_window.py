@@ -59,14 +59,14 @@ def late_step_wins(
     return sum(proxy(candidate, n) < proxy(baseline, n) for n in candidate), len(candidate)
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(result: Found) -> list[Claim]:
     """The effect of leaving step 0 out depends on the model. The late step's proxy improves nearly everywhere."""
-    wins, of = found["late_wins"], found["late_of"]
+    wins, of = result["late_wins"], result["late_of"]
     text = "without step 0 the loss at the last step is smaller in most layers"
     return [
-        most(found["model"], text, [i < wins for i in range(of)], "step 0"),
-        below(found, SKIP, ALL, "leaving step 0 out helps (in the paper on 2 of 6 models)"),
-        below(found, ALL, RTN),
+        most(result["model"], text, [i < wins for i in range(of)], "step 0"),
+        below(result, SKIP, ALL, "leaving step 0 out helps (in the paper on 2 of 6 models)"),
+        below(result, ALL, RTN),
     ]
 
 

@@ -37,9 +37,9 @@ def _seconds(context: Context, step: float) -> float:
     return n_prompts * (8 if context.exposed else 2) * _PRODUCTS * 2 * step
 
 
-def _says(found: Found) -> str:
+def _says(result: Found) -> str:
     """The spectral radius, with the acceptance of its estimates."""
-    a, plain = found["acceptance"], found["states"]["plain"]
+    a, plain = result["acceptance"], result["states"]["plain"]
     text = f"spectral radius of a step: {a['n_accepted']} of {a['n_maps']} maps meet the acceptance rules"
     if plain["maps"]:
         radius, rounded = (plain["maps"][name]["radius"]["estimate"] for name in ("reference", "changed"))

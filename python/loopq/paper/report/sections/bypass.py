@@ -10,10 +10,10 @@ from loopq.report.style import Picture, canvas, label, styled
 
 def bypass(d: Diagnosis) -> Picture | None:
     """Response to the weight error with and without the identity path (Li, App. K)."""
-    found = d["sections"].get("bypass")
-    if not found:
+    result = d["sections"].get("bypass")
+    if not result:
         return None
-    rows = [r for r in found["rows"] if r["state"] == "plain"]
+    rows = [r for r in result["rows"] if r["state"] == "plain"]
     with styled("bypass"):
         figure, axes = canvas(6.2, 3.2)
         place = np.arange(len(rows))
@@ -37,7 +37,7 @@ def bypass(d: Diagnosis) -> Picture | None:
     p = max(r["p_holm"] for r in rows)
     caption = (
         f"Difference between the responses of the rounded and the full-precision step to the same "
-        f"{found['settings']['n_directions']} small perturbations, with and without an identity path added around the "
+        f"{result['settings']['n_directions']} small perturbations, with and without an identity path added around the "
         f"exposed layer. Percentages: change due to the path; largest Holm-adjusted sign-flip p {p:.2g} over "
         f"{rows[0]['n_prompts']} prompts. The model was not trained with the path, so this describes the local "
         "structure only."

@@ -10,12 +10,12 @@ from loopq.report.style import Picture, canvas, label, line, styled, whole_numbe
 
 def displacement(d: Diagnosis) -> Picture | None:
     """Displacement from the final state of full precision (Li, App. L)."""
-    found = d["sections"].get("displacement")
-    if not found:
+    results = d["sections"].get("displacement")
+    if not results:
         return None
     with styled("displacement"):
         figure, axes = canvas(6.2, 3.2)
-        for i, (name, curve) in enumerate(in_legend_order(found["settings"])):
+        for i, (name, curve) in enumerate(in_legend_order(results["settings"])):
             settled = curve["settled_after"]
             text = name + (f": settles after {settled} updates" if settled else ": still moving")
             line(axes, i, range(1, curve["n_more"] + 1), 100 * np.array(curve["relative"]), text)

@@ -10,10 +10,10 @@ from loopq.report.style import ALARM, Picture, canvas, label, styled
 
 def jacobian(d: Diagnosis) -> Picture | None:
     """Spectral radius of the step for every prompt (Li, App. K)."""
-    found = d["sections"].get("jacobian")
-    if not found:
+    results = d["sections"].get("jacobian")
+    if not results:
         return None
-    entries = [e for e in found["prompts"] if e["state"] == "plain"]
+    entries = [e for e in results["prompts"] if e["state"] == "plain"]
     kinds = ("reference", "changed", "reference, bypass", "changed, bypass")
     names = [n for n in kinds if n in entries[0]["maps"]]
     with styled("jacobian"):
@@ -28,7 +28,7 @@ def jacobian(d: Diagnosis) -> Picture | None:
         axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])
         label(axes, "map of one step [kind]", "spectral radius [factor per step]")
-    a = found["acceptance"]
+    a = results["acceptance"]
     caption = (
         "Largest eigenvalue magnitude of the last step's Jacobian at the full-precision final state; each dot is a "
         "prompt. "

@@ -10,13 +10,13 @@ from loopq.report.sections import TABLES, Diagnosis, Part
 
 
 def perturbations(d: Diagnosis) -> str:
-    found = d["sections"].get("perturbation")
-    if not found:
+    results = d["sections"].get("perturbation")
+    if not results:
         return ""
     logits = d["model"]["output"] != "hidden"
     key = "agreement" if logits else "output_error"
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in found["rows"]:
+    for row in results["rows"]:
         groups.setdefault((row["perturbation"], row["location"]), []).append(row)
     rows: list[list[Cell | str]] = []
     for (kind, place), draws in sorted(groups.items()):

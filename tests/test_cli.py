@@ -185,12 +185,12 @@ def test_names_outside_the_outputs_encoding_are_printed(tmp_path, saved_model):
 
 def shown():
     """A parser with a common and a rare option."""
-    made = cli._Parser(prog="p", usage="p X [options]", description="what it does", epilog="the end")
-    made.add_argument("x", help="the first argument")
-    made.add_argument("--kind", choices=("a", "b"), default="a", help="the kind. More of it (default a)")
-    made.add_argument("--deep", help="rarely needed. Really").rare = True
-    made.add_help_options()
-    return made
+    parser = cli._Parser(prog="p", usage="p X [options]", description="what it does", epilog="the end")
+    parser.add_argument("x", help="the first argument")
+    parser.add_argument("--kind", choices=("a", "b"), default="a", help="the kind. More of it (default a)")
+    parser.add_argument("--deep", help="rarely needed. Really").rare = True
+    parser.add_help_options()
+    return parser
 
 
 def test_help_shows_common_options_and_counts_the_others(capsys):
@@ -238,13 +238,13 @@ def test_the_first_sentence_of_an_option_is_shown(given, short):
 
 
 def test_file_names_are_not_empty_and_options_not_abbreviated(capsys):
-    made = cli._Parser(prog="p")
-    made.add_argument("--page", metavar="FILE")
-    made.add_argument("--word")
-    assert made.parse_args(["--word", ""]).word == ""
+    parser = cli._Parser(prog="p")
+    parser.add_argument("--page", metavar="FILE")
+    parser.add_argument("--word")
+    assert parser.parse_args(["--word", ""]).word == ""
     for bad, match in ((["--page", ""], "an empty name"), (["--wor", "x"], "--wor")):
         with pytest.raises(SystemExit):
-            made.parse_args(bad)
+            parser.parse_args(bad)
         assert match in capsys.readouterr().err
 
 

@@ -42,8 +42,8 @@ FILES = json.loads(files.RECORD.read_text())
 
 @pytest.mark.parametrize("name", files.CASES)
 def test_same_bytes_of_every_file(name, tmp_path):
-    found, wanted = files.CASES[name](tmp_path), FILES[name]
-    assert set(found) == set(wanted)
+    digests, wanted = files.CASES[name](tmp_path), FILES[name]
+    assert set(digests) == set(wanted)
     # Losses in the reports of a solve are sums of floats; their last bits depend on the processor.
-    told = {n for n in wanted if not name.startswith("dump-") or n.endswith(".safetensors")}
-    assert {n: found[n] for n in told} == {n: wanted[n] for n in told}
+    compared = {n for n in wanted if not name.startswith("dump-") or n.endswith(".safetensors")}
+    assert {n: digests[n] for n in compared} == {n: wanted[n] for n in compared}

@@ -30,9 +30,9 @@ def test_codes_are_those_of_torch(
 ) -> None:
     wanted, backend = searched(d, n_paths, **grid), EmulatedBackend()
     monkeypatch.setattr(beam, "kernels", lambda device: backend)
-    found = searched(d, n_paths, **grid)
+    codes = searched(d, n_paths, **grid)
     # A product is summed in another order: paths of nearly the same cost may change places.
-    assert (found == wanted).all(-1).float().mean() > 0.8
+    assert (codes == wanted).all(-1).float().mean() > 0.8
     assert backend.launches == {"loopq_beam": -(-d // 64)}
 
 

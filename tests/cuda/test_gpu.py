@@ -42,10 +42,10 @@ def test_the_operator_agrees_with_the_reference_and_refuses() -> None:
     for tokens in (1, 64, 65):
         x = torch.randn(tokens, 416, generator=torch.Generator().manual_seed(1)).bfloat16()
         expected = layer.cpu()(x).float()
-        found = layer.cuda()(x.cuda()).float().cpu()
+        product = layer.cuda()(x.cuda()).float().cpu()
         # Above 64 tokens the weights are rounded to bfloat16 first.
         allowed = 4e-3 if tokens <= 64 else 8e-3
-        assert torch.linalg.norm(found - expected) <= allowed * torch.linalg.norm(expected)
+        assert torch.linalg.norm(product - expected) <= allowed * torch.linalg.norm(expected)
     with pytest.raises(KernelError, match="move the layer or the input"):
         layer.cuda()(torch.ones(1, 416).bfloat16())
     with pytest.raises(KernelError, match="takes bfloat16 and float16"):

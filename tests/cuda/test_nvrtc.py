@@ -28,17 +28,17 @@ LIMIT = {512: 128, 256: 255}
 
 def variants() -> list[Variant]:
     """Every kind of code, not every combination: other ring depths are compiled for one fold only."""
-    found = [
+    listed = [
         Variant(activation, token_tiles, fold, 4)
         for activation in ("bf16", "fp16")
         for token_tiles in (1, 2, 4)
         for fold in (0, 1, 2, 3)
         if activation == "bf16" or (fold, token_tiles) == (3, 4)
     ]
-    found += [Variant("bf16", 1, 3, stages) for stages in (2, 6)]
-    found += [Variant("bf16-table", tiles, fold, 4) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
-    found += [Variant("fp16-table", 4, 0, 4, "fp16")]
-    return found + [Variant("bf16", tiles, 3, 4, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")]
+    listed += [Variant("bf16", 1, 3, stages) for stages in (2, 6)]
+    listed += [Variant("bf16-table", tiles, fold, 4) for tiles in (1, 2, 4) for fold in (0, 1, 2, 3)]
+    listed += [Variant("fp16-table", 4, 0, 4, "fp16")]
+    return listed + [Variant("bf16", tiles, 3, 4, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")]
 
 
 def _quick(case: tuple[str, Variant | TiledVariant]) -> bool:

@@ -125,27 +125,27 @@ def test_a_recording_repeats_its_runs() -> None:
 @pytest.mark.kernels
 def test_comparison_of_products_adds_up() -> None:
     layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
-    found = bench_products.compare_products(
+    compared = bench_products.compare_products(
         FixedClock(), layers, tokens=(1, 7), bandwidth=1e9, procedure=QUICK
     )
-    assert len(found["products"]) == 4
-    for record in found["products"]:
+    assert len(compared["products"]) == 4
+    for record in compared["products"]:
         assert record["ratio"] == {"ratio": 3.0, "low": 3.0, "high": 3.0}
         assert record["int4"]["median"] == 0.5  # one microsecond for two calls
         share = record["int4_bytes"] / 0.5e-6 / 1e9
         assert record["share_of_copy_bandwidth"] == pytest.approx(share)
         assert "unavailable" in record["torch_int4"] or "timing" in record["torch_int4"]
-    assert [step["ratio"] for step in found["step"]] == [3.0, 3.0]
-    assert found["step"][0]["int4"] == pytest.approx(1.5)
+    assert [step["ratio"] for step in compared["step"]] == [3.0, 3.0]
+    assert compared["step"][0]["int4"] == pytest.approx(1.5)
 
 
 @pytest.mark.kernels
 def test_sweep_times_the_planners_cut_and_others() -> None:
     layers = [Projection("a", 1312, 96, 1)]
     options = {"tokens": (1,), "slices": (1, 2), "warps": (4,), "depths": (4,), "procedure": QUICK}
-    found = bench_products.sweep_cuts(FixedClock(), layers, **options)  # type: ignore[arg-type]
-    assert found["complete"]
-    cuts = found["cuts"]
+    sweep = bench_products.sweep_cuts(FixedClock(), layers, **options)  # type: ignore[arg-type]
+    assert sweep["complete"]
+    cuts = sweep["cuts"]
     assert sum(cut["picked"] for cut in cuts) == 1
     assert {(cut["slices"], cut["warps"]) for cut in cuts if not cut["picked"]} == {(1, 4), (2, 4)}
     stopped = bench_products.sweep_cuts(FixedClock(), layers, seconds=-1.0, **options)  # type: ignore[arg-type]
@@ -154,18 +154,18 @@ def test_sweep_times_the_planners_cut_and_others() -> None:
 
 @pytest.mark.kernels
 def test_threshold_times_three_ways() -> None:
-    found = bench_products.find_threshold(
+    threshold = bench_products.find_threshold(
         FixedClock(), [Projection("a", 160, 32, 1)], tokens=(17, 70), procedure=QUICK
     )
     # The clock's times alternate from graph to graph.
-    ways = [(r["tokens"], r["int4"], r["pieces"], r["dequantized"]) for r in found]
+    ways = [(r["tokens"], r["int4"], r["pieces"], r["dequantized"]) for r in threshold]
     assert ways == [(17, 1.5, 0.5, 1.5), (70, 0.5, 1.5, 0.5)]
 
 
 @pytest.mark.kernels
 def test_latency_ratio_of_the_paper():
-    found = bench.median_ratio([303.9] * 50, [250.9] * 50, n_resamples=100)
-    assert round(found.estimate, 3) == 1.211
+    interval = bench.median_ratio([303.9] * 50, [250.9] * 50, n_resamples=100)
+    assert round(interval.estimate, 3) == 1.211
     assert bench.median_ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0], n_resamples=100).estimate == 2.0
 
 
@@ -176,10 +176,10 @@ def test_ratio_of_medians_covers_the_truth():
     for trial in range(60):
         noise = rng.lognormal(0.0, 0.2, 50)
         first, second = 1.5 * noise * rng.lognormal(0, 0.02, 50), noise * rng.lognormal(0, 0.02, 50)
-        found = bench.median_ratio(first, second, n_resamples=500, seed=trial)
-        assert found.low <= found.estimate <= found.high
-        assert found.high - found.low < 0.2
-        held += found.low <= 1.5 <= found.high
+        interval = bench.median_ratio(first, second, n_resamples=500, seed=trial)
+        assert interval.low <= interval.estimate <= interval.high
+        assert interval.high - interval.low < 0.2
+        held += interval.low <= 1.5 <= interval.high
     assert held >= 51
     assert bench.median_ratio(first, second, seed=3) == bench.median_ratio(first, second, seed=3)
 

@@ -28,7 +28,7 @@ def system():
 @pytest.fixture(scope="session")
 def whole():
     notes = Notes()
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             LinearSystem(LinearLoop(width=8)),
             tokens(n_prompts=3, n_tokens=12),
@@ -39,4 +39,4 @@ def whole():
         only=OURS,
         name="toy",
     )
-    return found, notes
+    return diagnosis, notes

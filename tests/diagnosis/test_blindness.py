@@ -29,16 +29,16 @@ def problem(narrow: bool, seed: int = 0):
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_layer_is_blind_where_one_step_is_worse_than_rounding(narrow: bool) -> None:
     weight, hessians = problem(narrow)
-    found = solved_losses(weight, hessians, GRID, 0.01, core_rounder, threads=1)
-    assert found is not None
+    losses = solved_losses(weight, hessians, GRID, 0.01, core_rounder, threads=1)
+    assert losses is not None
     total = hessians.matrix([0, 1, 2, 3])
     error = core_rounder(weight, GRID) - weight
-    assert found[RTN] == pytest.approx(float(np.trace(error @ total @ error.T)), rel=1e-5)
-    assert found[ALL] < found[RTN]
-    assert found[ALL] < found[ONE]
-    layer = {"role": "mlp", "exposed": False, "treatment": "gptq", "reason": "", "solved": found}
+    assert losses[RTN] == pytest.approx(float(np.trace(error @ total @ error.T)), rel=1e-5)
+    assert losses[ALL] < losses[RTN]
+    assert losses[ALL] < losses[ONE]
+    layer = {"role": "mlp", "exposed": False, "treatment": "gptq", "reason": "", "solved": losses}
     judged = verdict.judge(layer, None)
-    assert judged["blind"] is (found[ONE] > found[RTN]) is narrow
+    assert judged["blind"] is (losses[ONE] > losses[RTN]) is narrow
     assert ("misleads the solver" in judged["text"]) is narrow
 
 

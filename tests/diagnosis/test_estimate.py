@@ -6,10 +6,10 @@ import pytest
 
 
 def test_estimate_is_told_before_the_run(whole):
-    found, notes = whole
+    diagnosis, notes = whole
     assert "about" in notes.notes[0]
     assert "rollouts" in notes.notes[0]
-    estimate = found["estimate"]
+    estimate = diagnosis["estimate"]
     assert estimate["seconds"] == pytest.approx(sum(p["seconds"] for p in estimate["sections"].values()))
     # 2 prompts, 2 layers and the reference at two settings, and the inputs of gain and trace.
     assert estimate["sections"]["ablation"]["n_prompt_rollouts"] == 2 * 8

@@ -16,11 +16,11 @@ from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_
 def test_unpaired_states_disagree_at_first_and_forget(system):
     # A contraction forgets its initial state: agreement of two unchanged runs rises to 1.
     data = tokens(n_prompts=6, n_tokens=40)
-    found = rollouts.run_variants(Context(system, data, 60), {"same": {}}, variant_seed=9)["same"].curve(
+    curve = rollouts.run_variants(Context(system, data, 60), {"same": {}}, variant_seed=9)["same"].curve(
         "agreement"
     )
-    assert found[0] < 0.95
-    assert found[-1] == 1.0
+    assert curve[0] < 0.95
+    assert curve[-1] == 1.0
 
 
 def test_injected_sets_are_a_partition_and_noise_has_its_norm(system):
@@ -36,18 +36,18 @@ def test_injected_sets_are_a_partition_and_noise_has_its_norm(system):
 
 def test_controlled_injection_says_paired_and_unpaired(system):
     before = state_dict(system)
-    found = exposure.controlled_injection(Context(system, tokens(), 8, rounder=numpy_rounder), INT4)
-    assert set(found["paired"]) == {"none", "exposed", "core", "all", "gaussian"}
-    assert found["paired"]["none"]["agreement"] == [1.0] * 8
-    assert found["unpaired"]["none"]["agreement"][0] < 1.0
-    assert found["paired"]["exposed"]["state_error"][-1] > 0
-    assert found["paired"]["all"]["final_agreement"]["n"] == 3
+    study = exposure.controlled_injection(Context(system, tokens(), 8, rounder=numpy_rounder), INT4)
+    assert set(study["paired"]) == {"none", "exposed", "core", "all", "gaussian"}
+    assert study["paired"]["none"]["agreement"] == [1.0] * 8
+    assert study["unpaired"]["none"]["agreement"][0] < 1.0
+    assert study["paired"]["exposed"]["state_error"][-1] > 0
+    assert study["paired"]["all"]["final_agreement"]["n"] == 3
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
 
 
 def test_recovered_is_the_agreement_share_of_kept_exposed_layers(system):
     data = tokens(n_prompts=6, n_tokens=40)
-    found = exposure.controlled_injection(Context(system, data, 8, rounder=numpy_rounder), INT4)
+    study = exposure.controlled_injection(Context(system, data, 8, rounder=numpy_rounder), INT4)
     variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
     agreement = {}
     for name in ("all", "core"):
@@ -59,19 +59,19 @@ def test_recovered_is_the_agreement_share_of_kept_exposed_layers(system):
         agreement[name] = float(torch.cat(same).mean())
     assert agreement["all"] < agreement["core"] < 1
     expected = (agreement["core"] - agreement["all"]) / (1 - agreement["all"])
-    assert found["recovered"] == pytest.approx(expected)
+    assert study["recovered"] == pytest.approx(expected)
     same = exposure.controlled_injection(Context(system, data, 8, rounder=lambda w, c: w), INT4)
     assert same["recovered"] is None
 
 
 def test_systems_without_exposed_layers_or_steps_get_a_part(system):
     blind = BlindSystem(LinearLoop())
-    found = exposure.controlled_injection(Context(blind, tokens(), 8, rounder=numpy_rounder), INT4)
-    assert set(found["paired"]) == {"none", "all"}
-    assert found["unpaired"] is None
-    assert found["recovered"] is None
-    assert found["paired"]["all"]["state_error"] is None
-    assert found["paired"]["all"]["steps"] == [8]
+    study = exposure.controlled_injection(Context(blind, tokens(), 8, rounder=numpy_rounder), INT4)
+    assert set(study["paired"]) == {"none", "all"}
+    assert study["unpaired"] is None
+    assert study["recovered"] is None
+    assert study["paired"]["all"]["state_error"] is None
+    assert study["paired"]["all"]["steps"] == [8]
     for call in (
         lambda: feedback.feedback_curve(Context(blind, tokens(), 8), {}),
         lambda: exposure.adapter_output_ratio(blind, tokens(), 8),
@@ -91,9 +91,9 @@ def test_adapter_output_ratio_of_a_known_map():
     with torch.no_grad():
         model.adapter.weight[:] = torch.cat([0.5 * torch.eye(6), torch.zeros(6, 6)], 1)
         model.core.weight.zero_()
-    (found,) = exposure.adapter_output_ratio(LinearSystem(model), tokens(), 4).values()
-    assert found["per_step"] == pytest.approx([0.5] * 4)
-    assert found["std"] == pytest.approx(0.0, abs=1e-12)
+    (ratio,) = exposure.adapter_output_ratio(LinearSystem(model), tokens(), 4).values()
+    assert ratio["per_step"] == pytest.approx([0.5] * 4)
+    assert ratio["std"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_adapter_output_ratio_leaves_out_the_noise_state():
@@ -102,23 +102,23 @@ def test_adapter_output_ratio_leaves_out_the_noise_state():
         model.adapter.weight[:] = torch.cat([torch.zeros(6, 6), torch.eye(6)], 1)
         model.core.weight.zero_()
     system, data = LinearSystem(model), tokens()
-    (found,) = exposure.adapter_output_ratio(system, data, 4, batch_size=2).values()
+    (ratio,) = exposure.adapter_output_ratio(system, data, 4, batch_size=2).values()
     (batch,) = data.batches(8)
     states = rollouts.trace(system, batch, 1).states
     noise, embedding = (s.flatten(1).norm(dim=1).numpy() for s in states)
-    assert found["per_step"] == pytest.approx([(embedding / noise).mean(), 1, 1, 1])
-    assert (found["mean"], found["std"]) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-12))
+    assert ratio["per_step"] == pytest.approx([(embedding / noise).mean(), 1, 1, 1])
+    assert (ratio["mean"], ratio["std"]) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-12))
     (one,) = exposure.adapter_output_ratio(system, data, 1).values()
-    assert one["mean"] == one["per_step"][0] == found["per_step"][0]
+    assert one["mean"] == one["per_step"][0] == ratio["per_step"][0]
     assert one["std"] == pytest.approx((embedding / noise).std())
 
 
 def test_adapter_output_ratio_of_two_updates_is_the_seconds():
     system, data = LinearSystem(LinearLoop()), tokens()
     for updates in (2, 3):
-        (found,) = exposure.adapter_output_ratio(system, data, updates).values()
-        assert found["mean"] == pytest.approx(np.mean(found["per_step"][1:]))
-        assert len(set(found["per_step"])) == updates
+        (ratio,) = exposure.adapter_output_ratio(system, data, updates).values()
+        assert ratio["mean"] == pytest.approx(np.mean(ratio["per_step"][1:]))
+        assert len(set(ratio["per_step"])) == updates
     assert not any(module._forward_hooks for module in system.model.modules())
 
 
@@ -137,13 +137,13 @@ def test_groups_are_compared_as_variants_are(system):
         Context(system, data, 8, rounder=numpy_rounder, execution=Execution(seed=3)), INT4, (-1,)
     )
     assert row["state_error"] == run.curve("state_error").tolist()
-    found = exposure.controlled_injection(
+    study = exposure.controlled_injection(
         Context(system, data, 8, rounder=numpy_rounder, execution=Execution(seed=3)), INT4
     )
-    assert found["paired"]["all"]["kl"] == run.curve("kl").tolist()
+    assert study["paired"]["all"]["kl"] == run.curve("kl").tolist()
     last = run.agreement[:, -1]
-    assert found["paired"]["all"]["final_agreement"]["estimate"] == pytest.approx(last.mean())
-    assert found["settings"] == {"bits": 4, "group_size": -1, "seed": 3}
+    assert study["paired"]["all"]["final_agreement"]["estimate"] == pytest.approx(last.mean())
+    assert study["settings"] == {"bits": 4, "group_size": -1, "seed": 3}
     again = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder, noise_seed=3)["gaussian"]
     noise = rollouts.run_variants(Context(system, data, 8, execution=Execution(seed=3)), {"a": again})["a"]
-    assert found["paired"]["gaussian"]["kl"] == noise.curve("kl").tolist()
+    assert study["paired"]["gaussian"]["kl"] == noise.curve("kl").tolist()

@@ -76,21 +76,21 @@ def test_layer_survey_of_a_blind_first_step():
     rng = np.random.default_rng(0)
     first = np.outer(rng.normal(size=500), np.eye(16)[0])
     later = [rng.normal(size=(500, 16)) for _ in range(2)]
-    found = rank.layer_ranks(ArrayHessians.of_rows([first, *later]))
-    assert [s["rank"] for s in found["per_step"]] == [1, 16, 16]
-    assert [s["n_rows"] for s in found["per_step"]] == [500, 500, 500]
-    assert found["first"]["rank"] == 1
-    assert found["all"]["rank"] == 16
-    assert found["rank_gain"] == 16.0
-    assert found["rank_ratio"] == 1 / 16
+    ranks = rank.layer_ranks(ArrayHessians.of_rows([first, *later]))
+    assert [s["rank"] for s in ranks["per_step"]] == [1, 16, 16]
+    assert [s["n_rows"] for s in ranks["per_step"]] == [500, 500, 500]
+    assert ranks["first"]["rank"] == 1
+    assert ranks["all"]["rank"] == 16
+    assert ranks["rank_gain"] == 16.0
+    assert ranks["rank_ratio"] == 1 / 16
     traces = [np.sum(x**2) for x in (first, *later)]
-    assert found["step0_trace_share"] == pytest.approx(traces[0] / sum(traces))
-    assert found["trace_ratio_0_1"] == pytest.approx(traces[0] / traces[1])
+    assert ranks["step0_trace_share"] == pytest.approx(traces[0] / sum(traces))
+    assert ranks["trace_ratio_0_1"] == pytest.approx(traces[0] / traces[1])
     spectra = rank.layer_spectra(ArrayHessians.of_rows([first, *later]))
     assert spectra["all"]["index"] == list(range(1, 17))
     for key in ("first", "last", "all"):
         for value in ("rank", "trace", "largest", "stable_rank"):
-            assert found[key][value] == pytest.approx(spectra[key][value], rel=1e-9)
+            assert ranks[key][value] == pytest.approx(spectra[key][value], rel=1e-9)
 
 
 def test_inputs_of_zeros_and_of_one_step_have_no_shares():
@@ -106,30 +106,30 @@ def test_inputs_of_zeros_and_of_one_step_have_no_shares():
 
 
 def test_first_and_last_step_are_always_counted():
-    found = rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)] * 4), steps=[])
-    assert [s["step"] for s in found["per_step"]] == [0, 3]
+    ranks = rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)] * 4), steps=[])
+    assert [s["step"] for s in ranks["per_step"]] == [0, 3]
 
 
 def test_dominant_step_hides_the_later_ones():
     # The trace share of Ouro's bottleneck (Li, Table 18): later steps have full rank, the sum has rank 1.
     rng = np.random.default_rng(0)
     first = np.outer(rng.normal(size=500), np.eye(16)[0]) * 300
-    found = rank.layer_ranks(ArrayHessians.of_rows([first, rng.normal(size=(500, 16))]))
-    assert found["step0_trace_share"] > 0.99
-    assert found["per_step"][1]["rank"] == 16
-    assert found["all"]["rank"] == 1
-    assert found["rank_gain"] == 1.0
+    ranks = rank.layer_ranks(ArrayHessians.of_rows([first, rng.normal(size=(500, 16))]))
+    assert ranks["step0_trace_share"] > 0.99
+    assert ranks["per_step"][1]["rank"] == 16
+    assert ranks["all"]["rank"] == 1
+    assert ranks["rank_gain"] == 1.0
 
 
 def test_blocks_are_measured_separately():
     rng = np.random.default_rng(0)
     x = np.concatenate([1e-3 * rng.normal(size=(200, 8)), np.outer(rng.normal(size=200), np.ones(8))], axis=1)
-    found = rank.layer_ranks(ArrayHessians.of_rows([x, x]), {"state": slice(0, 8), "embedding": slice(8, 16)})
+    ranks = rank.layer_ranks(ArrayHessians.of_rows([x, x]), {"state": slice(0, 8), "embedding": slice(8, 16)})
     # Seen as a whole the state half is below the threshold; on its own it is full.
-    assert found["first"]["rank"] == 1
-    assert found["blocks"]["state"]["first"]["rank"] == 8
-    assert found["blocks"]["embedding"]["first"]["rank"] == 1
-    assert found["blocks"]["state"]["dim"] == 8
+    assert ranks["first"]["rank"] == 1
+    assert ranks["blocks"]["state"]["first"]["rank"] == 8
+    assert ranks["blocks"]["embedding"]["first"]["rank"] == 1
+    assert ranks["blocks"]["state"]["dim"] == 8
 
 
 def test_wide_layers_are_counted_at_a_few_steps_only():

@@ -27,7 +27,7 @@ def test_a_section_that_cannot_be_had_takes_no_other_with_it(monkeypatch):
         raise MissingExtraError("this needs scipy, which is not installed")
 
     replaced(monkeypatch, "groups", missing)
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             LinearSystem(LinearLoop(width=8)),
             tokens(n_prompts=3, n_tokens=12),
@@ -37,8 +37,8 @@ def test_a_section_that_cannot_be_had_takes_no_other_with_it(monkeypatch):
         ),
         only=["ranks", "groups"],
     )
-    assert list(found["sections"]) == ["ranks"]
-    assert found["unavailable"] == [
+    assert list(diagnosis["sections"]) == ["ranks"]
+    assert diagnosis["unavailable"] == [
         {"section": "groups", "reason": "this needs scipy, which is not installed"}
     ]
 
@@ -48,11 +48,11 @@ def test_parts_that_a_system_cannot_have_are_named():
         output = "hidden"
         state_is_random = False
 
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(Hidden(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)),
         only=["ablation", "injection"],
     )
-    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    reasons = {u["section"]: u["reason"] for u in diagnosis["unavailable"]}
     assert set(reasons) == {"agreement and KL", "unpaired runs"}
     assert "hidden states and no logits" in reasons["agreement and KL"]
     ranked = survey.diagnose(
@@ -81,11 +81,11 @@ def test_finished_sections_are_resumed(tmp_path, monkeypatch):
     assert saved.name == "ranks.safetensors"
     stamp = saved.stat().st_mtime_ns
     notes = Notes()
-    found = run(progress=notes)
+    resumed = run(progress=notes)
     assert any("read from" in n for n in notes.notes)
     assert saved.stat().st_mtime_ns == stamp
     fresh = run(work=None)
-    assert found["sections"] == fresh["sections"]
+    assert resumed["sections"] == fresh["sections"]
     again = Notes()
     run(progress=again, config=dataclasses.replace(QUICK, bits=3))
     assert not any("read from" in n for n in again.notes)

@@ -13,28 +13,28 @@ from tests.support.looptoys import BlindSystem, LinearLoop, tokens
 
 
 def test_every_section_runs_and_the_result_is_plain_json(whole):
-    found, _ = whole
-    assert list(found["sections"]) == OURS
+    diagnosis, _ = whole
+    assert list(diagnosis["sections"]) == OURS
     assert [name for name in in_order() if name in OURS] == OURS
-    assert found["unavailable"] == []
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["model"]["n_steps"] == 5
-    assert set(found["seconds"]) == set(found["sections"])
-    assert found["versions"]["numpy"] == np.__version__
+    assert diagnosis["unavailable"] == []
+    assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
+    assert diagnosis["model"]["n_steps"] == 5
+    assert set(diagnosis["seconds"]) == set(diagnosis["sections"])
+    assert diagnosis["versions"]["numpy"] == np.__version__
 
 
 def test_systems_without_steps_name_the_gaps_and_do_the_rest():
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)
         ),
         only=OURS,
     )
-    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    reasons = {u["section"]: u["reason"] for u in diagnosis["unavailable"]}
     assert set(reasons) == {"overlap", "feedback", "unpaired runs"}
     assert "single-step function, which the feedback intervention needs" in reasons["feedback"]
-    assert set(found["sections"]) == {"ranks", "ablation", "injection", "groups"}
-    assert found["layers"][0]["verdict"]["exposed"] is False
+    assert set(diagnosis["sections"]) == {"ranks", "ablation", "injection", "groups"}
+    assert diagnosis["layers"][0]["verdict"]["exposed"] is False
 
 
 def test_not_finite_numbers_become_none():

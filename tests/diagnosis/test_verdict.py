@@ -48,15 +48,15 @@ OURO = ranks_of(1, [974, 1100, 1194], share=0.995, total=1)
     ],
 )  # fmt: skip
 def test_verdicts_in_plain_words(ranks, blind, dominated, text):
-    found = verdict.judge(LAYER, ranks)
-    assert (found["blind"], found["dominated"]) == (blind, dominated)
-    assert text in found["text"]
+    verdicts = verdict.judge(LAYER, ranks)
+    assert (verdicts["blind"], verdicts["dominated"]) == (blind, dominated)
+    assert text in verdicts["text"]
 
 
 def test_verdict_of_unmeasured_and_exposed_layers():
-    found = verdict.judge(LAYER | {"reason": "data-independent"}, None)
-    assert found["blind"] is None
-    assert "not measured (data-independent)" in found["text"]
+    verdicts = verdict.judge(LAYER | {"reason": "data-independent"}, None)
+    assert verdicts["blind"] is None
+    assert "not measured (data-independent)" in verdicts["text"]
     exposed = LAYER | {"exposed": True, "feedback_ratio": 1.989}
     assert "1.99 times that of one step" in verdict.judge(exposed, None)["text"]
     noise = LAYER | {"noise": {"overlap": 0.0057, "chance": 0.00606}}

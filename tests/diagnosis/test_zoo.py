@@ -46,8 +46,8 @@ def test_full_feedback_is_the_natural_rollout_bit_for_bit(system, prompts):
 
 
 def test_injections_with_paired_and_unpaired_states(system, prompts):
-    found = exposure.controlled_injection(Context(system, prompts, 8), PER_CHANNEL)
-    paired, unpaired = found["paired"], found["unpaired"]
+    study = exposure.controlled_injection(Context(system, prompts, 8), PER_CHANNEL)
+    paired, unpaired = study["paired"], study["unpaired"]
     assert paired["none"]["agreement"] == [1.0] * 8
     # As the two bf16 runs of Li, Table 3: many tokens differ at first, nearly none at the end.
     assert unpaired["none"]["agreement"][0] < 0.8
@@ -56,9 +56,9 @@ def test_injections_with_paired_and_unpaired_states(system, prompts):
 
 
 def test_adapter_costs_most_with_one_scale_per_row(system, prompts):
-    found = sensitivity.ablation(Context(system, prompts, 8), PER_CHANNEL)
-    assert max(found, key=lambda name: found[name]["changed"]) == ADAPTER
-    assert max(found, key=lambda name: found[name]["kl_last"]) == ADAPTER
+    ablations = sensitivity.ablation(Context(system, prompts, 8), PER_CHANNEL)
+    assert max(ablations, key=lambda name: ablations[name]["changed"]) == ADAPTER
+    assert max(ablations, key=lambda name: ablations[name]["kl_last"]) == ADAPTER
     # And no one-step measure says so.
     w = {p.name: weights.weight_of(system, p) for p in system.shared_parameters(8)}
     gain = sensitivity.gains(system, prompts.take(0, 2), 4, weights=w, n_draws=2)
@@ -76,17 +76,17 @@ def test_feedback_adds_to_the_error(system, prompts):
 
 def test_first_state_is_noise_and_the_last_is_not(system, prompts):
     config = DiagnoseConfig(n_prompts=2)
-    found = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["overlap", "ranks"])
-    by = {(r["between"], r["k"]): r for r in found["sections"]["overlap"]["overlaps"]}
+    diagnosis = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["overlap", "ranks"])
+    by = {(r["between"], r["k"]): r for r in diagnosis["sections"]["overlap"]["overlaps"]}
     first, last = by["steps 0 and 7, seed 0", 32], by["seeds 0 and 1, step 7", 32]
     assert first["overlap"] == pytest.approx(first["chance"], rel=0.2)
     assert last["overlap"] > 0.95
-    adapter = found["layers"][0]
+    adapter = diagnosis["layers"][0]
     assert adapter["name"] == ADAPTER
     assert "state half is noise" in adapter["verdict"]["text"]
-    blocks = found["sections"]["ranks"]["layers"][ADAPTER]["blocks"]
+    blocks = diagnosis["sections"]["ranks"]["layers"][ADAPTER]["blocks"]
     # Noise fills the state half at step 0; later steps live in fewer directions.
     assert blocks["state"]["first"]["rank"] == 128 > blocks["state"]["last"]["rank"]
     ranks = [s["rank"] for s in blocks["embedding"]["per_step"]]
     assert len(set(ranks)) == 1, "the embedding half is the same at every step"
-    assert np.isfinite(found["sections"]["ranks"]["layers"][ADAPTER]["rank_gain"])
+    assert np.isfinite(diagnosis["sections"]["ranks"]["layers"][ADAPTER]["rank_gain"])

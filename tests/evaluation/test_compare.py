@@ -25,18 +25,18 @@ from tests.support.looptoys import tokens as made_up
 
 
 def test_comparison_of_a_model_with_itself(loaded, tokens):
-    own = {
+    weights = {
         p.name: parameter_of(loaded.system.model, p).detach().numpy()
         for p in loaded.system.shared_parameters(3)
     }
     reference, same = compare(
-        loaded.system, {"same": own}, tokens, seeds=(0, 1), execution=Execution(batch_size=4)
+        loaded.system, {"same": weights}, tokens, seeds=(0, 1), execution=Execution(batch_size=4)
     )
     assert np.array_equal(same.kl, np.zeros((2, 10)))
     assert np.array_equal(same.agreement, np.ones((2, 10)))
     assert np.array_equal(same.nll, reference.nll)
     assert not np.array_equal(reference.nll[0], reference.nll[1])
-    other = {n: w + 0.05 * np.sign(w) for n, w in own.items()}
+    other = {n: w + 0.05 * np.sign(w) for n, w in weights.items()}
     worse = compare(loaded.system, {"other": other}, tokens)[1]
     assert (worse.kl > 0).all()
 
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_both_rollouts(loaded, tokens):
     weight = system.model.get_parameter(name).detach().numpy().copy()
     other = weight + 0.1 * np.sign(weight)
     few = tokens.take(0, 3)
-    full, found = compare(
+    full, changed = compare(
         system, {"other": {name: other}}, few, seeds=(0, 4), execution=Execution(batch_size=2)
     )
     ids = torch.from_numpy(np.stack(few.sequences))
@@ -58,13 +58,13 @@ def test_numbers_are_those_of_both_rollouts(loaded, tokens):
                 system.model.get_parameter(name).copy_(torch.from_numpy(values))
                 logs.append(system.rollout(Batch(ids, (0, 1, 2), seed), 3).double().log_softmax(-1))
         p, q = logs
-        np.testing.assert_allclose(found.kl[row], (p.exp() * (p - q)).sum(-1).mean(-1), rtol=1e-9)
-        np.testing.assert_allclose(found.agreement[row], (p.argmax(-1) == q.argmax(-1)).double().mean(-1))
-        for measured, log in ((full, p), (found, q)):
+        np.testing.assert_allclose(changed.kl[row], (p.exp() * (p - q)).sum(-1).mean(-1), rtol=1e-9)
+        np.testing.assert_allclose(changed.agreement[row], (p.argmax(-1) == q.argmax(-1)).double().mean(-1))
+        for measured, log in ((full, p), (changed, q)):
             nll = -log[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
             np.testing.assert_allclose(measured.nll[row], nll, rtol=1e-9)
             assert measured.answered[row].tolist() == (log[:, -2].argmax(-1) == ids[:, -1]).double().tolist()
-    assert (found.agreement < 1).any()
+    assert (changed.agreement < 1).any()
     with torch.no_grad():
         system.model.get_parameter(name).copy_(torch.from_numpy(weight))
     assert np.array_equal(compare(system, {}, few, seeds=(4,), n_steps=3)[0].nll[0], full.nll[1])
@@ -73,19 +73,21 @@ def test_numbers_are_those_of_both_rollouts(loaded, tokens):
 
 def test_a_summary_is_made_of_means():
     kl = np.array([[1.0, 2.0, 6.0], [3.0, 4.0, 2.0]])
-    found = Measurement("x", kl, kl / 10, np.log([[2.0, 4.0, 8.0]] * 2), np.zeros((2, 3)), 2.0, "logits", 7)
-    assert found.summary() == {
+    measured = Measurement(
+        "x", kl, kl / 10, np.log([[2.0, 4.0, 8.0]] * 2), np.zeros((2, 3)), 2.0, "logits", 7
+    )
+    assert measured.summary() == {
         "name": "x", "output": "logits", "kl": 3.0, "agreement": pytest.approx(0.3), "n_seeds": 2, "n_prompts": 3,
         "kl_by_seed": [3.0, 3.0], "agreement_by_seed": pytest.approx([0.3, 0.3]),
         "perplexity": pytest.approx(4.0), "bits_per_byte": pytest.approx(1.0), "n_bytes": 7,
     }  # fmt: skip
-    interval = found.kl_interval()
+    interval = measured.kl_interval()
     assert interval.estimate == pytest.approx(3.0)
     assert (interval.n, interval.low >= 2.0, interval.high <= 4.0) == (3, True, True)
-    two = dataclasses.replace(found, kl=kl[:, :2])
+    two = dataclasses.replace(measured, kl=kl[:, :2])
     assert two.kl_interval().estimate == 2.5
-    assert dataclasses.replace(found, kl=kl[:, :1]).kl_interval() is None
-    assert "n_bytes" not in dataclasses.replace(found, n_bytes=None, output="hidden").summary()
+    assert dataclasses.replace(measured, kl=kl[:, :1]).kl_interval() is None
+    assert "n_bytes" not in dataclasses.replace(measured, n_bytes=None, output="hidden").summary()
 
 
 def test_hidden_states_are_compared_as_vectors():
@@ -94,7 +96,7 @@ def test_hidden_states_are_compared_as_vectors():
 
     system, data = Hidden(LinearLoop()), made_up(n_prompts=3)
     weight = system.model.adapter.weight.detach().float().numpy()
-    found = compare(
+    measured = compare(
         system, {"a": {"adapter.weight": 1.1 * weight}}, data, n_steps=4, execution=Execution(batch_size=2)
     )[1]
     (batch,) = data.batches(3)
@@ -102,11 +104,11 @@ def test_hidden_states_are_compared_as_vectors():
     with torch.no_grad():
         system.model.adapter.weight.copy_(torch.from_numpy(1.1 * weight))
     b = system.rollout(batch, 4).flatten(1).numpy()
-    np.testing.assert_allclose(found.kl[0], ((a - b) ** 2).sum(1) / (a**2).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(measured.kl[0], ((a - b) ** 2).sum(1) / (a**2).sum(1), rtol=1e-5)
     cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
-    np.testing.assert_allclose(found.agreement[0], cosine, rtol=1e-6)
-    assert np.isnan(found.nll).all()
-    assert found.summary().keys().isdisjoint({"perplexity", "bits_per_byte"})
+    np.testing.assert_allclose(measured.agreement[0], cosine, rtol=1e-6)
+    assert np.isnan(measured.nll).all()
+    assert measured.summary().keys().isdisjoint({"perplexity", "bits_per_byte"})
 
 
 def test_a_prompt_needs_a_token_to_predict(loaded, tokens):
@@ -121,11 +123,11 @@ def test_a_prompt_needs_a_token_to_predict(loaded, tokens):
 def test_bits_per_byte_divide_by_the_bytes_of_predicted_tokens(loaded, tokens):
     """Tokens of even id stand for three bytes, the others for one."""
     few = dataclasses.replace(tokens.take(0, 2), scored_from=2)
-    found = compare(loaded.system, {}, few, count_bytes=lambda ids: int(np.where(ids % 2, 1, 3).sum()))
+    measured = compare(loaded.system, {}, few, count_bytes=lambda ids: int(np.where(ids % 2, 1, 3).sum()))
     predicted = np.concatenate([ids[3:] for ids in few.sequences])
     width = np.where(predicted % 2, 1, 3).mean()
-    assert found[0].bytes_per_token == width
-    assert found[0].bits_per_byte == pytest.approx(found[0].nll.mean() / np.log(2.0) / width)
+    assert measured[0].bytes_per_token == width
+    assert measured[0].bits_per_byte == pytest.approx(measured[0].nll.mean() / np.log(2.0) / width)
     assert compare(loaded.system, {}, few)[0].bits_per_byte is None
     assert compare(loaded.system, {}, few, count_bytes=loaded.count_bytes)[0].bytes_per_token == 1.0
 
@@ -163,9 +165,9 @@ def test_scoring_in_pieces_gives_the_numbers_of_the_whole(loaded, tokens, monkey
     for limit in (7 * 3 * 256, 1):
         monkeypatch.setattr(module, "_PIECE", limit)
         sizes.clear()
-        found = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
+        measured = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
         assert max(sizes) <= max(limit, 3 * 256)
-        for a, b in zip(whole, found, strict=True):
+        for a, b in zip(whole, measured, strict=True):
             for what in ("kl", "agreement", "nll", "answered"):
                 np.testing.assert_allclose(getattr(a, what), getattr(b, what), rtol=1e-12)
 
@@ -177,9 +179,9 @@ def test_a_comparison_runs_where_the_model_is(tiny, tokens):
     expected = compare(tiny.system, variants, tokens)[1]
     with accelerator():
         tiny.model.to(DEVICE)
-        found = compare(tiny.system, variants, tokens)[1]
+        measured = compare(tiny.system, variants, tokens)[1]
     for field in ("kl", "agreement", "nll", "answered"):
-        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=1e-4)
+        np.testing.assert_allclose(getattr(measured, field), getattr(expected, field), rtol=1e-4)
 
 
 def test_a_reference_of_nan_is_named_with_model_and_prompt():
@@ -192,15 +194,15 @@ def test_a_reference_of_nan_is_named_with_model_and_prompt():
 
 def test_positions_are_summarized_with_their_errors():
     kl = np.array([0.0, 1.0, 2.0, 3.0])
-    found = module.spread(kl, np.array([1.0, 1.0, 1.0, 0.0]), np.log([2.0, 8.0, 2.0, 8.0]))["tokens"]
-    assert (found["n_scored"], found["kl"], found["same_top"]) == (4, 1.5, 0.75)
+    spread = module.spread(kl, np.array([1.0, 1.0, 1.0, 0.0]), np.log([2.0, 8.0, 2.0, 8.0]))["tokens"]
+    assert (spread["n_scored"], spread["kl"], spread["same_top"]) == (4, 1.5, 0.75)
     # Of four values: the variance is 5/4, and three are free.
-    assert found["kl_error"] == pytest.approx((1.25 / 3) ** 0.5)
-    assert found["same_top_error"] == pytest.approx((0.75 * 0.25 / 3) ** 0.5)
-    assert found["perplexity"] == pytest.approx(4.0)
-    assert len(found["quantiles"]) == 101
-    assert [found["quantiles"][i] for i in (0, 50, 100)] == [0.0, 1.5, 3.0]
-    assert found["kl_99.9"] == pytest.approx(2.997)
+    assert spread["kl_error"] == pytest.approx((1.25 / 3) ** 0.5)
+    assert spread["same_top_error"] == pytest.approx((0.75 * 0.25 / 3) ** 0.5)
+    assert spread["perplexity"] == pytest.approx(4.0)
+    assert len(spread["quantiles"]) == 101
+    assert [spread["quantiles"][i] for i in (0, 50, 100)] == [0.0, 1.5, 3.0]
+    assert spread["kl_99.9"] == pytest.approx(2.997)
     one = module.spread(np.array([2.0]), np.array([1.0]), np.array([0.0]))["tokens"]
     assert (one["kl_error"], one["same_top_error"], one["kl"]) == (0.0, 0.0, 2.0)
 
@@ -210,16 +212,16 @@ def test_chunks_leave_out_the_position_without_a_next_token(loaded, tokens):
     name = loaded.system.shared_parameters(3)[0].name
     weight = loaded.model.get_parameter(name).detach().numpy()
     other = {"other": {name: weight + 0.1 * np.sign(weight)}}
-    full, found = compare(loaded.system, other, few, seeds=(0, 1), execution=Execution(batch_size=2))
+    full, measured = compare(loaded.system, other, few, seeds=(0, 1), execution=Execution(batch_size=2))
     # Positions 20, 21 and 22 of three prompts: the last of 24 tokens has no next one.
-    assert full.by_token.shape == found.by_token.shape == (3, 2, 9)
-    kl, same, nll = found.by_token
-    np.testing.assert_allclose(kl.reshape(2, 3, 3).mean(-1), found.kl, rtol=1e-9)
-    np.testing.assert_allclose(same.reshape(2, 3, 3).mean(-1), found.agreement)
-    np.testing.assert_allclose(nll.reshape(2, 3, 3).mean(-1), found.nll, rtol=1e-9)
+    assert full.by_token.shape == measured.by_token.shape == (3, 2, 9)
+    kl, same, nll = measured.by_token
+    np.testing.assert_allclose(kl.reshape(2, 3, 3).mean(-1), measured.kl, rtol=1e-9)
+    np.testing.assert_allclose(same.reshape(2, 3, 3).mean(-1), measured.agreement)
+    np.testing.assert_allclose(nll.reshape(2, 3, 3).mean(-1), measured.nll, rtol=1e-9)
     assert (kl > 0).all()
     assert not full.by_token[0].any()
-    assert found.summary()["tokens"]["n_scored"] == 18
+    assert measured.summary()["tokens"]["n_scored"] == 18
     ids = torch.from_numpy(np.stack(few.sequences))
     log = loaded.system.rollout(Batch(ids, (0, 1, 2), 0), 3).double().log_softmax(-1)[:, 20:23]
     expected = -log.gather(-1, ids[:, 21:, None]).flatten()
@@ -239,8 +241,8 @@ def test_prompts_of_the_calibration_are_warned_of(loaded, tokens):
     how = SimpleNamespace(progress=SimpleNamespace(warn=said.append))
     whole = from_ids(tokens.sequences)
     for name in ("huginn", None):
-        found = module.overlap("Q", made(name, whole.take(0, 4)), loaded.system, whole.take(2, 7), how)
-        assert (found.n_shared, found.n_prompts) == (2, 5)
+        shared = module.overlap("Q", made(name, whole.take(0, 4)), loaded.system, whole.take(2, 7), how)
+        assert (shared.n_shared, shared.n_prompts) == (2, 5)
         assert [text.startswith("Q: 2 of 5 prompts were used") for text in said] == [True]
         said.clear()
     other = module.overlap("Q", made("huginn", whole.take(0, 4)), loaded.system, whole.take(4, 7), how)
@@ -266,9 +268,9 @@ def test_layers_are_held_where_memory_allows(tiny, monkeypatch):
     def content(n_checkpoints=1):
         layer = Layer(np.ones((10, 10), np.float32))
         checkpoint = SimpleNamespace(layers={"a": layer}, dense={})
-        found = module.content(tiny.system, checkpoint, n_checkpoints)
+        arrays = module.content(tiny.system, checkpoint, n_checkpoints)
         before = layer.n
-        assert (np.asarray(found["a"]) == 1).all()
+        assert (np.asarray(arrays["a"]) == 1).all()
         return before, layer.n
 
     # Four bytes for each of 100 weights, of half of the free memory.
@@ -285,23 +287,23 @@ def test_layers_are_held_where_memory_allows(tiny, monkeypatch):
 
 
 def test_other_tensors_are_compared_with_the_models(tiny):
-    own = {
+    parameters = {
         name: RawTensor.of(value.detach().numpy().copy()) for name, value in tiny.model.named_parameters()
     }  # fmt: skip
     name = "transformer.ln_f.weight"
 
     def changed(**dense):
-        return module._changed(tiny.model, SimpleNamespace(dense=own | dense))
+        return module._changed(tiny.model, SimpleNamespace(dense=parameters | dense))
 
     assert changed() == {}
     assert changed(**{"half.bias": RawTensor.of(np.zeros(3, np.int32))}) == {}
-    folded = own[name].array() * 2
-    found = changed(**{name: RawTensor.of(folded)})
-    assert set(found) == {name}
-    np.testing.assert_array_equal(found[name], folded)
-    assert found[name].dtype == np.float32
+    folded = parameters[name].array() * 2
+    differing = changed(**{name: RawTensor.of(folded)})
+    assert set(differing) == {name}
+    np.testing.assert_array_equal(differing[name], folded)
+    assert differing[name].dtype == np.float32
     content = module.content(
-        tiny.system, SimpleNamespace(layers={}, dense=own | {name: RawTensor.of(folded)})
+        tiny.system, SimpleNamespace(layers={}, dense=parameters | {name: RawTensor.of(folded)})
     )
     assert isinstance(content, ChainMap)
     np.testing.assert_array_equal(content[name], folded)

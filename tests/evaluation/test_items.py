@@ -146,9 +146,9 @@ def test_what_is_no_item_is_refused_with_file_and_line(
     tmp_path: Path, task: str, records: list[Any], match: str
 ) -> None:
     write(tmp_path, task, *records)
-    with pytest.raises(ConfigError, match=match) as found:
+    with pytest.raises(ConfigError, match=match) as error:
         read_items(task, tmp_path)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_truncated_packed_file_is_refused_with_file_and_line(tmp_path: Path) -> None:

@@ -24,31 +24,31 @@ def system():
 
 def test_a_scaled_weight_adds_one_share_a_step_and_feeds_back(system):
     weights = changed(system.model, "adapter", 1.25) | changed(system.model, "core", 1.0)
-    found = layers.layer_errors(system, {"Q": weights}, tokens(), n_steps=N_STEPS, batch_size=2)["Q"]
-    assert found["own"]["adapter.weight"] == pytest.approx([0.25] * N_STEPS)
-    assert max(found["own"]["core.weight"]) < 1e-6
+    errors = layers.layer_errors(system, {"Q": weights}, tokens(), n_steps=N_STEPS, batch_size=2)["Q"]
+    assert errors["own"]["adapter.weight"] == pytest.approx([0.25] * N_STEPS)
+    assert max(errors["own"]["core.weight"]) < 1e-6
     # At step 0 all layers before have their inputs of full precision; what reads the adapter is off by as much.
-    assert [found["moved"][n][0] for n in ("adapter.weight", "core.weight")] == pytest.approx([0.25, 0.25])
+    assert [errors["moved"][n][0] for n in ("adapter.weight", "core.weight")] == pytest.approx([0.25, 0.25])
     with torch.no_grad():
         (batch,) = tokens().batches(3)
         e = system.embed(batch)
         plain = other = system.initial_state(batch, e)
-        for moved in found["moved"]["adapter.weight"]:
+        for moved in errors["moved"]["adapter.weight"]:
             a, b = (system.model.adapter(torch.cat([s, e], -1)) for s in (plain, other))
             assert moved == pytest.approx(float((1.25 * b - a).norm() / a.norm()), rel=1e-5)
             plain, other = a + system.model.core(a), 1.25 * (b + system.model.core(b))
-    assert found["moved"]["adapter.weight"][1] != pytest.approx(0.25, rel=1e-3)
+    assert errors["moved"]["adapter.weight"][1] != pytest.approx(0.25, rel=1e-3)
 
 
 def test_the_models_own_weights_have_no_error_and_stay(system):
     before = system.model.core.weight.clone()
-    found = layers.layer_errors(
+    errors = layers.layer_errors(
         system,
         {"same": changed(system.model, "core", 1.0), "worse": changed(system.model, "core", 2.0)},
         tokens(),
     )
-    assert max(found["same"]["own"]["core.weight"]) < 1e-6
-    assert found["worse"]["own"]["core.weight"] == pytest.approx([1.0] * 8)
+    assert max(errors["same"]["own"]["core.weight"]) < 1e-6
+    assert errors["worse"]["own"]["core.weight"] == pytest.approx([1.0] * 8)
     assert torch.equal(system.model.core.weight, before)
 
 
@@ -64,25 +64,27 @@ def test_few_rows_and_prompts_are_taken_of_many(system, monkeypatch):
 
     # Of the class: other weights run in a copy of the adapter.
     monkeypatch.setattr(type(system), "rollout", counted)
-    found = layers.layer_errors(
+    errors = layers.layer_errors(
         system, {"Q": changed(system.model, "core", 1.5)}, tokens(n_prompts=9, n_tokens=7), n_steps=2
     )
     assert ran == [0, 1, 0, 1]
-    assert found["Q"]["own"]["core.weight"] == pytest.approx([0.5, 0.5])
+    assert errors["Q"]["own"]["core.weight"] == pytest.approx([0.5, 0.5])
 
 
 def test_what_is_not_finite_is_none(system):
     with np.errstate(all="ignore"):
         weights = {"core.weight": np.full((6, 6), 3e38, np.float32)}
-    found = layers.layer_errors(system, {"Q": weights}, tokens(), n_steps=3)
-    assert found["Q"]["moved"]["core.weight"][-1] is None
+    errors = layers.layer_errors(system, {"Q": weights}, tokens(), n_steps=3)
+    assert errors["Q"]["moved"]["core.weight"][-1] is None
 
 
 def test_every_layer_of_a_published_loop(loaded, tokens):
-    own = {
+    weights = {
         p.name: parameter_of(loaded.system.model, p).detach().numpy()
         for p in loaded.system.shared_parameters(3)
     }
-    found = layers.layer_errors(loaded.system, {"Q": {n: 1.5 * w for n, w in own.items()}}, tokens, n_steps=3)
-    for values in found["Q"]["own"].values():
+    errors = layers.layer_errors(
+        loaded.system, {"Q": {n: 1.5 * w for n, w in weights.items()}}, tokens, n_steps=3
+    )
+    for values in errors["Q"]["own"].values():
         assert values == pytest.approx([0.5] * 3, rel=1e-4)

@@ -84,13 +84,13 @@ def test_scores_of_every_item_are_those_of_the_harness(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     name, model = local(task, tmp_path), loopq.integrations.lm_eval.LoopqLM("huginn_small", n_steps=2)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=model, tasks=[name], task_manager=manager, bootstrap_iters=0, log_samples=True
     )
-    made = score(model.loaded, task, read_items(task, tmp_path), Execution(), n_steps=2)
-    for metric in made.metrics:
+    scores = score(model.loaded, task, read_items(task, tmp_path), Execution(), n_steps=2)
+    for metric in scores.metrics:
         key, _, kind = metric.name.partition(",")
-        samples = [s for s in found["samples"][name] if s["filter"] == (kind or "none")]
+        samples = [s for s in results["samples"][name] if s["filter"] == (kind or "none")]
         theirs = [s[key] for s in sorted(samples, key=lambda s: s["doc_id"])]
         if key == "word_perplexity":
             assert metric.sizes is not None
@@ -98,4 +98,4 @@ def test_scores_of_every_item_are_those_of_the_harness(
             theirs = [value for value, _ in theirs]
         sign = -1.0 if metric.sizes is not None else 1.0
         assert [sign * v for v in theirs] == pytest.approx(metric.values.tolist(), rel=1e-9)
-        assert found["results"][name][f"{key},{kind or 'none'}"] == pytest.approx(metric.value)
+        assert results["results"][name][f"{key},{kind or 'none'}"] == pytest.approx(metric.value)

@@ -53,16 +53,16 @@ def test_blanks_join_the_continuation_and_no_context_is_a_token(loaded) -> None:
 def test_order_batches_and_windows_do_not_change_a_likelihood(loaded) -> None:
     text = list(b"It was a bright cold day in April")
     requests = [([10], text), (text[:5], text[5:9]), (text[:6], text[6:9]), ([10], [])]
-    found = log_likelihoods(loaded, requests, n_steps=3, execution=Execution(batch_size=4))
+    scores = log_likelihoods(loaded, requests, n_steps=3, execution=Execution(batch_size=4))
     again = log_likelihoods(loaded, requests[::-1], n_steps=3, execution=Execution(batch_size=1))[::-1]
-    assert [v for v, _ in found] == pytest.approx([v for v, _ in again], rel=1e-6)
-    assert found[3] == (0.0, True)
+    assert [v for v, _ in scores] == pytest.approx([v for v, _ in again], rel=1e-6)
+    assert scores[3] == (0.0, True)
     batch = Batch(torch.tensor([[10, *text[:-1]]]), (0,), by_token=True)
     logp = loaded.system.rollout(batch, 3)[0].double().log_softmax(-1)
-    assert found[0][0] == pytest.approx(float(logp.gather(-1, torch.tensor(text)[:, None]).sum()), rel=1e-6)
+    assert scores[0][0] == pytest.approx(float(logp.gather(-1, torch.tensor(text)[:, None]).sum()), rel=1e-6)
     # Cut in windows of 8: less context, so the text is less likely.
     (cut,) = log_likelihoods(loaded, requests[:1], n_steps=3, longest=8)
-    assert cut[0] < found[0][0]
+    assert cut[0] < scores[0][0]
 
 
 def test_logits_that_are_none_are_an_error(loaded, monkeypatch) -> None:

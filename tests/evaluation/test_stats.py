@@ -29,10 +29,10 @@ from loopq.evaluation import stats
     ],
 )
 def test_wilson_gives_the_intervals_of_the_paper(successes, trials, low, high):
-    found = stats.wilson(successes, trials)
-    assert round(100 * found.low, 1) == low
-    assert round(100 * found.high, 1) == high
-    assert found.estimate == successes / trials
+    interval = stats.wilson(successes, trials)
+    assert round(100 * interval.low, 1) == low
+    assert round(100 * interval.high, 1) == high
+    assert interval.estimate == successes / trials
 
 
 def test_wilson_covers_as_it_says():
@@ -80,12 +80,12 @@ def test_mcnemar_is_symmetric_and_a_probability(b, c):
     ("b", "c", "low", "high"), [(225, 29, 12.66, 17.06), (251, 29, 14.56, 19.18), (154, 111, 0.83, 5.69)]
 )
 def test_paired_bootstrap_gives_the_intervals_of_the_paper(b, c, low, high):
-    found = stats.paired_proportion_difference(b, c, 1319)
+    interval = stats.paired_proportion_difference(b, c, 1319)
     # Differences lie on a lattice of 100/1319 points; an end may fall on the next lattice point.
     lattice = 100 / 1319
-    assert 100 * found.low == pytest.approx(low, abs=1.05 * lattice)
-    assert 100 * found.high == pytest.approx(high, abs=1.05 * lattice)
-    assert found.estimate == (b - c) / 1319
+    assert 100 * interval.low == pytest.approx(low, abs=1.05 * lattice)
+    assert 100 * interval.high == pytest.approx(high, abs=1.05 * lattice)
+    assert interval.estimate == (b - c) / 1319
 
 
 def test_bootstraps_repeat_with_their_seed_and_say_it():
@@ -102,24 +102,28 @@ def test_bootstraps_repeat_with_their_seed_and_say_it():
 def test_bootstrap_resamples_units_with_all_their_columns():
     rng = np.random.default_rng(8)
     a, b = rng.normal(5.0, 1.0, size=(2, 30))
-    found = stats.bootstrap([a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=500, seed=3)
+    interval = stats.bootstrap(
+        [a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=500, seed=3
+    )
     picks = np.random.default_rng(3).integers(0, 30, size=(500, 30))
     draws = a[picks].mean(axis=1) / b[picks].mean(axis=1)
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, [0.025, 0.975])), rel=1e-12)
-    assert found.estimate == a.mean() / b.mean()
+    assert (interval.low, interval.high) == pytest.approx(
+        tuple(np.quantile(draws, [0.025, 0.975])), rel=1e-12
+    )
+    assert interval.estimate == a.mean() / b.mean()
 
 
 def test_bootstrap_of_one_unit_is_the_estimate():
-    found = stats.mean_interval([3.0], n_resamples=10)
-    assert (found.estimate, found.low, found.high) == (3.0, 3.0, 3.0)
+    interval = stats.mean_interval([3.0], n_resamples=10)
+    assert (interval.estimate, interval.low, interval.high) == (3.0, 3.0, 3.0)
 
 
 def test_bootstrap_of_a_mean_has_the_width_of_theory():
     values = np.random.default_rng(2).normal(3.0, 2.0, size=400)
-    found = stats.mean_interval(values, n_resamples=20_000)
+    interval = stats.mean_interval(values, n_resamples=20_000)
     half = 1.96 * values.std() / math.sqrt(400)
-    assert found.high - found.low == pytest.approx(2 * half, rel=0.03)
-    assert found.estimate == pytest.approx(values.mean())
+    assert interval.high - interval.low == pytest.approx(2 * half, rel=0.03)
+    assert interval.estimate == pytest.approx(values.mean())
 
 
 def test_chunked_resampling_covers_every_draw(monkeypatch):
@@ -132,9 +136,9 @@ def test_chunked_resampling_covers_every_draw(monkeypatch):
 def test_geometric_mean_ratio_is_scale_free():
     rng = np.random.default_rng(3)
     base = rng.lognormal(size=60)
-    found = stats.geometric_mean_ratio(base * 1.989, base, n_resamples=500)
-    assert found.estimate == pytest.approx(1.989)
-    assert found.low == pytest.approx(1.989)
+    interval = stats.geometric_mean_ratio(base * 1.989, base, n_resamples=500)
+    assert interval.estimate == pytest.approx(1.989)
+    assert interval.low == pytest.approx(1.989)
     noisy = stats.geometric_mean_ratio(base * np.exp(rng.normal(0.5, 0.2, 60)), base, n_resamples=5000)
     assert noisy.low < np.exp(0.5) < noisy.high
 

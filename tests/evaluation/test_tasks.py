@@ -42,26 +42,26 @@ def test_choices_are_compared_by_likelihood_and_per_character(loaded) -> None:
     plain = int(np.argmax(values))
     normal = int(np.argmax([v / len(c) for v, c in zip(values, choices, strict=True)]))
     items = [Item(context, choices, gold) for gold in range(4)]
-    found = score(loaded, "hellaswag", items, Execution(batch_size=3))
-    assert [m.name for m in found.metrics] == ["acc", "acc_norm"]
-    assert found["acc"].values.tolist() == [float(gold == plain) for gold in range(4)]
-    assert found["acc_norm"].values.tolist() == [float(gold == normal) for gold in range(4)]
-    assert found.n_cut == 0
+    scores = score(loaded, "hellaswag", items, Execution(batch_size=3))
+    assert [m.name for m in scores.metrics] == ["acc", "acc_norm"]
+    assert scores["acc"].values.tolist() == [float(gold == plain) for gold in range(4)]
+    assert scores["acc_norm"].values.tolist() == [float(gold == normal) for gold in range(4)]
+    assert scores.n_cut == 0
 
 
 def test_a_last_word_is_right_where_it_is_the_greedy_one(loaded) -> None:
     items = [Item("He went to the", (word,)) for word in ("house", "s", "sea and the sky")]
     expected = [likelihood(loaded, i.context, f" {i.choices[0]}") for i in items]
-    found = score(loaded, "lambada", items)
-    assert found["acc"].values.tolist() == [float(greedy) for _, greedy in expected]
-    assert found["perplexity"].value == pytest.approx(math.exp(-sum(v for v, _ in expected) / 3), rel=1e-6)
+    scores = score(loaded, "lambada", items)
+    assert scores["acc"].values.tolist() == [float(greedy) for _, greedy in expected]
+    assert scores["perplexity"].value == pytest.approx(math.exp(-sum(v for v, _ in expected) / 3), rel=1e-6)
 
 
 def test_a_text_counts_its_own_words_and_reports_long_contexts(loaded) -> None:
     text = "It was a long day."
-    found = score(loaded, "wikitext", [Item("", (text,), n_words=7)])
+    scores = score(loaded, "wikitext", [Item("", (text,), n_words=7)])
     value, _ = likelihood(loaded, "\n", text)
-    assert found["word_perplexity"].value == pytest.approx(math.exp(-value / 7), rel=1e-6)
+    assert scores["word_perplexity"].value == pytest.approx(math.exp(-value / 7), rel=1e-6)
     # 128 positions: 123 + 6 bytes are the most, of which the last one is only predicted.
     items = [Item("a" * n, ("house",)) for n in (123, 124)]
     assert score(loaded, "lambada", items).n_cut == 1
@@ -82,9 +82,9 @@ def test_a_text_counts_its_own_words_and_reports_long_contexts(loaded) -> None:
 )
 def test_numbers_are_found_strictly_and_flexibly(loaded, monkeypatch, text, answer, strict, flexible) -> None:
     monkeypatch.setattr(tasks, "generate_until", lambda *_: text)
-    found = score(loaded, "gsm8k", [Item("Q", (answer,))])
-    assert found["exact_match,strict-match"].value == strict
-    assert found["exact_match,flexible-extract"].value == flexible
+    scores = score(loaded, "gsm8k", [Item("Q", (answer,))])
+    assert scores["exact_match,strict-match"].value == strict
+    assert scores["exact_match,flexible-extract"].value == flexible
 
 
 def test_answers_are_what_the_model_writes(loaded, monkeypatch) -> None:
@@ -101,9 +101,9 @@ def test_answers_are_what_the_model_writes(loaded, monkeypatch) -> None:
     stop = text[5:7]
     assert generate_until(loaded, context, decoder, decoder.settings, (stop,)) == text[: text.index(stop)]
     items = [Item(context, (f"#### {number}",)) for number in ("7", text)]
-    found = score(loaded, "gsm8k", [*items, Item("a week?\nAnswer:", ("#### 7",))], n_steps=2)
-    assert found.n_cut == 2
-    assert found["exact_match,flexible-extract"].values.tolist() == [0.0, 0.0, 0.0]
+    scores = score(loaded, "gsm8k", [*items, Item("a week?\nAnswer:", ("#### 7",))], n_steps=2)
+    assert scores.n_cut == 2
+    assert scores["exact_match,flexible-extract"].values.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_model_without_logits_has_no_scores(loaded, monkeypatch) -> None:

@@ -104,11 +104,11 @@ def checkpoint(*, wide=False, **grid):
 def written(name, folder):
     """Write one case below a folder and give its checksums."""
     format_name, grid = FORMATS[name]
-    found = checkpoint(**grid)
+    stored = checkpoint(**grid)
     if not REGISTRY.get(format_name).one_file:
-        write_as(folder / "q", found, format_name)
+        write_as(folder / "q", stored, format_name)
         return of_folder(folder / "q")
-    write_as(folder / "n", found, "native")
+    write_as(folder / "n", stored, "native")
     (folder / "q").mkdir()
     write_as(folder / "q" / "model.gguf", read_any(folder / "n"), format_name)
     return of_folder(folder / "q")
@@ -120,7 +120,7 @@ def exported(name, folder):
     exact(build()).save_pretrained(folder / "m")
     source = f"looped:{folder / 'm'}[1:3]x3" if name == "looped" else folder / "m"
     ids = np.random.RandomState(3).randint(3, 60, (2, 12))
-    found = {}
+    digests = {}
     for levels in ("even", "q5_0"):
         given = {"group_size": 32} if levels == "even" else {}
         loopq.quantize(
@@ -137,11 +137,11 @@ def exported(name, folder):
                 weights = {
                     file: sha for file, sha in read.items() if file.endswith((".gguf", ".safetensors"))
                 }
-                found |= {f"{levels} {format_name} {file}": sha for file, sha in weights.items()}
+                digests |= {f"{levels} {format_name} {file}": sha for file, sha in weights.items()}
             shutil.rmtree(out, ignore_errors=True)
             out.unlink(missing_ok=True)
         shutil.rmtree(folder / "q")
-    return found
+    return digests
 
 
 def _llama():

@@ -220,13 +220,13 @@ def test_generation_repeats_and_stops_at_the_end_token():
         decoder = Decoder(loaded.system, 2, given)
         return list(generate(loaded, list(b"The sea"), decoder, given))
 
-    found = text(settings)
-    assert len(found) == 8
-    assert found == text(settings)
-    assert found[:5] == text(settings.changed(n_tokens=5))
-    assert found != text(settings.changed(seed=5))
-    loaded.config["eos_token_id"] = [found[3]]
-    assert text(settings) == found[: found.index(found[3])]
-    assert end_ids(loaded) == {found[3]}
+    written = text(settings)
+    assert len(written) == 8
+    assert written == text(settings)
+    assert written[:5] == text(settings.changed(n_tokens=5))
+    assert written != text(settings.changed(seed=5))
+    loaded.config["eos_token_id"] = [written[3]]
+    assert text(settings) == written[: written.index(written[3])]
+    assert end_ids(loaded) == {written[3]}
     with pytest.raises(ConfigError, match=r"n_tokens 128: .* 7 tokens more than the 128 positions"):
         text(Generation())

@@ -42,8 +42,8 @@ def test_what_the_int4_kernel_takes(changes, fits):
 )
 def test_a_gpu_gets_the_int4_kernel_for_16_bit_activations(dtype, layout):
     grid = even(bits=4, group_size=64, symmetric=True, scale_dtype="float16")
-    told = pytest.warns(UserWarning, match="as bfloat16") if layout == "codes" else contextlib.nullcontext()
-    with told:
+    warned = pytest.warns(UserWarning, match="as bfloat16") if layout == "codes" else contextlib.nullcontext()
+    with warned:
         assert _first_fit(Held(48, 160, grid), "cuda", dtype) == layout
 
 

@@ -108,14 +108,14 @@ def test_trellis_codes_are_multiplied_on_the_processor_alone():
     given = dataclasses.replace(layer(), grid=ON_TRELLIS)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
     assert install(model, checkpoint(given)) == {}
-    made = model["a"]
-    assert isinstance(made, QuantLinear)
-    assert np.array_equal(made.dequantize().numpy(), given.dequantize())
+    linear = model["a"]
+    assert isinstance(linear, QuantLinear)
+    assert np.array_equal(linear.dequantize().numpy(), given.dequantize())
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-    expected = x.double() @ torch.from_numpy(given.dequantize()).double().t() + made.bias.double()
-    torch.testing.assert_close(made(x).double(), expected, rtol=1e-5, atol=1e-5)
+    expected = x.double() @ torch.from_numpy(given.dequantize()).double().t() + linear.bias.double()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="of INT3 on a trellis run on the processor, not on 'meta'"):
-        made.to("meta")
+        linear.to("meta")
 
     elsewhere = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6, device="meta")})
     assert install(elsewhere, checkpoint(given)) == {
@@ -149,11 +149,11 @@ def test_transforming_at_run_time_equals_folding_back(tiny, tokens, changes):
     adapter = "transformer.adapter.weight"
     assert all((x.transform is not None) == (n == adapter) for n, x in result.layers.items())
     batch = next(tokens.batches(4))
-    own = tiny.system.rollout(batch, 3)
+    logits = tiny.system.rollout(batch, 3)
     with Replaced(tiny.system, {n: x.in_model_orientation() for n, x in result.layers.items()}) as other:
         folded = other.rollout(batch, 3)
     torch.testing.assert_close(rolled_out(tiny, result, batch), folded, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(folded, own, atol=1e-3)
+    assert not torch.allclose(folded, logits, atol=1e-3)
 
 
 def test_a_rotation_at_eight_bits_leaves_the_model_as_it_was(tiny, tokens):

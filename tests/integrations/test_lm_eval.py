@@ -21,10 +21,10 @@ def harness(monkeypatch):
     stood_for = importlib.util.find_spec("lm_eval") is None
     if stood_for:
         names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
-        made = {name: ModuleType(name) for name in names}
-        made["lm_eval.api.model"].LM = type("LM", (), {})
-        made["lm_eval.api.registry"].register_model = lambda name: lambda cls: cls
-        for name, module in made.items():
+        modules = {name: ModuleType(name) for name in names}
+        modules["lm_eval.api.model"].LM = type("LM", (), {})
+        modules["lm_eval.api.registry"].register_model = lambda name: lambda cls: cls
+        for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, "loopq.integrations.lm_eval", raising=False)
     yield importlib.import_module("loopq.integrations.lm_eval")
@@ -47,18 +47,18 @@ def folder(tmp_path_factory):
 def test_likelihoods_are_those_of_the_rollout_in_any_batch(harness, folder):
     pairs = [("The sea", " was"), ("The sea ", "was calm"), ("", "It"), ("A", "b"), ("c", "d")]
     model = harness.LoopqLM(folder, n_steps=2, batch_size=4)
-    found = model.loglikelihood([asked(*pair) for pair in pairs])
+    scores = model.loglikelihood([asked(*pair) for pair in pairs])
     alone = harness.LoopqLM(folder, n_steps=2).loglikelihood([asked(*pair) for pair in pairs])
-    assert [s for s, _ in found] == pytest.approx([s for s, _ in alone], rel=1e-5)
+    assert [s for s, _ in scores] == pytest.approx([s for s, _ in alone], rel=1e-5)
     system = loopq.load(folder).system
-    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+    for (context, continuation), (score, greedy) in zip(pairs, scores, strict=True):
         ids = encode_bytes((context or "\n") + continuation)
         n = len(continuation) + len(context) - len(context.rstrip())
         batch = Batch(torch.tensor([ids[:-1]]), (0,), by_token=True)
-        told = system.rollout(batch, 2)[0].log_softmax(-1)[-n:]
+        logits = system.rollout(batch, 2)[0].log_softmax(-1)[-n:]
         target = torch.tensor(ids[-n:])
-        assert score == pytest.approx(float(told.gather(-1, target[:, None]).sum()), rel=1e-3)
-        assert greedy == bool((told.argmax(-1) == target).all())
+        assert score == pytest.approx(float(logits.gather(-1, target[:, None]).sum()), rel=1e-3)
+        assert greedy == bool((logits.argmax(-1) == target).all())
 
 
 def test_a_text_longer_than_the_model_scores_every_token_once(harness, folder):
@@ -70,8 +70,8 @@ def test_a_text_longer_than_the_model_scores_every_token_once(harness, folder):
     system, expected = loopq.load(folder).system, 0.0
     for window, n in windows:
         batch = Batch(torch.tensor([window[:-1]]), (0,), by_token=True)
-        told = system.rollout(batch, 2)[0].log_softmax(-1)[-n:]
-        expected += float(told.gather(-1, torch.tensor(window[-n:])[:, None]).sum())
+        logits = system.rollout(batch, 2)[0].log_softmax(-1)[-n:]
+        expected += float(logits.gather(-1, torch.tensor(window[-n:])[:, None]).sum())
     assert rolled == pytest.approx(expected, rel=1e-3)
 
 

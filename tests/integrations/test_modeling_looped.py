@@ -73,15 +73,15 @@ def _elsewhere(folder: Path, place: Path) -> dict[str, Any]:
     command = [sys.executable, "-I", "-c", ENGINE, folder, place / "out.pt", place / "ids.pt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = torch.load(place / "out.pt")
-    return found
+    outputs: dict[str, Any] = torch.load(place / "out.pt")
+    return outputs
 
 
-def _check(found: dict[str, Any], expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found["logits"], expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(*found["tokens"])
+def _check(outputs: dict[str, Any], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(outputs["logits"], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(*outputs["tokens"])
     # A slot for each run of a layer, and each layer once in the file.
-    assert (found["slots"], found["stored"]) == (8, 4)
+    assert (outputs["slots"], outputs["stored"]) == (8, 4)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Olmoe"])

@@ -93,24 +93,26 @@ def test_logits_are_those_of_load_and_saving_keeps_the_codes(name, grid, tmp_pat
     checkpoint.settings["system"] = "generic" if name in GENERIC else None
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
-    found, said = AutoModelForCausalLM.from_pretrained(
+    reloaded, said = AutoModelForCausalLM.from_pretrained(
         tmp_path / "q", trust_remote_code=True, output_loading_info=True
     )
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
-    assert {type(found.get_submodule(n.removesuffix(".weight"))) for n in checkpoint.layers} == {QuantLinear}
+    assert {type(reloaded.get_submodule(n.removesuffix(".weight"))) for n in checkpoint.layers} == {
+        QuantLinear
+    }
     loaded = loopq.load(tmp_path / "q", quantized=True, trust_remote_code=True).model
-    products = _products(found)
-    logits = _logits(found)
+    products = _products(reloaded)
+    logits = _logits(reloaded)
     assert torch.equal(logits, _logits(loaded))
     # A product rounds its input to 2^-22 of the block's largest value (docs/cpu.md); the dequantized model does not.
     # One such error of the logits for each product is three times what was measured at most.
     expected = _logits(model)
     bound = len(products) * 2**-22 * float(expected.abs().max())
     torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
-    found.save_pretrained(tmp_path / "saved")
+    reloaded.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    assert torch.equal(_logits(again), _logits(found))
+    assert torch.equal(_logits(again), _logits(reloaded))
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
     for tensor_name, tensor in packed.items():
         assert saved[tensor_name].data.tobytes() == tensor.data.tobytes()
@@ -123,10 +125,10 @@ def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
         checkpoint.layers[name] = dataclasses.replace(layer, grid=ON_TRELLIS)
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
-    assert all(isinstance(found.get_submodule(x.module), QuantLinear) for x in checkpoint.layers.values())
-    torch.testing.assert_close(_logits(found), _logits(model), rtol=1e-5, atol=1e-5)
-    found.save_pretrained(tmp_path / "saved")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    assert all(isinstance(reloaded.get_submodule(x.module), QuantLinear) for x in checkpoint.layers.values())
+    torch.testing.assert_close(_logits(reloaded), _logits(model), rtol=1e-5, atol=1e-5)
+    reloaded.save_pretrained(tmp_path / "saved")
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
     assert {n: saved[n].data.tobytes() == t.data.tobytes() for n, t in packed.items()} == dict.fromkeys(
         packed, True
@@ -145,10 +147,10 @@ def test_a_table_on_a_trellis_is_dequantized(tmp_path):
     checkpoint.settings["system"] = "generic"
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
-    assert type(found.get_input_embeddings()) is torch.nn.Embedding
-    assert torch.equal(found.lm_head.weight, model.get_input_embeddings().weight)
-    torch.testing.assert_close(_logits(found), _logits(model), rtol=1e-5, atol=1e-5)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    assert type(reloaded.get_input_embeddings()) is torch.nn.Embedding
+    assert torch.equal(reloaded.lm_head.weight, model.get_input_embeddings().weight)
+    torch.testing.assert_close(_logits(reloaded), _logits(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -162,15 +164,15 @@ def test_embedding_tables_keep_codes_and_are_saved_unchanged(tied, tmp_path):
     checkpoint.settings["system"] = "generic"
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
-    found, said = AutoModelForCausalLM.from_pretrained(
+    reloaded, said = AutoModelForCausalLM.from_pretrained(
         tmp_path / "q", dtype=torch.float32, output_loading_info=True
     )
     assert not said["missing_keys"]
-    assert torch.equal(found.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert isinstance(found.get_input_embeddings(), QuantEmbedding)
-    assert (found.lm_head is found.get_input_embeddings().table) == tied
-    assert torch.equal(_logits(found), _logits(loopq.load(tmp_path / "q", quantized=True).model))
-    found.save_pretrained(tmp_path / "saved")
+    assert torch.equal(reloaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert isinstance(reloaded.get_input_embeddings(), QuantEmbedding)
+    assert (reloaded.lm_head is reloaded.get_input_embeddings().table) == tied
+    assert torch.equal(_logits(reloaded), _logits(loopq.load(tmp_path / "q", quantized=True).model))
+    reloaded.save_pretrained(tmp_path / "saved")
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
     assert set(packed) == set(saved)
     assert all(saved[n].data.tobytes() == t.data.tobytes() for n, t in packed.items())
@@ -182,9 +184,9 @@ def test_scales_in_16_bits_are_unchanged_in_a_bfloat16_model(tmp_path):
     model, config = models.tiny_llama("bfloat16")
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32, scale_dtype="float16")
     write_as(tmp_path / "q", checkpoint, "native")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype="auto")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype="auto")
     for name, layer in checkpoint.layers.items():
-        module = found.get_submodule(name.removesuffix(".weight"))
+        module = reloaded.get_submodule(name.removesuffix(".weight"))
         assert torch.equal(module.dequantize(), torch.from_numpy(layer.dequantize()))
 
 
@@ -192,9 +194,9 @@ def test_config_json_says_how_to_load_and_round_trips_exactly(tmp_path):
     model, config = models.tiny_llama()
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
     write_as(tmp_path / "q", checkpoint, "native")
-    told = json.loads((tmp_path / "q" / "config.json").read_bytes())
-    quantization = told.pop("quantization_config")
-    assert told == json.loads(checkpoint.side_files["config.json"])
+    data = json.loads((tmp_path / "q" / "config.json").read_bytes())
+    quantization = data.pop("quantization_config")
+    assert data == json.loads(checkpoint.side_files["config.json"])
     assert quantization["quant_method"] == "loopq"
     (group,) = quantization["groups"]
     assert group["layers"] == list(checkpoint.layers)

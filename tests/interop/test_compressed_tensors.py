@@ -216,14 +216,14 @@ def test_files_of_the_library_are_read(foreign, tmp_path, bits, symmetric, group
     base, names, results = foreign
     out = base / f"{bits}-{symmetric}-{group}"
     assert "error" not in results[str(out)], results[str(out)]
-    found = read_any(f"{out}.folder")
+    checkpoint = read_any(f"{out}.folder")
     weights = np.load(f"{out}.weights.npz")
-    assert sorted(layer.module for layer in found.layers.values()) == sorted(names)
-    for layer in found.layers.values():
+    assert sorted(layer.module for layer in checkpoint.layers.values()) == sorted(names)
+    for layer in checkpoint.layers.values():
         assert (layer.grid.bits, layer.grid.symmetric) == (bits, symmetric)
         np.testing.assert_array_equal(layer.dequantize(), weights[layer.module])
     # Written again by loopq, the library's own tensors come out, byte for byte.
-    write_as(tmp_path / "again", found, CT)
+    write_as(tmp_path / "again", checkpoint, CT)
     theirs, ours = read_all_tensors(Path(f"{out}.folder")), read_all_tensors(tmp_path / "again")
     assert sorted(theirs) == sorted(ours)
     for name, tensor in theirs.items():

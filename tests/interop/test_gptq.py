@@ -182,10 +182,10 @@ def test_files_of_gptqmodel_are_read(foreign, number):
     out = str(base / str(number))
     assert "error" not in results[out], results[out]
     assert "error" not in results[f"{out}.npy"], results[f"{out}.npy"]
-    found = read_any(f"{out}.folder")
+    checkpoint = read_any(f"{out}.folder")
     weights = np.load(f"{out}.npy.weights.npz")
-    assert len(found.layers) == 14
-    for layer in found.layers.values():
+    assert len(checkpoint.layers) == 14
+    for layer in checkpoint.layers.values():
         assert layer.grid.bits == WRITTEN[number]["bits"]
         np.testing.assert_array_equal(
             weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32)

@@ -129,8 +129,8 @@ def test_the_core_rounds_as_it_is_asked():
     weight = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
 
     def error(**asked):
-        found = native.rtn(weight, grid.core(**asked))
-        return np.square(grid.dequantize(found["codes"], found["scales"]) - weight).mean(), found["scales"]
+        solved = native.rtn(weight, grid.core(**asked))
+        return np.square(grid.dequantize(solved["codes"], solved["scales"]) - weight).mean(), solved["scales"]
 
     plain, largest = error()
     best, _ = error(scale_search="mse")

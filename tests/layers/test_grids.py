@@ -59,8 +59,8 @@ def columns_of(name):
 
 def made(name, bits, group_size, scale_dtype):
     """A layer with codes at the outermost values."""
-    told = {"bits": bits, "group_size": group_size, "scale_dtype": scale_dtype, **MORE[name][0]}
-    grid = grid_of({"kind": name, "symmetric": name not in ASYMMETRIC, **told})
+    description = {"bits": bits, "group_size": group_size, "scale_dtype": scale_dtype, **MORE[name][0]}
+    grid = grid_of({"kind": name, "symmetric": name not in ASYMMETRIC, **description})
     rng = np.random.default_rng(bits)
     low, high = grid.limits
     columns = columns_of(name)
@@ -105,8 +105,8 @@ def entry(layer, row, column):
 
 def read(layer, tensors):
     """A layer from its description, as JSON gives it back, and tensors."""
-    told = checked(LayerSettings, json.loads(json.dumps(layer.settings())), "file")
-    return QuantizedLayer.from_tensors(told, TensorReader("file", tensors), {})
+    settings = checked(LayerSettings, json.loads(json.dumps(layer.settings())), "file")
+    return QuantizedLayer.from_tensors(settings, TensorReader("file", tensors), {})
 
 
 def test_every_kind_is_in_this_suite():
@@ -115,15 +115,15 @@ def test_every_kind_is_in_this_suite():
 
 
 def test_a_later_kind_is_always_named():
-    told = {"name": "a.weight", "kind": "later", "bits": 4, "symmetric": True, "shade": 3}
-    assert without_kind(told) == told
+    description = {"name": "a.weight", "kind": "later", "bits": 4, "symmetric": True, "shade": 3}
+    assert without_kind(description) == description
 
 
 def test_no_field_of_a_kind_has_the_name_of_a_layers_entry():
     entries = {f.name for f in dataclasses.fields(LayerSettings)} | {"layers"}
     for name, kind in GRIDS:
-        own = {f.name for f in dataclasses.fields(kind)} - {f.name for f in dataclasses.fields(Grid)}
-        assert not own & entries, name
+        fields = {f.name for f in dataclasses.fields(kind)} - {f.name for f in dataclasses.fields(Grid)}
+        assert not fields & entries, name
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_files_without_a_kind_are_read(name, bits, group_size, scale_dtype):
     kept = ("name", "bits", "group_size", "scale_dtype", "orientation", "shape")
     # config.json has this form still.
     assert without_kind(layer.settings()) == {key: layer.settings()[key] for key in kept} | BEFORE[name]
-    told = {key: layer.settings()[key] for key in kept} | BEFORE[name]
+    description = {key: layer.settings()[key] for key in kept} | BEFORE[name]
     again = QuantizedLayer.from_tensors(
-        checked(LayerSettings, told, "file"), TensorReader("file", layer.tensors()), {}
+        checked(LayerSettings, description, "file"), TensorReader("file", layer.tensors()), {}
     )
     assert again.grid == layer.grid
     assert again.same_as(layer)
@@ -218,8 +218,8 @@ def test_a_file_of_another_grid_is_refused(name, bits, group_size, scale_dtype):
 def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_dtype):
     grid, weight = made(name, bits, group_size, scale_dtype).grid, np.ones((2, 64), np.float32)
     if grid.plain:
-        found = native.rtn(weight, grid.core())
-        grid.check(found["codes"], found["scales"], found["zeros"])
+        solved = native.rtn(weight, grid.core())
+        grid.check(solved["codes"], solved["scales"], solved["zeros"])
     else:
         with pytest.raises(ConfigError, match="codes of a plain grid"):
             native.rtn(weight, grid.core())

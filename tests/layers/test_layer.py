@@ -19,10 +19,12 @@ PLAIN = layer(6, 40, group_size=16)
 SCALE = ChannelScale(np.exp2(np.arange(40) % 5 - 2).astype(np.float32))
 
 
-def read(made, tensors=None, **changes):
+def read(quantized, tensors=None, **changes):
     """The layer again, from its description with changes and its tensors."""
-    settings = checked(LayerSettings, made.settings() | changes, "file")
-    return QuantizedLayer.from_tensors(settings, TensorReader("file", tensors or made.tensors()), {"n": 2})
+    settings = checked(LayerSettings, quantized.settings() | changes, "file")
+    return QuantizedLayer.from_tensors(
+        settings, TensorReader("file", tensors or quantized.tensors()), {"n": 2}
+    )
 
 
 def test_layers_keep_their_transform_on_disk():
@@ -33,22 +35,22 @@ def test_layers_keep_their_transform_on_disk():
     hessian[:, 5] *= 100
     scaled = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
     assert isinstance(scaled.transform, ChannelScale)
-    for made in (turned, scaled):
-        again = read(made)
-        assert again.same_as(made)
-        np.testing.assert_array_equal(again.dequantize(), made.dequantize())
+    for quantized in (turned, scaled):
+        again = read(quantized)
+        assert again.same_as(quantized)
+        np.testing.assert_array_equal(again.dequantize(), quantized.dequantize())
         assert not again.same_as(solve("rtn", weight, None, bits=3, group_size=16))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_is_read_as_it_was_described(symmetric):
-    made = dataclasses.replace(layer(6, 40, group_size=16, symmetric=symmetric), orientation="in_out")
-    again = read(made)
-    assert again.same_as(made)
-    assert (again.name, again.grid, again.orientation) == (made.name, made.grid, "in_out")
+    quantized = dataclasses.replace(layer(6, 40, group_size=16, symmetric=symmetric), orientation="in_out")
+    again = read(quantized)
+    assert again.same_as(quantized)
+    assert (again.name, again.grid, again.orientation) == (quantized.name, quantized.grid, "in_out")
     assert again.report == {"n": 2}
-    assert made.settings()["shape"] == [6, 40] == list(made.shape)
-    np.testing.assert_allclose(again.dequantize(), dequantized(made), rtol=1e-6)
+    assert quantized.settings()["shape"] == [6, 40] == list(quantized.shape)
+    np.testing.assert_allclose(again.dequantize(), dequantized(quantized), rtol=1e-6)
 
 
 def test_tensors_are_named_by_the_module_and_counted():
@@ -56,8 +58,8 @@ def test_tensors_are_named_by_the_module_and_counted():
     assert PLAIN.module == "a.b"
     assert set(plain) == {"a.b.weight_packed", "a.b.weight_scale", "a.b.weight_shape"}
     assert set(scaled) - set(plain) == {"a.b.input_scale"}
-    for made, tensors in ((PLAIN, plain), (PLAIN.with_transform(SCALE), scaled)):
-        assert made.n_bytes == sum(t.data.size for n, t in tensors.items() if n != "a.b.weight_shape")
+    for quantized, tensors in ((PLAIN, plain), (PLAIN.with_transform(SCALE), scaled)):
+        assert quantized.n_bytes == sum(t.data.size for n, t in tensors.items() if n != "a.b.weight_shape")
 
 
 @pytest.mark.parametrize(
@@ -65,15 +67,15 @@ def test_tensors_are_named_by_the_module_and_counted():
     [("out_in", (6, 40)), ("table", (6, 40)), ("in_out", (40, 6)), ("conv", (6, 40, 1))],
 )
 def test_the_model_stores_it_in_its_own_order(orientation, shape):
-    made = dataclasses.replace(PLAIN, orientation=orientation)
-    found = made.in_model_orientation()
-    assert made.model_shape == found.shape == shape
-    assert found.flags.c_contiguous
-    values = made.dequantize()
-    np.testing.assert_array_equal(found.T if orientation == "in_out" else found.reshape(6, 40), values)
-    many = Dequantized({"a": made, "b": PLAIN})
+    quantized = dataclasses.replace(PLAIN, orientation=orientation)
+    weight = quantized.in_model_orientation()
+    assert quantized.model_shape == weight.shape == shape
+    assert weight.flags.c_contiguous
+    values = quantized.dequantize()
+    np.testing.assert_array_equal(weight.T if orientation == "in_out" else weight.reshape(6, 40), values)
+    many = Dequantized({"a": quantized, "b": PLAIN})
     assert (list(many), len(many)) == (["a", "b"], 2)
-    np.testing.assert_array_equal(many["a"], found)
+    np.testing.assert_array_equal(many["a"], weight)
 
 
 def test_a_transform_is_undone_for_the_plain_input():
@@ -81,15 +83,15 @@ def test_a_transform_is_undone_for_the_plain_input():
     np.testing.assert_array_equal(scaled.stored_values(), PLAIN.dequantize())
     x = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
     by_column = SCALE.arrays()["input_scale"]
-    found = (x / by_column) @ scaled.stored_values().T
-    np.testing.assert_allclose(found, x @ scaled.dequantize().T, rtol=1e-4, atol=1e-4)
+    output = (x / by_column) @ scaled.stored_values().T
+    np.testing.assert_allclose(output, x @ scaled.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
-def changed(made, what, by=1):
+def changed(quantized, what, by=1):
     """The layer with another first entry of one of its arrays."""
-    array = getattr(made, what).copy()
+    array = getattr(quantized, what).copy()
     array.flat[0] += by
-    return dataclasses.replace(made, **{what: array})
+    return dataclasses.replace(quantized, **{what: array})
 
 
 def test_same_is_by_codes_scales_zeros_grid_and_transform():
@@ -135,9 +137,9 @@ def test_a_transform_that_is_not_of_this_layer_is_refused():
     rotation = Rotation(40, "hadamard", 8, 0)
     turned = PLAIN.with_transform(rotation)
     assert read(turned).same_as(turned)
-    told = rotation.describe()
+    description = rotation.describe()
     for change in ({"dim": 48}, {"block": 48}, {"kind": "other"}, {"made": {}}):
         with pytest.raises(CheckpointError, match=r"file: layer a\.b\.weight: transform"):
-            read(turned, transform=told | change)
+            read(turned, transform=description | change)
     with pytest.raises(CheckpointError, match="input_scale"):
         read(PLAIN, transform={"type": "channel_scale"})

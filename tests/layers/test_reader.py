@@ -23,9 +23,9 @@ def words(codes, bits):
 
 
 def test_a_tensor_of_the_type_and_shape_is_given_and_noted():
-    found = reader(a=np.zeros((2, 3), np.float32), b=np.zeros(1, np.float32))
-    assert found.get("a", ("F16", "F32"), (2, None)).shape == (2, 3)
-    assert found.used == {"a"}
+    opened = reader(a=np.zeros((2, 3), np.float32), b=np.zeros(1, np.float32))
+    assert opened.get("a", ("F16", "F32"), (2, None)).shape == (2, 3)
+    assert opened.used == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_scales_are_finite_and_not_zero():
 def test_codes_are_unpacked_with_their_offset(bits, count):
     codes = np.random.default_rng(bits).integers(0, 2**bits, count)
     codes[0], codes[-1] = 2**bits - 1, 1
-    found = reader(w=words(codes, bits)).codes("w", bits, count, 1)
-    assert found.dtype == np.uint8
-    assert found.tolist() == [codes.tolist()]
+    unpacked = reader(w=words(codes, bits)).codes("w", bits, count, 1)
+    assert unpacked.dtype == np.uint8
+    assert unpacked.tolist() == [codes.tolist()]
     half = 2 ** (bits - 1)
     signed = reader(w=words(codes, bits)).codes("w", bits, count, 1, offset=half)
     assert signed.dtype == np.int8

@@ -18,9 +18,9 @@ SHARED = SharedParameter("core.weight", ("core",), 3, 2, "out_in", 4, "mlp")
 )
 def test_every_orientation_is_viewed_outputs_first(orientation: str, shape: tuple[int, ...]) -> None:
     stored = torch.arange(6.0).reshape(shape)
-    found = dataclasses.replace(SHARED, orientation=orientation).matrix(stored)
-    assert found.shape == (SHARED.out_features, SHARED.in_features)
-    assert found.data_ptr() == stored.data_ptr()
+    viewed = dataclasses.replace(SHARED, orientation=orientation).matrix(stored)
+    assert viewed.shape == (SHARED.out_features, SHARED.in_features)
+    assert viewed.data_ptr() == stored.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["", "../core.weight", "a/b.weight"])

@@ -119,9 +119,9 @@ def test_random_rotations_differ_by_seed_and_size_alone():
     np.testing.assert_allclose(one @ one.T, np.eye(6), atol=1e-12)
     _, r = np.linalg.qr(np.random.default_rng([1, 6]).standard_normal((6, 6)))
     # The signs are those that make R's diagonal positive.
-    found = one.T @ np.random.default_rng([1, 6]).standard_normal((6, 6))
-    assert (np.diag(found) > 0).all()
-    np.testing.assert_allclose(np.abs(np.diag(found)), np.abs(np.diag(r)))
+    triangle = one.T @ np.random.default_rng([1, 6]).standard_normal((6, 6))
+    assert (np.diag(triangle) > 0).all()
+    np.testing.assert_allclose(np.abs(np.diag(triangle)), np.abs(np.diag(r)))
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "other"}, {"block": 0}, {"dim": 0}])

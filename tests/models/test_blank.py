@@ -17,21 +17,21 @@ def _made() -> nn.Module:
 
 
 def test_parameters_have_no_memory_and_buffers_have_values() -> None:
-    made = blank(_made, memory=False)
-    assert {p.device.type for p in made.parameters()} == {"meta"}
-    assert made[0].running_var.tolist() == [1.0] * 4
+    module = blank(_made, memory=False)
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    assert module[0].running_var.tolist() == [1.0] * 4
     assert not nn.Linear(3, 2).weight.is_meta
 
 
 def test_tied_parameters_stay_tied_without_memory() -> None:
     def make() -> nn.Module:
-        made = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        made[1].weight = made[0].weight = nn.Parameter(torch.ones(3, 3))
-        return made
+        pair = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        pair[1].weight = pair[0].weight = nn.Parameter(torch.ones(3, 3))
+        return pair
 
-    made = blank(make, memory=False)
-    assert made[0].weight is made[1].weight
-    assert made[0].weight.is_meta
+    module = blank(make, memory=False)
+    assert module[0].weight is module[1].weight
+    assert module[0].weight.is_meta
 
 
 def test_a_constructor_that_computes_with_parameters_has_them() -> None:
@@ -41,34 +41,34 @@ def test_a_constructor_that_computes_with_parameters_has_them() -> None:
             self.linear = nn.Linear(2, 2)
             self.register_buffer("doubled", self.linear.weight.detach().cpu() * 2)
 
-    made = blank(Computes, memory=False)
-    assert made.linear.weight.is_meta
-    assert not made.doubled.is_meta
+    module = blank(Computes, memory=False)
+    assert module.linear.weight.is_meta
+    assert not module.doubled.is_meta
 
 
 def test_nothing_is_drawn_into_parameters() -> None:
     before = torch.get_rng_state()
-    made = blank(lambda: nn.Sequential(nn.Linear(64, 64), nn.Embedding(9, 4)))
-    assert {p.device.type for p in made.parameters()} == {"cpu"}
+    module = blank(lambda: nn.Sequential(nn.Linear(64, 64), nn.Embedding(9, 4)))
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_under_a_device_everything_is_there() -> None:
     with torch.device("meta"):
-        made = blank(_made)
-    assert {t.device.type for t in made.state_dict().values()} == {"meta"}
+        module = blank(_made)
+    assert {t.device.type for t in module.state_dict().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_])
 def test_draws_are_those_of_the_seed_and_leave_the_generator(draw: object) -> None:
-    found, expected = torch.empty(4, 4), torch.empty(4, 4)
+    drawn, expected = torch.empty(4, 4), torch.empty(4, 4)
     torch.manual_seed(5)
     draw(expected)  # type: ignore[operator]
     before = torch.get_rng_state()
     with Drawn(seed=5):
-        draw(found)  # type: ignore[operator]
+        draw(drawn)  # type: ignore[operator]
         nn.init.ones_(torch.empty(2))
-    assert torch.equal(found, expected)
+    assert torch.equal(drawn, expected)
     assert torch.equal(torch.get_rng_state(), before)
 
 

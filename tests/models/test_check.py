@@ -80,8 +80,8 @@ def _broken(change: str) -> LoopedSystem:
             return out
 
         def noise(self, batch: Any) -> Any:
-            found = super().noise(batch)
-            return found.flip(0) if change == "initial state" else found
+            noise = super().noise(batch)
+            return noise.flip(0) if change == "initial state" else noise
 
         def step(self, state: Any, embedding: Any, t: int, n_steps: int) -> Any:
             after = super().step(state, embedding, t, n_steps)

@@ -83,9 +83,9 @@ def test_the_command_line_checks_and_quantizes_a_users_class(
     }
     save_file(tensors, model / "model.safetensors")
     assert main(["check", str(model), "--system", "generic"]) == 2
-    told = capsys.readouterr().err
-    assert "'test-twice' is not known to transformers" in told
-    assert "--register FILE" in told
+    printed = capsys.readouterr().err
+    assert "'test-twice' is not known to transformers" in printed
+    assert "--register FILE" in printed
     assert main(["--register", str(file), "check", str(model), "--system", "generic"]) == 0
     assert "registered model, 8,720 parameters" in capsys.readouterr().out
     out = tmp_path / "out"

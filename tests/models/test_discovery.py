@@ -20,13 +20,13 @@ pytestmark = pytest.mark.filterwarnings(
 def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
     torch.manual_seed(0)
     model = Odd()
-    found = discover(model, _ids())
-    assert found.order == ("loop.weight", "hidden.weight", "bare")
-    assert found.rows == {"loop.weight": [15, 15, 15, 15, 3], "hidden.weight": [15, 15], "bare": [3, 3]}
-    assert found.depth == 5
-    assert found.watched == {"hidden.weight": "out_in", "bare": "in_out"}
-    assert set(found.left_out) == {"parts", "normed", "stacked"}
-    text = "\n".join(found.lines())
+    discovery = discover(model, _ids())
+    assert discovery.order == ("loop.weight", "hidden.weight", "bare")
+    assert discovery.rows == {"loop.weight": [15, 15, 15, 15, 3], "hidden.weight": [15, 15], "bare": [3, 3]}
+    assert discovery.depth == 5
+    assert discovery.watched == {"hidden.weight": "out_in", "bare": "in_out"}
+    assert set(discovery.left_out) == {"parts", "normed", "stacked"}
+    text = "\n".join(discovery.lines())
     assert "loop.weight: 5 calls, rows 15, 15, 15, 15, 3" in text
     assert "not quantized: parts: multiplied in parts" in text
 
@@ -37,11 +37,11 @@ def test_discovery_finds_what_the_adapters_declare(name: str) -> None:
     model = build(case)
     system = choose_system(model, None)
     batch = prompts(case)
-    found = discover(model, batch, run=lambda b: system.rollout(b, system.n_steps))
+    discovery = discover(model, batch, run=lambda b: system.rollout(b, system.n_steps))
     declared = {p.name: p.invocations for p in system.shared_parameters(system.n_steps)}
     left_out = set(system.left_out())
-    assert {n: len(r) for n, r in found.rows.items() if n not in left_out} == declared
-    assert found.order[0] == next(iter(declared))
+    assert {n: len(r) for n, r in discovery.rows.items() if n not in left_out} == declared
+    assert discovery.order[0] == next(iter(declared))
 
 
 class _Middle(nn.Module):
@@ -64,12 +64,12 @@ class _Middle(nn.Module):
 
 @pytest.mark.parametrize("short", [False, True])
 def test_the_looped_middle_of_one_list_is_no_list_of_experts(short: bool) -> None:
-    found = discover(_Middle(short), _ids())
-    assert found.rows == {
+    discovery = discover(_Middle(short), _ids())
+    assert discovery.rows == {
         "layers.1.weight": [15, 15, 15, *[3] * short],
         "layers.2.weight": [15, 15, 15],
     }
-    assert not found.routed_in
+    assert not discovery.routed_in
 
 
 def test_output_that_is_no_tensor_is_refused() -> None:

@@ -26,14 +26,14 @@ def test_a_models_tensors_are_those_of_its_files(kind, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     find_names(model, stored)
-    found = stored_state(model)
-    assert set(found) == set(stored)
-    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    named = stored_state(model)
+    assert set(named) == set(stored)
+    assert all(torch.equal(named[name], tensor) for name, tensor in stored.items())
     names = names_of(model)
     back = names.taken(model, stored, lambda t: t, lambda t: t)
-    own = model.state_dict()
-    assert set(back) == set(own)
-    assert all(torch.equal(back[name], tensor) for name, tensor in own.items())
+    state = model.state_dict()
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
 def test_layers_fused_in_files_have_the_models_names(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_layers_fused_in_files_have_the_models_names(tmp_path: Path) -> None:
     result = loopq.quantize(loaded, tokens(2), group_size=16, method="rtn", bits=8, out=tmp_path / "out")
     assert shared == set(result.layers)
     batch = Batch(torch.from_numpy(tokens(1)), (0,))
-    found = loopq.load(tmp_path / "out").system.rollout(batch, 2)
+    logits = loopq.load(tmp_path / "out").system.rollout(batch, 2)
     expected = loaded.system.rollout(batch, 2)
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_model_of_another_class_has_its_own_names() -> None:

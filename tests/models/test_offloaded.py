@@ -39,17 +39,17 @@ def test_parts_on_the_disk_are_read_layer_by_layer(kind: Any, tmp_path: Path) ->
     assert any(p.is_meta for p in given.parameters())
     loaded = wrap(given)
     assert is_streamed(loaded.model)
-    found = loopq.quantize(loaded, tokens(), **_SETTINGS)
+    result = loopq.quantize(loaded, tokens(), **_SETTINGS)
     unfuse(plain)
     expected = loopq.quantize(plain, tokens(), **_SETTINGS)
-    assert set(found.layers) == set(expected.layers)
-    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
-    assert found.dense.keys() == expected.dense.keys()
+    assert set(result.layers) == set(expected.layers)
+    assert all(layer.same_as(result.layers[name]) for name, layer in expected.layers.items())
+    assert result.dense.keys() == expected.dense.keys()
     # The module that was given still runs by its hooks. Mapped weights lie otherwise in memory, which moves last bits.
     ids = torch.from_numpy(tokens(1))
     with torch.no_grad():
-        hooked, own = given(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
-    torch.testing.assert_close(hooked, own, rtol=1e-3, atol=1e-3)
+        hooked, logits = given(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
+    torch.testing.assert_close(hooked, logits, rtol=1e-3, atol=1e-3)
     assert any(p.is_meta for p in given.parameters())
 
 

@@ -43,11 +43,11 @@ def test_a_bfloat16_model_computes_in_float32_and_keeps_its_type(spec, tmp_path,
     _same_types(stored, read_tensors(tmp_path / "out" / "model.safetensors"))
 
 
-def _same_types(stored, found):
-    dense = [name for name in stored if name in found]
+def _same_types(stored, tensors):
+    dense = [name for name in stored if name in tensors]
     assert dense
     for name in dense:
-        assert (found[name].dtype, found[name].data.tobytes()) == (
+        assert (tensors[name].dtype, tensors[name].data.tobytes()) == (
             stored[name].dtype,
             stored[name].data.tobytes(),
         )
@@ -78,9 +78,9 @@ def test_values_that_a_narrow_type_lacks_stay_float32(spec):
 def test_stacked_experts_in_float32_keep_the_type_of_the_file(tmp_path):
     inkling().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     for memory in (None, 1):
-        found = model_tensors(load_model(tmp_path / "model", dtype="float32", memory=memory).model)[0]
-        assert any(".experts." in name for name in found)
-        assert {tensor.dtype for tensor in found.values()} == {"BF16"}
+        tensors = model_tensors(load_model(tmp_path / "model", dtype="float32", memory=memory).model)[0]
+        assert any(".experts." in name for name in tensors)
+        assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
 
 
 def test_what_memory_does_not_allow_is_said(spec, monkeypatch):

@@ -31,11 +31,11 @@ def test_other_weights_are_in_another_model_alone(loaded, checkpoint_folder):
 def test_neither_memory_of_weights_is_written_to(loaded, checkpoint_folder):
     given = weights_of(store.read(checkpoint_folder))
     name = next(iter(given))
-    own, before = loaded.model.get_parameter(name), loaded.model.get_parameter(name).detach().clone()
+    parameter, before = loaded.model.get_parameter(name), loaded.model.get_parameter(name).detach().clone()
     with Replaced(loaded.system, given) as other, torch.no_grad():
         other.model.get_parameter(name).zero_()
     assert np.any(given[name])
-    assert torch.equal(own, before)
+    assert torch.equal(parameter, before)
     stored = ModelWeights.of_model(loaded.model)
     with pytest.raises(ValueError, match="read-only"):
         stored.raw(name).data[0] = 1

@@ -65,8 +65,8 @@ def test_other_weights_are_visited_too(tmp_path: Path) -> None:
     streamed, whole = load_model(tmp_path, memory=1), load_model(tmp_path)
     settings = {"group_size": 16, "inputs": "asymmetric", "n_steps": 2, "descent": 2, "metric": "inputs"}
     expected = loopq.quantize(whole, tokens(2), **settings)
-    found = loopq.quantize(streamed, tokens(2), **settings)
-    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
+    result = loopq.quantize(streamed, tokens(2), **settings)
+    assert all(layer.same_as(result.layers[name]) for name, layer in expected.layers.items())
     before, after = (loopq.evaluate(x, {"INT4": expected}, tokens(2)) for x in (whole, streamed))
     assert after[1].kl.mean() > 0
     assert np.array_equal(after[1].kl, before[1].kl)
@@ -84,9 +84,9 @@ def test_a_budget_is_met_in_parts_by_the_same_codes(score: str, tmp_path: Path) 
     expected = loopq.quantize(load_model(tmp_path), tokens(2), fit=asked, **settings)
     streamed = load_model(tmp_path, memory=1)
     # All layers together take about a megabyte.
-    found = loopq.quantize(streamed, tokens(2), fit=asked, memory=1 << 19, **settings)
-    assert found.settings["allocation"] == expected.settings["allocation"]
-    assert all(layer.same_as(found.layers[name]) for name, layer in expected.layers.items())
+    result = loopq.quantize(streamed, tokens(2), fit=asked, memory=1 << 19, **settings)
+    assert result.settings["allocation"] == expected.settings["allocation"]
+    assert all(layer.same_as(result.layers[name]) for name, layer in expected.layers.items())
     many = dataclasses.replace(asked, bits=BITS, group_sizes=(8, 16))
     with pytest.raises(ConfigError, match="fit: the candidates of layer"):
         loopq.quantize(streamed, tokens(2), fit=many, memory=1 << 17, **settings)

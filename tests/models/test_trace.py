@@ -16,9 +16,9 @@ pytestmark = pytest.mark.filterwarnings(
 def test_idle_matrices_are_told_apart_from_uncalled_ones() -> None:
     model = Odd()
     ids = _ids().input_ids
-    found = trace(model, lambda: model(ids))
-    assert found.idle == ("idle.weight",)
-    assert [name for name, _ in found.calls][-1] == "once.weight"
+    traced = trace(model, lambda: model(ids))
+    assert traced.idle == ("idle.weight",)
+    assert [name for name, _ in traced.calls][-1] == "once.weight"
 
 
 def test_hooks_are_gone_after_an_error() -> None:

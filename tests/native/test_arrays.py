@@ -34,9 +34,9 @@ def misaligned(array: np.ndarray) -> np.ndarray:
 
 def read_only(array: np.ndarray) -> np.ndarray:
     """A Fortran-ordered view that cannot be written to."""
-    made = np.asfortranarray(array)
-    made.flags.writeable = False
-    return made
+    copy = np.asfortranarray(array)
+    copy.flags.writeable = False
+    return copy
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -67,10 +67,10 @@ GPTQ_CD = core.cd_settings(
 
 def accumulated(step: Callable[[native.HessianAccumulator], object], dim: int) -> np.ndarray:
     """The Hessian after something was added."""
-    made = native.HessianAccumulator(dim, [0], per_step=True)
-    step(made)
-    made.finish()
-    return made.matrix()
+    hessian = native.HessianAccumulator(dim, [0], per_step=True)
+    step(hessian)
+    hessian.finish()
+    return hessian.matrix()
 
 
 def restored(hi: np.ndarray, lo: np.ndarray, dim: int) -> np.ndarray:
@@ -115,12 +115,12 @@ def program(
     w: np.ndarray, bias: np.ndarray, x: np.ndarray, start: np.ndarray, angles: np.ndarray
 ) -> np.ndarray:
     """Logits of a decoder without blocks."""
-    made = native.CpuRunner(
+    runner = native.CpuRunner(
         [(None, w, bias), (None, np.tile(w[:1], (w.shape[1], 2)), None)],
         [], [], [("keep", 0), ("start", 0), ("adapter", 1)], 0, precision="fixed24", kept="float32",
     )  # fmt: skip
     logits = np.zeros((len(x), len(w)), np.float32)
-    made.run(x, angles, logits, start)
+    runner.run(x, angles, logits, start)
     return logits
 
 

@@ -32,10 +32,10 @@ def correlated(n: int, dim: int, seed: int = 0) -> np.ndarray:
 
 def summed(x: np.ndarray) -> _native.HessianAccumulator:
     """A finished accumulator over one step."""
-    made = _native.HessianAccumulator(x.shape[1], [0], per_step=True)
-    made.update(0, x)
-    made.finish()
-    return made
+    hessian = _native.HessianAccumulator(x.shape[1], [0], per_step=True)
+    hessian.update(0, x)
+    hessian.finish()
+    return hessian
 
 
 def factor(h: np.ndarray, damping: float, **options: Any) -> _native.DampedFactor:
@@ -102,20 +102,20 @@ def test_a_file_gives_the_bits_of_the_array(tmp_path: Path, dtype: str) -> None:
     # A tensor of three values before the rows: these begin at an odd place.
     parts = {f"rows/{start}": rows[start : start + 500] for start in range(0, 1300, 500)}
     write_rows(tmp_path / "rows", {"odd": np.zeros(3, np.float16)} | parts)
-    made = _native.HessianAccumulator(40, [0], per_step=True)
+    hessian = _native.HessianAccumulator(40, [0], per_step=True)
     for name in parts:
-        made.update_file(0, tmp_path / "rows", name)
-    made.finish()
-    assert np.array_equal(made.matrix(), summed(rows).matrix())
+        hessian.update_file(0, tmp_path / "rows", name)
+    hessian.finish()
+    assert np.array_equal(hessian.matrix(), summed(rows).matrix())
 
 
 def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     path, rows = tmp_path / "00000.safetensors", correlated(6, 4)
-    made = _native.HessianAccumulator(4, [0], per_step=True)
+    hessian = _native.HessianAccumulator(4, [0], per_step=True)
 
     def refused(error: type[Exception], match: str, name: str = "a/0") -> None:
         with pytest.raises(error, match=rf"00000\.safetensors.*{match}"):
-            made.update_file(0, path, name)
+            hessian.update_file(0, path, name)
 
     refused(errors.DumpError, "cannot read|No such file")
     for content in (b"", b"\x02\0\0\0\0\0\0\0[]", b"\xff" * 40):
@@ -132,7 +132,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     rows[2, 1] = np.nan
     write_rows(path, {"a/0": rows})
     refused(errors.NonFiniteError, 'tensor "a/0": .*NaN at step 0, row 2.*column 1')
-    assert made.n_rows(0) == 0
+    assert hessian.n_rows(0) == 0
 
 
 @settings(max_examples=15, deadline=None)
@@ -198,13 +198,13 @@ def test_shift_is_the_target_of_least_squares() -> None:
 def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
     h = summed(correlated(800, 64)).matrix()
     w = np.random.default_rng(1).standard_normal((20, 64)).astype(np.float32)
-    made = factor(h, 0.01, order="diagonal")
-    got = core.gptq(w, made, bits=4, group_size=-1, scales="static")
+    factored = factor(h, 0.01, order="diagonal")
+    got = core.gptq(w, factored, bits=4, group_size=-1, scales="static")
     order = np.argsort(-np.diag(h), kind="stable")
     codes, _ = plain_gptq(np.ascontiguousarray(w[:, order]), h[np.ix_(order, order)], 4, 64, 0.01)
     assert np.array_equal(got["codes"][:, order], codes)
     with pytest.raises(errors.ConfigError, match="'static' where columns are reordered"):
-        core.gptq(w, made, bits=4, group_size=16)
+        core.gptq(w, factored, bits=4, group_size=16)
 
 
 def test_a_hessian_changed_after_its_factorization_is_noticed() -> None:
@@ -329,11 +329,11 @@ def test_counts_of_matrices_that_no_order_factors(precision: type) -> None:
 
 
 def test_arrays_of_other_types_are_type_errors() -> None:
-    made = _native.HessianAccumulator(4, [0], per_step=True)
+    hessian = _native.HessianAccumulator(4, [0], per_step=True)
     with pytest.raises(
         TypeError, match=r"rows must be .* float32, float16 or uint16 .*; got float64 of shape \(2, 4\)"
     ):
-        made.update(0, np.zeros((2, 4)))
+        hessian.update(0, np.zeros((2, 4)))
     with pytest.raises(errors.ConfigError, match=r"zero_offset = 8 .* uint8"):
         _native.pack_dense(np.zeros((1, 4), np.uint8), 4, 8)
     with pytest.raises(
@@ -383,10 +383,10 @@ def test_errors_are_loopqs_own() -> None:
         core.rtn(
             np.where(np.arange(8).reshape(2, 4) == 6, np.nan, w).astype(np.float32), bits=4, group_size=4
         )
-    made = _native.HessianAccumulator(4, [0], per_step=True)
-    made.finish()
+    hessian = _native.HessianAccumulator(4, [0], per_step=True)
+    hessian.finish()
     with pytest.raises(errors.ConfigError, match="the accumulator itself"):
-        made.merge(made)
+        hessian.merge(hessian)
 
 
 def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
@@ -432,12 +432,12 @@ def test_ctrl_c_stops_within_a_second(work: str) -> None:
     dim = 3000
     h = np.eye(dim) + 1.0
     w = np.random.default_rng(0).standard_normal((4 * dim, dim), np.float32)
-    made = factor(h, 0.1)
+    factored = factor(h, 0.1)
     calls = {
         "factor": lambda: factor(h, 0.1, order="conditional", threads=1),
-        "solve": lambda: core.gptq(w, made, bits=4, group_size=128, threads=1),
-        "gptq_cd": lambda: _native.gptq_cd(w, made, CD, threads=1),
-        "coupled": lambda: _native.coupled(w[:dim], made, [made], CD, threads=1),
+        "solve": lambda: core.gptq(w, factored, bits=4, group_size=128, threads=1),
+        "gptq_cd": lambda: _native.gptq_cd(w, factored, CD, threads=1),
+        "coupled": lambda: _native.coupled(w[:dim], factored, [factored], CD, threads=1),
         "eigenvalues": lambda: _native.eigvalsh(h, threads=1),
         "proxy": lambda: _native.proxy(w, None, h, threads=1),
         "prompt": prompt_in_a_loop,

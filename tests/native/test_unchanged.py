@@ -90,8 +90,8 @@ def gptq(
     **options: Any,
 ) -> dict[str, Any]:
     """Solve by GPTQ."""
-    made = factor(h, "diagonal" if act_order else "natural", damping=damping, precision=precision)
-    return core.gptq(w, made, threads=2, **grid(options))
+    factored = factor(h, "diagonal" if act_order else "natural", damping=damping, precision=precision)
+    return core.gptq(w, factored, threads=2, **grid(options))
 
 
 def gptq_cd(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options: Any) -> dict[str, Any]:
@@ -215,37 +215,37 @@ def sums(dim: int, kind: str, per_step: bool) -> dict[str, Any]:
     for seed in (3, 4):
         x = inputs(1500, dim, seed)
         x, more = stored(x, kind), stored(inputs(2 * dim, dim, 7), kind)
-        made = native.HessianAccumulator(dim, [0, 2, 3], per_step=per_step, threads=2)
+        total = native.HessianAccumulator(dim, [0, 2, 3], per_step=per_step, threads=2)
         for step, chunk in ((0, 700), (2, 512), (3, 33)):
             for start in range(0, len(x), chunk):
-                made.update(step, x[start : start + chunk])
-        made.update(2, more)
-        made.finish()
-        parts.append(made)
+                total.update(step, x[start : start + chunk])
+        total.update(2, more)
+        total.finish()
+        parts.append(total)
     parts[0].merge(parts[1])
-    found = native.HessianAccumulator.from_state(parts[0].state())
-    state: dict[str, Any] = dict(found.state())
-    weighted = {"weighted": found.matrix(weights=[0.5, 1.0, 0.25])} if per_step else {}
+    again = native.HessianAccumulator.from_state(parts[0].state())
+    state: dict[str, Any] = dict(again.state())
+    weighted = {"weighted": again.matrix(weights=[0.5, 1.0, 0.25])} if per_step else {}
     limbs = {f"{limb} {i}": v for limb in ("hi", "lo") for i, v in enumerate(state[limb])}
-    return limbs | weighted | {"matrix": found.matrix(), "diagonal": found.diagonal()}
+    return limbs | weighted | {"matrix": again.matrix(), "diagonal": again.diagonal()}
 
 
 def fractions(dim: int) -> dict[str, Any]:
     """Sum rows of hundredths."""
-    made = native.HessianAccumulator(dim, [0], per_step=True, threads=2)
-    made.update(0, inputs(1100, dim, 6) / np.float32(100))
-    made.finish()
-    state: dict[str, Any] = dict(made.state())
+    total = native.HessianAccumulator(dim, [0], per_step=True, threads=2)
+    total.update(0, inputs(1100, dim, 6) / np.float32(100))
+    total.finish()
+    state: dict[str, Any] = dict(total.state())
     return {"hi": state["hi"][0], "lo": state["lo"][0]}
 
 
 def digest(arrays: dict[str, Any]) -> str:
     """Hash names, types, shapes and bytes."""
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        made.update(f"{name} {None if array is None else (array.dtype.str, array.shape)}".encode())
-        made.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
-    return made.hexdigest()[:16]
+        sha256.update(f"{name} {None if array is None else (array.dtype.str, array.shape)}".encode())
+        sha256.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def cases() -> dict[str, Case]:

@@ -209,7 +209,7 @@ def test_curves_share_one_legend_and_whole_numbers() -> None:
 
 
 def test_variants_are_shown_with_the_claims_that_apply() -> None:
-    show = compared.show_variants("n", "T", "C", lambda found: [below(found, "b", "c")])
+    show = compared.show_variants("n", "T", "C", lambda result: [below(result, "b", "c")])
     shown = show([variants()])
     assert [c.text for c in shown.claims] == ["b is closer than c"]
     assert shown.claims[0].holds is True

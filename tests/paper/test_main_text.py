@@ -124,16 +124,16 @@ def test_the_ends_of_the_closed_gap_are_turned_round() -> None:
 
 
 def test_hidden_states_have_no_bits_per_byte() -> None:
-    found = main_text.summarize_model(measured(full_precision=None, bytes_per_token=None, output="hidden"))
-    assert "bits_per_byte" not in found
-    assert set(found["grids"][0]["variants"][RTN]) == {
+    summary = main_text.summarize_model(measured(full_precision=None, bytes_per_token=None, output="hidden"))
+    assert "bits_per_byte" not in summary
+    assert set(summary["grids"][0]["variants"][RTN]) == {
         "n_bytes", "kl", "agreement", "gap_closed", "gap_closed_over_seeds"
     }  # fmt: skip
-    first, rtn, *_ = main_text.tables({"models": [found], "training_seeds": []})[0].rows
+    first, rtn, *_ = main_text.tables({"models": [summary], "training_seeds": []})[0].rows
     assert first == ("m", "3", "full precision", *[None] * 6)
     assert rtn[5:8] == (None, None, None)
     (note,) = re.findall(
-        r"\* smallest KL\.(.*)", main_text.tables({"models": [found], "training_seeds": []})[0].text
+        r"\* smallest KL\.(.*)", main_text.tables({"models": [summary], "training_seeds": []})[0].text
     )
     assert note.startswith(" m has no logits")
 
@@ -158,8 +158,8 @@ def test_seeds_of_a_kind_are_told_by_the_end_of_their_names() -> None:
 
 
 def test_the_table_of_a_grid_marks_the_smallest_divergence() -> None:
-    found = main_text.summarize_model(measured())
-    four, three = main_text.tables({"models": [found], "training_seeds": []})[:2]
+    summary = main_text.summarize_model(measured())
+    four, three = main_text.tables({"models": [summary], "training_seeds": []})[:2]
     assert (four.title, three.title) == ("INT4, group size 128", "INT3, group size 32")
     bit = 1 / (4 * np.log(2))
     full = f"{2 * bit:.3f}"
@@ -180,9 +180,9 @@ def test_the_table_of_a_grid_marks_the_smallest_divergence() -> None:
 
 
 def test_ranks_are_means_over_the_layers_of_a_class() -> None:
-    found = main_text.summarize_model(measured())
+    summary = main_text.summarize_model(measured())
     (table,) = [
-        t for t in main_text.tables({"models": [found], "training_seeds": []}) if t.title == "Rank survey"
+        t for t in main_text.tables({"models": [summary], "training_seeds": []}) if t.title == "Rank survey"
     ]
     assert table.rows == (
         ("m", "attn *", "2", "8", "2", "4", "6", "3.0 (max 4.0)"), ("", "mlp", "1", "8", "5", "7", "9", None)
@@ -191,12 +191,12 @@ def test_ranks_are_means_over_the_layers_of_a_class() -> None:
 
 
 def test_states_are_shown_at_powers_of_two_and_the_last_step() -> None:
-    found = main_text.summarize_model(measured(states=STATES))
-    states = found["states"]["weights"]
+    summary = main_text.summarize_model(measured(states=STATES))
+    states = summary["states"]["weights"]
     assert states[ALL]["n_masked"] == 40
     assert states[ALL]["hits"]["estimate"] == pytest.approx(16 / 40)
     assert states[ALL]["same"]["estimate"] == pytest.approx(0.9)
-    table = main_text.tables({"models": [found], "training_seeds": []})[-1]
+    table = main_text.tables({"models": [summary], "training_seeds": []})[-1]
     assert table.header == (
         "weights", "error, step 1", "error, step 2", "error, step 3", "cosine, step 1", "cosine, step 3",
         "probe correct %", "probe unchanged %",
@@ -231,9 +231,9 @@ def test_ratios_of_each_pair_are_shown_beside_the_verdict() -> None:
     def row(seed: list[float]) -> list[list[float]]:
         return [[k * base for base in (0.5, 0.8, 1.0, 1.2, 1.5, 1.0)] for k in seed]
 
-    found = {RTN: row([0.4]), ONE: row([0.2]), ALL: row([0.1])}
+    rows = {RTN: row([0.4]), ONE: row([0.2]), ALL: row([0.1])}
     model = main_text.summarize_model(
-        measured(full_precision=[2.0] * 6, variants=[*grid(4, 128, **found), *grid(3, 32, **found)])
+        measured(full_precision=[2.0] * 6, variants=[*grid(4, 128, **rows), *grid(3, 32, **rows)])
     )
     assert model["grids"][0]["holds"] is True
     (table,) = [

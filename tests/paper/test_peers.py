@@ -104,8 +104,8 @@ def test_a_page_without_marks_is_an_error(tmp_path):
 
 def test_the_table_of_the_page_is_that_of_the_newest_record():
     newest = json.loads(max(RECORD.glob("peers-20??-??-??.json")).read_text())
-    made = peers_table.page(newest["records"], list(peers.OURS))
-    assert pages.within(ROOT / "docs" / "comparison.md", "peers") == made
+    table = peers_table.page(newest["records"], list(peers.OURS))
+    assert pages.within(ROOT / "docs" / "comparison.md", "peers") == table
 
 
 def test_what_cannot_be_planted_is_named():

@@ -72,10 +72,10 @@ def test_the_plain_model_stands_beside_it_and_the_cure_is_judged(tmp_path: Path)
     planted = Bench(source, plain.settings, plain.execution)
     assert plain.cures() == {}
     assert plain.key() != planted.key()
-    made = run.make("per-channel", [plain, planted], tmp_path, Silent())
-    kl = {(row[0], row[1]): row[2] for row in made.shown.tables[0].rows}
+    measured = run.make("per-channel", [plain, planted], tmp_path, Silent())
+    kl = {(row[0], row[1]): row[2] for row in measured.shown.tables[0].rows}
     cure = f"RTN, groups of {CURE_GROUP}"
     assert ("huginn_small", cure) not in kl
     assert float(str(kl["huginn_small+outlier", RTN])) > 10 * float(str(kl["huginn_small", RTN]))
-    (claim,) = [c for c in made.shown.claims if c.text == f"{cure} is closer than {RTN}"]
+    (claim,) = [c for c in measured.shown.claims if c.text == f"{cure} is closer than {RTN}"]
     assert claim.holds is True

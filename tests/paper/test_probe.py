@@ -39,19 +39,19 @@ def encoder() -> PreparedModel:
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
     model = encoder()
-    found = measure(Bench(OpenedModel("tiny", model.loaded), SMALL, Execution(threads=1), prompts=model))
-    assert found["output"] == "hidden"
-    assert found["full_precision"] is None
-    assert all(variant["nll"] is None for variant in found["variants"])
-    depth = found["n_steps"]
-    exact = found["states"]["full precision"]
+    result = measure(Bench(OpenedModel("tiny", model.loaded), SMALL, Execution(threads=1), prompts=model))
+    assert result["output"] == "hidden"
+    assert result["full_precision"] is None
+    assert all(variant["nll"] is None for variant in result["variants"])
+    depth = result["n_steps"]
+    exact = result["states"]["full precision"]
     assert exact["error"] == [0.0] * depth
     assert exact["same"] == exact["masked"]
-    coarse, fine = (found["states"][f"INT{b} g{g}, RTN"] for b, g in ((3, 32), (4, 128)))
+    coarse, fine = (result["states"][f"INT{b} g{g}, RTN"] for b, g in ((3, 32), (4, 128)))
     assert coarse["error"][-1] > fine["error"][-1] > 0
     assert 0 < fine["cosine"][-1] < 1
     assert sum(fine["same"]) <= sum(fine["masked"])
-    tables = main_text.tables(main_text.summarize([found]))
+    tables = main_text.tables(main_text.summarize([result]))
     assert tables[-1].title == "tiny: hidden states by step, and a probe"
     assert len(tables[-1].rows) == 1 + len(GRIDS) * 3
 
@@ -92,11 +92,11 @@ def test_states_are_those_of_the_rollout() -> None:
     probe = fit_probe(system, prepared.tuning_held_out)
     name = system.shared_parameters(system.n_steps)[0].name
     weight = system.model.get_parameter(name).detach().numpy() * 1.01
-    found = measure_states(system, {"bent": {name: weight}}, prepared.evaluation, probe)["bent"]
+    states = measure_states(system, {"bent": {name: weight}}, prepared.evaluation, probe)["bent"]
     with torch.no_grad():
         ids = torch.cat([b.input_ids for b, _ in masked(prepared.evaluation)])
         exact = system.model(ids).last_hidden_state.double()
         system.model.get_parameter(name).copy_(torch.from_numpy(weight))
         bent = system.model(ids).last_hidden_state.double()
     error = ((exact - bent).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).mean()
-    assert found["error"][-1] == pytest.approx(float(error), rel=1e-4)
+    assert states["error"][-1] == pytest.approx(float(error), rel=1e-4)

@@ -36,12 +36,12 @@ def test_a_model_has_the_tables_that_it_can_have(kind: str, tmp_path: Path) -> N
     changes: dict[str, Any] = {"coconut": {"vocab_size": 259}}.get(kind, {})
     one = bench(save(tmp_path / kind, kind, **changes))
     names = ("rank", "depth-curve", "components", "mamba", "horizon", "algorithm")
-    made = {name: run.make(name, [one], None, Silent()) for name in names}
-    refused = {name for name, m in made.items() if m.refused}
+    by_name = {name: run.make(name, [one], None, Silent()) for name in names}
+    refused = {name for name, m in by_name.items() if m.refused}
     # One step is no evidence about loops: of such a model there is the scan alone.
     expected = {"components", "mamba"} if kind in ("ouro", "coconut") else set(names)
     assert refused == expected - ({"mamba"} if kind == "mamba" else set())
-    for m in made.values():
+    for m in by_name.values():
         assert len(m.found) + len(m.refused) == 1
 
 
@@ -57,9 +57,9 @@ def test_one_model_that_fails_does_not_stop_the_others(
         return plain(self, variants)
 
     monkeypatch.setattr(Bench, "measure", measure)
-    made = run.make("bits-per-byte", [bad, good], None, Silent())
-    assert made.refused == {"bad": "no"}
-    assert [f["model"] for f in made.found] == ["good"]
+    measured = run.make("bits-per-byte", [bad, good], None, Silent())
+    assert measured.refused == {"bad": "no"}
+    assert [f["model"] for f in measured.found] == ["good"]
 
 
 def test_scores_of_all_tables_are_one_family_and_few_units_none() -> None:

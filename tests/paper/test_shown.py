@@ -88,14 +88,14 @@ def test_the_document_lists_what_the_registry_holds() -> None:
 
 def _defined(file: Path) -> set[str]:
     """Functions and classes of a source file, and "Class.member"."""
-    found = set()
+    names = set()
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         for part in node.body if isinstance(node, ast.ClassDef) else ():
             target = getattr(part, "target", part)
-            found.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
-    return found
+            names.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
+    return names
 
 
 def test_what_the_document_names_in_a_file_is_defined_there() -> None:

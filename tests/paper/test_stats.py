@@ -14,10 +14,10 @@ def test_cluster_bootstrap_is_wider_than_positions_would_say():
     # Twenty prompts that agree wholly or not at all: the units are prompts, not positions.
     hits = np.array([50.0, 0.0] * 10)
     sizes = np.full(20, 50.0)
-    found = stats.cluster_rate(hits, sizes, n_resamples=20_000)
+    interval = stats.cluster_rate(hits, sizes, n_resamples=20_000)
     naive = wilson(500, 1000)
-    assert found.estimate == 0.5
-    assert found.high - found.low > 5 * (naive.high - naive.low)
+    assert interval.estimate == 0.5
+    assert interval.high - interval.low > 5 * (naive.high - naive.low)
 
 
 def test_pooled_rate_of_the_closed_loop_control():
@@ -29,16 +29,16 @@ def test_pooled_rate_of_the_closed_loop_control():
 def test_difference_in_differences_of_the_paper():
     # Shifts +0.080 and +0.101 at the plain state, -0.340 and -0.041 at the bypassed one.
     for plain, other, did in [(0.080, 0.101, 0.021), (-0.340, -0.041, 0.299)]:
-        found = stats.difference_in_differences([0.0], [plain], [0.0], [other], n_resamples=10)
-        assert round(found.estimate, 3) == did
+        interval = stats.difference_in_differences([0.0], [plain], [0.0], [other], n_resamples=10)
+        assert round(interval.estimate, 3) == did
 
 
 def test_difference_in_differences_cancels_what_prompts_share():
     rng = np.random.default_rng(4)
     prompt = rng.normal(size=30)
-    found = stats.difference_in_differences(prompt, prompt + 1, prompt, prompt + 3, n_resamples=200)
-    assert found.estimate == pytest.approx(2.0)
-    assert found.high - found.low < 1e-12
+    interval = stats.difference_in_differences(prompt, prompt + 1, prompt, prompt + 3, n_resamples=200)
+    assert interval.estimate == pytest.approx(2.0)
+    assert interval.high - interval.low < 1e-12
 
 
 def test_sign_flip_of_fifty_equal_signs_has_monte_carlos_bound():
@@ -104,16 +104,16 @@ def test_gap_closed_of_its_own_ends():
 def test_student_covers_as_it_says():
     rng = np.random.default_rng(1)
     for n in (2, 3, 5, 20):
-        found = [stats.student(row) for row in rng.normal(3.0, 2.0, (2000, n))]
-        assert 0.935 <= np.mean([i.low <= 3.0 <= i.high for i in found]) <= 0.965
+        intervals = [stats.student(row) for row in rng.normal(3.0, 2.0, (2000, n))]
+        assert 0.935 <= np.mean([i.low <= 3.0 <= i.high for i in intervals]) <= 0.965
 
 
 def test_student_by_its_formula():
-    found = stats.student([0.50, 0.52, 0.54])
+    interval = stats.student([0.50, 0.52, 0.54])
     # t of two degrees of freedom is 4.302653; s / sqrt(3) is 0.02 / sqrt(3).
     half = 4.302653 * 0.02 / math.sqrt(3)
-    assert (found.low, found.high) == (pytest.approx(0.52 - half), pytest.approx(0.52 + half))
-    assert (found.n, found.level, stats.student([1.0, 3.0]).estimate) == (3, 0.95, 2.0)
+    assert (interval.low, interval.high) == (pytest.approx(0.52 - half), pytest.approx(0.52 + half))
+    assert (interval.n, interval.level, stats.student([1.0, 3.0]).estimate) == (3, 0.95, 2.0)
 
 
 def test_student_needs_a_second_value():

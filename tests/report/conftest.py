@@ -35,9 +35,9 @@ def summary(name, kl, n_bytes=1000, **more):
     } | more  # fmt: skip
 
 
-def measured(*found):
+def measured(*summaries):
     reference = summary("full precision", 0.0, 4000, kl_95=None)
-    return {"model": "toy", "on": ON, "weights": [reference, *found], "prompts": list(TEXTS)}
+    return {"model": "toy", "on": ON, "weights": [reference, *summaries], "prompts": list(TEXTS)}
 
 
 def weight(name, **more):

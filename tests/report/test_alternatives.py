@@ -21,8 +21,8 @@ def test_every_set_of_weights_has_a_row_and_a_point():
 
 
 def test_one_point_is_no_plot():
-    for found in ([summary("Q", 0.02)], [summary("Q", 0.02), summary("unknown", 0.1, None)]):
-        assert "<circle" not in alternatives(measured(*found))
+    for summaries in ([summary("Q", 0.02)], [summary("Q", 0.02), summary("unknown", 0.1, None)]):
+        assert "<circle" not in alternatives(measured(*summaries))
 
 
 def test_names_of_points_that_are_close_do_not_cover_each_other():
@@ -51,9 +51,9 @@ def test_facts_are_of_one_set_of_weights():
 
 def test_hidden_states_have_no_kl():
     hidden = {"output": "hidden"}
-    found = measured(summary("Q", 0.02, **hidden), summary("Q2", 0.03, **hidden))
-    found["weights"][0] |= hidden
-    text = alternatives(found) + facts(measured(summary("Q", 0.02)) | {"weights": found["weights"][:2]})
+    data = measured(summary("Q", 0.02, **hidden), summary("Q2", 0.03, **hidden))
+    data["weights"][0] |= hidden
+    text = alternatives(data) + facts(measured(summary("Q", 0.02)) | {"weights": data["weights"][:2]})
     assert "KL" not in text
     assert "squared relative error" in text
     assert "cosine" in text
@@ -75,8 +75,8 @@ def test_prompts_of_several_sets_of_weights_are_side_by_side():
 
 
 def test_weights_that_overflow_are_shown_as_such():
-    found = measured(summary("broken", float("nan"), kl_95=None), summary("Q", 0.1), summary("Q2", 0.2))
-    text = alternatives(found) + changed_prompts(found)
+    data = measured(summary("broken", float("nan"), kl_95=None), summary("Q", 0.1), summary("Q2", 0.2))
+    text = alternatives(data) + changed_prompts(data)
     assert "nan</td>" in text
     assert "nan%" not in text
     assert text.count("<circle") == 2
@@ -101,8 +101,8 @@ def test_points_stand_at_bytes_and_divergence():
 
 
 def test_a_name_moves_up_only_beside_another():
-    def heights(*found):
-        text = alternatives(measured(*found))
+    def heights(*given):
+        text = alternatives(measured(*given))
         names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
         return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
 
@@ -135,9 +135,9 @@ def test_own_rows_are_marked_and_missing_numbers_are_dashes():
 
 
 def test_eight_prompts_are_shown_the_worst_first():
-    found = measured(summary("Q", 1.0, kl_by_prompt=[i / 10 for i in range(10)]))
-    found["prompts"] = [f"prompt {i}" for i in range(10)]
-    text = changed_prompts(found)
+    data = measured(summary("Q", 1.0, kl_by_prompt=[i / 10 for i in range(10)]))
+    data["prompts"] = [f"prompt {i}" for i in range(10)]
+    text = changed_prompts(data)
     assert re.findall(r"<th scope=row class=quote>prompt (\d)</th>", text) == list("98765432")
     assert "8 of 10 prompts" in text
     widths = [float(w) for w in re.findall(r"width:([\d.]+)%", text)]
@@ -175,8 +175,8 @@ def test_ticks_and_names_stand_beside_what_they_name():
 
 
 def test_names_give_way_by_height_and_width():
-    def heights(*found):
-        text = alternatives(measured(*found))
+    def heights(*given):
+        text = alternatives(measured(*given))
         names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
         return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
 
@@ -206,10 +206,10 @@ def test_ticks_are_round_and_reach_the_largest(most, ticks):
 def test_prompts_are_scored_relative_to_a_checkpoints_mean():
     big = summary("big", 10.0, kl_by_prompt=[12.0, 9.0, 9.0])
     small = summary("small", 0.1, kl_by_prompt=[0.1, 0.05, 0.15])
-    found = changed_prompts(measured(big, small))
+    html = changed_prompts(measured(big, small))
     # 1.2 + 1, 0.9 + 0.5 and 0.9 + 1.5 of the means.
-    assert re.findall(r'class=number data-sort="(\d)\.0">\d</td>', found) == ["2", "0", "1"]
-    assert "3 of 3 prompts" in found
-    assert ">second &amp; more<" not in found
-    assert ">the second &amp; more<" in found
-    assert f">{'x' * 160}<" in found
+    assert re.findall(r'class=number data-sort="(\d)\.0">\d</td>', html) == ["2", "0", "1"]
+    assert "3 of 3 prompts" in html
+    assert ">second &amp; more<" not in html
+    assert ">the second &amp; more<" in html
+    assert f">{'x' * 160}<" in html

@@ -38,9 +38,9 @@ def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tm
     assert "* 9 weights: INT4, groups of 16, float16 scales" in card
     assert "4 prompts, 96 tokens of embedded evaluation text, at 3 steps" in card
     asked = ("evaluate", saved_model, folder, *FEW, "--llama-cpp-style", "--json")
-    found = json.loads(command(*asked)[1])[1]
-    assert f"| quantized | {found['kl']:.3g} [" in card
-    assert f"| {found['tokens']['quantiles'][50]:.3g} | {found['tokens']['quantiles'][99]:.3g} |" in card
+    data = json.loads(command(*asked)[1])[1]
+    assert f"| quantized | {data['kl']:.3g} [" in card
+    assert f"| {data['tokens']['quantiles'][50]:.3g} | {data['tokens']['quantiles'][99]:.3g} |" in card
     assert "](card.png)" in card
     assert (folder / "card.png").read_bytes().startswith(b"\x89PNG")
     assert f"loopq quantize {saved_model} --like {folder.name} " in card
@@ -62,8 +62,8 @@ def test_the_command_of_a_card_makes_the_same_codes(saved_model, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my text.txt").write_text("one two three four five six seven. " * 60)
     for name, text in (("a", ()), ("b", ("--calibration", "my text.txt"))):
-        made = ("--preset", "fast", "--group-size", 16, "--n-prompts", 3, "--seq-len", 24, "--n-steps", 2)
-        assert command("quantize", saved_model, "--out", name, *made, *text)[0] == 0
+        options = ("--preset", "fast", "--group-size", 16, "--n-prompts", 3, "--seq-len", 24, "--n-steps", 2)
+        assert command("quantize", saved_model, "--out", name, *options, *text)[0] == 0
         assert command("card", name, saved_model, "--system", "huginn", *FEW)[0] == 0
         (line,) = [s for s in (tmp_path / name / "README.md").read_text().splitlines() if s[:5] == "loopq"]
         assert " --system huginn " in line
@@ -129,17 +129,17 @@ def card(tmp_path, *measured, model=None, base=None, text=TEXT):
             layer(8, 64, name="c.weight"),
             layer(8, 64, bits=2, group_size=-1, name="d.weight"),
         )
-        made = checkpoint(*layers)
-        made.settings["calibration"]["sha256"] = "0123456789abcdef" * 4
-        NATIVE.write(folder, made)
+        stored = checkpoint(*layers)
+        stored.settings["calibration"]["sha256"] = "0123456789abcdef" * 4
+        NATIVE.write(folder, stored)
     return write_card(folder, model, base, measured, text).read_text().splitlines()
 
 
 def test_each_grid_is_counted_with_its_scales(tmp_path):
     lines = card(tmp_path)
-    told = ["license: unknown", "library_name: loopq", "pipeline_tag: text-generation"]
+    front = ["license: unknown", "library_name: loopq", "pipeline_tag: text-generation"]
     tags = ["- loopq", "- looped-transformer", "- 2-bit", "- 4-bit"]
-    assert lines[:10] == ["---", *told, "tags:", *tags, "---"]
+    assert lines[:10] == ["---", *front, "tags:", *tags, "---"]
     assert "# q, quantized by loopq" in lines
     assert "* 2 weights: INT4, groups of 32, float16 scales" in lines
     assert "* 1 weights: INT2, one scale a row, float16 scales" in lines
@@ -160,10 +160,10 @@ def test_a_row_for_each_measurement_with_the_interval_if_known(tmp_path):
         "| full | 0.0123 | 98.76 % | 3.0000 | 2.00 kB |",
         "| Q | 0.0123 [0.01, 0.02] | 98.76 % | 3.0000 | 2.00 kB |",
     ]
-    (told,) = [line for line in lines if line.startswith("Measured by")]
+    (origin,) = [line for line in lines if line.startswith("Measured by")]
     for words in ("3 prompts, 96 tokens of a text", "at 4 steps, 2 initial states"):
-        assert words in told
-    assert "Chunks" not in told
+        assert words in origin
+    assert "Chunks" not in origin
     assert not (tmp_path / "q" / "card.png").exists()
     assert "# y, quantized by loopq" in lines
     assert lines[1:4] == ["base_model: y", "base_model_relation: quantized", "license: unknown"]
@@ -186,8 +186,8 @@ def test_chunks_have_quantiles_and_a_picture(tmp_path):
     table = [line for line in lines if line.startswith("|")]
     assert table[0].endswith("| perplexity | median KL | 99 % KL | bytes |")
     assert table[3].endswith("| 3.0000 | 0.05 | 0.099 | 2.00 kB |")
-    (told,) = [line for line in lines if line.startswith("Measured by")]
-    assert "Chunks as of llama.cpp" in told
+    (origin,) = [line for line in lines if line.startswith("Measured by")]
+    assert "Chunks as of llama.cpp" in origin
     assert (tmp_path / "q" / "card.png").read_bytes().startswith(b"\x89PNG")
     assert "![KL by token](card.png)" in lines
 
@@ -246,9 +246,9 @@ def test_a_config_may_name_the_hub_id(tmp_path, stated):
     ],
 )
 def test_the_task_follows_from_the_architecture(tmp_path, name, output, kind):
-    made = checkpoint(layer(8, 64))
-    made.side_files["config.json"] = json.dumps({} if name is None else {"architectures": [name]}).encode()
-    NATIVE.write(tmp_path / "q", made)
+    stored = checkpoint(layer(8, 64))
+    stored.side_files["config.json"] = json.dumps({} if name is None else {"architectures": [name]}).encode()
+    NATIVE.write(tmp_path / "q", stored)
     measured = (summary("full", output=output), summary("Q", output=output))
     assert f"pipeline_tag: {kind}" in card(tmp_path, *measured, model="m")
 

@@ -36,8 +36,8 @@ def make(monkeypatch, name, folder, data=None, **sizes):
 def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     (page,), left = make(monkeypatch, "huginn_small", tmp_path, seq_len=32)
     assert left == []
-    found = json.loads(page.with_suffix(".json").read_text("utf-8"))
-    assert found["unavailable"] == []
+    data = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    assert data["unavailable"] == []
     with opened(tmp_path / "profile") as browser:
         check(browser, page, n_figures=len(FIGURES.names()))
 
@@ -50,17 +50,17 @@ def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_fol
     monkeypatch.setattr(rank, "_MAX_DIM_ALL_STEPS", 1024)
     (page,), left = make(monkeypatch, PLBERT, tmp_path, data_folder, seq_len=24)
     assert left == []
-    found = json.loads(page.with_suffix(".json").read_text("utf-8"))
-    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    data = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    reasons = {u["section"]: u["reason"] for u in data["unavailable"]}
     assert set(reasons) >= {"agreement and KL", "unpaired runs"}
     assert "hidden states and no logits" in reasons["agreement and KL"]
     assert "not random" in reasons["unpaired runs"]
-    assert set(found["sections"]) >= {"ranks", "overlap", "ablation", "injection", "feedback", "groups"}
+    assert set(data["sections"]) >= {"ranks", "overlap", "ablation", "injection", "feedback", "groups"}
     text = page.read_text("utf-8")
     shown = text[text.index('id="unavailable"') : text.index('<section id="again">')]
     assert all(html.escape(reason) in shown for reason in reasons.values())
     with opened(tmp_path / "profile") as browser:
-        check(browser, page, n_figures=len(all_figures(found)))
+        check(browser, page, n_figures=len(all_figures(data)))
 
 
 def test_plbert_is_left_out_with_a_word_where_it_is_not(monkeypatch, tmp_path, capsys):

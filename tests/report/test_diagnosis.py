@@ -28,7 +28,7 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
 
 @pytest.mark.slow
 def test_systems_without_steps_have_a_page_that_says_why():
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             BlindSystem(LinearLoop(width=8)),
             tokens(n_tokens=12),
@@ -37,7 +37,7 @@ def test_systems_without_steps_have_a_page_that_says_why():
         ),
         only=["ranks", "ablation", "feedback"],
     )
-    text = page.render(found)
+    text = page.render(diagnosis)
     assert "Parts that could not run" in text
     assert "has no single-step function" in text
     assert "Every layer has an identity path" in text

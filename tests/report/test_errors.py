@@ -31,7 +31,7 @@ def test_checkpoints_have_the_same_shades():
     # 4 times as large: darker, and the same value has the same shade.
     assert max(int(s) for s, _ in cells(maps[0])) < max(int(s) for s, _ in cells(maps[2])) == 6
     shade = {value: {s for s, v in cells(maps[0]) + cells(maps[2]) if v == value} for value in ("11", "22")}
-    assert all(len(found) == 1 for found in shade.values())
+    assert all(len(shades) == 1 for shades in shade.values())
     assert "Q3: Error as it arrives" in text
 
 

@@ -30,8 +30,8 @@ HIDDEN = '[...document.querySelectorAll("a.save, nav, .readout, .action")].filte
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    with opened(tmp_path_factory.mktemp("profile")) as found:
-        yield found
+    with opened(tmp_path_factory.mktemp("profile")) as opened_browser:
+        yield opened_browser
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +73,13 @@ def test_on_a_desk_no_letter_is_small_and_no_figure_is_cut(browser, path, width)
 def test_the_shade_of_a_cell_on_the_screen_follows_its_number(browser, path, scheme):
     browser.show(path, scheme=scheme)
     browser.ask('document.querySelector("table.heat").scrollIntoView({behavior: "instant"})')
-    found = browser.ask(
+    cells = browser.ask(
         '[...document.querySelectorAll("table.heat")[0].querySelectorAll("td")].map((c) => '
         "[Number(c.textContent), c.getBoundingClientRect().x, c.getBoundingClientRect().y])"
     )
     screen = pixels(browser)
     # Three pixels in from a corner: beside the number and the round edge.
-    light = [screen[int(y) + 3, int(x) + 3].mean() for _, x, y in sorted(found)]
+    light = [screen[int(y) + 3, int(x) + 3].mean() for _, x, y in sorted(cells)]
     assert len(light) == 8
     steps = [(b - a) * (1 if scheme == "dark" else -1) for a, b in itertools.pairwise(light[:7])]
     assert min(steps) > 8

@@ -18,8 +18,8 @@ def test_layers_are_grouped_by_block():
         "model.layers.0.mlp.up.weight",
         "h.1.c.weight",
     ]
-    found = loopfigure.blocks([{"name": n} for n in names])
-    assert {k: len(v) for k, v in found.items()} == {"adapter": 1, "layers.0": 2, "h.1": 1}
+    groups = loopfigure.blocks([{"name": n} for n in names])
+    assert {k: len(v) for k, v in groups.items()} == {"adapter": 1, "layers.0": 2, "h.1": 1}
 
 
 def test_a_deep_stack_is_drawn_without_names(diagnosis):

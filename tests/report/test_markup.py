@@ -15,9 +15,9 @@ from tests.report.conftest import errors
 
 
 def test_what_is_not_finite_is_a_dash():
-    found = errors(Q4=1.0)
-    found["weights"]["Q4"]["moved"]["core.0.mlp.weight"] = [0.1, 0.1, None, None]
-    assert error_maps(found, None).count("<td>-</td>") == 2
+    data = errors(Q4=1.0)
+    data["weights"]["Q4"]["moved"]["core.0.mlp.weight"] = [0.1, 0.1, None, None]
+    assert error_maps(data, None).count("<td>-</td>") == 2
 
 
 def test_shades_are_equal_ratios():
@@ -38,10 +38,10 @@ def test_shades_are_equal_ratios():
 
 
 def test_many_steps_are_thinned_and_said():
-    found = errors(Q4=1.0)
-    for rows in found["weights"]["Q4"].values():
+    data = errors(Q4=1.0)
+    for rows in data["weights"]["Q4"].values():
         rows.update({name: [0.1] * 60 for name in rows})
-    text = error_maps(found, None)
+    text = error_maps(data, None)
     assert "Error as it arrives [%], 1 step of 3 is shown" in text
     assert "<th scope=col>59</th>" in text
     assert "<th scope=col>58</th>" not in text
@@ -89,26 +89,26 @@ def test_a_share_that_is_not_finite_has_no_bar():
 
 
 def test_a_table_has_heads_that_span_and_rows_with_names():
-    found = markup.table(
+    html = markup.table(
         "what", ["name", "n", "bar", "", "<x>"],
         [["<a>", markup.number(2.0), markup.bar(0.5), Cell("t"), "z"]],
     )  # fmt: skip
-    heads = re.findall(r"<th scope=col([^>]*)>(.*?)</th>", found)
+    heads = re.findall(r"<th scope=col([^>]*)>(.*?)</th>", html)
     assert heads == [("", "name"), (" class=number", "n"), (" colspan=2", "bar"), ("", "&lt;x&gt;")]
-    cells = re.findall(r"<t([hd])([^>]*)>(.*?)</t[hd]>", found.split("<tbody>")[1])
+    cells = re.findall(r"<t([hd])([^>]*)>(.*?)</t[hd]>", html.split("<tbody>")[1])
     assert cells[0] == ("h", " scope=row", "&lt;a&gt;")
     assert cells[1] == ("d", ' class=number data-sort="2.0"', "2")
     assert cells[2][1] == ' class=plot data-sort="0.5"'
     assert cells[3:] == [("d", "", "t"), ("d", "", "z")]
-    assert 'aria-label="what"' in found
-    assert "soft" not in found
+    assert 'aria-label="what"' in html
+    assert "soft" not in html
 
 
 def test_a_table_with_a_name_can_be_sorted():
-    found = markup.table("what", ["a", ""], [["x", "y"]], caption="<c>", name="t")
-    assert '<p class="soft">&lt;c&gt;<span class="action"> Click a heading to sort.</span></p>' in found
-    assert '<table id=t class="sortable">' in found
-    assert '<th scope=col colspan=2><button type="button">a</button></th>' in found
+    html = markup.table("what", ["a", ""], [["x", "y"]], caption="<c>", name="t")
+    assert '<p class="soft">&lt;c&gt;<span class="action"> Click a heading to sort.</span></p>' in html
+    assert '<table id=t class="sortable">' in html
+    assert '<th scope=col colspan=2><button type="button">a</button></th>' in html
     described = markup.described("<T>", "c", ["a"], [])
     assert described.startswith('<h3>&lt;T&gt;</h3><p class="soft">c</p>')
     assert "button" not in described
@@ -143,12 +143,12 @@ def test_the_legend_names_the_ends_of_each_shade():
 
 def test_a_map_shows_each_step_up_to_a_number_of_columns():
     shades = Shades(0.01, 1.0)
-    found = markup.heat_map("t", {"<a>": [0.5, None], "b": [0.01] * 24}, shades)
-    assert re.findall(r"<th scope=col>(\w+)</th>", found) == ["step", *map(str, range(24))]
-    first = re.search(r"&lt;a&gt;</th>(.*?)</tr>", found)[1]
+    html = markup.heat_map("t", {"<a>": [0.5, None], "b": [0.01] * 24}, shades)
+    assert re.findall(r"<th scope=col>(\w+)</th>", html) == ["step", *map(str, range(24))]
+    first = re.search(r"&lt;a&gt;</th>(.*?)</tr>", html)[1]
     assert first == f"<td class=h{shades.of_value(0.5)}>50</td><td>-</td>" + "<td></td>" * 22
-    assert "is shown" not in found
-    assert "<caption>t [%]</caption>" in found
+    assert "is shown" not in html
+    assert "<caption>t [%]</caption>" in html
     thin = markup.heat_map("t", {"b": [0.01] * 26}, shades, "x")
     assert re.findall(r"<th scope=col>(\w+)</th>", thin) == ["step", *map(str, range(0, 26, 2)), "25"]
     assert "[x], 1 step of 2 is shown" in thin

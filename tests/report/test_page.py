@@ -23,13 +23,13 @@ class Outline(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.tags.append(tag)
-        if "id" in found:
-            self.ids.append(found["id"])
+        if "id" in attributes:
+            self.ids.append(attributes["id"])
         for key in ("src", "href", "xlink:href"):
-            if found.get(key) and not found[key].startswith(("#", "data:")):
-                self.loads.append(found[key])
+            if attributes.get(key) and not attributes[key].startswith(("#", "data:")):
+                self.loads.append(attributes[key])
 
 
 def test_page_loads_nothing_and_has_no_id_twice(everything):
@@ -57,8 +57,8 @@ def test_the_same_diagnosis_gives_the_same_bytes(diagnosis, text):
 
 
 def test_numbers_that_are_none_are_saved_as_null():
-    found = measured(summary("broken", float("nan"), kl_95=None))
-    assert saved(page.render(measured=found))["measured"]["weights"][1]["kl"] is None
+    data = measured(summary("broken", float("nan"), kl_95=None))
+    assert saved(page.render(measured=data))["measured"]["weights"][1]["kl"] is None
 
 
 def test_data_fits_its_schema(diagnosis, tmp_path):
@@ -82,19 +82,19 @@ def test_the_title_names_the_model_and_what_was_done(diagnosis):
 
 def test_the_intro_tells_texts_warnings_and_sizes(diagnosis):
     assert page._intro(None, None) == ""
-    found = measured(summary("Q", 0.5, warning="seen before"), summary("R", 0.5))
-    found["on"] = found["on"] | {"n_tokens": 12_345}
-    text = page._intro(None, found)
+    data = measured(summary("Q", 0.5, warning="seen before"), summary("R", 0.5))
+    data["on"] = data["on"] | {"n_tokens": 12_345}
+    text = page._intro(None, data)
     for words in ("on 3 prompts, 12,345 tokens of a <text>, 3 steps", "of each: 1,", "Q: seen before."):
         assert words in text
     assert "Diagnosed" not in text
     model = diagnosis["model"]
-    told = page._intro({**diagnosis, "model": model | {"n_parameters": 1_234_567}}, None)
+    intro = page._intro({**diagnosis, "model": model | {"n_parameters": 1_234_567}}, None)
     assert (
         f"system {model['system']}, {model['n_steps']} steps, 1,234,567 parameters, {model['dtype']}; "
-        in told
+        in intro
     )
-    assert told.endswith(f"{diagnosis['data']['n_tokens']:,} tokens of {diagnosis['data']['source']}.")
+    assert intro.endswith(f"{diagnosis['data']['n_tokens']:,} tokens of {diagnosis['data']['source']}.")
     assert "parameters" not in page._intro({**diagnosis, "model": model | {"n_parameters": None}}, None)
 
 

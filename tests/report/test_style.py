@@ -69,10 +69,10 @@ def test_a_picture_is_one_element_with_ids_of_its_own():
     ids = [set(re.findall(r'\bid="([^"]+)"', text)) for text in (first, second)]
     assert ids[0]
     assert not ids[0] & ids[1]
-    for text, own in zip((first, second), ids, strict=True):
+    for text, defined in zip((first, second), ids, strict=True):
         used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
         assert used
-        assert used <= own
+        assert used <= defined
         assert "<metadata>" not in text
         assert "#000000" not in text
         assert "currentColor" in text

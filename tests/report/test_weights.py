@@ -12,13 +12,13 @@ from tests.report.conftest import left, weight
 
 def test_every_tensor_is_shown_with_its_grid_or_reason(loaded, tokens, monkeypatch):
     monkeypatch.setattr("loopq.run.outside.LEAST", 16)
-    found = loopq.quantize(
+    result = loopq.quantize(
         loaded, tokens, n_steps=3, group_size=16, method="gptq", outside=8, exclude=("*attn.proj*",)
     )
-    rows = {row["name"]: row for row in tensors(found, reasons(loaded.system, 3))}
-    assert set(rows) == {*found.layers, *found.dense}
-    assert sum(row["n_bytes"] for row in rows.values()) == found.n_bytes
-    report = found.layers["transformer.adapter.weight"].report
+    rows = {row["name"]: row for row in tensors(result, reasons(loaded.system, 3))}
+    assert set(rows) == {*result.layers, *result.dense}
+    assert sum(row["n_bytes"] for row in rows.values()) == result.n_bytes
+    report = result.layers["transformer.adapter.weight"].report
     assert rows["transformer.adapter.weight"]["error"] == pytest.approx(
         (report["proxy"] / report["proxy_total"]) ** 0.5
     )
@@ -29,12 +29,12 @@ def test_every_tensor_is_shown_with_its_grid_or_reason(loaded, tokens, monkeypat
     assert (table["bits"], table["error"]) == (8, None)
     text = done({"Q": list(rows.values())})
     assert "INT8, groups of 16" in text
-    assert f"{len(found.layers)} of {len(rows)} tensors are quantized" in text
+    assert f"{len(result.layers)} of {len(rows)} tensors are quantized" in text
 
 
 def test_a_table_outside_the_loop_says_how_it_is_rounded(loaded, tokens):
-    found = loopq.quantize(loaded, tokens, n_steps=3, group_size=16, method="rtn")
-    (row,) = [r for r in tensors(found, reasons(loaded.system, 3)) if r["name"] == "transformer.wte.weight"]
+    result = loopq.quantize(loaded, tokens, n_steps=3, group_size=16, method="rtn")
+    (row,) = [r for r in tensors(result, reasons(loaded.system, 3)) if r["name"] == "transformer.wte.weight"]
     assert row["reason"].startswith("outside the loop")
     assert "--outside 8" in row["reason"]
 

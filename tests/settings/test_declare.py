@@ -216,9 +216,9 @@ def test_another_choice_keeps_what_both_have():
     assert chalk.tool == Chalk(width=5)
     assert chalk.changed(tool="pen").tool == Pen(width=5)
     assert Desk().changed(tool="chalk", width=3).tool == Chalk(width=3)
-    found = LayerConfig.of(method="gptq", damping=0.2, damping_kind="tail", bits=3).changed(method="gptq-cd")
-    assert (found.method.damping.fraction, found.method.damping.kind, found.grid.bits) == (0.2, "tail", 3)
-    assert found.changed(method="gptq").method.damping.fraction == 0.2
+    config = LayerConfig.of(method="gptq", damping=0.2, damping_kind="tail", bits=3).changed(method="gptq-cd")
+    assert (config.method.damping.fraction, config.method.damping.kind, config.grid.bits) == (0.2, "tail", 3)
+    assert config.changed(method="gptq").method.damping.fraction == 0.2
     with pytest.raises(ConfigError, match=r"unknown tool 'pencil'.*known: chalk, pen"):
         Desk().changed(tool="pencil")
 
@@ -301,9 +301,9 @@ def test_plain_data_gives_the_settings_back(config):
     ],
 )
 def test_values_are_read_from_text(annotation, text, value):
-    found = parse_text(annotation, text)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse_text(annotation, text)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +360,8 @@ def test_defaults_of_the_leaves_are_those_of_the_settings():
     for kind in (QuantConfig, Execution, CalibrationTake):
         flat, names = kind().flat(), leaves(kind)
         for name in set(flat) & set(names):
-            own = [e.default for e in names[name] if not e.choice or e.chosen == flat[e.choice]]
-            assert own[:1] == [flat[name]], name
+            defaults = [e.default for e in names[name] if not e.choice or e.chosen == flat[e.choice]]
+            assert defaults[:1] == [flat[name]], name
         # The others belong to a choice or a part that is not there by default.
         for name in set(names) - set(flat):
             assert names[name][0].choice or len(names[name][0].path) > 1, name
@@ -392,7 +392,7 @@ def test_options_reach_the_settings():
                  "--scale-bits", "none", "--unsigned-scales", "--no-refit", "--inputs", "asymmetric", "--alpha", "0.5",
                  "--fit", "900K", "--fit-bits", "2,4",
                  "--layer", "a*=>bits=8,metric=inputs", "--exclude", "x", "--exclude", "y"]  # fmt: skip
-    found = quant_config(parser().parse_args(arguments))
+    config = quant_config(parser().parse_args(arguments))
     expected = QuantConfig.of(
         Override("a*", {"bits": 8, "metric": "inputs"}),
         preset="best",
@@ -407,7 +407,7 @@ def test_options_reach_the_settings():
         fit=Fit(900 * 1024, bits=(2, 4)),
         exclude=("x", "y"),
     )
-    assert found == expected
+    assert config == expected
     assert quant_config(parser().parse_args(["quantize", "model", "--out", "q"])) == QuantConfig()
     flags = [f"--{k.replace('_', '-')}" for k in PRESETS["best"]]
     assert said("quantize", flags) == flags

@@ -45,23 +45,23 @@ from ..support.checkpoints import checkpoint, layer, reseal
 
 def test_tensors_are_those_of_the_safetensors_library(tmp_path):
     rng = np.random.default_rng(0)
-    made = {
+    written = {
         "a": RawTensor.of(rng.integers(0, 2**16, (3, 5)).astype(np.uint16), "BF16"),
         "b": RawTensor.of(rng.normal(size=(2, 0, 4))),
         "c": RawTensor.of(np.float16(rng.normal(size=7))),
         "d": RawTensor.of(np.array(3, np.int8)),
         "e": RawTensor.of(rng.integers(0, 2, 9).astype(bool)),
     }
-    write_tensors(tmp_path / "x.safetensors", made, {"key": "value"})
-    found = read_tensors(tmp_path / "x.safetensors")
+    write_tensors(tmp_path / "x.safetensors", written, {"key": "value"})
+    tensors = read_tensors(tmp_path / "x.safetensors")
     for name, tensor in map_tensors(tmp_path / "x.safetensors").items():
-        assert (tensor.dtype, tensor.shape) == (found[name].dtype, found[name].shape)
-        np.testing.assert_array_equal(tensor.data, found[name].data)
+        assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
+        np.testing.assert_array_equal(tensor.data, tensors[name].data)
     library = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
-    assert set(found) == set(library) == set(made)
-    for name, tensor in found.items():
+    assert set(tensors) == set(library) == set(written)
+    for name, tensor in tensors.items():
         assert (tensor.dtype, list(tensor.shape)) == (library[name]["dtype"], list(library[name]["shape"]))
-        assert tensor.data.tobytes() == bytes(library[name]["data"]) == made[name].data.tobytes()
+        assert tensor.data.tobytes() == bytes(library[name]["data"]) == written[name].data.tobytes()
     assert read_header(tmp_path / "x.safetensors")[1] == {"key": "value"}
 
 
@@ -74,11 +74,11 @@ def test_mapped_tensors_are_aligned_read_only_and_outlive_files(tmp_path):
     header = f'{{"a":{entry}}}'.encode()
     header += b" " * (-len(header) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + np.float32([1.5, -2]).tobytes())
-    found = map_tensors(path)
-    assert found["b"].array().flags.aligned
+    tensors = map_tensors(path)
+    assert tensors["b"].array().flags.aligned
     write_tensors(path, {"a": RawTensor.of(np.zeros(1000))})
-    assert found["a"].data.tolist() == [7]
-    assert found["b"].float32().tolist() == [1.5, -2]
+    assert tensors["a"].data.tolist() == [7]
+    assert tensors["b"].float32().tolist() == [1.5, -2]
     big = map_tensors(path)["a"]
     with pytest.raises(ValueError, match="read-only"):
         big.data[0] = 1
@@ -177,8 +177,8 @@ def _stand(place, kind, other):
     if kind == "pipe":
         os.mkfifo(place)
     elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(str(place))
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(place))
     elif kind == "device":
         if os.geteuid():
             pytest.skip("only root makes devices")

@@ -20,8 +20,8 @@ def test_leftovers_of_dead_processes_alone_are_removed(tmp_path):
         os._exit(0)
     os.waitpid(dead, 0)
     with replacing(tmp_path / "file") as alive:
-        own = f"-{os.getpid()}-"
-        stale = alive.with_name(alive.name.replace(own, f"-{dead}-"))
+        part = f"-{os.getpid()}-"
+        stale = alive.with_name(alive.name.replace(part, f"-{dead}-"))
         stale.touch()
         alive.touch()
         unmarked = tmp_path / stale.name.replace("tmp", "partial")

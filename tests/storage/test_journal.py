@@ -13,8 +13,8 @@ ARRAYS = {"a/b": RawTensor.of(np.arange(6, dtype=np.int64).reshape(2, 3)), "c": 
 
 
 def piece_of(journal, name):
-    found = journal.find(name)
-    return found and ({n: t.array().tolist() for n, t in found.tensors.items()}, found.facts)
+    piece = journal.find(name)
+    return piece and ({n: t.array().tolist() for n, t in piece.tensors.items()}, piece.facts)
 
 
 def test_a_piece_comes_back_as_it_was_saved(tmp_path):

@@ -22,12 +22,12 @@ def test_a_tensor_comes_back_in_its_type(dtype):
 
 def test_without_a_copy_the_bytes_are_the_tensors_own():
     tensor = torch.zeros(3)
-    copied, own = raw(tensor), raw(tensor, copy=False)
+    copied, mapped = raw(tensor), raw(tensor, copy=False)
     tensor[1] = 2.0
-    assert own.array().tolist() == [0.0, 2.0, 0.0]
+    assert mapped.array().tolist() == [0.0, 2.0, 0.0]
     assert copied.array().tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="read-only"):
-        own.data[0] = 1
+        mapped.data[0] = 1
 
 
 def test_a_type_that_files_do_not_hold_is_refused():

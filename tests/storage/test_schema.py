@@ -132,8 +132,8 @@ def test_a_whole_file_is_read():
         "kind": "b", "pair": [2, "y"], "many": [{"n": 3}, {"n": 4}], "by_step": {"0": 0.5, "10": 1.0}, "maybe": True,
         "other": [1], "and": None,
     }  # fmt: skip
-    found = checked(File, data, "f")
-    assert found == File(
+    value = checked(File, data, "f")
+    assert value == File(
         "f",
         Inner(1),
         "b",

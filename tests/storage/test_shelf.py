@@ -27,8 +27,8 @@ def test_arrays_are_what_was_put_and_take_no_memory(tmp_path: Path, monkeypatch:
             ((200, 100), np.float32),
         )
     ]
-    found = [shelf.put(a) for a in arrays]
-    for got, array in zip(found, arrays, strict=True):
+    stored = [shelf.put(a) for a in arrays]
+    for got, array in zip(stored, arrays, strict=True):
         assert np.array_equal(got, array)
         assert got.dtype == array.dtype
         assert not got.flags.writeable
@@ -37,7 +37,7 @@ def test_arrays_are_what_was_put_and_take_no_memory(tmp_path: Path, monkeypatch:
             base = base.base
     assert not list(tmp_path.iterdir())
     del shelf
-    assert np.array_equal(found[3], arrays[3])
+    assert np.array_equal(stored[3], arrays[3])
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

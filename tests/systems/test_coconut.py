@@ -50,13 +50,13 @@ def test_states_are_measured_and_a_jacobian_needs_a_square(monkeypatch):
         DiagnoseConfig(n_prompts=3, seeds=(0,)),
         execution=Execution(threads=1),
     )
-    found = survey.diagnose(context, only=["overlap", "feedback", "displacement", "jacobian"])
-    assert set(found["sections"]) == {"overlap", "feedback", "displacement"}
-    assert [u["section"] for u in found["unavailable"]] == ["jacobian"]
-    assert "no state of fixed size" in found["unavailable"][0]["reason"]
+    diagnosis = survey.diagnose(context, only=["overlap", "feedback", "displacement", "jacobian"])
+    assert set(diagnosis["sections"]) == {"overlap", "feedback", "displacement"}
+    assert [u["section"] for u in diagnosis["unavailable"]] == ["jacobian"]
+    assert "no state of fixed size" in diagnosis["unavailable"][0]["reason"]
     # The first state is empty, so the first thought is compared with all.
     assert compared == [[1, 3]]
-    error = found["sections"]["feedback"]["settings"]["per channel"]["all columns"]["error"]
+    error = diagnosis["sections"]["feedback"]["settings"]["per channel"]["all columns"]["error"]
     assert 0 < error[0] < error[-1]
 
 
@@ -93,8 +93,8 @@ def test_marks_stand_once_behind_the_question_of_every_prompt():
             system.embed(batch(*rows))
     assert system.prompt_ids([1, 2]) == [1, 2, start, end]
     assert system.prompt_ids([1, start, end]) == [1, start, end]
-    (told,) = system.describe_loop()
-    assert f"tokens {start} (start) and {end} (end)" in told
+    (line,) = system.describe_loop()
+    assert f"tokens {start} (start) and {end} (end)" in line
 
 
 def test_logits_stand_beside_the_ids_with_and_without_marks():
@@ -134,8 +134,8 @@ def test_steps_give_the_logits_of_the_rollout():
         for t in range(3):
             state = system.step(state, embedding, t, 4)
         assert state.shape == (2, 3, width)
-        found = system.predict(state, embedding)
-        torch.testing.assert_close(found, system.rollout(data, 4), rtol=1e-4, atol=1e-5)
+        logits = system.predict(state, embedding)
+        torch.testing.assert_close(logits, system.rollout(data, 4), rtol=1e-4, atol=1e-5)
 
 
 def test_positions_hold_question_latents_and_marks():

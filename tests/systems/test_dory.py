@@ -66,7 +66,7 @@ def test_text_is_that_of_the_models_own_cache(mode: str, tmp_path: Path) -> None
     decoder = Decoder(loaded.system, 3, settings)
     assert not decoder.no_cache
     prompt = tokens(1)[0].tolist()
-    found = list(generate(loaded, prompt, decoder, settings))
+    written = list(generate(loaded, prompt, decoder, settings))
     with torch.no_grad():
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-    assert found == expected[0, len(prompt) :].tolist()
+    assert written == expected[0, len(prompt) :].tolist()

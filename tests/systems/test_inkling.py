@@ -67,10 +67,10 @@ def test_bfloat16_leaves_float32_gates_and_codes_multiply(tmp_path: Path) -> Non
     assert result.dense["model.llm.layers.2.controllers.v.forget_weight"].dtype == "BF16"
     coded = loopq.load(tmp_path / "out", quantized=True)
     batch = Batch(torch.from_numpy(tokens(1)), (0,))
-    found, expected = (m.system.rollout(batch, 3) for m in (coded, loopq.load(tmp_path / "out")))
+    by_codes, expected = (m.system.rollout(batch, 3) for m in (coded, loopq.load(tmp_path / "out")))
     assert coded.model.model.layers[2].q_message_gate.down_proj.weight.dtype == torch.bfloat16
     # Weights rounded to bfloat16 choose other experts now and then.
-    assert (found - expected).norm() < 0.5 * expected.norm()
+    assert (by_codes - expected).norm() < 0.5 * expected.norm()
 
 
 def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_the_padded_head_is_rounded_without_its_padding(tmp_path: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():
-        found = model.eval()(torch.from_numpy(tokens(1)), use_cache=False).logits
-    torch.testing.assert_close(found, logits(coded), rtol=1e-4, atol=1e-4)
+        by_class = model.eval()(torch.from_numpy(tokens(1)), use_cache=False).logits
+    torch.testing.assert_close(by_class, logits(coded), rtol=1e-4, atol=1e-4)
 
 
 def test_published_experts_in_nvfp4_and_mxfp8_are_a_source(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_published_experts_in_nvfp4_and_mxfp8_are_a_source(tmp_path: Path) -> No
     (tmp_path / "published").mkdir()
     save_file(tensors, tmp_path / "published" / "model.safetensors", {"format": "pt"})
     shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "published")
-    own = {key: t for key, t in tensors.items() if "_weight_" not in key and key not in exact}
-    save_file(own | exact, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    found, expected = (load_model(tmp_path / name) for name in ("published", "plain"))
+    kept = {key: t for key, t in tensors.items() if "_weight_" not in key and key not in exact}
+    save_file(kept | exact, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    published, expected = (load_model(tmp_path / name) for name in ("published", "plain"))
     for name, parameter in expected.model.named_parameters():
-        assert torch.equal(found.model.get_parameter(name), parameter), name
+        assert torch.equal(published.model.get_parameter(name), parameter), name
     streamed = load_model(tmp_path / "published", memory=1)
     assert torch.equal(logits(streamed), logits(expected))
     settings = {"group_size": 16, "method": "rtn"}
-    results = [loopq.quantize(m, tokens(2), **settings) for m in (found, expected, streamed)]
+    results = [loopq.quantize(m, tokens(2), **settings) for m in (published, expected, streamed)]
     assert len(results[0].layers) == len(results[1].layers)
     for result in results[1:]:
         assert all(layer.same_as(results[0].layers[name]) for name, layer in result.layers.items())
@@ -156,5 +156,5 @@ def test_export_holds_gates_whose_files_have_no_module_for_them(tmp_path: Path) 
     assert "model.llm.layers.0.mlp.experts.0.gate_proj.weight_packed" in stored
     (tmp_path / "ct" / "loopq_export.json").unlink()
     batch = Batch(torch.from_numpy(tokens(1)), (0,))
-    found, expected = (loopq.load(x).system.rollout(batch, 3) for x in (tmp_path / "ct", result))
-    assert torch.equal(found, expected)
+    exported, expected = (loopq.load(x).system.rollout(batch, 3) for x in (tmp_path / "ct", result))
+    assert torch.equal(exported, expected)

@@ -80,10 +80,10 @@ def test_transformers_runs_the_loop_of_a_checkpoint(folder: Path, tmp_path: Path
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
     with torch.no_grad():
-        found = model(_ids())
+        logits = model(_ids())
     expected = loopq.load(tmp_path / "q").system.rollout(Batch(_ids(), (0, 1)), 2)
-    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
-    assert len(found.past_key_values.layers) == 7
+    torch.testing.assert_close(logits.logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(logits.past_key_values.layers) == 7
     # An older loopq called it a Llama, which transformers runs without the loop.
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))

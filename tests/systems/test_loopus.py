@@ -50,20 +50,20 @@ def test_a_step_is_what_the_gate_lets_through() -> None:
 
 
 def test_no_token_reads_a_later_one_whatever_the_attention() -> None:
-    found = {}
+    by_kind = {}
     for kind in ("sdpa", "eager"):
         system = open_system(CASES["LoopUS"])
         for part in (system.model.encoder, system.model.reasoning, system.model.decoder):
             for layer in part.layers:
                 layer.self_attn.config._attn_implementation = kind
         batch = prompts(CASES["LoopUS"])
-        found[kind] = system.rollout(batch, 3)
+        by_kind[kind] = system.rollout(batch, 3)
         ids = batch.input_ids.clone()
         ids[:, -1] = 5
         other = system.rollout(Batch(ids, batch.prompts), 3)
-        assert torch.equal(other[:, :-1], found[kind][:, :-1])
-        assert not torch.equal(other[:, -1], found[kind][:, -1])
-    torch.testing.assert_close(found["eager"], found["sdpa"])
+        assert torch.equal(other[:, :-1], by_kind[kind][:, :-1])
+        assert not torch.equal(other[:, -1], by_kind[kind][:, -1])
+    torch.testing.assert_close(by_kind["eager"], by_kind["sdpa"])
 
 
 def test_a_published_folder_is_opened_quantized_and_opened_again(folder: Path, tmp_path: Path) -> None:

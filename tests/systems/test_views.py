@@ -39,47 +39,47 @@ def test_a_view_without_changes_is_the_module_itself():
 
 def test_only_modules_on_the_way_to_a_change_are_copied():
     model, other = Outer(), nn.Linear(2, 2)
-    made = views.view(model, (model.shared, other))
-    assert made is not model
-    assert type(made) is Outer
-    assert (made.shared, made.left[0], made.right[0]) == (other, other, other)
-    assert made.left is not model.left
-    assert (made.left[1], made.apart, made.none) == (model.left[1], model.apart, None)
+    view = views.view(model, (model.shared, other))
+    assert view is not model
+    assert type(view) is Outer
+    assert (view.shared, view.left[0], view.right[0]) == (other, other, other)
+    assert view.left is not model.left
+    assert (view.left[1], view.apart, view.none) == (model.left[1], model.apart, None)
     assert model.left[0] is model.right[0] is model.shared
 
 
 def test_parameters_and_configurations_can_be_replaced():
     model = Outer()
     weight, config = nn.Parameter(torch.ones(2, 2)), SimpleNamespace(n=5)
-    made = views.view(model, (model.shared.weight, weight), (model.config, config))
-    assert made.left[0] is made.right[0]
-    assert made.shared.weight is weight
-    assert made.shared.bias is model.shared.bias
+    view = views.view(model, (model.shared.weight, weight), (model.config, config))
+    assert view.left[0] is view.right[0]
+    assert view.shared.weight is weight
+    assert view.shared.bias is model.shared.bias
     # Methods and partial calls kept as attributes belong to the copy.
-    assert (made.read(), made.bound(), made.partial(4)) == ((5,), (5,), (5, 3, 4))
+    assert (view.read(), view.bound(), view.partial(4)) == ((5,), (5,), (5, 3, 4))
     assert (model.bound(), model.partial()) == ((1,), (1, 3))
     assert model.shared.weight is not weight
 
 
 def test_hooks_of_a_copy_do_not_reach_the_original():
     model = Outer()
-    made = views.copied(model.shared, extra=3)
+    view = views.copied(model.shared, extra=3)
     seen = []
-    made.register_forward_hook(lambda *_: seen.append("after"))
-    made.register_forward_pre_hook(lambda *_: seen.append("before"))
+    view.register_forward_hook(lambda *_: seen.append("after"))
+    view.register_forward_pre_hook(lambda *_: seen.append("before"))
     model.shared(torch.zeros(1, 2))
     assert seen == []
-    made(torch.zeros(1, 2))
+    view(torch.zeros(1, 2))
     assert seen == ["before", "after"]
-    assert made.extra == 3
+    assert view.extra == 3
     assert not hasattr(model.shared, "extra")
-    assert made.weight is model.shared.weight
+    assert view.weight is model.shared.weight
 
 
 def test_a_changed_configuration_is_another_one():
     config = SimpleNamespace(a=1, b=2)
-    made = views.changed(config, b=3, c=4)
-    assert (made.a, made.b, made.c) == (1, 3, 4)
+    new = views.changed(config, b=3, c=4)
+    assert (new.a, new.b, new.c) == (1, 3, 4)
     assert vars(config) == {"a": 1, "b": 2}
 
 
@@ -87,15 +87,15 @@ def test_an_adapter_of_a_copy_has_other_parameters():
     system = LinearSystem(LinearLoop())
     system.inner = LinearSystem(system.model)
     weight = nn.Parameter(torch.zeros_like(system.model.core.weight))
-    made = views.system_of(system, (system.model.core.weight, weight))
-    assert type(made) is LinearSystem
-    assert made.model is made.inner.model
-    assert made.model is not system.model
-    assert made.model.core.weight is weight
-    assert made.model.core is not system.model.core
-    assert made.model.adapter.weight is system.model.adapter.weight
+    adapter = views.system_of(system, (system.model.core.weight, weight))
+    assert type(adapter) is LinearSystem
+    assert adapter.model is adapter.inner.model
+    assert adapter.model is not system.model
+    assert adapter.model.core.weight is weight
+    assert adapter.model.core is not system.model.core
+    assert adapter.model.adapter.weight is system.model.adapter.weight
     assert system.model.core.weight is not weight
-    made.model.adapter.register_forward_hook(lambda *_: pytest.fail("the original was hooked"))
+    adapter.model.adapter.register_forward_hook(lambda *_: pytest.fail("the original was hooked"))
     system.model.adapter(torch.zeros(1, system.model.adapter.in_features, dtype=weight.dtype))
 
 
@@ -104,8 +104,8 @@ def test_links_are_followed_into_calls_and_tables():
     links = {id(old): new}
     assert views._linked(old, links) is new
     assert views._linked("x", links) == "x"
-    found = views._linked(functools.partial(max, old, key=3), links)
-    assert (found.func, found.args, found.keywords) == (max, (new,), {"key": 3})
+    linked = views._linked(functools.partial(max, old, key=3), links)
+    assert (linked.func, linked.args, linked.keywords) == (max, (new,), {"key": 3})
     assert views._deep({"a": old, "b": 1}, links) == {"a": new, "b": 1}
     assert views._deep([old, 2], links) == [new, 2]
     assert views._deep((old, 2), links) == (new, 2)

@@ -113,8 +113,8 @@ def test_errors_go_to_stderr_and_the_library_is_silent(capsys):
     quiet.advance()
     quiet.note("unseen")
     quiet.stop()
-    found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "seen\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "seen\n")
     with pytest.warns(UserWarning, match=re.escape("not as usual")) as caught:
         quiet.warn("not as usual")
     assert len(caught) == 1

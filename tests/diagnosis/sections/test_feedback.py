@@ -31,9 +31,9 @@ def test_no_feedback_is_the_error_of_one_step(system):
     (batch,) = tokens().batches(8)
     reference = rollouts.trace(system, batch, 8)
     with under(system, changed) as other:
-        found = feedback.intervened(other, batch, 8, reference, 0.0)
+        state = feedback.intervened(other, batch, 8, reference, 0.0)
         single = other.step(reference.states[7], other.embed(batch), 7, 8)
-    assert torch.equal(found, single)
+    assert torch.equal(state, single)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -52,8 +52,8 @@ def test_feedback_follows_the_closed_form(system, strength):
     ]
     expected = sum(defects[7 - k] @ np.linalg.matrix_power(strength * j, k).T for k in range(8))
     with under(system, changed) as other:
-        found = feedback.intervened(other, batch, 8, reference, strength)[0].numpy()
-    np.testing.assert_allclose(found - states[8], expected, atol=1e-12)
+        state = feedback.intervened(other, batch, 8, reference, strength)[0].numpy()
+    np.testing.assert_allclose(state - states[8], expected, atol=1e-12)
 
 
 def test_error_rises_with_feedback_where_errors_add_up():
@@ -67,11 +67,11 @@ def test_error_rises_with_feedback_where_errors_add_up():
     system.initial_state = lambda batch, e: torch.ones_like(e)
     new = {"adapter.weight": (model.adapter.weight.detach() * 1.05).float().numpy()}
     curve = feedback.feedback_curve(Context(system, tokens(), 8), new, seeds=(0, 1))
-    found = curve.to_json()
-    assert found["mean_is_monotone"]
-    assert found["monotone_prompts"] == found["n_prompts"] == 3
-    assert found["ratio"]["low"] > 1.5
-    assert found["n_seeds"] == 2
+    data = curve.to_json()
+    assert data["mean_is_monotone"]
+    assert data["monotone_prompts"] == data["n_prompts"] == 3
+    assert data["ratio"]["low"] > 1.5
+    assert data["n_seeds"] == 2
     assert (np.diff(curve.error, axis=0) > 0).all()
 
 
@@ -124,11 +124,11 @@ def test_a_curve_says_where_it_falls():
 
 
 def test_feedback_study_is_plain_data(system):
-    found = feedback.feedback_study(
+    study = feedback.feedback_study(
         Context(system, tokens(), 8, rounder=numpy_rounder), {"per channel": INT4}, lambdas=(0, 1), seeds=(0,)
     )
-    assert set(found["per channel"]) == {"all columns", "state columns", "embedding columns"}
-    assert found["per channel"]["all columns"]["lambdas"] == [0, 1]
+    assert set(study["per channel"]) == {"all columns", "state columns", "embedding columns"}
+    assert study["per channel"]["all columns"]["lambdas"] == [0, 1]
     with pytest.raises(ConfigError, match="between 0 and 1"):
         feedback.feedback_curve(Context(system, tokens(), 8), {}, lambdas=(0, 0.5, 1.5))
     for bad in ((), (-0.5, 1)):
@@ -139,10 +139,10 @@ def test_feedback_study_is_plain_data(system):
 def test_a_fixed_initial_state_needs_one_seed(system):
     def n_seeds():
         settings = {"per channel": INT4}
-        found = feedback.feedback_study(
+        study = feedback.feedback_study(
             Context(system, tokens(), 2, rounder=numpy_rounder), settings, lambdas=(1,), seeds=(0, 1)
         )
-        return found["per channel"]["all columns"]["n_seeds"]
+        return study["per channel"]["all columns"]["n_seeds"]
 
     assert n_seeds() == 2
     system.state_is_random = False
@@ -163,6 +163,6 @@ def test_feedback_without_exposed_layers_rounds_all():
 
 
 def test_the_exposed_layer_is_studied_at_every_group_and_share(whole):
-    found = whole[0]["sections"]["feedback"]
-    assert found["layers"] == ["adapter.weight"]
-    assert list(found["settings"]) == ["per channel", "grouped"]
+    section = whole[0]["sections"]["feedback"]
+    assert section["layers"] == ["adapter.weight"]
+    assert list(section["settings"]) == ["per channel", "grouped"]

@@ -34,9 +34,9 @@ def test_spaces_have_at_least_one_and_at_most_all_dimensions():
 
 def test_moments_of_states_are_summed_over_prompts_and_positions():
     system, data = LinearSystem(LinearLoop()), tokens(n_prompts=3, n_tokens=5)
-    found = overlap.state_moments(system, data, 8, (0, 3), seed=2, batch_size=2)
-    assert set(found) == {0, 3}
-    for step, moment in found.items():
+    moments = overlap.state_moments(system, data, 8, (0, 3), seed=2, batch_size=2)
+    assert set(moments) == {0, 3}
+    for step, moment in moments.items():
         states = [rollouts.trace(system, batch, 8).states[step].numpy() for batch in data.batches(1, 2)]
         rows = np.concatenate(states).reshape(15, 6)
         np.testing.assert_allclose(moment, rows.T @ rows, rtol=1e-12)
@@ -45,11 +45,11 @@ def test_moments_of_states_are_summed_over_prompts_and_positions():
 def test_overlap_of_random_spaces_is_chance():
     rng = np.random.default_rng(0)
     d, k = 60, 6
-    found = [
+    overlaps = [
         overlap.overlap(*(x.T @ x for x in (rng.normal(size=(k, d)), rng.normal(size=(k, d)))), k)
         for _ in range(200)
     ]
-    assert np.mean(found) == pytest.approx(overlap.chance(k, d), rel=0.05)
+    assert np.mean(overlaps) == pytest.approx(overlap.chance(k, d), rel=0.05)
 
 
 def test_chance_levels_of_the_paper():
@@ -66,16 +66,18 @@ def test_subspace_survey_pairs_steps_and_seeds():
         return x.T @ x
 
     shared = np.diag([9.0] * 4 + [0.1] * 26)
-    found = overlap.subspace_survey({0: {0: noise(), 7: shared}, 1: {0: noise(), 7: shared}}, ks=(4, 20))
-    assert {f["k"] for f in found} == {4}
+    survey_rows = overlap.subspace_survey(
+        {0: {0: noise(), 7: shared}, 1: {0: noise(), 7: shared}}, ks=(4, 20)
+    )
+    assert {f["k"] for f in survey_rows} == {4}
     assert {f["k"] for f in overlap.subspace_survey({0: {0: noise(), 7: shared}}, ks=(15, 16))} == {15}
-    by = {f["between"]: f["overlap"] for f in found}
+    by = {f["between"]: f["overlap"] for f in survey_rows}
     assert by["seeds 0 and 1, step 7"] == pytest.approx(1.0)
     assert by["seeds 0 and 1, step 0"] < 0.5
     assert len(by) == 4
 
 
 def test_overlaps_of_the_end_steps_and_the_adapters_output(whole):
-    found = whole[0]["sections"]["overlap"]
-    assert set(found) == {"overlaps", "output_ratio"}
-    assert found["output_ratio"]
+    section = whole[0]["sections"]["overlap"]
+    assert set(section) == {"overlaps", "output_ratio"}
+    assert section["output_ratio"]

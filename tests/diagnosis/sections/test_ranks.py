@@ -39,11 +39,11 @@ def test_step_proxies_sum_to_the_deployed_proxy():
     d = rng.normal(size=(5, 8)).astype(np.float32)
     steps = proxy.step_proxies(d, h)
     assert steps.sum() == pytest.approx(np.trace(d @ h.matrix([0, 1, 2]) @ d.T))
-    found = proxy.summarise_proxies({"a": steps, "b": steps})
-    np.testing.assert_allclose(found["per_step"], 2 * steps)
-    assert found["max_over_min"] == pytest.approx(steps.max() / steps.min())
-    assert found["step0_share"] == pytest.approx(steps[0] / steps.sum())
-    assert found["uniform_share"] == 1 / 3
+    summary = proxy.summarise_proxies({"a": steps, "b": steps})
+    np.testing.assert_allclose(summary["per_step"], 2 * steps)
+    assert summary["max_over_min"] == pytest.approx(steps.max() / steps.min())
+    assert summary["step0_share"] == pytest.approx(steps[0] / steps.sum())
+    assert summary["uniform_share"] == 1 / 3
     small = proxy.summarise_proxies({"a": steps / steps.sum() / 9})
     assert small["max_over_min"] == pytest.approx(steps.max() / steps.min())
     assert small["step0_share"] == pytest.approx(steps[0] / steps.sum())
@@ -78,13 +78,13 @@ def test_ranks_equal_those_of_the_observed_rows(whole):
 
         rows.append(torch.cat([s, e], -1).reshape(-1, 16).detach().numpy())
     h = np.concatenate(rows).T @ np.concatenate(rows)
-    found = whole[0]["sections"]["ranks"]["layers"]["adapter.weight"]
-    assert found["per_step"][0]["n_rows"] == 36
-    assert found["first"]["rank"] == rank.thresholded_rank(rank.spectrum(h))
-    assert found["first"]["trace"] == pytest.approx(np.trace(h), rel=1e-5)
-    assert set(found["blocks"]) == {"state", "embedding"}
+    ranks_of_layer = whole[0]["sections"]["ranks"]["layers"]["adapter.weight"]
+    assert ranks_of_layer["per_step"][0]["n_rows"] == 36
+    assert ranks_of_layer["first"]["rank"] == rank.thresholded_rank(rank.spectrum(h))
+    assert ranks_of_layer["first"]["trace"] == pytest.approx(np.trace(h), rel=1e-5)
+    assert set(ranks_of_layer["blocks"]) == {"state", "embedding"}
     # Step 0's state half is white noise: nearly every one of its 8 directions is seen.
-    assert found["blocks"]["state"]["first"]["rank"] == 8
+    assert ranks_of_layer["blocks"]["state"]["first"]["rank"] == 8
 
 
 def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
@@ -101,10 +101,10 @@ def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
     system, data = Single(model), tokens(n_prompts=3, n_tokens=12)
     live = survey.diagnose(Context(system, data, 5, QUICK, execution=Execution(threads=1)), only=["ranks"])
     collect_rows(Collection(system, data, select(system, data, n_steps=5)), tmp_path / "dump")
-    found = survey.diagnose_dump(tmp_path / "dump", config=QUICK, execution=Execution(threads=1))
-    assert found["sections"]["ranks"] == live["sections"]["ranks"]
-    assert {u["section"] for u in found["unavailable"]} == set(SECTIONS.names()) - {"ranks"}
-    assert [layer["verdict"]["blind"] for layer in found["layers"]] == [
+    diagnosis = survey.diagnose_dump(tmp_path / "dump", config=QUICK, execution=Execution(threads=1))
+    assert diagnosis["sections"]["ranks"] == live["sections"]["ranks"]
+    assert {u["section"] for u in diagnosis["unavailable"]} == set(SECTIONS.names()) - {"ranks"}
+    assert [layer["verdict"]["blind"] for layer in diagnosis["layers"]] == [
         layer["verdict"]["blind"] for layer in live["layers"]
     ]
 
@@ -112,12 +112,14 @@ def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
 def test_experts_are_judged_by_the_rows_that_they_get():
     system, prompts = wrap(routed_loop(closed=(2,))).system, tokens(n_prompts=2, n_tokens=4, vocab=60)
     config = dataclasses.replace(QUICK, group_size=8)
-    found = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["ranks"], name="experts")
-    layers = {layer["name"]: layer for layer in found["layers"]}
+    diagnosis = survey.diagnose(
+        Context(system, prompts, system.n_steps, config), only=["ranks"], name="experts"
+    )
+    layers = {layer["name"]: layer for layer in diagnosis["layers"]}
     closed = layers["block.experts.2.up_proj.weight"]
     assert closed["verdict"]["text"] == "Its input was not measured (no token was sent to it)."
     assert (closed["proxy"], closed["solved"], closed["verdict"]["blind"]) == (None, None, None)
-    ranks = found["sections"]["ranks"]["layers"]["block.experts.0.gate_proj.weight"]
+    ranks = diagnosis["sections"]["ranks"]["layers"]["block.experts.0.gate_proj.weight"]
     rows = [step["n_rows"] for step in ranks["per_step"]]
     said = (
         f"An expert: {min(rows)} rows at least and {np.median(rows):g} typically at a step, fewer than it has"

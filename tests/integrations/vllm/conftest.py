@@ -64,7 +64,7 @@ def beside(tmp_path, configured):
             expected = system.rollout(Batch(ids[None], (0,), by_token=True), system.n_steps)[0]
             model = cls(vllm_config=configured(stored))
             model.load_weights(load_file(tmp_path / "m" / "model.safetensors").items())
-            found = model.compute_logits(model(ids, torch.arange(len(ids))))
-        return found, expected, model
+            logits = model.compute_logits(model(ids, torch.arange(len(ids))))
+        return logits, expected, model
 
     return compare

@@ -9,8 +9,8 @@ from loopq.integrations.vllm.configs import CONFIGS, DoryConfig, OuroConfig, Rav
 
 
 def test_types_are_those_of_the_published_files():
-    found = {name: [config.model_type for config in configs] for name, configs in CONFIGS.items()}
-    assert found == {
+    types = {name: [config.model_type for config in configs] for name, configs in CONFIGS.items()}
+    assert types == {
         "OuroForCausalLM": ["ouro"], "RavenForCausalLM": ["huginn_raven"], "DoryForCausalLM": ["dory"],
         "LoopedLlamaForCausalLM": ["loopq_looped"], "Inkling2LoopForCausalLM": ["inkling2_loop_text", "inkling2_loop"],
     }  # fmt: skip
@@ -20,11 +20,11 @@ def test_types_are_those_of_the_published_files():
 def test_huginn_has_its_class_sizes_where_its_file_has_none():
     config = RavenConfig()
     assert (config.head_dim, config.num_key_value_heads, config.max_position_embeddings) == (96, 55, 4096)
-    own = {"n_embd": 64, "n_heads": 4, "n_layers": 8, "block_size": 128}
-    config = RavenConfig(**own)
+    sizes = {"n_embd": 64, "n_heads": 4, "n_layers": 8, "block_size": 128}
+    config = RavenConfig(**sizes)
     assert (config.head_dim, config.num_key_value_heads, config.max_position_embeddings) == (16, 4, 128)
     assert (config.hidden_size, config.num_attention_heads, config.num_hidden_layers) == (64, 4, 8)
-    config = RavenConfig(**own, num_key_value_heads=2, max_position_embeddings=32)
+    config = RavenConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32)
     assert (config.num_key_value_heads, config.max_position_embeddings) == (2, 32)
 
 

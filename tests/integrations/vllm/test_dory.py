@@ -12,8 +12,8 @@ from tests.support.vllm_parts import Attention
 
 @pytest.mark.parametrize("n_loops", [1, 3])
 def test_dory_computes_every_loop(parts, beside, n_loops):
-    found, expected, model = beside(parts("dory").Dory, DORY, n_recurrent_loops=n_loops)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    logits, expected, model = beside(parts("dory").Dory, DORY, n_recurrent_loops=n_loops)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     used = {m.prefix: (m.calls, m.sliding_window) for m in model.modules() if isinstance(m, Attention)}
     assert {calls for calls, _ in used.values()} == {1}
     assert {window for _, window in used.values()} <= {None, 6}

@@ -25,11 +25,21 @@ def test_a_twin_has_an_attention_of_its_own(parts):
     twin = again(layer, "layers.7.attn", CONFIG)
     assert type(twin) is Layer
     assert twin.mlp is layer.mlp
-    made = twin.attn
-    assert made is not layer.attn
+    attention = twin.attn
+    assert attention is not layer.attn
     assert layer.attn.prefix == "own"
-    assert (made.prefix, made.num_heads, made.head_size, made.num_kv_heads) == ("layers.7.attn", 4, 8, 2)
-    assert (made.impl.scale, made.sliding_window, made.attn_type, made.quant_config) == (0.25, 6, "kind", "q")
+    assert (attention.prefix, attention.num_heads, attention.head_size, attention.num_kv_heads) == (
+        "layers.7.attn",
+        4,
+        8,
+        2,
+    )
+    assert (attention.impl.scale, attention.sliding_window, attention.attn_type, attention.quant_config) == (
+        0.25,
+        6,
+        "kind",
+        "q",
+    )
     plain = nn.Linear(2, 2)
     assert again(plain, "x", CONFIG) is plain
 
@@ -40,16 +50,16 @@ def test_a_twin_has_an_attention_of_its_own(parts):
 )
 def test_repeated_layers_have_slots_after_the_first(parts, order, slots):
     layers = nn.ModuleList([Layer(), Layer()])
-    made = parts("loops").LoopedBlocks(layers, order, "n", 5, CONFIG)
-    run = list(made)
-    assert len(made) == len(run) == len(order)
+    blocks = parts("loops").LoopedBlocks(layers, order, "n", 5, CONFIG)
+    run = list(blocks)
+    assert len(blocks) == len(run) == len(order)
     assert [layer.mlp for layer in run] == [layers[i].mlp for i in order]
     assert [layer is layers[i] for layer, i in zip(run, order, strict=True)] == [
         i not in order[:k] for k, i in enumerate(order)
     ]
-    assert [cache.prefix for cache in made.caches] == slots
+    assert [cache.prefix for cache in blocks.caches] == slots
     # Each parameter has a single name.
-    assert [name for name, _ in made.named_parameters()] == [
+    assert [name for name, _ in blocks.named_parameters()] == [
         "0.mlp.weight", "0.mlp.bias", "1.mlp.weight", "1.mlp.bias"
     ]  # fmt: skip
 
@@ -67,9 +77,9 @@ def test_an_inner_model_stands_where_its_class_says(parts):
     class Made(loops.Causal):
         place, kind, table = "body", Inner, "words"
 
-    made = Made(vllm_config=config, prefix="p")
-    assert made.inner is made.body
-    assert made.body.prefix == "p.body"
-    assert made.embedding is made.body.words
+    model = Made(vllm_config=config, prefix="p")
+    assert model.inner is model.body
+    assert model.body.prefix == "p.body"
+    assert model.embedding is model.body.words
     assert loops.table(config, 4, "p").weight.shape == (8, 4)
     assert loops.BY_TOKEN == {"input_ids": 0, "positions": 0, "inputs_embeds": 0}

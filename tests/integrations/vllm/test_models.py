@@ -13,15 +13,15 @@ from tests.support.vllm_parts import Attention
 
 def caches(model):
     """Names of the caches in the order of modules, and how often each was used."""
-    found = {m.prefix: m.calls for m in model.modules() if isinstance(m, Attention)}
-    assert set(found.values()) == {1}
-    return sorted(found)
+    calls = {m.prefix: m.calls for m in model.modules() if isinstance(m, Attention)}
+    assert set(calls.values()) == {1}
+    return sorted(calls)
 
 
 @pytest.mark.parametrize("n_loops", [1, 3])
 def test_ouro_computes_every_loop(parts, beside, n_loops):
-    found, expected, model = beside(parts("models").Ouro, OURO, total_ut_steps=n_loops)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    logits, expected, model = beside(parts("models").Ouro, OURO, total_ut_steps=n_loops)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert len(caches(model)) == 2 * n_loops
     assert [f"model.layers.{i}.self_attn.attn" in caches(model) for i in (0, 1)] == [True, True]
     # The third run of a layer has the cache after those of all layers.
@@ -34,8 +34,8 @@ def test_ouro_computes_every_loop(parts, beside, n_loops):
 def test_raven_computes_every_step(parts, beside, config, kind, n_steps):
     module = parts("models")
     more = {"init_values": {"std": (2 / (5 * 32)) ** 0.5, "embed_scale": 1.0}} if config is RLLAMA else {}
-    found, expected, model = beside(module.RavenLM, config, mean_recurrence=n_steps, **more)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    logits, expected, model = beside(module.RavenLM, config, mean_recurrence=n_steps, **more)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     inner = model.inner
     assert type(next(iter(inner.core_block))) is getattr(module, kind)
     # One block before the loop, two in it, one after it; the repeated ones have the caches behind them.
@@ -48,8 +48,8 @@ def test_raven_computes_every_step(parts, beside, config, kind, n_steps):
 
 @pytest.mark.parametrize("loop", [[1, 3, 3], [0, 2, 1]])
 def test_a_dense_decoder_runs_its_loop(parts, beside, loop):
-    found, expected, model = beside(parts("models").LoopedLlama, LOOPED, looped_layers=loop)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    logits, expected, model = beside(parts("models").LoopedLlama, LOOPED, looped_layers=loop)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     n = 4 + (loop[1] - loop[0]) * (loop[2] - 1)
     assert (model.model.start_layer, model.model.end_layer, len(caches(model))) == (0, n, n)
     assert [f"model.layers.{i}.attn" in caches(model) for i in range(4, n)] == [True] * (n - 4)
@@ -85,25 +85,32 @@ def test_biases_of_queries_and_keys_are_added(parts, configured):
     for bias in (True, False):
         config.model_config.hf_config.qk_bias = bias
         rotary = module.get_rope(8, 48, is_neox_style=True, rope_parameters={"rope_theta": 1e4})
-        made = module.RavenAttention(config, "a", "slots.0.attn", rotary)
-        assert (made.qk_bias is not None) == bias
-        assert (made.widths, made.attn.impl.scale, made.attn.prefix) == ([32] * 3, 8**-0.5, "slots.0.attn")
+        attention = module.RavenAttention(config, "a", "slots.0.attn", rotary)
+        assert (attention.qk_bias is not None) == bias
+        assert (attention.widths, attention.attn.impl.scale, attention.attn.prefix) == (
+            [32] * 3,
+            8**-0.5,
+            "slots.0.attn",
+        )
     x, positions = torch.randn(5, 32), torch.zeros(5, dtype=torch.long)
-    plain = made(positions, x)
-    made.qk_bias = nn.Parameter(torch.zeros(2, 1, 4, 8), requires_grad=False)
-    torch.testing.assert_close(made(positions, x), plain)
+    plain = attention(positions, x)
+    attention.qk_bias = nn.Parameter(torch.zeros(2, 1, 4, 8), requires_grad=False)
+    torch.testing.assert_close(attention(positions, x), plain)
     stored = torch.randn(2, 1, 4, 8)
-    module._load_own_heads(made.qk_bias, stored)
-    assert torch.equal(made.qk_bias, stored)
+    module._load_own_heads(attention.qk_bias, stored)
+    assert torch.equal(attention.qk_bias, stored)
     # Without rotation a bias of q and k is one of the product.
-    found = made(positions, x)
-    made.qk_bias, made.Wqkv.bias = None, nn.Parameter(torch.cat((stored.flatten(), torch.zeros(32))))
-    torch.testing.assert_close(made(positions, x), found)
+    output = attention(positions, x)
+    attention.qk_bias, attention.Wqkv.bias = (
+        None,
+        nn.Parameter(torch.cat((stored.flatten(), torch.zeros(32)))),
+    )
+    torch.testing.assert_close(attention(positions, x), output)
 
 
 def test_each_rank_loads_the_heads_of_its_own(parts, monkeypatch):
     module = parts("models")
     monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 1)
-    own, stored = nn.Parameter(torch.zeros(2, 1, 2, 8), requires_grad=False), torch.randn(2, 1, 6, 8)
-    module._load_own_heads(own, stored)
-    assert torch.equal(own, stored[:, :, 2:4])
+    parameter, stored = nn.Parameter(torch.zeros(2, 1, 2, 8), requires_grad=False), torch.randn(2, 1, 6, 8)
+    module._load_own_heads(parameter, stored)
+    assert torch.equal(parameter, stored[:, :, 2:4])

@@ -54,7 +54,7 @@ def test_what_vllm_has_is_left_to_it(monkeypatch, known, missing, extended):
     )
     vllm.register()
     expected = {
-        name: PREFIX + found.partition(":")[2] for name, found in vllm.MODELS.items() if name not in missing
+        name: PREFIX + path.partition(":")[2] for name, path in vllm.MODELS.items() if name not in missing
     }
     assert registered == expected | dict.fromkeys(extended, f"{PREFIX}PackedDory")
     kinds = [c.model_type for name, configs in CONFIGS.items() if name not in known for c in configs]

@@ -78,11 +78,11 @@ def test_any_blocks_are_read_as_by_the_package_and_written_again(kind):
     # Products of float32 add in another order.
     x = torch.randn(3, layer.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x.double().numpy() @ layer.dequantize().astype(np.float64).T
-    found = QuantLinear.from_layer(layer)(x).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    product = QuantLinear.from_layer(layer)(x).numpy()
+    np.testing.assert_allclose(product, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     if grid.panels:
-        found = QuantLinear.from_layer(layer, layout="lq-cpu")(x).numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        product = QuantLinear.from_layer(layer, layout="lq-cpu")(x).numpy()
+        np.testing.assert_allclose(product, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q5_0", "q5_1"])
@@ -100,8 +100,8 @@ def test_weights_that_need_no_scale_and_those_too_large_for_one(kind):
     weight = np.zeros((3, 256), np.float32)
     weight[1] = 0.25
     weight[2, ::7] = -1e-9
-    found = native.rtn(weight, grid.core())
-    layer = QuantizedLayer("a.weight", grid, found["codes"], found["scales"], found["zeros"])
+    solved = native.rtn(weight, grid.core())
+    layer = QuantizedLayer("a.weight", grid, solved["codes"], solved["scales"], solved["zeros"])
     assert np.abs(layer.dequantize()[[0, 2]]).max() < 1e-8
     assert np.abs(layer.dequantize()[1] - 0.25).max() < 1e-3
     assert np.array_equal(

@@ -18,8 +18,8 @@ from loopq.storage.files import RawTensor
 def rounded(levels, group_size, weight):
     """A layer rounded to nearest, scales from the largest magnitude."""
     grid = GridSettings(4, group_size, levels=levels).make().fitted(weight, None, 1)
-    found = native.rtn(weight, grid.core())
-    return QuantizedLayer("a.weight", grid, found["codes"], found["scales"], None)
+    solved = native.rtn(weight, grid.core())
+    return QuantizedLayer("a.weight", grid, solved["codes"], solved["scales"], None)
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.01, 0.2, 30.0])
@@ -92,10 +92,10 @@ def test_bytes_are_those_of_codes_scales_and_the_divisor():
         assert layer.grid.n_bytes(3, 33) == n_bytes
         assert sum(t.data.nbytes for name, t in tensors.items() if not name.endswith("shape")) == n_bytes
         assert tensors["a.weight_shape"].array().tolist() == [3, 33]
-        found = layer.grid.read(TensorReader("f", tensors), "a", 3, 33)
-        np.testing.assert_array_equal(found[0], layer.codes)
-        np.testing.assert_array_equal(found[1], layer.scales)
-        assert found[2] is None
+        arrays = layer.grid.read(TensorReader("f", tensors), "a", 3, 33)
+        np.testing.assert_array_equal(arrays[0], layer.codes)
+        np.testing.assert_array_equal(arrays[1], layer.scales)
+        assert arrays[2] is None
 
 
 def test_the_power_suits_the_largest_weight():
@@ -115,14 +115,18 @@ def test_settings_are_read_from_the_files_of_others(power):
         "a.weight_packed": RawTensor.of(np.zeros((3, 8), np.uint8)),
         "a.weight_global_scale": RawTensor.of(np.float32([2.0**-power])),
     }
-    found = NVFP4.from_compressed(TensorReader("f", tensors), "a")
-    assert found == {
+    settings = NVFP4.from_compressed(TensorReader("f", tensors), "a")
+    assert settings == {
         "name": "a.weight", "kind": "nvfp4", "bits": 4, "group_size": 16, "symmetric": True,
         "scale_dtype": "float8_e4m3fn", "shape": [3, 16], "exponent": power,
     }  # fmt: skip
-    found = MXFP4.from_compressed(TensorReader("f", tensors), "a")
-    assert (found["kind"], found["group_size"], found["scale_dtype"]) == ("mxfp4", 32, "float8_e8m0fnu")
-    assert "exponent" not in found
+    settings = MXFP4.from_compressed(TensorReader("f", tensors), "a")
+    assert (settings["kind"], settings["group_size"], settings["scale_dtype"]) == (
+        "mxfp4",
+        32,
+        "float8_e8m0fnu",
+    )
+    assert "exponent" not in settings
 
 
 def test_schemes_of_compressed_tensors():

@@ -25,9 +25,9 @@ def test_a_value_is_the_code_times_its_scale(bits):
 def test_a_description_gives_the_grid_back():
     grid = Integer(4, 32, "float16")
     assert grid_of(grid.described()) == grid
-    told = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float16"}
-    assert grid_of(told) == grid
-    assert grid.described() == told | {"kind": "integer"}
+    description = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float16"}
+    assert grid_of(description) == grid
+    assert grid.described() == description | {"kind": "integer"}
 
 
 def test_names_and_widths_of_gguf_blocks():

@@ -23,8 +23,8 @@ def test_numbers_of_a_byte_are_a_fraction_of_a_chunk_apart(plane, count):
     for n in range(count):
         chunk, within = divmod(n, plane.chunk)
         part, place = divmod(within, step)
-        found = packed[:, chunk * step + place] >> part * plane.bits & 2**plane.bits - 1
-        np.testing.assert_array_equal(found, numbers[:, n] >> plane.shift & 2**plane.bits - 1)
+        unpacked = packed[:, chunk * step + place] >> part * plane.bits & 2**plane.bits - 1
+        np.testing.assert_array_equal(unpacked, numbers[:, n] >> plane.shift & 2**plane.bits - 1)
     kept = 2**plane.bits - 1 << plane.shift
     np.testing.assert_array_equal(plane.unpack(packed), numbers & kept)
 

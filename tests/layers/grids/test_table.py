@@ -17,8 +17,8 @@ TABLE = Table(2, 4, "float32", (-32, -8, 0, 16))
 
 def test_a_code_stands_for_its_level_in_sixteenths_of_the_scale():
     codes = np.array([[-2, -1, 0, 1, 1]], np.int8)
-    found = TABLE.dequantize(codes, np.float32([[3.0, -2.0]]))
-    assert found.tolist() == [[-6.0, -1.5, 0.0, 3.0, -2.0]]
+    values = TABLE.dequantize(codes, np.float32([[3.0, -2.0]]))
+    assert values.tolist() == [[-6.0, -1.5, 0.0, 3.0, -2.0]]
     assert TABLE.levels.tolist() == [-2.0, -0.5, 0.0, 1.0]
     assert TABLE.limits == (-2, 1)
     assert TABLE.label == "2 bits, uneven levels"
@@ -29,12 +29,12 @@ def test_a_table_of_fewer_levels_has_fewer_codes():
 
 
 def test_what_a_file_says_gives_the_table_back():
-    told = json.loads(json.dumps(TABLE.described()))
-    assert told["table"] == [-32, -8, 0, 16]
-    assert grid_of(told) == TABLE
+    data = json.loads(json.dumps(TABLE.described()))
+    assert data["table"] == [-32, -8, 0, 16]
+    assert grid_of(data) == TABLE
     for table in ([-128, 1], [-1, 128], "no", [0.5, -1]):
         with pytest.raises(ConfigError, match="table"):
-            grid_of(told | {"table": table})
+            grid_of(data | {"table": table})
 
 
 @pytest.mark.parametrize("bits", UNEVEN)
@@ -71,10 +71,10 @@ def test_a_fitted_table_loses_less_where_the_inputs_have_energy():
     for columns in (first, last):
         energies = np.full(64, 1e-6)
         energies[columns] = 1.0
-        found = asked.fitted(weight, energies, 1)
-        assert type(found) is Table
-        assert dataclasses.replace(found, table=asked.table) == Table(2, 32, "float32", asked.table)
-        assert error(found, columns) < error(asked, columns)
+        table = asked.fitted(weight, energies, 1)
+        assert type(table) is Table
+        assert dataclasses.replace(table, table=asked.table) == Table(2, 32, "float32", asked.table)
+        assert error(table, columns) < error(asked, columns)
     assert asked.fitted(weight, None, 1) == asked.fitted(weight, np.ones(64), 1)
 
 

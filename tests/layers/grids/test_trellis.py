@@ -28,9 +28,9 @@ def test_a_value_depends_on_the_codes_above_it_in_its_stream():
 
 
 def test_what_a_file_says_gives_the_trellis_back():
-    told = json.loads(json.dumps(GRID.described()))
-    assert told["trellis"] == {"state_bits": 8, "stream_rows": 3, "function": "1mad"}
-    assert grid_of(told) == GRID
+    data = json.loads(json.dumps(GRID.described()))
+    assert data["trellis"] == {"state_bits": 8, "stream_rows": 3, "function": "1mad"}
+    assert grid_of(data) == GRID
     assert GRID.label == "INT2 on a trellis"
     assert not GRID.plain
     assert not GRID.portable

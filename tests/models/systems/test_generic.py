@@ -332,8 +332,8 @@ def test_sensenovas_shape_is_taken_and_its_routers_stay_float32(tmp_path: Path) 
     assert len(result.layers) == 3 * 6 + 7
     assert result.dense["model.routers.3.weight"].dtype == "F32"
     loopq.quantize(loaded, ids, out=tmp_path / "rounded", method="rtn", **settings)
-    found = loopq.evaluate(loaded, [tmp_path / "q", tmp_path / "rounded"], ids[:2])
-    assert 0 < found[1].kl.mean() < found[2].kl.mean()
+    measured = loopq.evaluate(loaded, [tmp_path / "q", tmp_path / "rounded"], ids[:2])
+    assert 0 < measured[1].kl.mean() < measured[2].kl.mean()
     again = loopq.load(tmp_path / "q", trust_remote_code=True)
     coded = loopq.load(tmp_path / "q", quantized=True, trust_remote_code=True)
     assert torch.allclose(vendors.logits(coded), vendors.logits(again), rtol=0.1, atol=0.1)

@@ -19,12 +19,12 @@ STABLE_FROM = {"Butterworth 4": 12, "Chebyshev I, 4": 12, "Chebyshev I, 6": 17, 
 @pytest.mark.parametrize("bits", iir.BITS)
 def test_every_row_of_the_paper_to_three_decimals(name, bits):
     original, after = PAPER[name]
-    found = iir.row(name, bits)
-    assert round(found["original"], 3) == original
-    assert round(found["a_quantized"], 3) == after[bits]
-    assert found["stable"] == (bits >= STABLE_FROM[name])
+    row = iir.row(name, bits)
+    assert round(row["original"], 3) == original
+    assert round(row["a_quantized"], 3) == after[bits]
+    assert row["stable"] == (bits >= STABLE_FROM[name])
     # The poles do not depend on B, C and D: equal to machine precision, here exactly.
-    assert found["bcd_quantized"] == found["original"]
+    assert row["bcd_quantized"] == row["original"]
 
 
 def test_pole_counts_are_twice_the_prototype_order():
@@ -81,11 +81,13 @@ def test_the_modal_form_is_the_same_filter_in_blocks_of_poles():
     form = iir.Realisation(
         turn @ poles @ np.linalg.inv(turn), rng.normal(size=(3, 1)), rng.normal(size=(1, 3)), np.eye(1)
     )
-    found = iir.modal(form)
-    assert sorted(np.abs(np.linalg.eigvals(found.A))) == pytest.approx(sorted([0.5, 0.45**0.5, 0.45**0.5]))
-    assert np.count_nonzero(np.abs(found.A) > 1e-12) == 5
+    modal_form = iir.modal(form)
+    assert sorted(np.abs(np.linalg.eigvals(modal_form.A))) == pytest.approx(
+        sorted([0.5, 0.45**0.5, 0.45**0.5])
+    )
+    assert np.count_nonzero(np.abs(modal_form.A) > 1e-12) == 5
     for k in range(4):
-        one, other = (f.C @ np.linalg.matrix_power(f.A, k) @ f.B for f in (form, found))
+        one, other = (f.C @ np.linalg.matrix_power(f.A, k) @ f.B for f in (form, modal_form))
         np.testing.assert_allclose(one, other, rtol=1e-9)
     assert iir.radius(form.A) == pytest.approx(0.45**0.5)
     with pytest.raises(ConfigError, match="repeated poles"):

@@ -8,8 +8,8 @@ from loopq.paper.controls.rounding import round_signed
 
 
 def test_two_bits_have_one_level_on_each_side():
-    found = round_signed([[2.0, 0.9, 1.1, -2.0, 0.0]], 2)
-    np.testing.assert_array_equal(found, [[2.0, 0.0, 2.0, -2.0, 0.0]])
+    rounded = round_signed([[2.0, 0.9, 1.1, -2.0, 0.0]], 2)
+    np.testing.assert_array_equal(rounded, [[2.0, 0.0, 2.0, -2.0, 0.0]])
     # q = 3 of three bits: steps of 1 for a largest value of 3; halves go to even.
     np.testing.assert_array_equal(round_signed([3.0, 0.5, 1.5, -2.4], 3), [3.0, 0.0, 2.0, -2.0])
     np.testing.assert_array_equal(round_signed(np.zeros((2, 3)), 4), np.zeros((2, 3)))
@@ -17,8 +17,8 @@ def test_two_bits_have_one_level_on_each_side():
 
 def test_groups_of_columns_have_scales_of_their_own():
     matrix = np.array([[1.0, 0.4, 8.0, 5.0, 7.0], [2.0, 2.0, -1.0, 1.0, -3.0]])
-    found = round_signed(matrix, 2, 2)
-    np.testing.assert_array_equal(found, [[1.0, 0.0, 8.0, 8.0, 7.0], [2.0, 2.0, -1.0, 1.0, -3.0]])
+    rounded = round_signed(matrix, 2, 2)
+    np.testing.assert_array_equal(rounded, [[1.0, 0.0, 8.0, 8.0, 7.0], [2.0, 2.0, -1.0, 1.0, -3.0]])
     np.testing.assert_array_equal(round_signed(matrix, 2, 1), matrix)
     whole = round_signed(matrix, 3)
     assert whole[0, 2] == 8.0

@@ -34,12 +34,12 @@ def perturb(scan, component, error):
 def test_states_follow_the_recurrence_written_out():
     scan = toy_scan(n_tokens=4, width=2, n_modes=3)
     h = np.zeros((2, 3))
-    for t, found in enumerate(scan.states()):
+    for t, state in enumerate(scan.states()):
         for w in range(2):
             for m in range(3):
                 step = np.exp(-scan.dt[t, w] * np.exp(scan.A_log[w, m]))
                 h[w, m] = step * h[w, m] + scan.dt[t, w] * scan.x[t, w] * scan.B[t, m]
-        np.testing.assert_allclose(found, h, rtol=1e-13)
+        np.testing.assert_allclose(state, h, rtol=1e-13)
 
 
 def test_decay_lies_between_zero_and_one():
@@ -51,9 +51,9 @@ def test_decay_lies_between_zero_and_one():
 def test_transition_error_is_zero_at_the_first_token_only():
     scan = toy_scan()
     error = ssm.rounding_error(scan.A_log, "A_log")
-    found = ssm.diverge(perturb(scan, "A_log", error).states(), scan.states())
-    assert found.absolute[0] == 0.0
-    assert (found.absolute[1:] > 0).all()
+    divergence = ssm.diverge(perturb(scan, "A_log", error).states(), scan.states())
+    assert divergence.absolute[0] == 0.0
+    assert (divergence.absolute[1:] > 0).all()
 
 
 def test_input_error_is_there_at_once_and_output_error_never():
@@ -110,8 +110,8 @@ def test_captured_scan_gives_the_real_class_its_output(mamba, prompts):
     scan = ssm.capture(mamba, 1, prompts[0])
     hook.remove()
     other.remove()
-    own = torch.as_tensor(scan.outputs()) * torch.nn.functional.silu(gate[0].double())
-    torch.testing.assert_close(own, seen[0].double(), rtol=1e-4, atol=1e-6)
+    output = torch.as_tensor(scan.outputs()) * torch.nn.functional.silu(gate[0].double())
+    torch.testing.assert_close(output, seen[0].double(), rtol=1e-4, atol=1e-6)
 
 
 def test_another_recurrence_is_refused(mamba, prompts, monkeypatch):
@@ -124,18 +124,18 @@ def test_component_study_on_the_real_class(mamba, prompts):
     before = {n: p.detach().clone() for n, p in mamba.named_parameters()}
     rows = ssm.component_study(mamba, prompts, layers=[0, 2], seeds=(0,), early_late=(4, 32))
     assert len(rows) == 2 * 4 * 2
-    for found in rows:
-        first = [p["absolute"][0] for p in found["prompts"]]
-        whole = np.concatenate([p["absolute"] for p in found["prompts"]])
-        if found["component"] == "A_log":
+    for row in rows:
+        first = [p["absolute"][0] for p in row["prompts"]]
+        whole = np.concatenate([p["absolute"] for p in row["prompts"]])
+        if row["component"] == "A_log":
             assert first == [0.0, 0.0]
             assert whole.max() > 0
-        elif found["component"] == "out_proj":
+        elif row["component"] == "out_proj":
             assert whole.max() == 0.0
-            assert found["growth"] is None
+            assert row["growth"] is None
         else:
             assert min(first) > 0
-        assert {"absolute", "relative", "norm"} == set(found["prompts"][0])
+        assert {"absolute", "relative", "norm"} == set(row["prompts"][0])
     assert len({round(r["error_norm"], 9) for r in rows if r["perturbation"] != "int4"}) == 1
     for name, parameter in mamba.named_parameters():
         assert (parameter == before[name]).all(), name

@@ -20,12 +20,12 @@ def test_bypass_adds_the_identity_to_the_right_factor(system):
     core = np.eye(6) + system.model.core.weight.detach().numpy()
     state_half = system.model.adapter.weight.detach().numpy()[:, :6]
     with stepmap.Bypass(system, 8) as path:
-        found = stepmap.StepMap(system, embedding, 7, 8, path).product(state, v)
+        image = stepmap.StepMap(system, embedding, 7, 8, path).product(state, v)
     np.testing.assert_allclose(
-        found[0].numpy(), v[0].numpy() @ (core @ (state_half + np.eye(6))).T, rtol=1e-12
+        image[0].numpy(), v[0].numpy() @ (core @ (state_half + np.eye(6))).T, rtol=1e-12
     )
     plain = stepmap.StepMap(system, embedding, 7, 8).product(state, v)
-    assert not torch.allclose(plain, found)
+    assert not torch.allclose(plain, image)
 
 
 def test_bypass_is_gone_after_the_block(system):
@@ -69,15 +69,15 @@ def test_a_bypass_study_needs_radii_above_zero(system):
 def test_bypass_study_closed_form_on_a_linear_loop(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
     data = tokens(n_prompts=2)
-    found = bypass.bypass_study(Context(system, data, 8), new, seeds=(0,), n_directions=16, n_resamples=50)
+    study = bypass.bypass_study(Context(system, data, 8), new, seeds=(0,), n_directions=16, n_resamples=50)
     directions = bypass.unit_directions((1, 5, 6), 16, 0).numpy()
     np.testing.assert_allclose(np.linalg.norm(directions.reshape(16, -1), axis=1), 1.0)
     j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
     core = np.eye(6) + system.model.core.weight.detach().numpy()
     top = np.sum((directions @ (jq - j).T) ** 2)
     expected = [np.sqrt(top / np.sum((directions @ m.T) ** 2)) for m in (j, j + core)]
-    assert len(found["rows"]) == 2 * 3
-    for row in found["rows"]:
+    assert len(study["rows"]) == 2 * 3
+    for row in study["rows"]:
         # A linear map has one response at every state and radius.
         assert (row["D0"], row["D1"]) == pytest.approx(expected, rel=1e-7)
         assert row["attenuation"] == pytest.approx(1 - expected[1] / expected[0], rel=1e-6)
@@ -85,4 +85,4 @@ def test_bypass_study_closed_form_on_a_linear_loop(system):
         assert row["rms_attenuation"]["estimate"] == pytest.approx(0.0, abs=1e-7)
         assert row["rms_without"] == pytest.approx(np.sqrt(top / 16), rel=1e-7)
         assert row["p_holm"] == 1.0
-    assert 0 <= found["bypass_agreement"] <= 1
+    assert 0 <= study["bypass_agreement"] <= 1

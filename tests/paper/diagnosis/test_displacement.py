@@ -24,29 +24,29 @@ def test_displacement_converges_to_its_closed_form(system):
     # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
     data = tokens(n_prompts=2)
-    found = displacement.displacement(Context(system, data, 200), new, n_more=200)
+    moved = displacement.displacement(Context(system, data, 200), new, n_more=200)
     j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
     eye = np.eye(6)
     for prompt, ids in enumerate(data.sequences):
         b, bq = system.model.drive(ids), system.model.drive(ids, new["adapter.weight"])
         star = np.linalg.solve(eye - j, b.T).T
         expected = np.linalg.solve(eye - jq, (star @ (jq - j).T + bq - b).T)
-        assert found.distance[prompt, -1] == pytest.approx(np.linalg.norm(expected), rel=1e-9)
+        assert moved.distance[prompt, -1] == pytest.approx(np.linalg.norm(expected), rel=1e-9)
 
 
 def test_displacement_settles_at_the_spectral_radius(system):
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
-    found = displacement.displacement(Context(system, tokens(n_prompts=1), 200), new, n_more=120)
+    moved = displacement.displacement(Context(system, tokens(n_prompts=1), 200), new, n_more=120)
     rho = np.abs(np.linalg.eigvals(system.model.jacobian(new["adapter.weight"]))).max()
-    gap = np.abs(found.distance[0] - found.distance[0, -1])
+    gap = np.abs(moved.distance[0] - moved.distance[0, -1])
     # Complex eigenvalues make the gap swing: the rate is the slope over many swings.
     slope = np.polyfit(np.arange(5, 60), np.log(gap[5:60]), 1)[0]
     assert np.exp(slope) == pytest.approx(rho, rel=0.03)
 
 
 def test_displacement_summary():
-    found = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
-    assert found.settled_after() == 2
+    moved = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
+    assert moved.settled_after() == 2
     level = displacement.Displacement(np.full((2, 3), 0.5), np.ones((2, 3)))
     assert level.settled_after() == 1
     assert level.to_json()["settled_after"] == 1
@@ -75,21 +75,21 @@ def test_displacement_is_relative_and_repeats_the_last_step(system, monkeypatch)
 
     # Of the class: other weights run in a copy of the adapter.
     monkeypatch.setattr(type(system), "step", step)
-    found = displacement.displacement(
+    moved = displacement.displacement(
         Context(system, tokens(n_prompts=3), 4, execution=Execution(batch_size=2)), new
     )
     # Two batches: four steps to the start, four more of both loops.
     assert seen == 2 * ([0, 1, 2, 3] + 8 * [3])
     states = [rollouts.trace(system, b, 8).states for b in tokens(n_prompts=3).batches(1)]
     norms = [[float(s[t].norm()) for t in range(5, 9)] for s in states]
-    np.testing.assert_allclose(found.relative, found.distance / np.array(norms), rtol=1e-12)
-    said = found.to_json()
-    np.testing.assert_allclose(said["relative"], found.relative.mean(axis=0))
-    np.testing.assert_allclose(said["distance"], found.distance.mean(axis=0))
+    np.testing.assert_allclose(moved.relative, moved.distance / np.array(norms), rtol=1e-12)
+    said = moved.to_json()
+    np.testing.assert_allclose(said["relative"], moved.relative.mean(axis=0))
+    np.testing.assert_allclose(said["distance"], moved.distance.mean(axis=0))
     assert (said["n_prompts"], said["n_more"], said["final"]) == (
         3,
         4,
-        pytest.approx(found.distance[:, -1].mean()),
+        pytest.approx(moved.distance[:, -1].mean()),
     )
     one = displacement.displacement(Context(system, tokens(n_prompts=1), 4), new, n_more=1).to_json()
     assert len(one["distance"]) == 1
@@ -106,7 +106,7 @@ def test_displacement_from_one_step_on_and_of_small_states():
     plain = system.step
     system.step = lambda state, embedding, t, n_steps: seen.append(t) or plain(state, embedding, t, n_steps)
     new = {"adapter.weight": (small.adapter.weight.detach() * 1.1).float().numpy()}
-    found = displacement.displacement(Context(system, tokens(n_prompts=1), 1), new, n_more=2)
+    moved = displacement.displacement(Context(system, tokens(n_prompts=1), 1), new, n_more=2)
     assert set(seen) == {0}
     system.step = plain
     far = displacement.displacement(Context(system, tokens(n_prompts=1), 100), new, n_more=2)
@@ -114,7 +114,7 @@ def test_displacement_from_one_step_on_and_of_small_states():
     norm = float(rollouts.trace(system, batch, 101).states[-1].norm())
     assert norm < 1e-3
     assert far.relative[0, 0] == pytest.approx(far.distance[0, 0] / norm)
-    assert found.distance.shape == (1, 2)
+    assert moved.distance.shape == (1, 2)
 
 
 def test_contraction_bound_by_its_formula():
@@ -130,7 +130,7 @@ def test_contraction_bound_holds_on_a_linear_loop():
     system = LinearSystem(LinearLoop(radius=0.3))
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
     data = tokens(n_prompts=1)
-    found = displacement.displacement(Context(system, data, 100), new, n_more=50)
+    moved = displacement.displacement(Context(system, data, 100), new, n_more=50)
     jq = system.model.jacobian(new["adapter.weight"])
     modulus = np.linalg.norm(jq, 2)
     assert modulus < 1
@@ -139,7 +139,7 @@ def test_contraction_bound_holds_on_a_linear_loop():
     with under(system, new) as other:
         defect = float((other.step(star, other.embed(batch), 0, 1) - star).detach().norm())
     bound = displacement.contraction_bound(defect, modulus)
-    assert found.distance.max() <= bound * (1 + 1e-9)
+    assert moved.distance.max() <= bound * (1 + 1e-9)
     with pytest.raises(ConfigError, match="L < 1"):
         displacement.contraction_bound(1.0, 1.0)
 
@@ -153,9 +153,9 @@ def test_one_step_predicts_the_displacement_of_a_linear_loop():
     system = LinearSystem(LinearLoop(radius=0.3))
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
     data = tokens(n_prompts=2)
-    found = displacement.predicted(Context(system, data, 60), new)
+    prediction = displacement.predicted(Context(system, data, 60), new)
     jq = system.model.jacobian(new["adapter.weight"])
-    for row in found:
+    for row in prediction:
         # The loop is linear, so the prediction is exact, and the bound is one.
         assert row["linear"] == pytest.approx(row["measured"], rel=1e-4)
         assert row["modulus"] == pytest.approx(np.linalg.norm(jq, 2), rel=1e-2)

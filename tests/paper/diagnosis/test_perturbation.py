@@ -23,13 +23,13 @@ def system():
 
 
 def test_random_update_has_its_rank_and_norm():
-    found = perturbation.random_low_rank({"a": (12, 9), "b": (7, 20)}, 8.59, rank=4, seed=1)
-    for update in found.values():
+    updates = perturbation.random_low_rank({"a": (12, 9), "b": (7, 20)}, 8.59, rank=4, seed=1)
+    for update in updates.values():
         values = np.linalg.svd(update, compute_uv=False)
         assert values[3] > 1e-6 * values[0]
         assert values[4] < 1e-12 * values[0]
         assert np.linalg.norm(update) == pytest.approx(8.59 / np.sqrt(2), rel=1e-12)
-    assert np.sqrt(sum(np.sum(u**2) for u in found.values())) == pytest.approx(8.59)
+    assert np.sqrt(sum(np.sum(u**2) for u in updates.values())) == pytest.approx(8.59)
     with pytest.raises(ConfigError, match="rank 4 does not fit"):
         perturbation.random_low_rank({"a": (3, 9)}, 1.0)
     with pytest.raises(ConfigError, match="all updates are zero"):
@@ -40,14 +40,14 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
     data = tokens(n_prompts=2, n_tokens=12)
     before = {k: v.clone() for k, v in system.model.state_dict().items()}
     size = 0.5
-    found = perturbation.trained_low_rank(
+    update = perturbation.trained_low_rank(
         Context(system, data, 4), ["adapter.weight"], size, rank=2, n_updates=60, learning_rate=1e-2
     )["adapter.weight"]
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
     assert not system.model.adapter.weight.requires_grad or system.model.adapter.weight.grad is None
-    values = np.linalg.svd(found, compute_uv=False)
+    values = np.linalg.svd(update, compute_uv=False)
     assert values[2] < 1e-9 * values[0]
-    assert np.linalg.norm(found) == pytest.approx(size)
+    assert np.linalg.norm(update) == pytest.approx(size)
 
     def loss(system):
         with torch.no_grad():
@@ -58,7 +58,7 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
         return total
 
     plain = loss(system)
-    new = (weights.weight_of(system, system.shared_parameters(4)[0]) + found).astype(np.float32)
+    new = (weights.weight_of(system, system.shared_parameters(4)[0]) + update).astype(np.float32)
     with under(system, {"adapter.weight": new}) as other:
         assert loss(other) < plain
 
@@ -89,18 +89,18 @@ def test_noise_matched_in_output_error():
 
 
 def test_perturbation_study_compares_places_at_one_norm(system):
-    found = perturbation.perturbation_study(
+    study = perturbation.perturbation_study(
         Context(system, tokens(), 4, rounder=numpy_rounder, train=tokens(seed=5)),
         INT4,
         GROUPED,
         seeds=(0, 1),
         n_updates=3,
     )
-    assert found["locations"] == {"exposed": ["adapter.weight"], "core": ["core.weight"]}
-    low_rank = [r for r in found["rows"] if "rank" in r["perturbation"]]
+    assert study["locations"] == {"exposed": ["adapter.weight"], "core": ["core.weight"]}
+    low_rank = [r for r in study["rows"] if "rank" in r["perturbation"]]
     assert len(low_rank) == 2 * (2 + 1)
-    assert all(r["norm"] == pytest.approx(found["norm"]) for r in low_rank)
-    assert all(0 <= r["agreement"] <= 1 for r in found["rows"])
+    assert all(r["norm"] == pytest.approx(study["norm"]) for r in low_rank)
+    assert all(0 <= r["agreement"] <= 1 for r in study["rows"])
     with pytest.raises(ConfigError, match="needs an exposed layer"):
         perturbation.perturbation_study(
             Context(BlindSystem(LinearLoop()), tokens(), 4, rounder=numpy_rounder), INT4, GROUPED

@@ -16,7 +16,7 @@ QUICK = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_direct
 
 def test_all_sections_run_after_the_products_and_give_plain_json():
     notes = Notes()
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             LinearSystem(LinearLoop(width=8)),
             tokens(n_prompts=3, n_tokens=12),
@@ -29,11 +29,11 @@ def test_all_sections_run_after_the_products_and_give_plain_json():
         name="toy",
     )
     assert list(in_order()) == OURS + PAPERS
-    assert list(found["sections"]) == PAPERS
-    assert found["unavailable"] == []
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert list(diagnosis["sections"]) == PAPERS
+    assert diagnosis["unavailable"] == []
+    assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
     assert {"displace", "perturb", "train", "jacobian", "bypass"} <= set(notes.stages)
-    estimate = found["estimate"]["sections"]
+    estimate = diagnosis["estimate"]["sections"]
     # 2 prompts: the reference, four variants of each seed, and six rollouts for an update of the trained one.
     assert estimate["perturbation"]["n_prompt_rollouts"] == 2 * (4 * 2 + 1) + 6 * 2
     assert estimate["jacobian"]["n_prompt_rollouts"] == 0
@@ -41,13 +41,13 @@ def test_all_sections_run_after_the_products_and_give_plain_json():
 
 
 def test_systems_without_steps_say_what_is_missing():
-    found = survey.diagnose(
+    diagnosis = survey.diagnose(
         Context(
             BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)
         ),
         only=[*PAPERS, "groups"],
     )
-    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    reasons = {u["section"]: u["reason"] for u in diagnosis["unavailable"]}
     assert set(reasons) == set(PAPERS)
     assert "single-step function" in reasons["jacobian"]
     assert "Jacobian" in reasons["jacobian"]

@@ -23,28 +23,28 @@ def test_radius_of_a_random_matrix_with_a_known_spectrum():
     n = 300
     basis = rng.normal(size=(n, n)) / np.sqrt(n) + 2 * np.eye(n)
     values = np.concatenate([[1.25, -1.1], rng.uniform(-0.9, 0.9, n - 2)])
-    found = radius_of(basis @ np.diag(values) @ np.linalg.inv(basis))
-    assert found.accepted
-    assert found.radius == pytest.approx(1.25, rel=1e-6)
-    assert found.residual < 1e-5
+    radius = radius_of(basis @ np.diag(values) @ np.linalg.inv(basis))
+    assert radius.accepted
+    assert radius.radius == pytest.approx(1.25, rel=1e-6)
+    assert radius.residual < 1e-5
 
 
 def test_radius_of_a_complex_pair_is_its_magnitude():
     n, angle = 200, 0.7
     matrix = np.diag(np.linspace(0.1, 0.8, n))
     matrix[:2, :2] = 1.07 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    found = radius_of(matrix)
-    assert found.accepted
-    assert found.radius == pytest.approx(1.07, rel=1e-6)
+    radius = radius_of(matrix)
+    assert radius.accepted
+    assert radius.radius == pytest.approx(1.07, rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 5, 200])
 def test_nilpotent_blocks_have_radius_zero_and_norm_above(n):
     block = np.zeros((n, n))
     block[np.arange(0, n - 1, 2), np.arange(1, n, 2)] = 3.0
-    found = radius_of(block)
-    assert found.radius < 1e-6
-    assert found.accepted
+    radius = radius_of(block)
+    assert radius.radius < 1e-6
+    assert radius.accepted
     assert spectral.spectral_norm(lambda v: block @ v, lambda v: block.T @ v, n) == pytest.approx(3.0)
 
 
@@ -56,17 +56,17 @@ def test_jordan_block_of_full_length():
 
 def test_norm_of_a_large_matrix():
     matrix = np.random.default_rng(0).normal(size=(150, 150))
-    found = spectral.spectral_norm(lambda v: matrix @ v, lambda v: matrix.T @ v, 150)
-    assert found == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-4)
+    norm = spectral.spectral_norm(lambda v: matrix @ v, lambda v: matrix.T @ v, 150)
+    assert norm == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-4)
 
 
 def test_rules_refuse_what_did_not_converge():
     # A rotation by many angles of one magnitude: no single direction wins within few products.
     rng = np.random.default_rng(0)
     q = np.linalg.qr(rng.normal(size=(400, 400)))[0]
-    found = radius_of(q, max_products=80)
-    assert not found.accepted
-    assert "80 products" in found.failure
+    radius = radius_of(q, max_products=80)
+    assert not radius.accepted
+    assert "80 products" in radius.failure
     matrix = np.diag(np.linspace(0.5, 1.0, 100))
     loose = radius_of(matrix, residual_limit=1e-18)
     assert not loose.accepted
@@ -82,20 +82,20 @@ def test_rules_refuse_what_did_not_converge():
 def test_radius_of_a_step_is_that_of_its_jacobian(system):
     # 30 positions of width 6: above the dense limit, so this is the Arnoldi path on Jacobian products.
     _, embedding, state = operating(system, n_tokens=30)
-    found = spectral.jacobian_at(stepmap.StepMap(system, embedding, 7, 8), state, with_norm=True)
+    jacobian = spectral.jacobian_at(stepmap.StepMap(system, embedding, 7, 8), state, with_norm=True)
     j = system.model.jacobian()
-    assert found["accepted"]
-    assert found["radius"] == pytest.approx(np.abs(np.linalg.eigvals(j)).max(), rel=1e-4)
-    assert found["norm"] == pytest.approx(np.linalg.norm(j, 2), rel=1e-4)
+    assert jacobian["accepted"]
+    assert jacobian["radius"] == pytest.approx(np.abs(np.linalg.eigvals(j)).max(), rel=1e-4)
+    assert jacobian["norm"] == pytest.approx(np.linalg.norm(j, 2), rel=1e-4)
 
 
 def test_radius_study_on_a_linear_loop(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
-    found = spectral.radius_study(Context(system, tokens(n_prompts=2), 8), new)
-    assert found["acceptance"]["n_maps"] == 2 * 2 * 4
-    assert found["acceptance"]["n_accepted"] == 16
-    assert found["acceptance"]["largest_residual"] < 1e-6
-    plain = found["states"]["plain"]
+    study = spectral.radius_study(Context(system, tokens(n_prompts=2), 8), new)
+    assert study["acceptance"]["n_maps"] == 2 * 2 * 4
+    assert study["acceptance"]["n_accepted"] == 16
+    assert study["acceptance"]["largest_residual"] < 1e-6
+    plain = study["states"]["plain"]
     q = np.asarray(new["adapter.weight"], np.float64)
     core = np.eye(6) + system.model.core.weight.detach().numpy()
 

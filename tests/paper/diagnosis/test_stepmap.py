@@ -19,11 +19,11 @@ def test_jacobian_product_equals_matrix_and_finite_difference(system):
     _, embedding, state = operating(system)
     step = stepmap.StepMap(system, embedding, 7, 8)
     v = torch.randn(state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = step.product(state, v)
-    np.testing.assert_allclose(found[0].numpy(), v[0].numpy() @ system.model.jacobian().T, rtol=1e-12)
+    image = step.product(state, v)
+    np.testing.assert_allclose(image[0].numpy(), v[0].numpy() @ system.model.jacobian().T, rtol=1e-12)
     with torch.no_grad():
         finite = (step(state + 1e-6 * v) - step(state - 1e-6 * v)) / 2e-6
-    torch.testing.assert_close(found, finite, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(image, finite, rtol=1e-6, atol=1e-8)
     u = torch.randn(state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     np.testing.assert_allclose(step.transposed(state)(u)[0].numpy(), u[0].numpy() @ system.model.jacobian())
 
@@ -135,13 +135,13 @@ def test_directions_in_one_batch_give_what_they_give_apart(system):
 def test_the_factors_of_a_step_multiply_to_its_jacobian():
     system, batch = open_system(CASES["Huginn"]), prompts(CASES["Huginn"], n_prompts=1)
     embedding, state = stepmap.final_state(system, batch, 3)
-    found = stepmap.factors(stepmap.StepMap(system, embedding, 2, 3), state, n_directions=32)
-    adapter, *blocks = found["gain"]
+    factors = stepmap.factors(stepmap.StepMap(system, embedding, 2, 3), state, n_directions=32)
+    adapter, *blocks = factors["gain"]
     assert (adapter, len(blocks)) == ("transformer.adapter", 2)
-    assert found["gap"] < 1e-4
+    assert factors["gap"] < 1e-4
     w = system.model.transformer.adapter.weight[:, :32].detach().double()
-    assert found["gain"][adapter] == pytest.approx(float(w.norm()) / 32**0.5, rel=0.05)
-    assert found["identity"][adapter] == pytest.approx(float(w.trace() / w.norm()) / 32**0.5, abs=0.05)
+    assert factors["gain"][adapter] == pytest.approx(float(w.norm()) / 32**0.5, rel=0.05)
+    assert factors["identity"][adapter] == pytest.approx(float(w.trace() / w.norm()) / 32**0.5, abs=0.05)
     # An identity path around the adapter is a term that the product lacks.
     with stepmap.Bypass(system, 3) as bypass:
         other = stepmap.factors(stepmap.StepMap(system, embedding, 2, 3, bypass), state)

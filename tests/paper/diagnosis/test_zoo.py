@@ -37,15 +37,15 @@ def prompts(loaded):
 @pytest.mark.slow
 def test_spectral_radius_meets_the_rules_on_every_prompt(system, prompts):
     new = weights.rounded(system, [system.shared_parameters(8)[0]], PER_CHANNEL)
-    found = spectral.radius_study(Context(system, prompts.take(0, 2), 8), new, with_bypass=False)
-    acceptance = found["acceptance"]
+    study = spectral.radius_study(Context(system, prompts.take(0, 2), 8), new, with_bypass=False)
+    acceptance = study["acceptance"]
     print(
         f"largest relative Ritz residual {acceptance['largest_residual']:.2e} in {acceptance['n_estimates']} estimates"
     )
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 4
     assert acceptance["largest_residual"] < 1e-3
     assert acceptance["largest_disagreement"] < 2e-3
-    maps = found["states"]["plain"]["maps"]
+    maps = study["states"]["plain"]["maps"]
     assert maps["reference"]["norm"]["estimate"] > maps["reference"]["radius"]["estimate"] > 0
 
 
@@ -66,9 +66,9 @@ def test_plbert_has_a_radius_and_no_exposed_layer(data_folder):
     system, prompts = load_plbert(data_folder).system, phonemes(data_folder, "evaluation", 24, 2)
     config = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0,))
     only = ["perturbation", "jacobian", "bypass"]
-    found = diagnose(
+    diagnosis = diagnose(
         Context(system, prompts, system.n_steps, config, execution=Execution(batch_size=2)), only=only
     )
-    assert {u["section"] for u in found["unavailable"]} >= {"perturbation", "bypass"}
-    acceptance = found["sections"]["jacobian"]["acceptance"]
+    assert {u["section"] for u in diagnosis["unavailable"]} >= {"perturbation", "bypass"}
+    acceptance = diagnosis["sections"]["jacobian"]["acceptance"]
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 2

@@ -23,13 +23,13 @@ def test_the_last_step_of_each_variant_is_compared() -> None:
         }  # fmt: skip
 
     runs = {RTN: run(0.5, 0.25, last=0.2), ONE: run(0.5, 0.5, last=0.6), ALL: run(0.75, 1.0, last=0.5)}
-    made = agreement.show([{"model": "m", "runs": runs}])
-    assert made.tables[0].rows == (
+    shown = agreement.show([{"model": "m", "runs": runs}])
+    assert shown.tables[0].rows == (
         ("m", RTN, "50.0, 25.0", "20.0 %"), ("m", ONE, "50.0, 50.0", "60.0 %"), ("m", ALL, "75.0, 100.0", "50.0 %")
     )  # fmt: skip
-    assert [(c.holds, c.found) for c in made.claims] == [
+    assert [(c.holds, c.found) for c in shown.claims] == [
         (True, "+30.0 points of agreement [+30.0, +30.0]"), (False, "-10.0 points of agreement [-10.0, -10.0]")
     ]  # fmt: skip
-    (picture,) = made.pictures()
+    (picture,) = shown.pictures()
     lines = picture.figure.axes[0].get_lines()
     assert [x.get_ydata().tolist() for x in lines] == [[50, 25], [50, 50], [75, 100]]

@@ -24,9 +24,9 @@ def test_losses_are_relative_to_those_of_rounding() -> None:
         }
 
     layers = {f"c.{i}.weight": layer(2.0, 2.0) for i in range(5)} | {"c.e.weight": layer(40.0)}
-    made = algorithm.show([{"model": "m", "layers": layers}])
-    rows = made.tables[0].rows
+    shown = algorithm.show([{"model": "m", "layers": layers}])
+    rows = shown.tables[0].rows
     assert rows[0][2:] == ("2", "0.250", "0.500", "1.125", "0.500")
     assert rows[5][2:] == ("1", "0.250", "10.000", "0.250", "10.000")
     # Layers of a single step have no trajectory and do not count.
-    assert [(c.found, c.holds) for c in made.claims] == [("5 of 5 layers", True)] * 2
+    assert [(c.found, c.holds) for c in shown.claims] == [("5 of 5 layers", True)] * 2

@@ -40,11 +40,11 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
     scored = []
     plain = benchmarks.score
     monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
-    made = run.make("benchmarks", [one], tmp_path / "work", Silent())
-    assert not made.refused
-    rows = made.shown.tables[0].rows
+    measured = run.make("benchmarks", [one], tmp_path / "work", Silent())
+    assert not measured.refused
+    rows = measured.shown.tables[0].rows
     assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
-    assert len(made.shown.claims) == 10
+    assert len(measured.shown.claims) == 10
     # Of a run that was killed every variant's score on a task is there already.
     assert len(scored) == 5 * 5
     assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
@@ -52,8 +52,8 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:
-    made = run.make("benchmarks", [huginn], tmp_path, Silent())
-    assert "tasks need a data folder" in made.refused["huginn_small"]
+    measured = run.make("benchmarks", [huginn], tmp_path, Silent())
+    assert "tasks need a data folder" in measured.refused["huginn_small"]
 
 
 @pytest.mark.parametrize(("articles", "better", "holds"), [(6, 1.0, True), (2, 1.0, None), (6, 1e-5, None)])
@@ -63,8 +63,11 @@ def test_a_perplexity_is_decided_by_articles_and_resolution(
     def row(nll: float) -> dict[str, Any]:
         return {"wikitext": {"values": [nll * 100] * articles, "sizes": [100] * articles}}
 
-    found = {"model": "m", "variants": {FULL: row(3.0), RTN: row(4.0), ONE: row(4.0), ALL: row(4.0 - better)}}
-    assert [claim.holds for claim in benchmarks.show([found]).claims] == [holds] * 2
+    result = {
+        "model": "m",
+        "variants": {FULL: row(3.0), RTN: row(4.0), ONE: row(4.0), ALL: row(4.0 - better)},
+    }
+    assert [claim.holds for claim in benchmarks.show([result]).claims] == [holds] * 2
 
 
 @pytest.mark.parametrize(

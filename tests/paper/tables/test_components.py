@@ -26,12 +26,14 @@ def test_each_row_is_the_variant_that_it_names(huginn: Bench, monkeypatch: pytes
 
     def treated(config: QuantConfig) -> dict[str, set[tuple[object, ...]]]:
         """Method, steps and rotation of the adapter, and of the others, as the plan of a run has them."""
-        found: dict[str, set[tuple[object, ...]]] = {"adapter": set(), "core": set()}
+        treatments: dict[str, set[tuple[object, ...]]] = {"adapter": set(), "core": set()}
         for task in huginn.collected.plan(config).tasks:
             place = "adapter" if task.parameter.name == adapter else "core"
             method, turned = task.config.method.name, task.config.rotation != plain
-            found[place].add((method, tuple(task.steps), turned) if method == "gptq" else (method, turned))
-        return found
+            treatments[place].add(
+                (method, tuple(task.steps), turned) if method == "gptq" else (method, turned)
+            )
+        return treatments
 
     plain = huginn.rtn().layer.rotation
     one, all_ = ("gptq", (0,), False), ("gptq", every, False)

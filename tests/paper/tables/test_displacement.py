@@ -23,13 +23,13 @@ def test_a_prediction_may_be_off_by_a_factor() -> None:
         *[prompt(1.0, 1.25, 2.0)] * 4,
         prompt(0.0, 1.0, None),
     ]
-    made = displacement.show(
+    shown = displacement.show(
         [{"model": "m", "rows": {"per channel": good, "grouped": [prompt(4.0, 1.0, None)] * 5}}]
     )
-    assert made.tables[0].rows == (
+    assert shown.tables[0].rows == (
         ("m", "per channel", "1", "1.26", "1", "0.5", "1.83 (6)"), ("m", "grouped", "4", "1", "1", "0.5", None)
     )  # fmt: skip
-    within, kept, off = made.claims
+    within, kept, off = shown.claims
     # Too large and too small by a quarter are equally wrong.
     assert (within.holds, within.found) == (True, "off by 1.25 [1.25, 1.25]")
     assert kept.found == "5 of 6 prompts"

@@ -19,5 +19,5 @@ def test_a_wrong_product_and_an_identity_adapter_are_reported() -> None:
         return [{"gap": gap, "gain": dict.fromkeys(identity, 1.0), "identity": identity}] * 6
 
     for gap, adapter, holds in ((1e-6, 0.1, True), (0.2, 0.7, False)):
-        found = {"model": "m", "rows": prompts(gap, adapter)}
-        assert [c.holds for c in factors.show([found]).claims] == [holds, holds]
+        result = {"model": "m", "rows": prompts(gap, adapter)}
+        assert [c.holds for c in factors.show([result]).claims] == [holds, holds]

@@ -33,7 +33,7 @@ def test_ranks_and_errors_are_shown_by_the_steps_summed() -> None:
         by_prompt = [kl * k for k in (1.0, 1.2, 0.8, 1.0, 1.0, 1.1, 0.9, 1.0)]
         return {"kl": by_prompt, "agreement": [0.5] * 8, "nll": None, "answered": answered, "n_bytes": 1000}
 
-    found = {
+    result = {
         "model": "m", "output": "logits", "bytes_per_token": None, "layer": "a", "dim": 40, "horizons": [1, 2, 3],
         "ranks": [2, 3, 10], "rank_last_step": 4, "gains": [2.0, 4.0, 8.0, 4.0, 4.0],
         "variants": {
@@ -41,13 +41,13 @@ def test_ranks_and_errors_are_shown_by_the_steps_summed() -> None:
             "GPTQ, 3 steps": variant(0.1, right),
         },
     }  # fmt: skip
-    made = horizon.show([found])
-    assert made.tables[0].rows == (
+    shown = horizon.show([result])
+    assert shown.tables[0].rows == (
         ("m", "a", "1", "2", "5.00 %", "0.2"),
         ("m", "a", "2", "3", "7.50 %", "0.3"),
         ("m", "a", "3", "10", "25.00 %", "0.1"),
     )
-    grown, first, rounding, two, answers = made.claims
+    grown, first, rounding, two, answers = shown.claims
     # The geometric mean of 2, 4, 8, 4 and 4.
     assert grown.found.startswith("4.00 [")
     assert [c.found[:14] for c in (first, rounding, two)] == [
@@ -58,7 +58,7 @@ def test_ranks_and_errors_are_shown_by_the_steps_summed() -> None:
     assert [c.holds for c in (first, rounding, two)] == [True, True, False]
     # Eight answers decide nothing.
     assert (answers.p, answers.asked) == (pytest.approx(2 * 0.5**8), False)
-    rank, error = made.pictures()
+    rank, error = shown.pictures()
     assert rank.figure.axes[0].get_lines()[0].get_xydata().tolist() == [[1, 2], [2, 3], [3, 10]]
     lines = {x.get_label(): x.get_xydata() for x in error.figure.axes[0].get_lines()}
     np.testing.assert_allclose(lines["GPTQ"], [[1, 0.2], [2, 0.3], [3, 0.1]])

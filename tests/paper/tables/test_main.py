@@ -37,13 +37,13 @@ def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
-    found = main_table(save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=3))
-    assert found["model"] == "tiny"
-    assert (found["system"], found["n_steps"], found["looped"]) == ("ouro", 3, True)
-    assert [(a["bits"], a["group_size"], a["variant"]) for a in found["variants"]] == [
+    result = main_table(save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=3))
+    assert result["model"] == "tiny"
+    assert (result["system"], result["n_steps"], result["looped"]) == ("ouro", 3, True)
+    assert [(a["bits"], a["group_size"], a["variant"]) for a in result["variants"]] == [
         (bits, group, variant) for bits, group in GRIDS for variant in (RTN, ONE, ALL)
     ]
-    for variant in found["variants"]:
+    for variant in result["variants"]:
         # Rounding looks at no text, so it has one seed.
         assert (
             np.shape(variant["kl"])
@@ -51,26 +51,26 @@ def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -
             == ((1 if variant["variant"] == RTN else 2), 3)
         )
         assert np.min(variant["kl"]) > 0
-    first, second = found["variants"][1]["kl"]
+    first, second = result["variants"][1]["kl"]
     assert first != second, "calibration seeds see the same prompts"
-    assert len(found["full_precision"]) == 3
+    assert len(result["full_precision"]) == 3
 
 
 def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "huginn", mean_recurrence=3)
-    found = main_table(folder)
+    result = main_table(folder)
     model = open_source(folder).prompts(Sizes(4, 4, 3, 24))
     system = model.loaded.system
     base = compare(system, {}, model.evaluation, count_bytes=model.loaded.count_bytes)[0]
-    assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
-    row = main_text.summarize_model(found)
+    assert result["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
+    row = main_text.summarize_model(result)
     assert row["bits_per_byte"]["estimate"] == pytest.approx(base.bits_per_byte)
     # A byte-level model: nats over ln 2 are bits of a byte.
-    variant = found["variants"][-1]
+    variant = result["variants"][-1]
     lost = (np.mean(variant["nll"]) - base.nll.mean()) / math.log(2)
     assert row["grids"][1]["variants"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
     gap = row["grids"][1]["variants"][ALL]["gap_closed"]
-    assert gap["estimate"] == pytest.approx(1 - np.mean(variant["kl"]) / np.mean(found["variants"][3]["kl"]))
+    assert gap["estimate"] == pytest.approx(1 - np.mean(variant["kl"]) / np.mean(result["variants"][3]["kl"]))
     assert gap["low"] < gap["estimate"] < gap["high"]
 
 
@@ -90,9 +90,9 @@ def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
-    found = main_table(save(tmp_path / "tiny", "control"))
-    assert not found["looped"]
-    variants = {a["variant"]: a for a in found["variants"][:3]}
+    result = main_table(save(tmp_path / "tiny", "control"))
+    assert not result["looped"]
+    variants = {a["variant"]: a for a in result["variants"][:3]}
     assert variants[ONE]["kl"] == variants[ALL]["kl"]
 
 
@@ -106,8 +106,8 @@ def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None
     assert not {s.tobytes() for s in prepared.calibration.sequences} & {
         s.tobytes() for s in prepared.evaluation.sequences
     }
-    found = main_table(folder)
-    assert found["task"] == "chains of letters"
+    result = main_table(folder)
+    assert result["task"] == "chains of letters"
     loaded = load_model(folder)
     ids = np.stack(prepared.evaluation.sequences)
     answer = torch.from_numpy(ids[:, first + 1 :])
@@ -115,8 +115,8 @@ def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None
         whole = marked(ids[:, :QUESTION_LENGTH], ids[:, first + 1 :], 256, 257, 4, 258)
         log = loaded.model(torch.from_numpy(whole)).logits.double().log_softmax(-1)
     nll = -log[:, first + 4 : -1].gather(-1, answer[..., None]).squeeze(-1).mean(-1)
-    assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
-    (table, *_) = main_text.tables(main_text.summarize([found]))
+    assert result["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
+    (table, *_) = main_text.tables(main_text.summarize([result]))
     assert "tiny is measured on chains of letters instead of text." in table.text
     last = len(ids[0]) - 1
     with pytest.raises(ConfigError, match=f"at least two tokens after {last}"):

@@ -12,8 +12,8 @@ from loopq.terminal.progress import Silent
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:
-    made = run.make("mamba", [huginn], tmp_path, Silent())
-    assert "no selective-scan layer" in made.refused["huginn_small"]
+    measured = run.make("mamba", [huginn], tmp_path, Silent())
+    assert "no selective-scan layer" in measured.refused["huginn_small"]
 
 
 def test_growth_and_the_identity_term_are_compared() -> None:
@@ -26,24 +26,24 @@ def test_growth_and_the_identity_term_are_compared() -> None:
             "by_prompt": [relative * k for k in (1.0, 1.1, 0.9, 1.0, 1.2)],
         }  # fmt: skip
 
-    found = {
+    result = {
         "model": "m",
         "components": [component("A_log", "int4", 0.125, 0.5, 4.0), component("out_proj", "int4", 0.25, 0.75, None),
                        component("out_proj", "noise", 9.0, 9.0, 1.0)],
         "alphas": [alpha(0.0, 0.5), alpha(0.25, 0.25)],
         "growth": [[0.1] * 5, [0.3] * 5],
     }  # fmt: skip
-    made = mamba.show([found])
-    parts, sweep = made.tables
+    shown = mamba.show([result])
+    parts, sweep = shown.tables
     assert parts.rows[:2] == (
         ("m", "A_log", "int4", "0.125", "0.5", "4.00x"), ("m", "out_proj", "int4", "0.25", "0.75", None)
     )  # fmt: skip
     assert sweep.rows == (
         ("m", "0.00", "0.500", "+0 %", "3", "4.5", "1.00"), ("m", "0.25", "0.250", "-50 %", "3", "4.5", "1.25")
     )  # fmt: skip
-    assert made.lines == ["m: error by A_log at token 0: 0.12; by out_proj at token 32: 0.75."]
-    grows, lowers = made.claims
+    assert shown.lines == ["m: error by A_log at token 0: 0.12; by out_proj at token 32: 0.75."]
+    grows, lowers = shown.claims
     assert (grows.holds, grows.found) == (True, "+20.0 percent of the state [+20.0, +20.0]")
     assert (lowers.holds, lowers.found) == (True, "error ratio 0.500 [0.500, 0.500]")
-    (picture,) = made.pictures()
+    (picture,) = shown.pictures()
     assert picture.figure.axes[0].get_lines()[0].get_xydata().tolist() == [[0, 0.5], [0.25, 0.25]]

@@ -22,8 +22,8 @@ def test_places_are_compared_over_the_mean_of_seeds() -> None:
         row("noise", "exposed", 0.5), row("noise", "exposed", 0.7), row("noise", "core", 0.75),
         row("rank-4", "core", 0.2), row("rank-4", "exposed", 0.3),
     ]  # fmt: skip
-    made = perturbation.show([{"model": "m", "rows": rows}])
-    assert made.tables[0].rows == (
+    shown = perturbation.show([{"model": "m", "rows": rows}])
+    assert shown.tables[0].rows == (
         ("m", "noise", "60.0 %", "75.0 %", "+15.0"), ("m", "rank-4", "30.0 %", "20.0 %", "-10.0")
     )  # fmt: skip
-    assert [(c.text.partition(":")[0], c.holds) for c in made.claims] == [("noise", True), ("rank-4", False)]
+    assert [(c.text.partition(":")[0], c.holds) for c in shown.claims] == [("noise", True), ("rank-4", False)]

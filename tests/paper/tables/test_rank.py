@@ -24,17 +24,17 @@ def test_ranks_by_step_and_their_growth() -> None:
         "c.d.weight": layer(5, 10, gain=4.0),
         "c.e.weight": layer(4, 8, gain=3.0),
     }
-    made = rank.show([{"model": "m", "layers": layers, "adapters": []}])
-    assert made.tables[0].rows[:2] == (
+    shown = rank.show([{"model": "m", "layers": layers, "adapters": []}])
+    assert shown.tables[0].rows[:2] == (
         ("m", "a", "40", "2", "5.00 %", "4", "8", "16", "8.00x"),
         ("m", "b", "40", "10", "25.00 %", None, "10", "20", None),
     )
     # Ratios of last and first step: 4, 2 and 2, without the layer of one step.
-    (claim,) = made.claims
+    (claim,) = shown.claims
     assert claim.found.startswith(f"{16 ** (1 / 3):.2f} [")
     assert claim.found.endswith("over 3 inputs")
     assert claim.bound == 1.0
-    (picture,) = made.pictures()
+    (picture,) = shown.pictures()
     lines = picture.figure.axes[0].get_lines()
     assert {x.get_label(): x.get_xydata().tolist() for x in lines} == {
         "a": [[0, 2], [1, 4], [2, 8]], "d": [[0, 5], [1, 10]], "b": [[0, 10]]

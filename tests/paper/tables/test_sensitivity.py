@@ -26,7 +26,7 @@ def test_layers_stand_by_damage_with_their_other_places(monkeypatch: pytest.Monk
     def layer(changed: float, row: float) -> dict[str, Any]:
         return {"changed": changed, "per_channel": {"changed": row, "by_prompt": [row] * 5}}
 
-    found = {
+    result = {
         "model": "m",
         "measure": "changed",
         "table": {
@@ -42,25 +42,28 @@ def test_layers_stand_by_damage_with_their_other_places(monkeypatch: pytest.Monk
     }
     # A correlation of fewer layers has no interval that could exclude a half.
     monkeypatch.setattr(sensitivity, "MIN_LAYERS", 3)
-    assert len(sensitivity.show([found]).claims) == 1
+    assert len(sensitivity.show([result]).claims) == 1
     monkeypatch.setattr(sensitivity, "MIN_LAYERS", 2)
-    made = sensitivity.show([found])
-    assert made.tables[0].rows == (("m", "b", "12.50 %", "2", "3", "1"), ("m", "a", "5.00 %", "1", None, "1"))
-    ranking, worst = made.claims
+    shown = sensitivity.show([result])
+    assert shown.tables[0].rows == (
+        ("m", "b", "12.50 %", "2", "3", "1"),
+        ("m", "a", "5.00 %", "1", None, "1"),
+    )
+    ranking, worst = shown.claims
     # Fisher: tanh(+-1.96 sqrt(1.06)), as for four layers or fewer.
     assert ranking.found == "Spearman correlation +0.00 [-0.97, +0.97]"
     assert (ranking.bound, ranking.below) == (0.5, True)
     assert (worst.holds, worst.found) == (True, "+30.0 points beyond a [+30.0, +30.0]")
-    del found["table"]["spearman"]["random-direction gain"]
-    found["table"]["spearman"]["random-direction gain"] = None
-    assert len(sensitivity.show([found]).claims) == 1
+    del result["table"]["spearman"]["random-direction gain"]
+    result["table"]["spearman"]["random-direction gain"] = None
+    assert len(sensitivity.show([result]).claims) == 1
 
 
 def test_the_interval_of_a_correlation_is_fishers() -> None:
-    found = sensitivity._fisher(0.5, 28)
+    interval = sensitivity._fisher(0.5, 28)
     half = 1.96 * math.sqrt(1.06 / 25)
-    assert (found.low, found.high) == pytest.approx(
+    assert (interval.low, interval.high) == pytest.approx(
         (math.tanh(math.atanh(0.5) - half), math.tanh(math.atanh(0.5) + half))
     )
-    assert (found.estimate, found.n, found.level) == (0.5, 28, 0.95)
+    assert (interval.estimate, interval.n, interval.level) == (0.5, 28, 0.95)
     assert sensitivity._fisher(1.0, 9).low < 1

@@ -27,17 +27,17 @@ def test_counts_are_shown_by_threshold_and_spectra_drawn() -> None:
     kinds = {kind: described(i) for i, kind in enumerate((spectra.FEW, spectra.MANY, spectra.STEPS), 1)}
     layers = {"c.a.weight": kinds, "c.b.weight": kinds}
     found: dict[str, Any] = {"model": "m", "layers": layers, "more": [[4, 2], [6, 3], [8, 4], [2, 1], [9, 6]]}
-    made = spectra.show([found])
-    table = made.tables[0]
+    shown = spectra.show([found])
+    table = shown.tables[0]
     assert [row[1:4] for row in table.rows[:3]] == [
         ("c.a", spectra.FEW, "1,000"), ("c.a", spectra.MANY, "2,000"), ("c.a", spectra.STEPS, "3,000")
     ]  # fmt: skip
     assert table.rows[4][3:] == (*(f"2,{i:03d}" for i in range(len(spectra.THRESHOLDS))), "3", "1.2")
-    (claim,) = made.claims
+    (claim,) = shown.claims
     assert claim.interval.estimate == pytest.approx((2**4 * 1.5) ** 0.2)
     assert (claim.holds, claim.interval.n) == (True, 5)
     assert spectra.show([found | {"more": []}]).claims == []
-    (picture,) = made.pictures()
+    (picture,) = shown.pictures()
     first, second = picture.figure.axes
     assert (first.get_title(), second.get_title(), first.get_xscale()) == ("m: c.a", "m: c.b", "log")
     assert first.get_lines()[0].get_xydata().tolist() == [[1, 0.5], [3, 1e-12]]

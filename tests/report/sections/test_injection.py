@@ -25,8 +25,8 @@ def run(factor, agreement=True):
 def made(output="logits", agreement=True, unpaired=None):
     """A diagnosis with two variants."""
     paired = {"none": run(0, agreement), "all": run(2, agreement), "exposed": run(1, agreement)}
-    found = {"per channel": {"paired": paired, "unpaired": unpaired, "settings": {"bits": 4}}}
-    return {"sections": {"injection": found}, "model": {"output": output}}
+    runs = {"per channel": {"paired": paired, "unpaired": unpaired, "settings": {"bits": 4}}}
+    return {"sections": {"injection": runs}, "model": {"output": output}}
 
 
 def test_lines_are_percent_by_step_without_the_reference():

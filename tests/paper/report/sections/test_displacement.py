@@ -16,8 +16,8 @@ def test_curves_are_in_percent_and_say_when_they_settle():
     def curve(relative, settled):
         return {"relative": relative, "n_more": len(relative), "settled_after": settled}
 
-    found = {"grouped": curve([0.1, 0.2, 0.2], 2), "per channel": curve([0.4, 0.5], None)}
-    picture = displacement({"sections": {"displacement": {"settings": found}}})
+    settings = {"grouped": curve([0.1, 0.2, 0.2], 2), "per channel": curve([0.4, 0.5], None)}
+    picture = displacement({"sections": {"displacement": {"settings": settings}}})
     (axes,) = picture.figure.axes
     first, second = axes.get_lines()
     assert first.get_label() == "per channel: still moving"

@@ -212,7 +212,7 @@ class Types(Kept):
     def row(self, kind: str, engine: Engine) -> dict[str, Any]:
         """KL of a type by each tool."""
         weights: dict[str, dict[str, NDArray[np.float32]]] = {}
-        found: dict[str, Any] = {"bits": self.bits(kind)}
+        cells: dict[str, Any] = {"bits": self.bits(kind)}
         ours = ("loopq, rounding", {"method": "rtn"}), ("loopq", {"metric": "loop"})
         alone = kind in FILES or kind.endswith(PADDED) or kind in PREPARED
         if not alone:
@@ -220,26 +220,26 @@ class Types(Kept):
         for name, settings in () if alone else ours:
             with self.costs() as cost:
                 weights[name] = self.of(kind, settings)
-            found[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
+            cells[f"{name}, seconds"] = self.before.get(name, 0.0) + cost.seconds
         if kind in FP4:
             asked = [name for name in FLOATS if name.startswith(kind.upper())]
             lines = self.theirs("llmcompressor", [(name, 4, TYPES[kind][0]) for name in asked])
-            found |= {
+            cells |= {
                 name: line.get("kl", line.get("refused")) for name, line in zip(asked, lines, strict=True)
             }
-            found["tool, importance"] = min(k for k in map(found.get, asked) if isinstance(k, float))
+            cells["tool, importance"] = min(k for k in map(cells.get, asked) if isinstance(k, float))
         else:
             for name in ("tool, importance",) if alone else ("tool", "tool, importance"):
                 weights[name], seconds = self.rounded(engine, kind, name != "tool")
-                found[f"{name}, seconds"] = self.before.get(name, 0.0) + seconds
+                cells[f"{name}, seconds"] = self.before.get(name, 0.0) + seconds
         lines = self.measured([{} for _ in weights], dict(enumerate(weights.values())))
         for name, line in zip(weights, lines, strict=True):
-            found |= {
+            cells |= {
                 name: line["kl"],
                 f"{name}, 95 %": line["kl_95"],
                 f"{name}, agreement": line["agreement"],
             }
-        return found
+        return cells
 
 
 def parse() -> argparse.Namespace:

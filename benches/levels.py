@@ -45,21 +45,21 @@ def page(runs: dict[str, dict[str, Any]]) -> str:
     ]  # fmt: skip
     for run in runs.values():
         for bits, preset in dict.fromkeys((r["bits"], r["preset"]) for r in run["rows"]):
-            found = {r["levels"]: r for r in run["rows"] if (r["bits"], r["preset"]) == (bits, preset)}
+            by_levels = {r["levels"]: r for r in run["rows"] if (r["bits"], r["preset"]) == (bits, preset)}
             cells = [
                 f"{r['kl']:.2e} ({r['kl_95'][0]:.2e}-{r['kl_95'][1]:.2e})" if r else ""
-                for r in map(found.get, LEVELS)
+                for r in map(by_levels.get, LEVELS)
             ]
             ratios = [
-                f"{found[k]['kl'] / found['even']['kl']:.2f}" if {k, "even"} <= set(found) else ""
+                f"{by_levels[k]['kl'] / by_levels['even']['kl']:.2f}" if {k, "even"} <= set(by_levels) else ""
                 for k in LEVELS[1:]
             ]
             bar = BARS["looped" in run["model"]]
             lines.append(f"| {run['model']} | {bits} | {preset} | {' | '.join(cells + ratios)} | {bar} |")
-    told = [
+    notes = [
         f"* {r['model']}: {r['matrices']} matrices, {r['prompts']}, {r['processor']}." for r in runs.values()
     ]
-    return "\n".join([*lines, "", *told, ""])
+    return "\n".join([*lines, "", *notes, ""])
 
 
 def main() -> None:

@@ -37,20 +37,20 @@ def prepare(
     plain, _, planted = name.partition("+")
     trained = {Path(folder).name: folder for folder in folders()}
     files = (Path(file) if file else None for file in texts)
-    found = open_source(trained.get(plain, plain), data, *files).prompts(sizes, draw)
+    prepared = open_source(trained.get(plain, plain), data, *files).prompts(sizes, draw)
     if not planted:
-        return found
-    model = found.loaded.model
+        return prepared
+    model = prepared.loaded.model
     if planted in ("spike", "token"):
-        ids = torch.from_numpy(found.calibration.sequences[0])[None]
+        ids = torch.from_numpy(prepared.calibration.sequences[0])[None]
         token = int(ids.flatten().mode().values) if planted == "token" else None
         model, _ = plant_kappa_spike(model, ids, KAPPA, token=token)
     elif planted == "outlier":
         model, _ = plant_adapter_outlier(model, OUTLIER)
     else:
         raise ConfigError(f"{name}: nothing is called {planted!r}; spike, token and outlier can be planted")
-    loaded = dataclasses.replace(found.loaded, model=model, system=find_system(model))
-    return dataclasses.replace(found, name=name, loaded=loaded)
+    loaded = dataclasses.replace(prepared.loaded, model=model, system=find_system(model))
+    return dataclasses.replace(prepared, name=name, loaded=loaded)
 
 
 def other_text(model: PreparedModel, data: Path | None, n_prompts: int) -> TokenSet | None:

@@ -111,13 +111,13 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
     return Made(name, entry, tuple(results), refused, shown)
 
 
-def judged(made: Sequence[Made]) -> list[Made]:
+def judged(measured: Sequence[Made]) -> list[Made]:
     """Keep the claims with enough units. Adjust the p values of all tables' scores after Holm: they are one family."""
-    asked = [[c for c in m.shown.claims if c.asked] for m in made]
+    asked = [[c for c in m.shown.claims if c.asked] for m in measured]
     raw = [c.p for claims in asked for c in claims if c.p is not None]
     p = iter(holm(raw).tolist() if raw else ())
-    claims = [[c if c.p is None else replace(c, p=next(p)) for c in some] for some in asked]
-    return [replace(m, shown=replace(m.shown, claims=c)) for m, c in zip(made, claims, strict=True)]
+    claims = [[c if c.p is None else replace(c, p=next(p)) for c in of_table] for of_table in asked]
+    return [replace(m, shown=replace(m.shown, claims=c)) for m, c in zip(measured, claims, strict=True)]
 
 
 def in_order() -> list[str]:

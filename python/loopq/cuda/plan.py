@@ -210,10 +210,7 @@ def join_clocks(pairs: int, plan: NarrowPlan, token_tiles: int) -> float:
 
 @lru_cache(maxsize=4096)
 def make_plan(
-    shape: GemmShape,
-    device: DeviceLimits,
-    stages: int | None = None,
-    slices: int | None = None,
+    shape: GemmShape, device: DeviceLimits, stages: int | None = None, slices: int | None = None
 ) -> NarrowPlan:
     """The cheapest cut that fits the device. `stages` and `slices` fix the ring depth and number of slices.
 

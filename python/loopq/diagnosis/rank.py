@@ -195,11 +195,7 @@ def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads
     return out
 
 
-def layer_spectra(
-    hessians: StepHessians,
-    damping: float = 0.01,
-    threads: int = 0,
-) -> Object:
+def layer_spectra(hessians: StepHessians, damping: float = 0.01, threads: int = 0) -> Object:
     """Eigenvalues of one layer's input at the first and the last step and of the sum over all (Li, Fig. 5).
 
     `damping` is the solver's, for `felt_directions`.

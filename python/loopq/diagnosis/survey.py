@@ -105,10 +105,7 @@ def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str =
 
 
 def diagnose_dump(
-    folder: Path,
-    *,
-    config: DiagnoseConfig | None = None,
-    execution: Execution | None = None,
+    folder: Path, *, config: DiagnoseConfig | None = None, execution: Execution | None = None
 ) -> Object:
     """Diagnose a dump of rows, or of Hessians stored step by step, by ranks, spectra, proxies and magnitudes.
 
@@ -269,11 +266,7 @@ def setting_name(bits: int, group_size: int) -> str:
 
 
 def _assemble(
-    model: Object,
-    layers: list[Object],
-    data: Object,
-    settings: Object,
-    outcome: _Outcome,
+    model: Object, layers: list[Object], data: Object, settings: Object, outcome: _Outcome
 ) -> Object:
     diagnosis: Object = clean(
         {

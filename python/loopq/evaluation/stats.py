@@ -169,10 +169,7 @@ def mean_interval(values: ArrayLike, n_resamples: int = N_RESAMPLES, seed: int =
 
 
 def geometric_mean_ratio(
-    numerator: ArrayLike,
-    denominator: ArrayLike,
-    n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
+    numerator: ArrayLike, denominator: ArrayLike, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
     """Prompt bootstrap of the geometric mean of per-prompt ratios (Li, App. E)."""
     top = np.log(sample(numerator, "numerator", positive=True))

@@ -10,13 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopq.evaluation.items import Item, find_task
-from loopq.evaluation.requests import (
-    encode_pair,
-    generate_until,
-    log_likelihoods,
-    longest_input,
-    n_generated,
-)
+from loopq.evaluation.requests import encode_pair, generate_until, log_likelihoods, longest_input, n_generated
 from loopq.evaluation.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
 from loopq.inference.generate import Decoder, Generation
 from loopq.models.load import LoadedModel

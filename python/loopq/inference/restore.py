@@ -56,9 +56,7 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Put a checkpoint into a model. See `loopq.load`."""
     loaded = model or build_model(
-        checkpoint.side_files,
-        system=checkpoint.settings.get("system"),
-        trust_remote_code=trust_remote_code,
+        checkpoint.side_files, system=checkpoint.settings.get("system"), trust_remote_code=trust_remote_code
     )
     if model is None:
         find_names(loaded.model, [*checkpoint.layers, *checkpoint.dense, *checkpoint.ties])

@@ -113,8 +113,7 @@ def table(
     top = f'<p class="soft">{html.escape(caption)}{action}</p>' if caption or name else ""
     attributes = f' id={name} class="sortable"' if name else ""
     return top + scroll(
-        label,
-        f"<table{attributes}><thead><tr>{''.join(shown)}</tr></thead>\n<tbody>\n{body}</tbody></table>",
+        label, f"<table{attributes}><thead><tr>{''.join(shown)}</tr></thead>\n<tbody>\n{body}</tbody></table>"
     )
 
 

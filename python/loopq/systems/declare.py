@@ -51,9 +51,7 @@ def parameter_of(model: nn.Module, shared: SharedParameter | str) -> nn.Paramete
 
 
 def declare(
-    model: nn.Module,
-    modules: Iterable[tuple[str, dict[str, Any]]],
-    invocations: int,
+    model: nn.Module, modules: Iterable[tuple[str, dict[str, Any]]], invocations: int
 ) -> tuple[SharedParameter, ...]:
     """Declare the weights of the named modules, each parameter once.
 

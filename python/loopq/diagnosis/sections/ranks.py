@@ -214,10 +214,7 @@ def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution:
         "solved": losses,
         "proxies": {name: values.tolist() for name, values in proxies.items()},
         "outputs": {name: values.tolist() for name, values in outputs.items()},
-        "proxy_sum": {
-            "grouped": _proxy_sum(proxies),
-            "per channel": _proxy_sum(per_channel),
-        },
+        "proxy_sum": {"grouped": _proxy_sum(proxies), "per channel": _proxy_sum(per_channel)},
     }
 
 

@@ -34,11 +34,7 @@ def ablations(d: Diagnosis) -> Picture | None:
             place = places[name]
             text = f"gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
             axes.annotate(
-                text,
-                (max(values[i], whole[i]), i),
-                xytext=(7, 0),
-                textcoords="offset points",
-                va="center",
+                text, (max(values[i], whole[i]), i), xytext=(7, 0), textcoords="offset points", va="center"
             )
         axes.set_yticks(range(len(order)), [short[n] for n in order])
         axes.margins(x=0.25)

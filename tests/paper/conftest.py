@@ -31,7 +31,7 @@ def huginn() -> Bench:
 
 
 @pytest.fixture(scope="session")
-def found():
+def diagnosis():
     """A diagnosis of the linear toy: the paper's sections alone."""
     return survey.diagnose(
         Context(

@@ -5,11 +5,11 @@ from loopq.report.sections import all_figures, all_tables
 from tests.support.pages import check_axes
 
 
-def test_every_section_is_on_the_page(found):
-    pictures = all_figures(found)
+def test_every_section_is_on_the_page(diagnosis):
+    pictures = all_figures(diagnosis)
     assert [p.name for p in pictures] == ["loop", "displacement", "jacobian", "bypass"]
     for picture in pictures:
         check_axes(picture)
-    (table,) = all_tables(found)
+    (table,) = all_tables(diagnosis)
     assert "output-matched noise" in table
-    assert table in page.render(found)
+    assert table in page.render(diagnosis)

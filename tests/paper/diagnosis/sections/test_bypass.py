@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-def test_its_data_has_what_the_page_reads(found):
-    assert set(found["sections"]["bypass"]) == {"bypass_agreement", "rows", "settings"}
+def test_its_data_has_what_the_page_reads(diagnosis):
+    assert set(diagnosis["sections"]["bypass"]) == {"bypass_agreement", "rows", "settings"}

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-def test_its_data_has_what_the_page_reads(found):
-    assert set(found["sections"]["displacement"]) == {"layers", "settings"}
+def test_its_data_has_what_the_page_reads(diagnosis):
+    assert set(diagnosis["sections"]["displacement"]) == {"layers", "settings"}

@@ -7,8 +7,8 @@ import dataclasses
 from loopq.diagnosis.sections import SECTIONS
 
 
-def test_its_data_has_what_the_page_reads(found):
-    assert set(found["sections"]["jacobian"]) == {"acceptance", "prompts", "settings", "states"}
+def test_its_data_has_what_the_page_reads(diagnosis):
+    assert set(diagnosis["sections"]["jacobian"]) == {"acceptance", "prompts", "settings", "states"}
 
 
 def test_the_spectral_radius_is_printed_with_its_acceptance(saved_model, command, monkeypatch):

@@ -8,8 +8,8 @@ from loopq.paper.report.sections.bypass import bypass
 from tests.support.pages import check_figure
 
 
-def test_its_figure_has_units(found):
-    check_figure(found, "bypass", "bypass")
+def test_its_figure_has_units(diagnosis):
+    check_figure(diagnosis, "bypass", "bypass")
 
 
 def test_two_bars_for_each_size_and_their_change():

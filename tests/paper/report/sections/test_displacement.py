@@ -8,8 +8,8 @@ from loopq.paper.report.sections.displacement import displacement
 from tests.support.pages import check_figure
 
 
-def test_its_figure_has_units(found):
-    check_figure(found, "displacement", "displacement")
+def test_its_figure_has_units(diagnosis):
+    check_figure(diagnosis, "displacement", "displacement")
 
 
 def test_curves_are_in_percent_and_say_when_they_settle():

@@ -8,8 +8,8 @@ from loopq.paper.report.sections.jacobian import jacobian
 from tests.support.pages import check_figure
 
 
-def test_its_figure_has_units(found):
-    check_figure(found, "jacobian", "jacobian")
+def test_its_figure_has_units(diagnosis):
+    check_figure(diagnosis, "jacobian", "jacobian")
 
 
 def test_each_accepted_estimate_is_a_dot_over_its_map():

@@ -8,8 +8,8 @@ from loopq.paper.report.sections.perturbation import perturbations
 from tests.support.pages import check_table
 
 
-def test_its_table_is_on_the_page(found):
-    check_table(found, "perturbation", "perturbation")
+def test_its_table_is_on_the_page(diagnosis):
+    check_table(diagnosis, "perturbation", "perturbation")
 
 
 def test_draws_of_a_kind_and_place_are_averaged():

@@ -156,3 +156,8 @@ def test_no_public_function_hides_a_package():
     packages = {module.name for module in pkgutil.iter_modules(loopq.__path__)}
     assert {"diagnosis", "evaluation"} <= packages
     assert not packages - {"api"} & set(loopq.__all__)
+
+
+def test_several_processes_need_a_folder_to_meet_in():
+    with pytest.raises(ConfigError, match="several processes meet in one folder: give out"):
+        loopq.solve("dump", several=True)

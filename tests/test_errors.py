@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
+import pytest
+
 from loopq import errors
 from tests.support.interpreters import ROOT, python
 
@@ -38,3 +40,12 @@ def test_import_needs_numpy_and_safetensors_only():
         "except loopq.LoopqError as error: print(error)\n"
     )
     assert "loopq[torch]" in python(code)
+
+
+def test_a_package_that_does_not_load_is_told_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "half_installed.py").write_text("raise ImportError('no libfoo.so\\nmore')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        errors.MissingExtraError, match=r"half_installed, which cannot be loaded: no libfoo\.so$"
+    ):
+        errors.require("half_installed")

@@ -107,6 +107,11 @@ def test_tasks_compare_weights_on_the_same_items(saved_model, quantized, tmp_pat
             "--n-prompts: not read with",
         ),
         (["--limit", "3"], 2, "--limit: for --tasks alone; leave it out"),
+        (
+            ["--tasks", "arc_easy", "--task-data", "{data}", "--n-steps", "1,2"],
+            2,
+            "--n-steps: --tasks are about one depth; give one",
+        ),
         ([], 2, "name a checkpoint to compare with the model: DIR; or --tasks"),
     ],
 )

@@ -205,6 +205,10 @@ def test_a_file_needs_a_place_that_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is no folder that can be written to"):
         options.check_place(tmp_path / "file" / "a.html")
+    for name, target in (("dangling", "nowhere"), ("itself", "itself")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(ConfigError, match=f"{name} is no folder that can be written to"):
+            options.check_place(tmp_path / name / "deeper" / "a.html")
     if os.getuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="closed is no folder that can be written to"):

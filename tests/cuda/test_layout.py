@@ -129,3 +129,9 @@ def test_the_core_refuses_what_is_cut_short() -> None:
             _native.w4_unpack(cut, 96)
     with pytest.raises(ConfigError, match=r"96 is not allowed.*the weight holds codes beyond it"):
         _native.w4_unpack(_native.w4_pack(random_codes(32, 128)), 96)
+
+
+def test_codes_of_another_type_are_refused():
+    for codes in (np.zeros((16, 32), np.uint8), np.zeros(32, np.int8)):
+        with pytest.raises(ConfigError, match=r"codes are .* of shape .*; expected int8 \(out, in\)"):
+            layout.pack_w4(codes)

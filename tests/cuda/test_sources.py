@@ -32,3 +32,12 @@ def test_embedded_sources_are_the_files() -> None:
     if any(path.stat().st_mtime > built for path in folder.glob("*.cu*")):
         pytest.skip("the compiled extension here is older than kernels/: rebuild it to test what it embeds")
     assert embedded == sources.kernel_sources(), "rebuild the extension: kernels/ changed since"
+
+
+def test_a_package_without_sources_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "a" / "b" / "c" / "sources.py"))
+    monkeypatch.setattr(sources, "embedded_sources", dict)
+    with pytest.raises(
+        ConfigError, match=r"the CUDA sources are neither in .* nor in the compiled extension"
+    ):
+        sources.kernel_sources.__wrapped__()

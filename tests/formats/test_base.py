@@ -74,3 +74,12 @@ def test_an_option_that_is_a_switch_takes_no_other_value():
     option = next(o for o in form.options if o.flag)
     with pytest.raises(ConfigError, match="must be True or False"):
         form.taken({option.name: 3})
+
+
+def test_a_format_that_is_only_written_says_so(tmp_path):
+    for read, said in (
+        (FORMATS.get("gguf").read, "loopq writes gguf and does not read it as a checkpoint"),
+        (FORMATS.get("gguf").read_settings, "gguf does not hold the settings of the run"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            read(tmp_path / "m.gguf")

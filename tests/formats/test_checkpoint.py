@@ -11,7 +11,7 @@ from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
 from loopq.formats.record import RECORD
 from loopq.run.export import export
-from loopq.storage.files import read_tensors, write_tensors
+from loopq.storage.files import RawTensor, read_tensors, write_tensors
 from tests.support.exports import logits
 
 from ..support.checkpoints import checkpoint, layer
@@ -66,4 +66,10 @@ def test_load_refuses_tensors_that_the_model_lacks(solved, tmp_path):
         loopq.load(tmp_path / "g")
     write_tensors(path, tensors | {"more.weight": tensors["transformer.ln_f.weight"]})
     with pytest.raises(CheckpointError, match=r"unexpected \['more\.weight'\]"):
+        loopq.load(tmp_path / "g")
+    other = tensors["transformer.ln_f.weight"].array()[:-1]
+    write_tensors(path, tensors | {"transformer.ln_f.weight": RawTensor.of(other)})
+    with pytest.raises(
+        CheckpointError, match=r"'transformer\.ln_f\.weight': shape \[31\], the model has \[32\]"
+    ):
         loopq.load(tmp_path / "g")

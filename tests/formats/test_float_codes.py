@@ -49,6 +49,13 @@ def test_a_layer_is_exact(kind: str) -> None:
         plain({name: t for name, t in stored.items() if "scale" not in name}, "here")
 
 
+def test_scales_that_are_not_finite_are_refused() -> None:
+    stored, _ = _weights("int8", np.random.default_rng(0))
+    bad = stored | _raw({"weight_scale": torch.tensor([float("inf")])})
+    with pytest.raises(CheckpointError, match="codes times scales are NaN or infinite"):
+        plain(bad, "here")
+
+
 @pytest.mark.parametrize(("codes", "scale"), [((4,), (4, 1)), ((4, 8), (0,)), ((4, 8), (3, 1))])
 def test_shapes_that_do_not_fit_are_refused(codes: tuple[int, ...], scale: tuple[int, ...]) -> None:
     stored = _raw({"weight": torch.zeros(codes, dtype=torch.int8), "weight_scale": torch.ones(scale)})

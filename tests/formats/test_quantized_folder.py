@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import matches
 from loopq.formats.record import RECORD
@@ -94,6 +95,7 @@ DAMAGED_TENSORS = [
     (V2, edit("a.b.qzeros", lambda a: a.__setitem__((0, 1), 0)), r"'a\.b\.qzeros': zero point 0 of output 8, group 0"),
     (V1, edit("a.b.g_idx", lambda a: a.__setitem__(5, 1)), r"'a\.b\.g_idx': column 5 is in group 1 instead of 0"),
     (V1, edit("a.b.scales", lambda a: a.__setitem__((0, 0), np.inf)), r"'a\.b\.scales' holds a scale"),
+    (V1, put("a.b.qweight", np.zeros((8, 0), np.int32)), r"'a\.b\.qweight': no rows or no columns"),
     (V1, put("a.b.scales", np.ones((2, 64), np.float64)), r"'a\.b\.scales' is F64"),
 ]  # fmt: skip
 
@@ -132,6 +134,11 @@ def test_wrong_tensors_are_refused_by_name(tmp_path, form, change, match):
             CT,
             lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="tensor"),
             "strategy: 'tensor'; allowed: 'group', 'channel'",
+        ),
+        (
+            CT,
+            lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="channel"),
+            "strategy 'channel' with group_size 32; loopq reads group with a size",
         ),
         (
             CT,
@@ -205,3 +212,19 @@ def test_patterns_of_the_field_are_taken():
     for pattern in (r".*layers\.\d+\.mlp.*", r"model\.layers\.0\.(q|k|v)_proj$", r"^x\.0\.a$", r".*lm_head"):
         assert not matches(pattern, "nothing", "config")
     assert matches(r"x\.\d+\.(a|b)", "x.12.a", "config")
+
+
+def test_a_folder_of_another_tool_has_no_settings_of_a_run(tmp_path):
+    write_as(tmp_path / "g", checkpoint(layer(64, 64)), V1)
+    (tmp_path / "g" / RECORD).unlink()
+    with pytest.raises(CheckpointError, match="g: loopq did not make it, so the settings are not known"):
+        FORMATS.get(V1).read_settings(tmp_path / "g")
+
+
+def test_a_dense_tensor_with_a_name_of_the_format_is_refused(tmp_path):
+    made = checkpoint(layer(64, 64))
+    made.dense["a.b.scales"] = made.dense["norm.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'a\.b\.scales' of the model has a name that gptq uses"
+    ):
+        write_as(tmp_path / "g", made, V1)

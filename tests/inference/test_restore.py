@@ -9,6 +9,7 @@ import torch
 import benches.zoo.models  # noqa: F401  registers the classes
 import loopq
 from benches.zoo.store import save_model
+from loopq.errors import ConfigError
 from loopq.formats import native as store
 from loopq.inference.linear import QuantLinear
 from loopq.layers.layer import QuantizedLayer
@@ -69,3 +70,8 @@ def test_asymmetric_and_transformed_layers_keep_codes(tiny_folder, tokens, tmp_p
         assert isinstance(module, QuantLinear)
         np.testing.assert_array_equal(module.dequantize().numpy(), layer.stored_values())
     torch.testing.assert_close(logits(dense), logits(loaded), rtol=1e-4, atol=1e-4)
+
+
+def test_eight_bit_activations_go_with_codes(solved):
+    with pytest.raises(ConfigError, match="activations='int8' is for loading codes: give quantized=True"):
+        loopq.load(solved, activations="int8")

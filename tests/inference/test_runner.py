@@ -260,6 +260,16 @@ def test_linear_layers_without_codes_and_unlike_activations():
     layer.k_proj.activations = "int8"
     with pytest.raises(KernelError, match="found float, int8"):
         Runner(system.program(2))
+    layer.k_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(*layer.k_proj.weight.shape[::-1])
+    with pytest.raises(KernelError, match="the runner takes linear layers, no NonDynamically"):
+        Runner(system.program(2))
+
+
+def test_norms_of_another_kind_are_refused():
+    system = open_system(CASES["looped Llama"])
+    system.model.model.norm = nn.LayerNorm(32)
+    with pytest.raises(KernelError, match="the runner takes RMS norms, no LayerNorm"):
+        Runner(system.program(2))
 
 
 def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 
 import numpy as np
@@ -307,3 +308,17 @@ def test_layers_of_one_input_share_powers_of_two():
 
     plain = [solve("rtn", w, None, bits=3, group_size=16, scale_search="mse") for w in weights]
     assert loss(layers) < loss(plain)
+
+
+def test_a_model_that_is_not_the_same_twice_is_refused():
+    model, counted = Block(), itertools.count()
+
+    def run():
+        # Other numbers in the run with all scales alone.
+        return model(X) + (next(counted) == 1)
+
+    with (
+        torch.no_grad(),
+        pytest.raises(CheckpointError, match=r"one by one, but not together; .* the same twice"),
+    ):
+        find_folds(model, READERS, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import loopq
 from benches.zoo.store import save_model
 from loopq.calibrate.dump import Dump
 from loopq.cli import main
+from loopq.errors import DumpError
+from loopq.run import imatrix
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
@@ -56,3 +59,10 @@ def test_importance_is_the_diagonal_of_what_an_error_costs(tmp_path, monkeypatch
     # The head, which is called once, has the importance of that call.
     assert tensors["output.weight.counts"].item() == 3 * 16
     assert len(tensors) == 16
+
+
+def test_a_dump_without_an_observed_layer_is_refused(monkeypatch):
+    empty = SimpleNamespace(manifest=SimpleNamespace(parameters=(), input_groups={}))
+    monkeypatch.setattr(imatrix, "Dump", lambda folder: empty)
+    with pytest.raises(DumpError, match="d: no layer was observed"):
+        imatrix.ObservedDump("d")

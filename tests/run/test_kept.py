@@ -14,8 +14,10 @@ import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.convert import read_any
 from loopq.formats.record import RECORD
-from loopq.storage.files import map_tensors
+from loopq.run.kept import Kept
+from loopq.storage.files import RawTensor, map_tensors
 from loopq.systems.base import Batch
+from tests.support.checkpoints import checkpoint, layer
 from tests.support.vendors import dory, tokens
 
 SETTINGS = {"group_size": 16, "method": "rtn"}
@@ -107,3 +109,12 @@ def test_fp8_of_another_tool_is_a_source(tmp_path: Path) -> None:
     name = "backbone.layers.1.mlp.up_proj.weight"
     expected = (tensors[name].float() * tensors[f"{name}_scale"]).numpy()
     np.testing.assert_allclose(result.layers[name].dequantize(), expected, atol=2e-3)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ConfigError, match="keep: the model comes from no folder"):
+        Kept.of(None, ("*",))
+    tensor = RawTensor.of(np.ones(2, np.float32))
+    whole = checkpoint(layer(8, 32))
+    with pytest.raises(CheckpointError, match=r"keep: fused\.weight is made into other tensors at loading"):
+        Kept({}, {"fused.weight": tensor}).put(whole)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from loopq.errors import ConfigError, LoopqError
-from loopq.run.ranks import Ranks
+from loopq.calibrate.hessian_set import HessianSet
+from loopq.errors import CalibrationError, ConfigError, LoopqError
+from loopq.run.ranks import Ranks, collect_hessians
+from tests.support.runs import job_of
 
 
 @pytest.fixture
@@ -64,3 +67,13 @@ def test_one_process_has_no_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="start the processes with torchrun"):
         Ranks.of_environment()
+
+
+def test_a_rank_that_fails_is_named(loaded, tokens, tmp_path, monkeypatch):
+    def share_pass(*_):
+        raise CalibrationError("no rows")
+
+    monkeypatch.setattr(HessianSet, "share_pass", share_pass)
+    ranks = SimpleNamespace(rank=0, world=2, meet=lambda key: None)
+    with pytest.raises(CalibrationError, match="rank 0 of 2: no rows"):
+        collect_hessians(ranks, job_of(loaded, tokens), tmp_path / "d")

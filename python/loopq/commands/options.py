@@ -401,6 +401,7 @@ def check_place(file: str | Path) -> None:
     """Reject an unwritable file before any computation."""
     path = Path(file)
     check_replaceable(path, ConfigError)
-    place = nearest(path.parent)
+    broken = (folder for folder in path.parents if folder.is_symlink() and not folder.exists())
+    place = next(broken, nearest(path.parent))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")

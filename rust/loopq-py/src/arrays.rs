@@ -216,13 +216,13 @@ impl<'py> InputRows<'py> {
     }
 }
 
-/// Owns the values of an array that NumPy does not own.
+/// Owns the values of an array of Python.
 #[pyclass(frozen)]
 struct Owner {
     _values: Box<dyn Any + Send + Sync>,
 }
 
-/// A vector of results, without a copy. `PyArray1::from_vec` uses the new array before it looks whether NumPy had memory
+/// A vector of results, without a copy. `PyArray1::from_vec` uses the new array before it looks whether there was memory
 /// for one; here that is an error.
 pub(crate) fn vector<T: Element + 'static>(
     py: Python<'_>,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import struct
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from loopq.formats import FORMATS
 from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.gguf import blocks
+from loopq.formats.gguf.file import open_gguf
 from loopq.layers.grids import LEVELS
+from loopq.storage.files import RawTensor
 from tests.support import pairs
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
@@ -404,3 +407,33 @@ def test_export_tells_the_bytes_of_a_float_embedding(tmp_path):
     write_as(tmp_path / "q", checkpoint, "native")
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
     assert any("token_embd.weight and output.weight not quantized" in line for line in lines)
+
+
+def test_a_head_that_is_tied_and_said_not_to_be_is_refused(tmp_path):
+    _, checkpoint = looped()
+    config = json.loads(checkpoint.side_files["config.json"]) | {"tie_word_embeddings": False}
+    side_files = checkpoint.side_files | {"config.json": json.dumps(config).encode()}
+    ties = {"lm_head.weight": "model.embed_tokens.weight"}
+    tied = dataclasses.replace(checkpoint, side_files=side_files, ties=ties)
+    with pytest.raises(CheckpointError, match=r"is tied, and config.json says tie_word_embeddings: false"):
+        FORMATS.get("gguf").write(tmp_path / "m.gguf", tied)
+
+
+def test_a_tensor_of_another_type_is_refused(tmp_path):
+    _, checkpoint = looped()
+    dense = checkpoint.dense | {"model.norm.weight": RawTensor.of(np.ones(64, np.int32))}
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight': of type I32; GGUF holds F32, F16"):
+        FORMATS.get("gguf").write(tmp_path / "m.gguf", dataclasses.replace(checkpoint, dense=dense))
+
+
+def test_a_file_with_other_tensors_is_noticed(tmp_path, monkeypatch):
+    _, checkpoint = looped()
+    form, path = FORMATS.get("gguf"), tmp_path / "m.gguf"
+    form.write(path, checkpoint, vocabulary="none")
+    fewer = dict(list(checkpoint.dense.items())[1:])
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor .*: written and not in the checkpoint"):
+        form.verify(path, dataclasses.replace(checkpoint, dense=fewer))
+    tensors = open_gguf(path).tensors[1:]
+    monkeypatch.setattr("loopq.formats.gguf.model.open_gguf", lambda _: SimpleNamespace(tensors=tensors))
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor .*: not in the file"):
+        form.verify(path, checkpoint)

@@ -50,7 +50,14 @@ def test_published_files_hold_the_pieces_of_their_package(data_folder):
 
 def test_other_kinds_and_damaged_files_are_refused():
     whole = file()
-    for damaged in (whole[:-3], b"IQ== 0\nIg== 1\n", b"\xff" * 20, b"", message((1, b"\x0a\x01\xff"))):
+    for damaged in (
+        whole[:-3],
+        b"IQ== 0\nIg== 1\n",
+        b"\xff" * 20,
+        b"",
+        message((1, b"\x0a\x01\xff")),
+        b"\x0b",
+    ):
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             Pieces.read(damaged)
     with pytest.raises(CheckpointError, match="not byte pair encoding"):

@@ -100,6 +100,10 @@ def test_parts_that_llama_cpp_has_no_form_for_are_refused():
         "no form for.*NFKC": known | {"normalizer": {"type": "NFKC"}},
         r"llama\.cpp's name of": plain,
         "llama.cpp has no form for.*Whitespace": known | {"pre_tokenizer": {"type": "Whitespace"}},
+        "llama.cpp has no form for.*Prepend": known
+        | {
+            "normalizer": {"type": "Sequence", "normalizers": [PREFIXED, {"type": "Prepend", "prepend": "x"}]}
+        },
         "model 'Unigram'": known | {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}},
     }
     for match, data in cases.items():
@@ -137,4 +141,11 @@ def test_added_tokens_have_their_types():
     assert any("<tool>" in note for note in found.notes)
     files["added_tokens.json"] = {"<y>": 5}
     with pytest.raises(CheckpointError, match="added token '<y>' has id 5, as has"):
+        Tokenizer.read({name: json.dumps(data).encode() for name, data in files.items()})
+
+
+def test_a_token_id_that_is_no_number_is_refused():
+    config = {"added_tokens_decoder": {"one": {"content": "<|x|>"}}}
+    files = {"tokenizer.json": json.loads(of_bytes(next(iter(NAMES))[0])), "tokenizer_config.json": config}
+    with pytest.raises(CheckpointError, match="added_tokens_decoder: 'one' is no token id"):
         Tokenizer.read({name: json.dumps(data).encode() for name, data in files.items()})

@@ -154,3 +154,30 @@ def test_the_tokenizer_of_another_file_must_fit(tmp_path):
     assert len(values(read({}, given=tmp_path / "fewer.gguf"))["ggml.tokens"]) == ROWS
     with pytest.raises(CheckpointError, match="eos_token_id is 999"):
         read({}, given=vocabulary(tmp_path / "eos.gguf", tokens, eos=999))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"\xff", "chat_template.jinja: not UTF-8"),
+        (None, "chat_template .*: no text, and no list of named texts"),
+    ],
+)
+def test_a_damaged_chat_template_is_refused(template, said):
+    config = {"chat_template": [{"template": "D"}]}
+    side = {
+        name: json.dumps(data).encode()
+        for name, data in {"tokenizer.json": text(), "tokenizer_config.json": config}.items()
+    }
+    with pytest.raises(CheckpointError, match=said):
+        Vocabulary.of(
+            side | ({"chat_template.jinja": template} if template else {}), {"vocab_size": ROWS}, None
+        )
+
+
+def test_a_file_without_a_tokenizer_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    with pytest.raises(CheckpointError, match=r"bare\.gguf: a GGUF without a tokenizer"):
+        read({}, given=tmp_path / "bare.gguf")

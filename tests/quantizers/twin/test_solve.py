@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import loopq.quantizers.base as base
 import loopq.run.solver as solver
-from loopq.errors import NonFiniteError, SolveError
+from loopq.errors import NonFiniteError, OutOfMemoryError, SolveError
 from loopq.quantizers.config import Override
 from loopq.quantizers.twin import solve
 from loopq.quantizers.twin.solve import batches
@@ -119,3 +120,15 @@ def test_a_gpu_solves_as_the_core(loop):
     for p, layer in zip(layers, config.method.quantize_all(there), strict=True):
         assert layer.report["solved_on"] == "cuda"
         assert loss(config, p, layer) == pytest.approx(loss(config, p, config.quantize(p)), rel=0.005)
+
+
+def test_want_of_memory_on_a_device_names_the_layers(monkeypatch):
+    def run(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    config, layers = problems(8, 16, 2, method="gptq", group_size=8)
+    monkeypatch.setattr(solve.Gptq, "run", run)
+    with pytest.raises(
+        OutOfMemoryError, match="layer layer-0 and 1 more: CUDA out of memory: end other programs"
+    ):
+        config.method.twin(layers)

@@ -10,6 +10,7 @@ import loopq._native as native
 from loopq.calibrate.device import Sums
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.rollouts import Collection, run_rollouts
+from loopq.calibrate.select import pools
 from loopq.errors import ConfigError
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal, Snapshots
@@ -63,27 +64,36 @@ class HessianSet:
     def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
         """Divide the input groups into few passes within the memory limit: the largest first, each where it fits.
 
+        Input groups of experts that share gradient sums stay together.
+
         `need` returns the bytes of a pass over some input groups; their accumulators' bytes when absent.
 
         Raises
         ------
         ConfigError
-            One input group alone exceeds the limit.
+            One input group alone exceeds the limit, or those that stay together.
         """
         need = need or (lambda input_groups: sum(map(self.n_bytes, input_groups)))
         limit = self.job.execution.memory
+        pool = pools(self.job.selection.parameters, self.job.selection.input_groups)
+        units: dict[str, list[str]] = {}
+        for input_group in self.steps:
+            # Gradient sums that experts share are of one pass.
+            units.setdefault(pool[input_group].name if input_group in pool else input_group, []).append(
+                input_group
+            )
         runs: list[list[str]] = []
-        for input_group in sorted(self.steps, key=lambda g: need([g]), reverse=True):
-            if limit is not None and need([input_group]) > limit:
+        for unit in sorted(units.values(), key=need, reverse=True):
+            if limit is not None and need(unit) > limit:
                 raise ConfigError(
-                    f"layer {input_group}: alone it takes {need([input_group]) / 2**20:.2f} MiB, above the limit of "
+                    f"layer {unit[0]}: alone it takes {need(unit) / 2**20:.2f} MiB, above the limit of "
                     f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
-            fits = (run for run in runs if limit is None or need([*run, input_group]) <= limit)
+            fits = (run for run in runs if limit is None or need([*run, *unit]) <= limit)
             found = next(fits, None)
             if found is None:
                 runs.append(found := [])
-            found.append(input_group)
+            found += unit
         return [[g for g in self.steps if g in run] for run in runs]
 
     def run_pass(

@@ -31,7 +31,8 @@ def pass_bytes(
     job: Collection, tasks: Sequence[Task], sums: HessianSet, input_groups: Sequence[str], copies: float = 1
 ) -> int:
     """Bytes of so many sums of some inputs, their loop metrics, and the largest solve among their layers."""
-    chosen = [t for t in tasks if t.input_group in input_groups]
+    wanted = set(input_groups)
+    chosen = [t for t in tasks if t.input_group in wanted]
     held = int(copies * sum(map(sums.n_bytes, input_groups)))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)

@@ -216,4 +216,4 @@ class ModelSource(Source):
             # Another limit of memory divides the layers differently.
             self.journal(plan, name, [t.name for t in missing]),
         )
-        self.metrics.update({t.metric_key: found.get(t.name) for t in missing})
+        self.metrics.update({t.metric_key: found.get(t.metric_name) for t in missing})

@@ -102,13 +102,12 @@ class _GroupFilter:
 
     def __init__(self, selection: Selection, sink: Callable[[str, int, Tensor], None]) -> None:
         self._input_groups = selection.input_groups
-        experts = {p.expert: p for p in selection.observed if p.expert}
-        rest = {p.name: place[2] for place, p in experts.items() if place}
+        places = {p.name: place for p in selection.observed if (place := p.expert)}
+        names = {place: name for name, place in places.items()}
         #: The first parameter with the same input in each expert. Several experts may have one input group.
         self._first = {
-            p.name: experts.get((*place[:2], rest[self._input_groups[p.name]]), p).name
-            for place, p in experts.items()
-            if place
+            name: names.get((*at[:2], places.get(self._input_groups[name], at)[2]), name)
+            for name, at in places.items()
         }
         self._sink = sink
         # The first parameter's tensor is kept alive, so no other tensor can get its address.

@@ -128,7 +128,7 @@ def shared(
     shares: Mapping[str, float],
     n_tokens: int,
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Give the experts of a block one input group for the rows that they read, if each of them gets few.
+    """Return input groups and shares in which experts with few rows have one input group for the rows that they read.
 
     Parameters
     ----------
@@ -141,16 +141,10 @@ def shared(
     n_tokens : int
         Tokens of the calibration set.
 
-    Returns
-    -------
-    input_groups, shares : dict
-        As given, with the shared inputs.
-
     Notes
     -----
-    The layer that an expert calls first, and those with the same input, read rows of the block. Few rows show only some
-    of its directions, and all experts' rows together show more of them. A later layer reads the expert's own neurons,
-    which mean something else in each expert.
+    The layer that an expert calls first, and those with the same input, read rows of the block. A later layer reads the
+    expert's own neurons, which mean something else in each expert.
     """
     experts, order = {p.name: p for p in parameters}, {p.name: i for i, p in enumerate(parameters)}
     # Parameters of each block by their name within an expert, in the order of the calls.
@@ -178,20 +172,17 @@ def pools(parameters: Sequence[SharedParameter], input_groups: Mapping[str, str]
 
     The sums between an expert's own neurons stay apart, since neuron k of one expert is not that of another.
     """
-    experts = {p.name: p for p in parameters if p.expert and p.name in input_groups}
-    # Parameters that read the input of another expert.
-    of_others = [p for p in experts.values() if _number(experts.get(input_groups[p.name], p)) != _number(p)]
+    experts = {p.name: (p, place) for p in parameters if (place := p.expert) and p.name in input_groups}
+    of_others = [
+        p for p, at in experts.values() if experts.get(input_groups[p.name], (p, at))[1][:2] != at[:2]
+    ]
     shared_inputs = {input_groups[p.name] for p in of_others}
     widths = {p.routed_in: p.in_features for p in of_others}
     found: dict[str, Pool] = {}
     first: dict[tuple[str, str], str] = {}
-    for p in experts.values():
+    for p, (before, _, after) in experts.values():
         if input_groups[p.name] in shared_inputs:
             found[p.name] = Pool("inputs", input_groups[p.name])
-        elif widths.get(p.routed_in) == p.out_features and p.expert:
-            found[p.name] = Pool("outputs", first.setdefault((p.expert[0], p.expert[2]), p.name))
+        elif widths.get(p.routed_in) == p.out_features:
+            found[p.name] = Pool("outputs", first.setdefault((before, after), p.name))
     return found
-
-
-def _number(p: SharedParameter) -> str:
-    return p.expert[1] if p.expert else ""

@@ -103,7 +103,7 @@ def metric_cost(
         # Thin matrices and products. Experts add theirs to one product.
         memory += 4 * (left + right) + 4 * rank * (high + wide) * (1 + waiting * first)
         kept += 4 * (left + right)
-    # During the computation of a root: the damped matrix, its factor, and the solution.
+    # A root's damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory, kept)
 

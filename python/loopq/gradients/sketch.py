@@ -137,8 +137,7 @@ class Sketch:
     n_draws : int
         Draws of a prompt. Each draw has its own Y.
     pools : mapping of str to Pool
-        Sums that experts share, by parameter name. Experts are then like the blocks of one wide layer: each has its own
-        signs, so products between two of them vanish on average.
+        Sums that experts share, by parameter name. Experts have signs of their own, as blocks of one wide layer have.
     """
 
     roots: Mapping[str, Tensor]

@@ -35,14 +35,13 @@ class LoopMetric:
     ----------
     sums : tuple of ndarray, float32 or float64
         A before `ridge`, in blocks of consecutive outputs, each of shape (b, b). Different blocks are treated as
-        independent. It is empty for experts that share S: their outputs are not coupled.
+        independent. It is empty for experts that share S.
     right : ndarray, float32 or float64, shape (in_features, in_features)
         The gradient part of S. The solver adds the layer's Hessian to it. It is empty for experts that share A.
     n_gradients : int
         Gradients in both sums.
     ridge : float
-        Share of its own value that is added to each diagonal entry of A. The sums of many layers wait in single
-        precision, and are doubled when their layer is solved.
+        Share of its own value that is added to each diagonal entry of A, when the layer is solved.
 
     Notes
     -----

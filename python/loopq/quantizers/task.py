@@ -16,15 +16,7 @@ Metrics = dict[MetricKey, LoopMetric | None]
 
 
 class Pool(NamedTuple):
-    """Gradient sums that the experts of a block share.
-
-    Parameters
-    ----------
-    side : {"inputs", "outputs"}
-        Sums between the inputs that all experts read, or between the outputs that all experts write.
-    name : str
-        Name of the sums: the first of these parameters.
-    """
+    """Gradient sums that experts share, between the inputs or outputs of all; named after their first parameter."""
 
     side: Literal["inputs", "outputs"]
     name: str

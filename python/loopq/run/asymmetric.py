@@ -106,6 +106,7 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
         chosen = [t for t in missing if t.input_group in input_groups]
         if chosen:
             sums.run_pass(input_groups, work=source.execution.folder(f"ahead-{number}"))
+            sums.round(input_groups)
             source.collect_metrics(plan, sums, chosen, f"metric-{number}")
         for input_group in input_groups:
             sums.drop(input_group)

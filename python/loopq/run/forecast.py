@@ -141,7 +141,7 @@ def forecast(
     metric = metric_cost(tasks, tokens, at_once, shares)
     largest += _largest_metric(tasks, tokens, at_once)
     room = _room(limit, held, largest, solve)
-    total = sum(sums.values()) + metric.memory
+    total = max(sum(sums.values()), sum(sums.values()) // 2 + metric.memory)
     n_passes = max(1, -(-total // room))
     codes, output = _stored(tasks, weights)
     products = sum(_numbers(p) * p.invocations * own.get(p.name, 1.0) for p in parameters)

@@ -191,6 +191,7 @@ class ModelSource(Source):
         for number, input_groups in enumerate(passes(self.job, plan.tasks, sums) or [[]]):
             if input_groups:
                 sums.run_pass(input_groups, work=self.execution.folder(f"pass-{number}"))
+                sums.round(input_groups)
             chosen = [t for t in tasks if t.input_group in input_groups]
             chosen += unobserved if number == 0 else []
             self.collect_metrics(plan, sums, chosen, f"metric-{number}")

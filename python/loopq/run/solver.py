@@ -194,7 +194,6 @@ class _Shared:
     """Data shared by the layers of one input group."""
 
     hessian: WeightedHessian | None = None
-    #: S of experts that share it.
     combined: NDArray[np.float64] | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 

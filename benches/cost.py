@@ -34,7 +34,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "paper": dict(PRESETS["paper"]), "fast": dict(PRESETS["fast"]), "default": {}, "best": dict(PRESETS["best"]),
 }  # fmt: skip
 #: Most cost over the peer's.
-BARS = {"paper": 0.6, "fast": 1.3, "default": 4.0, "best": 10.0}
+BARS = {"paper": 0.6, "fast": 0.9, "default": 2.5, "best": 6.0}
 OURO = "Ouro-pair"
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 

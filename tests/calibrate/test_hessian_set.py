@@ -7,7 +7,7 @@ import pytest
 
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import ConfigError
-from tests.support.runs import job_of
+from tests.support.runs import job_of, run_of
 
 
 def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
@@ -39,3 +39,29 @@ def test_passes_take_the_largest_first_where_it_fits(loaded, tokens):
     assert HessianSet(job, steps).passes(lambda groups: len(groups)) == [list(steps)]
     with pytest.raises(ConfigError, match=f"{next(iter(steps))}: alone it takes .* raise --memory"):
         limited.passes(lambda groups: 5)
+
+
+def test_rounded_sums_have_the_bits_of_the_exact_ones(tiny, tokens):
+    run = run_of(tiny, tokens)
+    sums = run.sums()
+    groups = list(sums.steps)
+    sums.run_pass(groups)
+    exact = dict(sums.accumulators)
+    sums.round(groups)
+    assert not sums.accumulators
+    for group, one in exact.items():
+        found = sums.accumulator(group, sums.steps[group])
+        np.testing.assert_array_equal(found.matrix(), one.matrix())
+        np.testing.assert_array_equal(found.diagonal(), one.diagonal())
+        assert [found.n_rows(t) for t in found.steps] == [one.n_rows(t) for t in one.steps]
+        assert found.trace() == pytest.approx(one.trace())
+        assert found.upper.nbytes <= sums.n_bytes(group) / 2
+    sums.drop(groups[0])
+    with pytest.raises(KeyError):
+        sums.accumulator(groups[0], sums.steps[groups[0]])
+
+
+def test_separate_steps_are_not_rounded(tiny, tokens):
+    sums = run_of(tiny, tokens).all_steps()
+    sums.round(list(sums.steps))
+    assert sums.accumulators.keys() == sums.steps.keys()

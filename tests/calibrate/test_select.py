@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from loopq.calibrate.data import from_ids
-from loopq.calibrate.select import select, treat
+from loopq.calibrate.select import pools, select, shared, treat
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.layers.shared import SharedParameter
 from loopq.models.systems.generic import Generic
+from loopq.quantizers.task import Pool
 
 
 def test_patterns_must_match(tiny):
@@ -35,6 +37,43 @@ def test_what_is_excluded_is_not_observed(tiny, tokens):
     assert "transformer.adapter.weight" not in {p.name for p in found.observed}
     assert {p.name for p in found.distinct_inputs} == set(found.input_groups.values())
     assert {p.invocations for p in found.parameters} == {2}
+
+
+def _of_experts(n_experts):
+    """Three layers of each expert, with inputs of their own, and what a router of two for each token sends to them."""
+    widths = {"down": (6, 4), "gate": (4, 6), "up": (4, 6)}
+    parameters = [
+        SharedParameter(
+            f"b.experts.{e}.{x}.weight", (f"b.experts.{e}.{x}",), *wide, "out_in", 2, "expert", routed_in="b"
+        )
+        for e in range(n_experts)
+        for x, wide in widths.items()
+    ]
+    first = {p.name: p.name.replace(".up.", ".gate.") for p in parameters}
+    # The last expert is called first, and its layers in another order than they are declared.
+    order = sorted(parameters, key=lambda p: (".down." in p.name, -parameters.index(p)))
+    return parameters, first, {p.name: 2 / n_experts for p in order}
+
+
+def test_experts_that_get_few_tokens_share_what_they_read():
+    parameters, own, shares = _of_experts(16)
+    # Two steps of 23 tokens, and an eighth of them for each expert, are 5.75 rows for 4 inputs.
+    groups, rows = shared(parameters, own, shares, 23)
+    for p in parameters:
+        whole = own[p.name] if ".down." in p.name else "b.experts.0.gate.weight"
+        assert groups[p.name] == whole
+    assert rows == shares | {"b.experts.0.gate.weight": 2.0}
+    again = shared(parameters, own, dict(sorted(shares.items(), key=lambda item: ".down." in item[0])), 23)
+    assert again[0] == groups
+    found = pools(parameters, groups)
+    assert {found[n] for n in own if ".down." not in n} == {Pool("inputs", "b.experts.0.gate.weight")}
+    assert {found[n] for n in own if ".down." in n} == {Pool("outputs", "b.experts.0.down.weight")}
+
+
+def test_experts_that_get_many_tokens_share_nothing():
+    parameters, own, shares = _of_experts(16)
+    assert shared(parameters, own, shares, 24) == (own, shares)
+    assert pools(parameters, own) == {}
 
 
 class _Damaged(torch.nn.Module):

@@ -15,12 +15,16 @@ from loopq.calibrate.hooks import Observer, find_input_groups
 from loopq.calibrate.merge import merge
 from loopq.commands.output import layer_table
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.gradients.collect_metrics import collect_metrics
 from loopq.models.from_python import wrap
 from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
 from loopq.run.dumped import MetricOfDump
+from loopq.run.memory import pass_bytes, passes
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
 from loopq.systems.base import Batch
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer
@@ -39,6 +43,18 @@ def tokens():
 @pytest.fixture
 def loaded():
     return wrap(routed_loop(closed=(2,)))
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Experts that share nothing, however few rows they get."""
+    monkeypatch.setattr("loopq.calibrate.select.FEW", 0.0)
+
+
+@pytest.fixture
+def sharing(monkeypatch):
+    """Experts that share their sums."""
+    monkeypatch.setattr("loopq.calibrate.select.FEW", 100.0)
 
 
 def inputs_of(loaded, tokens):
@@ -153,7 +169,7 @@ def test_an_expert_without_rows_is_rounded_and_said_so(loaded, tokens, method):
     assert f"{CLOSED}gate_proj.weight, {CLOSED}up_proj.weight, {CLOSED}down_proj.weight" in said
 
 
-def test_rows_of_experts_are_told_by_step(loaded, tokens):
+def test_rows_of_experts_are_told_by_step(loaded, tokens, apart):
     result = loopq.quantize(loaded, tokens, method="gptq", **GRID)
     rows = inputs_of(loaded, tokens)
     for number in range(4):
@@ -212,7 +228,7 @@ def test_a_dumped_loop_metric_omits_layers_without_gradient(loaded, tokens, tmp_
         assert layer.report.get("metric") == (None if name.startswith(CLOSED) else "loop")
 
 
-def test_an_expert_without_gradients_takes_the_inputs_metric(loaded):
+def test_an_expert_without_gradients_takes_the_inputs_metric(loaded, apart):
     """Its rows come from prompts that no gradient is taken on."""
 
     def used(ids):
@@ -291,3 +307,71 @@ def test_the_quantized_model_runs_with_packed_codes(loaded, tokens, tmp_path):
     assert type(packed.model.block.experts[2].up_proj).__name__ == "QuantLinear"
     expected = dense.system.rollout(batch, N_STEPS)
     torch.testing.assert_close(packed.system.rollout(batch, N_STEPS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_shared_hessian_has_the_rows_of_all_experts(loaded, tokens, sharing):
+    run = run_of(loaded, tokens, batch_size=3)
+    sums, rows = run.all_steps(), inputs_of(loaded, tokens)
+    groups, whole = run.job.selection.input_groups, "block.experts.0.gate_proj.weight"
+    assert {groups[f"block.experts.{n}.{x}_proj.weight"] for n in range(4) for x in ("gate", "up")} == {whole}
+    assert groups["block.experts.1.down_proj.weight"] == "block.experts.1.down_proj.weight"
+    assert run.job.selection.shares[whole] == 1.0
+    for step in range(N_STEPS):
+        x = np.concatenate([found for (_, at), found in rows.items() if at == step])
+        acc = sums.accumulator(whole, [step])
+        assert acc.n_rows(step) == len(x)
+        np.testing.assert_allclose(acc.matrix([step]), x.T @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_shared_sums_do_not_depend_on_passes_or_a_dump(loaded, tokens, tmp_path, sharing):
+    settings = {"method": "gptq-cd", "metric": "loop", "metric_draws": 2, **GRID}
+    run = run_of(loaded, tokens, QuantConfig.of(**settings))
+    units = run.sums().passes(lambda groups: 0)[0]
+    most = max(pass_bytes(run.job, run.tasks, run.sums(), [x]) for x in units)
+    together = [t.input_group for t in run.tasks if t.side == "outputs"]
+    most = max(most, pass_bytes(run.job, run.tasks, run.sums(), together))
+    limited = run_of(loaded, tokens, memory=most).job
+    parts = passes(limited, run.tasks, run.plan.sums(limited))
+    assert len(parts) > 1
+    assert any(set(together) <= set(part) for part in parts)
+    direct = loopq.quantize(loaded, tokens, threads=1, **settings)
+    divided = loopq.quantize(loaded, tokens, threads=1, memory=most, **settings)
+    job = job_of(loaded, tokens, threads=1)
+    collect_hessians(job, tmp_path / "dump", gradients=MetricOfDump.of(job, None, 2))
+    again = loopq.solve(tmp_path / "dump", threads=1, **settings)
+    for name, layer in direct.layers.items():
+        assert layer.same_as(divided.layers[name]), name
+        assert layer.same_as(again.layers[name]), name
+        assert layer.report.get("metric") == ("loop" if not name.startswith(f"{CLOSED}down") else None)
+
+
+def test_an_expert_without_rows_is_solved_on_those_of_others(loaded, tokens, sharing):
+    result = loopq.quantize(loaded, tokens, metric="loop", **GRID)
+    done = {
+        x: result.layers[f"{CLOSED}{x}_proj.weight"].report["method_done"] for x in ("gate", "up", "down")
+    }
+    assert done == {"gate": "gptq-cd", "up": "gptq-cd", "down": "rtn"}
+
+
+def test_shared_gradient_sums_are_those_of_all_experts_on_average(loaded, tokens, monkeypatch):
+    """Products of two experts have random signs, so they vanish on average over seeds."""
+    config, traces = QuantConfig.of(metric="loop", **GRID), []
+    for few in (0.0, 100.0):
+        monkeypatch.setattr("loopq.calibrate.select.FEW", few)
+        run = run_of(loaded, tokens, config)
+        sums = run.sums()
+        sums.run_pass(list(sums.steps))
+        found = [_metrics(run, sums, seed) for seed in range(24)]
+        # The ridge is a share of the diagonal, so it adds up too.
+        written = [m.left[0] for one in found for name, m in one.items() if "down_proj" in name]
+        traces.append(sum(map(np.trace, written)))
+        read = found[0]["block.experts.0.gate_proj.weight"]
+        assert bool(read.left) == (few == 0.0)
+        assert read.right.any()
+    assert traces[1] == pytest.approx(traces[0], rel=0.25)
+
+
+def _metrics(run, sums, seed):
+    """Loop metrics of a run by their names."""
+    how = Execution(threads=1, seed=seed)
+    return collect_metrics(sums, run.job.system, run.job.tokens, run.tasks, N_STEPS, how, Journal(None))

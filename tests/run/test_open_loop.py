@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import loopq
-from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
 from loopq.run.config import QuantConfig
-from loopq.run.open_loop import ClosedLoop, Open
+from loopq.run.open_loop import ClosedLoop, EqualRows, Open
+from tests.support.accelerator import DEVICE, accelerator
 from tests.support.kills import Kill, Killer, counting
 from tests.support.marks import slow_unless
 from tests.support.runs import SETTINGS, digest, run_of
@@ -20,7 +20,7 @@ def test_memory_limit_means_more_passes_and_the_same_bytes(loaded, tokens, tmp_p
     out = tmp_path / "limited"
     loopq.quantize(loaded, tokens, out=out, batch_size=3, memory=140_000, threads=1, **SETTINGS)
     assert digest(out) == digest(checkpoint_folder)
-    with pytest.raises(ConfigError, match=r"alone it takes 0\.12 MiB, above the limit"):
+    with pytest.raises(ConfigError, match=r"alone it takes 0\.10 MiB, above the limit"):
         loopq.quantize(loaded, tokens, batch_size=3, memory=1000, **SETTINGS)
 
 
@@ -111,3 +111,31 @@ def test_equal_rows_spread_the_rows_of_one_step(tiny, tokens):
     assert {x.report["n_rows"] for x in found.layers.values() if x.report["steps"]} == {n_positions}
     with pytest.raises(ConfigError, match="they go with metric 'inputs'"):
         loopq.quantize(tiny, tokens, config, inputs="equal-rows", method="gptq-cd", metric="loop")
+
+
+def test_equal_rows_uses_each_position_once(tiny, tokens):
+    config = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
+    run = run_of(tiny, tokens, config, batch_size=5, seed=1)
+    rows = EqualRows(run.job)
+    n_positions = sum(s.size for s in tokens.sequences)
+    for p in run.job.selection.distinct_inputs:
+        acc = rows.accumulator(p.name, [0, 1, 2])
+        counts = [acc.n_rows(t) for t in range(3)]
+        assert sum(counts) == n_positions
+        assert max(counts) - min(counts) <= 1
+    layers = run.solve_from(rows)
+    assert all(layer.report["n_rows"] == n_positions for layer in layers.values() if layer.report["steps"])
+    steps = rows.step_of(np.arange(30), 3)
+    assert all(sorted(steps[i : i + 3]) == [0, 1, 2] for i in range(0, 30, 3))
+    other = EqualRows(run_of(tiny, tokens, config, batch_size=5, seed=2).job)
+    assert (steps != other.step_of(np.arange(30), 3)).any()
+
+
+def test_rows_are_summed_where_the_model_is(tiny, tokens):
+    run = run_of(tiny, tokens, QuantConfig.of(method="gptq", group_size=16), seed=1)
+    name = run.job.selection.distinct_inputs[0].name
+    expected = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
+    with accelerator():
+        tiny.model.to(DEVICE)
+        found = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 import loopq._native as native
 from loopq.calibrate.device import Sums
+from loopq.calibrate.hessians import StepHessians
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.rollouts import Collection, run_rollouts
+from loopq.calibrate.select import pools
 from loopq.errors import ConfigError
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal, Snapshots
@@ -35,6 +40,7 @@ class HessianSet:
         self.steps = {input_group: sorted(s) for input_group, s in steps.items()}
         self._dims = {p.name: p.in_features for p in job.selection.distinct_inputs}
         self.accumulators: dict[str, native.HessianAccumulator] = {}
+        self._rounded: dict[str, _Rounded] = {}
 
     def n_bytes(self, input_group: str) -> int:
         """Memory of one accumulator: 16 bytes per entry of the upper triangle, and per step kept."""
@@ -46,14 +52,12 @@ class HessianSet:
         acc = self.accumulators[input_group]
         return {step: acc.n_rows(step) for step in self.steps[input_group]}
 
-    def accumulator(
-        self, input_group: str, steps: Sequence[int], *, per_step: bool = False
-    ) -> native.HessianAccumulator:
+    def accumulator(self, input_group: str, steps: Sequence[int], *, per_step: bool = False) -> StepHessians:
         """Return the accumulator of an input group. It must hold exactly these steps, or each step separately.
 
         `per_step` is for sources that sum on demand. It has no effect here.
         """
-        acc = self.accumulators[input_group]
+        acc = self._rounded.get(input_group) or self.accumulators[input_group]
         if not self.per_step and list(steps) != self.steps[input_group]:
             raise ConfigError(
                 f"layer {input_group}: summed over steps {self.steps[input_group]}, not {list(steps)}"
@@ -68,22 +72,29 @@ class HessianSet:
         Raises
         ------
         ConfigError
-            One input group alone exceeds the limit.
+            One input group alone exceeds the limit, or those that stay together.
         """
         need = need or (lambda input_groups: sum(map(self.n_bytes, input_groups)))
         limit = self.job.execution.memory
+        pool = pools(self.job.selection.parameters, self.job.selection.input_groups)
+        units: dict[str, list[str]] = {}
+        for input_group in self.steps:
+            # Experts that share gradient sums stay together.
+            units.setdefault(pool[input_group].name if input_group in pool else input_group, []).append(
+                input_group
+            )
         runs: list[list[str]] = []
-        for input_group in sorted(self.steps, key=lambda g: need([g]), reverse=True):
-            if limit is not None and need([input_group]) > limit:
+        for unit in sorted(units.values(), key=need, reverse=True):
+            if limit is not None and need(unit) > limit:
                 raise ConfigError(
-                    f"layer {input_group}: alone it takes {need([input_group]) / 2**20:.2f} MiB, above the limit of "
+                    f"layer {unit[0]}: alone it takes {need(unit) / 2**20:.2f} MiB, above the limit of "
                     f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
-            fits = (run for run in runs if limit is None or need([*run, input_group]) <= limit)
+            fits = (run for run in runs if limit is None or need([*run, *unit]) <= limit)
             found = next(fits, None)
             if found is None:
                 runs.append(found := [])
-            found.append(input_group)
+            found += unit
         return [[g for g in self.steps if g in run] for run in runs]
 
     def run_pass(
@@ -105,6 +116,11 @@ class HessianSet:
         if done < self.job.n_batches:
             self._run(parts, input_groups, label, self.job.execution.progress)
         self.accumulators.update(parts.finish())
+
+    def round(self, input_groups: Sequence[str]) -> None:
+        """Round finished sums over all steps to double precision, in which layers are solved. Nothing can be added."""
+        if not self.per_step:
+            self._rounded |= {g: _Rounded(self.accumulators.pop(g)) for g in input_groups}
 
     def share_pass(
         self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
@@ -173,3 +189,34 @@ class HessianSet:
     def drop(self, input_group: str) -> None:
         """Free one accumulator."""
         self.accumulators.pop(input_group, None)
+        self._rounded.pop(input_group, None)
+
+
+class _Rounded:
+    """H over all steps in double precision, its upper triangle row by row: half of the bytes of the exact sum."""
+
+    per_step = False
+
+    def __init__(self, exact: native.HessianAccumulator) -> None:
+        whole = exact.matrix()
+        self.dim, self.steps = len(whole), list(exact.steps)
+        self.upper = np.concatenate([row[i:] for i, row in enumerate(whole)])
+        self._rows = {step: exact.n_rows(step) for step in self.steps}
+
+    def n_rows(self, step: int) -> int:
+        return self._rows[step]
+
+    def trace(self, step: int | None = None) -> float:
+        return float(self.diagonal().sum())
+
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        return np.diag(self.matrix()).copy()
+
+    def matrix(
+        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
+    ) -> NDArray[np.float64]:
+        whole, first = np.empty((self.dim, self.dim)), 0
+        for i in range(self.dim):
+            whole[i, i:] = whole[i:, i] = self.upper[first : first + self.dim - i]
+            first += self.dim - i
+        return whole

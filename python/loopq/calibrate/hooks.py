@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -278,10 +277,11 @@ def find_input_groups(
     input_groups : dict of str to str
         Parameter name to the name of its group's first parameter.
     shares : dict of str to float
-        Rows of each expert's parameter, as a share of the tokens. It is the mean over the steps.
+        Rows of each expert's parameter, as a share of the tokens, in the order of the calls. It is the mean over the
+        steps.
     """
     inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
-    n_rows = {p.name: 0 for p in parameters if p.routed_in}
+    n_rows: dict[str, int] = {}
     alive = []
 
     def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
@@ -289,7 +289,7 @@ def find_input_groups(
         alive.append(rows)
         inputs[parameter.name].append(input_key(rows))
         if parameter.routed_in:
-            n_rows[parameter.name] += rows.shape[0]
+            n_rows[parameter.name] = n_rows.get(parameter.name, 0) + rows.shape[0]
 
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
@@ -302,13 +302,15 @@ def find_input_groups(
     }
     like = _experts_alike(parameters, found)
     tokens = batch.input_ids.numel()
-    shares = {p.name: n_rows[p.name] / (tokens * p.invocations) for p in parameters if p.routed_in}
+    experts = {p.name: p for p in parameters if p.routed_in}
+    called = [experts[name] for name in dict.fromkeys((*n_rows, *experts))]
+    shares = {p.name: n_rows.get(p.name, 0) / (tokens * p.invocations) for p in called}
     return {p.name: found.get(p.name) or like.get(p.name, p.name) for p in parameters}, shares
 
 
 def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str]) -> dict[str, str]:
     """Give experts without rows the input groups of an expert of the same module that has rows."""
-    places = {p.name: place for p in parameters if (place := _in_list(p)) is not None}
+    places = {p.name: place for p in parameters if (place := p.expert) is not None}
     names = {place: name for name, place in places.items()}
     within: dict[tuple[str, str], str] = {}
     for name, (before, number, after) in places.items():
@@ -321,11 +323,3 @@ def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str])
         if first is not None:
             like[name] = first
     return like
-
-
-def _in_list(parameter: SharedParameter) -> tuple[str, str, str] | None:
-    """Split the name of an expert's module into the part before its number, the number, and the rest."""
-    if not parameter.routed_in:
-        return None
-    parts = re.fullmatch(rf"({re.escape(parameter.routed_in)}\..*?)(\d+)(\..*)", parameter.owners[0])
-    return (parts[1], parts[2], parts[3]) if parts else None

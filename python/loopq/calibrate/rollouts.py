@@ -102,18 +102,26 @@ class _GroupFilter:
 
     def __init__(self, selection: Selection, sink: Callable[[str, int, Tensor], None]) -> None:
         self._input_groups = selection.input_groups
+        places = {p.name: place for p in selection.observed if (place := p.expert)}
+        names = {place: name for name, place in places.items()}
+        #: The first parameter with the same input in each expert. Several experts may have one input group.
+        self._first = {
+            name: names.get((*at[:2], places.get(self._input_groups[name], at)[2]), name)
+            for name, at in places.items()
+        }
         self._sink = sink
         # The first parameter's tensor is kept alive, so no other tensor can get its address.
         self._last: dict[str, tuple[int, InputKey, Tensor]] = {}
 
     def __call__(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
         input_group = self._input_groups[parameter.name]
-        if input_group == parameter.name:
-            self._last[input_group] = (step, input_key(rows), rows)
+        first = self._first.get(parameter.name, input_group)
+        if first == parameter.name:
+            self._last[first] = (step, input_key(rows), rows)
             self._sink(input_group, step, rows)
-        elif self._last.get(input_group, ())[:2] != (step, input_key(rows)):
+        elif self._last.get(first, ())[:2] != (step, input_key(rows)):
             raise CalibrationError(
-                f"layer {parameter.name}, step {step}: reads another input than {input_group}, which it shared in "
+                f"layer {parameter.name}, step {step}: reads another input than {first}, which it shared in "
                 "the probe rollout; the model branches on its input: exclude this layer, or keep prompts of "
                 "one kind together"
             )

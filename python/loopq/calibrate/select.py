@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.layers.shared import SharedParameter
+from loopq.quantizers.task import Pool
 from loopq.settings.patterns import check_patterns, matches
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Discovers
+
+#: Experts of a block share sums if each gets fewer rows than this for each of its inputs on average.
+FEW = 1.5
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Selection:
     n_steps : int
         Depth of the rollout. It is the number of steps.
     shares : dict of str to float
-        Rows of each expert's parameter in a step, as a share of the tokens. One prompt's rollout gives them.
+        Rows of each expert's parameter in a step, as a share of the tokens. One prompt's rollout gives them. An input
+        that experts share has the sum of their rows.
     """
 
     parameters: tuple[SharedParameter, ...]
@@ -113,4 +118,71 @@ def select(
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
     input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
+    input_groups, shares = shared(observed, input_groups, shares, tokens.n_tokens)
     return Selection(parameters, input_groups, depth, shares)
+
+
+def shared(
+    parameters: Sequence[SharedParameter],
+    input_groups: Mapping[str, str],
+    shares: Mapping[str, float],
+    n_tokens: int,
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Return input groups and shares in which experts with few rows have one input group for the rows that they read.
+
+    Parameters
+    ----------
+    parameters : sequence of SharedParameter
+        Observed parameters.
+    input_groups : mapping of str to str
+        Maps each parameter to the first one with the same input.
+    shares : mapping of str to float
+        Rows of each expert's parameter in a step, as a share of the tokens, in the order of the calls.
+    n_tokens : int
+        Tokens of the calibration set.
+
+    Notes
+    -----
+    The layer that an expert calls first, and those with the same input, read rows of the block. A later layer reads the
+    expert's own neurons, which mean something else in each expert.
+    """
+    experts, order = {p.name: p for p in parameters}, {p.name: i for i, p in enumerate(parameters)}
+    # Parameters of each block by their name within an expert, in the order of the calls.
+    blocks: dict[str, dict[str, list[SharedParameter]]] = {}
+    for name in shares:
+        if (place := experts[name].expert) is not None:
+            blocks.setdefault(place[0], {}).setdefault(place[2], []).append(experts[name])
+    groups, rows = dict(input_groups), dict(shares)
+    for alike in blocks.values():
+        first = next(iter(alike.values()))
+        share, p = sum(shares[p.name] for p in first), first[0]
+        if share * n_tokens * p.invocations >= FEW * p.in_features * len(first):
+            continue
+        # Another probe calls the experts in another order, and gives the same name.
+        whole = input_groups[min((p.name for p in first), key=order.__getitem__)]
+        for same in alike.values():
+            if any(input_groups[q.name] == whole for q in same):
+                groups.update((q.name, whole) for q in same)
+        rows[whole] = share
+    return groups, rows
+
+
+def pools(parameters: Sequence[SharedParameter], input_groups: Mapping[str, str]) -> dict[str, Pool]:
+    """Find the gradient sums that experts share: where they read one input, and where they write to one output.
+
+    The sums between an expert's own neurons stay apart, since neuron k of one expert is not that of another.
+    """
+    experts = {p.name: (p, place) for p in parameters if (place := p.expert) and p.name in input_groups}
+    of_others = [
+        p for p, at in experts.values() if experts.get(input_groups[p.name], (p, at))[1][:2] != at[:2]
+    ]
+    shared_inputs = {input_groups[p.name] for p in of_others}
+    widths = {p.routed_in: p.in_features for p in of_others}
+    found: dict[str, Pool] = {}
+    first: dict[tuple[str, str], str] = {}
+    for p, (before, _, after) in experts.values():
+        if input_groups[p.name] in shared_inputs:
+            found[p.name] = Pool("inputs", input_groups[p.name])
+        elif widths.get(p.routed_in) == p.out_features:
+            found[p.name] = Pool("outputs", first.setdefault((before, after), p.name))
+    return found

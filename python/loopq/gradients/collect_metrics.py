@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,12 @@ class MetricCost:
     kept: int
 
 
-def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> MetricCost:
+def metric_cost(
+    tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1, shares: Mapping[str, float] | None = None
+) -> MetricCost:
     """Estimate the cost of `collect_metrics` for some prompts. It is zero if no layer has a loop metric.
 
-    Products of `at_once` prompts that run in turns are held until all have ended.
+    Products of `at_once` prompts that run in turns are held until all have ended. Experts get `shares` of the tokens.
     """
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
@@ -83,22 +86,33 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet, at_once: int = 1) -> Me
     n_tokens = tokens.take(0, n_prompts).n_tokens
     rank, total = rank_of(n_prompts), n_prompts * n_draws
     waiting = min(at_once, n_prompts) * n_draws if at_once > 1 else 1
-    products, kept = 0.0, 0
+    products, kept, n_columns = 0.0, 0, _columns(chosen, n_prompts)
     # Layers of one input and equal steps share a root on the inputs' side.
-    roots = {(t.input_group, t.steps): t.parameter.in_features for t in chosen}
-    memory = sum(4 * wide * min(wide, n_prompts * rank) for wide in roots.values())
-    for p in (t.parameter for t in chosen):
+    roots = {(t.input_group, t.steps): t for t in chosen}.values()
+    memory = sum(4 * w * min(w, n_columns[t.metric_name]) for t in roots if (w := t.parameter.in_features))
+    counted: set[str] = set()
+    for t in chosen:
+        p, first = t.parameter, t.metric_name not in counted
+        counted.add(t.metric_name)
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
-        rows = n_tokens * p.invocations
-        products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * wide**2)
-        products += rank * total * high * (block + rank)
-        # Both sums; thin matrices and products.
-        sums = 4 * (wide**2 + high * block)
-        memory += sums + 4 * rank * (high + wide) * (1 + waiting)
-        kept += sums
-    # During the computation of a root: the damped matrix, its factor, and the solution.
+        rows = n_tokens * p.invocations * (shares or {}).get(t.name, 1.0)
+        right = wide**2 * (first and t.side != "outputs")
+        left = high * block * (first and t.side != "inputs")
+        products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * right)
+        products += rank * total * left * (1 + rank / block)
+        # Thin matrices and products. Experts add theirs to one product.
+        memory += 4 * (left + right) + 4 * rank * (high + wide) * (1 + waiting * first)
+        kept += 4 * (left + right)
+    # A root's damped matrix, its factor, and the solution.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
     return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory, kept)
+
+
+def _columns(tasks: Sequence[Task], n_prompts: int) -> Mapping[str, int]:
+    """Columns of the roots of each sum, which all prompts take in turn. Experts that share a sum divide them."""
+    members = Counter(t.metric_name for t in tasks if t.side == "outputs")
+    rank = rank_of(n_prompts)
+    return {t.metric_name: max(rank, -(-n_prompts * rank // (members[t.metric_name] or 1))) for t in tasks}
 
 
 def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
@@ -141,7 +155,7 @@ def collect_metrics(
     Returns
     -------
     dict of str to LoopMetric
-        Metrics by parameter name. Experts that receive no gradient are missing.
+        Metrics by `Task.metric_name`. Experts that receive no gradient are missing.
 
     Raises
     ------
@@ -219,7 +233,8 @@ class _Collector:
             progress.advance(done)
         if sums.round < 2:
             self._read(tasks, hessians)
-        sketch = Sketch(self._roots, self.rank, BLOCK, self.execution.seed, self.n_draws)
+        pools = {t.name: t.pool for t in tasks if t.pool}
+        sketch = Sketch(self._roots, self.rank, BLOCK, self.execution.seed, self.n_draws, pools)
         if sums.round == 0:
             self._round(Outputs(sums.energy, sketch), tasks, ahead)
         if sums.round == 1:
@@ -229,9 +244,10 @@ class _Collector:
         progress.stop()
         n_gradients = self.n_prompts * self.n_draws
         found = {}
-        for name, blocks in self._reached(tasks).items():
-            left = tuple(a.cpu().numpy() for a in blocks)
-            found[name] = LoopMetric(left, sums.right.pop(name).cpu().numpy(), n_gradients, RIDGE)
+        for name in self._reached(tasks):
+            left = tuple(a.cpu().numpy() for a in sums.left.get(name, ()))
+            right = sums.right.pop(name).cpu().numpy() if name in sums.right else np.zeros((0, 0), np.float32)
+            found[name] = LoopMetric(left, right, n_gradients, RIDGE)
         return found
 
     def _round(self, side: Side, tasks: Sequence[Task], n_prompts: int) -> None:
@@ -255,18 +271,21 @@ class _Collector:
         from loopq.gradients.sketch import root, seed_of
 
         found: dict[Any, tuple[Tensor, Tensor]] = {}
+        n_columns = _columns(tasks, self.n_prompts)
         for task in tasks:
             p, key = task.parameter, (task.input_group, task.steps)
             if key not in found:
                 hessian = _summed(hessians, task)
                 seed = seed_of(str(task.input_group), self.execution.seed, 0)
-                columns = min(p.in_features, self.n_prompts * self.rank)
+                columns = min(p.in_features, n_columns[task.metric_name])
                 whole = root(hessian, DAMPING, seed, columns, self.system.device)
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
                 found[key] = whole, self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
             weight = p.matrix(stored_weight(self.system, p))
-            self._sizes[task.name] = weight.float().square() @ energy
+            size = weight.float().square() @ energy
+            name = task.metric_name if task.side == "outputs" else task.name
+            self._sizes[name] = self._sizes[name] + size if name in self._sizes else size
 
     def _scales(self) -> dict[str, Tensor]:
         """Factor of each output: one over the root of its energy d, which is raised if d r is far below its mean.
@@ -282,15 +301,16 @@ class _Collector:
             found[name] = (size / relative).sqrt()
         return found
 
-    def _reached(self, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
-        """Return the sums between outputs of the layers that receive a gradient. Only experts may receive none."""
-        found = dict(self.sums.left)
-        for t in tasks:
+    def _reached(self, tasks: Sequence[Task]) -> list[str]:
+        """Return the names of the sums that a gradient reaches. Only experts may receive none."""
+        found = []
+        for name, task in {t.metric_name: t for t in tasks}.items():
+            sums = self.sums.left.get(name) or [a for n, a in self.sums.right.items() if n == name]
             # An expert without rows has no gradient, or a zero gradient.
-            if t.parameter.routed_in and not any(a.any() for a in found.get(t.name, ())):
-                found.pop(t.name, None)
-            elif t.name not in found:
-                raise SystemContractError(f"no gradient reaches {t.name}: use metric 'inputs' there")
+            if sums and not (task.parameter.routed_in and not any(a.any() for a in sums)):
+                found.append(name)
+            elif not task.parameter.routed_in:
+                raise SystemContractError(f"no gradient reaches {name}: use metric 'inputs' there")
         return found
 
 

@@ -12,7 +12,7 @@ import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from loopq.calibrate.hooks import InputKey, input_key
 from loopq.errors import NonFiniteError
 from loopq.quantizers.loop_metric import ridged
-from loopq.quantizers.task import Task
+from loopq.quantizers.task import Pool, Task
 
 
 @functools.lru_cache(maxsize=16)
@@ -136,6 +136,8 @@ class Sketch:
         Seed of signs and of the order of columns.
     n_draws : int
         Draws of a prompt. Each draw has its own Y.
+    pools : mapping of str to Pool
+        Sums that experts share, by parameter name. Experts have signs of their own, as blocks of one wide layer have.
     """
 
     roots: Mapping[str, Tensor]
@@ -143,6 +145,7 @@ class Sketch:
     block: int
     seed: int
     n_draws: int
+    pools: Mapping[str, Pool] = field(default_factory=dict)
 
 
 class Side(ABC):
@@ -183,10 +186,15 @@ class Side(ABC):
     def add(self, name: str, products: Kept) -> None:
         """Add the products of one gradient, of all its steps, to the sums."""
 
+    def key(self, name: str) -> str:
+        """Name of the sums of a layer."""
+        return name
+
     def take(self, name: str, kept: Kept, gradient: Tensor) -> None:
         """Add the products of one call."""
-        found, old = self.products(name, kept, gradient), self._products.get(name)
-        self._products[name] = (
+        key = self.key(name)
+        found, old = self.products(name, kept, gradient), self._products.get(key)
+        self._products[key] = (
             tuple(x.float() if x.dtype == torch.bfloat16 else x for x in found)
             if old is None
             else tuple(x.add_(y) for x, y in zip(old, found, strict=True))
@@ -267,6 +275,14 @@ class Outputs(Side):
         self._prompt = prompt
         self._last.clear()
 
+    def side(self, name: str) -> str:
+        """The side that experts share, if there is one."""
+        return self.sketch.pools[name].side if name in self.sketch.pools else ""
+
+    def key(self, name: str) -> str:
+        """As in `Side`. Experts that write to one output share its energies."""
+        return self.sketch.pools[name].name if self.side(name) == "outputs" else name
+
     def keep(self, task: Task, rows: Tensor) -> Kept:
         """Return X_t Om. It is computed once for the layers that read one input."""
         whole = self.sketch.roots[task.name]
@@ -330,38 +346,53 @@ class Both(Outputs):
         self._number = prompt * self.sketch.n_draws + draw
         self._thin.clear()
 
+    def key(self, name: str) -> str:
+        """As in `Side`. Experts share one side, and have no sums on the other."""
+        return self.sketch.pools[name].name if name in self.sketch.pools else name
+
     def keep(self, task: Task, rows: Tensor) -> Kept:
-        """Return X_t Om, and X_t itself."""
-        return *super().keep(task, rows), rows
+        """Return X_t Om, and X_t itself, each for its side."""
+        mixed = () if self.side(task.name) == "inputs" else super().keep(task, rows)
+        return mixed if self.side(task.name) == "outputs" else (*mixed, rows)
 
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
-        """G_t^T (X_t Om), and X_t^T (G_t Y)."""
+        """G_t^T (X_t Om), and X_t^T (G_t Y), each for its side."""
+        left = () if self.side(name) == "inputs" else super().products(name, kept, gradient)
+        if self.side(name) == "outputs":
+            return left
         if name not in self._thin:
             self._thin[name] = _typed(self._choose(name), gradient)
-        return *super().products(name, kept, gradient), _times(kept[1].T, _times(gradient, self._thin[name]))
+        return *left, _times(kept[-1].T, _times(gradient, self._thin[name]))
 
     def end(self) -> None:
         """As in `Side`. Sums over steps are rounded to the type of their parts."""
         for name, thin in self._thin.items():
-            if name in self._products:
-                self._products[name] = tuple(x.to(thin.dtype) for x in self._products[name])
+            if (key := self.key(name)) in self._products:
+                self._products[key] = tuple(x.to(thin.dtype) for x in self._products[key])
         super().end()
 
     def add(self, name: str, products: Kept) -> None:
         """Add to every block, and to the matrix between inputs."""
-        left, right = products
+        if self.side(name) != "inputs":
+            self._add_left(name, products[0])
+        if self.side(name) != "outputs":
+            right = products[-1]
+            if name not in self.right:
+                self.right[name] = right.new_zeros(len(right), len(right), dtype=torch.float32)
+            _add_square(self.right[name], right)
+
+    def _add_left(self, name: str, left: Tensor) -> None:
         parts = left.split(self.sketch.block)
         if name not in self.left:
             zeros = functools.partial(left.new_zeros, dtype=torch.float32)
             self.left[name] = [zeros(len(p), len(p)) for p in parts]
-            self.right[name], self.spread[name] = zeros(len(right), len(right)), zeros(len(parts))
+            self.spread[name] = zeros(len(parts))
         blocks, spread = self.left[name], self.spread[name]
         for i, (block, part) in enumerate(zip(blocks, parts, strict=True)):
             _add_square(block, part)
             # The squared size of the couplings of P P^T is that of P^T P minus the squares of P P^T's diagonal.
             unit = _typed(part * self._scales[name].split(self.sketch.block)[i][:, None], part)
             spread[i] += (unit.T @ unit).float().square().sum() - unit.float().square().sum(1).square().sum()
-        _add_square(self.right[name], right)
 
     def finish(self, n_gradients: int) -> None:
         """Shrink the couplings between outputs by their share of sampling noise.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +63,14 @@ class SharedParameter:
     reason: str = ""
     fused: str = ""
     routed_in: str = ""
+
+    @property
+    def expert(self) -> tuple[str, str, str] | None:
+        """Name of an expert's module in three parts: before its number, the number, and the rest. None of others."""
+        if not self.routed_in:
+            return None
+        parts = re.fullmatch(rf"({re.escape(self.routed_in)}\..*?)(\d+)(\..*)", self.owners[0])
+        return (parts[1], parts[2], parts[3]) if parts else None
 
     def matrix(self, stored: Tensor) -> Tensor:
         """View a stored tensor of this weight, or its gradient, in shape (out_features, in_features)."""

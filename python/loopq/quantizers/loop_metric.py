@@ -35,14 +35,13 @@ class LoopMetric:
     ----------
     sums : tuple of ndarray, float32 or float64
         A before `ridge`, in blocks of consecutive outputs, each of shape (b, b). Different blocks are treated as
-        independent.
+        independent. It is empty for experts that share S.
     right : ndarray, float32 or float64, shape (in_features, in_features)
-        The gradient part of S. The solver adds the layer's Hessian to it.
+        The gradient part of S. The solver adds the layer's Hessian to it. It is empty for experts that share A.
     n_gradients : int
         Gradients in both sums.
     ridge : float
-        Share of its own value that is added to each diagonal entry of A. The sums of many layers wait in single
-        precision, and are doubled when their layer is solved.
+        Share of its own value that is added to each diagonal entry of A, when the layer is solved.
 
     Notes
     -----
@@ -69,6 +68,8 @@ class LoopMetric:
 
     def combined(self, hessian: NDArray[np.float64]) -> NDArray[np.float64]:
         """S = H median(diag S_g / diag H) + S_g. The median ignores channels that are always zero."""
+        if not self.right.size:
+            return hessian
         own, theirs = np.diag(hessian), np.diag(self.right)
         live = (own > 0) & (theirs > 0)
         if not live.any():
@@ -102,7 +103,7 @@ class LoopMetric:
 
     def rotated(self, rotation: Rotation) -> LoopMetric:
         """Return the metric in the rotated basis of the inputs."""
-        return dataclasses.replace(self, right=rotation.conjugate(self.right))
+        return dataclasses.replace(self, right=rotation.conjugate(self.right)) if self.right.size else self
 
 
 def ridged(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:

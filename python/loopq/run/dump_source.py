@@ -118,10 +118,10 @@ class DumpSource(Source):
         for task in tasks:
             if task.gradients is None:
                 continue
-            if measured and task.parameter.routed_in and task.name not in measured:
+            if measured and task.parameter.routed_in and task.metric_name not in measured:
                 found[task.metric_key] = None
                 continue
-            metric = loop_metric(self.dump, task.name, task.steps)
+            metric = loop_metric(self.dump, task.metric_name, task.steps)
             self._check_counts(task)
             found[task.metric_key] = metric
         return found

@@ -58,7 +58,7 @@ class MetricOfDump:
         found = collect_metrics(
             sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
         )
-        over = {t.name: t.steps for t in tasks}
+        over = {t.metric_name: t.steps for t in tasks}
         return {
             name: (over[name], GradientSums(m.left, m.right.astype(np.float64))) for name, m in found.items()
         }

@@ -97,14 +97,17 @@ def estimate(plan: Plan, job: Collection, weights: ModelWeights, probe_seconds: 
     inputs = {t.input_group for t in tasks if t.input_group and not t.parameter.routed_in}
     parts = passes(job, tasks, sums)
     # Each pass takes the gradients of all prompts, for the sums of its own layers.
+    shares = job.selection.shares
     costs = [metric_cost([t for t in tasks if t.input_group in part], tokens) for part in parts]
     gradients, most = sum(c.n_gradients for c in costs), max((c.memory for c in costs), default=0)
-    metric = dataclasses.replace(metric_cost(tasks, tokens), n_gradients=gradients, memory=most)
+    metric = dataclasses.replace(
+        metric_cost(tasks, tokens, shares=shares), n_gradients=gradients, memory=most
+    )
     runs = plan.config.inputs.n_runs(len(parts), len(inputs))
     runs += bool(metric.n_gradients) and plan.config.inputs.pairs
     device = job.system.device
     metric_seconds = seconds_of(metric, probe_seconds, device) if metric.n_gradients else 0.0
-    work = hessian_work(tasks, tokens.n_tokens, job.selection.shares) + solve_work(tasks)
+    work = hessian_work(tasks, tokens.n_tokens, shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
     rate = core_rate(widest, job.execution.threads) if device.type == "cpu" else _product_rate(device)
     peak = resident_bytes() + max(memory, dense)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.select import shared
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.layers.shared import SharedParameter
@@ -123,7 +124,11 @@ def forecast(
     Layers of one module with one width are assumed to read one input. Experts share the tokens evenly.
     """
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
-    tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("loop")).tasks
+    observed = [p for p in parameters if p.treatment != "dense"]
+    own = _shares(system, observed)
+    n_tokens = tokens.n_tokens
+    input_groups, shares = shared(observed, _inputs(observed), own, n_tokens)
+    tasks = Plan.of(parameters, input_groups, config.with_metric("loop")).tasks
     widths = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
     sums = {group: 8 * width * (width + 1) for group, width in widths.items()}
     largest = max(sums.values(), default=0)
@@ -133,19 +138,14 @@ def forecast(
     held, at_once = weights, 1
     if weights + solve + largest + _largest_metric(tasks, tokens, 1) > limit:
         held, at_once = layer, execution.batch_size if layer < weights else 1
-    metric = metric_cost(tasks, tokens, at_once)
+    metric = metric_cost(tasks, tokens, at_once, shares)
     largest += _largest_metric(tasks, tokens, at_once)
-    room = limit - held - solve
-    if room < largest:
-        raise ConfigError(
-            f"one layer takes {size(held)}, its Hessian and loop metric {size(largest)}, a solve {size(solve)}: "
-            f"together above the limit of {size(limit)}; raise --memory"
-        )
-    total = sum(sums.values()) + metric.memory
+    room = _room(limit, held, largest, solve)
+    total = max(sum(sums.values()), sum(sums.values()) // 2 + metric.memory)
     n_passes = max(1, -(-total // room))
     codes, output = _stored(tasks, weights)
-    n_tokens, shares = tokens.n_tokens, _shares(system, tasks)
-    seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, execution.threads)
+    products = sum(_numbers(p) * p.invocations * own.get(p.name, 1.0) for p in parameters)
+    seconds = _seconds(products, tasks, n_tokens, n_passes, shares, execution.threads)
     # Forward and backward. If weights are read again for the backward pass, there is one more forward pass.
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
     seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
@@ -156,6 +156,17 @@ def forecast(
         seconds["reading weights"] = n_passes * visits * read / _DISK
     most = min(total, room) + solve
     return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
+
+
+def _room(limit: int, held: int, largest: int, solve: int) -> int:
+    """Bytes that the sums of a pass may take."""
+    room = limit - held - solve
+    if room < largest:
+        raise ConfigError(
+            f"one layer takes {size(held)}, its Hessian and loop metric {size(largest)}, a solve {size(solve)}: "
+            f"together above the limit of {size(limit)}; raise --memory"
+        )
+    return room
 
 
 def _limit(execution: Execution, weights: int) -> int:
@@ -188,7 +199,7 @@ def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
 
 
 def _seconds(
-    parameters: Sequence[SharedParameter],
+    products: float,
     tasks: Sequence[Task],
     n_tokens: int,
     n_passes: int,
@@ -196,7 +207,6 @@ def _seconds(
     threads: int,
 ) -> dict[str, float]:
     core = core_rate(max((t.parameter.in_features for t in tasks), default=512), threads)
-    products = sum(_numbers(p) * p.invocations * shares.get(p.name, 1.0) for p in parameters)
     return {
         "rollouts": n_passes * n_tokens * products / _product_rate(),
         "Hessians": hessian_work(tasks, n_tokens, shares) / core,
@@ -208,26 +218,20 @@ def _inputs(parameters: Sequence[SharedParameter]) -> dict[str, str]:
     """Map each parameter name to the first one of its module with the same width."""
     first: dict[tuple[str, int], str] = {}
     return {
-        p.name: first.setdefault((p.owners[0].rpartition(".")[0], p.in_features), p.name)
-        for p in parameters
-        if p.treatment != "dense"
+        p.name: first.setdefault((p.owners[0].rpartition(".")[0], p.in_features), p.name) for p in parameters
     }
 
 
-def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
+def _shares(system: LoopedSystem, parameters: Sequence[SharedParameter]) -> dict[str, float]:
     """Share of the tokens of an expert."""
     settings: Any = getattr(system.model, "config", None)
     settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     chosen = getattr(settings, "num_experts_per_tok", 1)
+    routed = [p for p in parameters if p.routed_in]
     blocks: dict[str, set[str]] = {}
-    for task in tasks:
-        if task.parameter.routed_in:
-            blocks.setdefault(task.parameter.routed_in, set()).add(
-                task.parameter.owners[0].rpartition(".")[0]
-            )
-    return {
-        t.name: min(1.0, chosen / len(blocks[t.parameter.routed_in])) for t in tasks if t.parameter.routed_in
-    }
+    for p in routed:
+        blocks.setdefault(p.routed_in, set()).add(p.owners[0].rpartition(".")[0])
+    return {p.name: min(1.0, chosen / len(blocks[p.routed_in])) for p in routed}
 
 
 def _weights(system: LoopedSystem) -> tuple[int, int]:

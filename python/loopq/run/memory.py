@@ -31,14 +31,17 @@ def pass_bytes(
     job: Collection, tasks: Sequence[Task], sums: HessianSet, input_groups: Sequence[str], copies: float = 1
 ) -> int:
     """Bytes of so many sums of some inputs, their loop metrics, and the largest solve among their layers."""
-    chosen = [t for t in tasks if t.input_group in input_groups]
+    wanted = set(input_groups)
+    chosen = [t for t in tasks if t.input_group in wanted]
     held = int(copies * sum(map(sums.n_bytes, input_groups)))
     # A sum takes twice its memory in addition while it is saved or added from saved parts.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
     at_once = job.execution.batch_size if is_streamed(job.system.model) else 1
-    # Metrics are collected from all sums, and then the layers are solved.
+    # All sums are collected and rounded. Then metrics are collected from them, and the layers are solved.
     metric = metric_cost(chosen, job.tokens, at_once)
-    return held + max(metric.memory + saved, metric.kept + max(map(solve_bytes, chosen), default=0))
+    solve = max(map(solve_bytes, chosen), default=0)
+    rounded = held if sums.per_step or copies != 1 else held // 2
+    return max(held + saved, rounded + max(metric.memory, metric.kept + solve))
 
 
 def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[list[str]]:

@@ -191,6 +191,7 @@ class ModelSource(Source):
         for number, input_groups in enumerate(passes(self.job, plan.tasks, sums) or [[]]):
             if input_groups:
                 sums.run_pass(input_groups, work=self.execution.folder(f"pass-{number}"))
+                sums.round(input_groups)
             chosen = [t for t in tasks if t.input_group in input_groups]
             chosen += unobserved if number == 0 else []
             self.collect_metrics(plan, sums, chosen, f"metric-{number}")
@@ -216,4 +217,4 @@ class ModelSource(Source):
             # Another limit of memory divides the layers differently.
             self.journal(plan, name, [t.name for t in missing]),
         )
-        self.metrics.update({t.metric_key: found.get(t.name) for t in missing})
+        self.metrics.update({t.metric_key: found.get(t.metric_name) for t in missing})

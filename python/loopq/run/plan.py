@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.select import pools
 from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers import Method
@@ -63,7 +64,10 @@ class Plan:
         check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
         depth = max((p.invocations for p in parameters), default=0)
         found = (_task(p, config.for_layer(p.name), input_groups, depth) for p in parameters)
-        tasks = tuple(task for task in found if task is not None)
+        pool = pools(parameters, input_groups)
+        tasks = tuple(
+            replace(t, pool=pool.get(t.name) if t.input_group else None) for t in found if t is not None
+        )
         if not tasks:
             raise ConfigError(
                 "nothing is left to quantize: all is excluded or dense; exclude less, or include some"
@@ -122,7 +126,9 @@ def solve_work(tasks: Sequence[Task]) -> float:
     factors: dict[tuple[str | None, Method], float] = {}
     rest = 0.0
     for task in tasks:
-        per_factor, per_column, per_weight = task.config.method.work
+        # Experts that share their inputs' side are solved row by row.
+        plain = task.plain() if task.side == "inputs" and task.gradients else task
+        per_factor, per_column, per_weight = plain.config.method.work
         width, rows = task.parameter.in_features, task.parameter.out_features
         factors[task.input_group, task.config.method] = per_factor * width**3
         rest += rows * width * (per_column * width + per_weight)

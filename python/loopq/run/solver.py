@@ -127,10 +127,17 @@ class Solver:
             facts = {"method_asked": task.config.method.name, "step_rows": list(summed.rows.values())}
             task = _as_routed(task, summed, metric)
             summed = summed if task.input_group else None
+        hessian = summed.matrix if summed else None
+        if metric is not None and hessian is not None and task.side == "inputs":
+            hessian = shared.combined = (
+                metric.combined(hessian) if shared.combined is None else shared.combined
+            )
+            facts |= {"metric": "loop", "metric_gradients": metric.n_gradients}
+            task, metric = task.plain(), None
         problem = Problem(
             name=task.name,
             target=weight,
-            hessian=summed.matrix if summed else None,
+            hessian=hessian,
             settings=task.config.grid,
             orientation=task.parameter.orientation,
             threads=self.execution.threads,
@@ -144,19 +151,19 @@ class Solver:
         layers = quantize_all([(p.task.config, p.problem) for p in prepared])
         for (task, problem, summed, facts), layer in zip(prepared, layers, strict=True):
             with naming(task.name):
-                rank = None if summed is None else self._rank(problem)
+                rank = None if summed is None else self._rank(problem, summed)
                 report = account(task, layer, problem.target, summed, problem.threads)
             yield layer.with_report(
                 **report | facts, rank=rank, rank_threshold=None if rank is None else self.rank_threshold
             )
 
-    def _rank(self, problem: Problem) -> int | None:
+    def _rank(self, problem: Problem, summed: WeightedHessian) -> int | None:
         threshold = self.rank_threshold
         if threshold is None:
             return None
 
         def rank() -> int:
-            _, (above,) = native.count_above(problem.require_observed(), [threshold], problem.threads)
+            _, (above,) = native.count_above(summed.matrix, [threshold], problem.threads)
             return above
 
         return problem.once("rank", rank)
@@ -169,7 +176,7 @@ def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -
         parameter = replace(task.parameter, reason=reason)
         return Task(parameter, task.config.changed(method=rounding_like(task.config)), (), None)
     if task.gradients and metric is None:
-        return replace(task, config=task.config.changed(metric="inputs"))
+        return task.plain()
     return task
 
 
@@ -187,6 +194,7 @@ class _Shared:
     """Data shared by the layers of one input group."""
 
     hessian: WeightedHessian | None = None
+    combined: NDArray[np.float64] | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import FULL, PLAIN, TRELLIS, UNEVEN, answers, page, processor, report
+from benches.quality.peers_table import FULL, PLAIN, SMALL, TRELLIS, UNEVEN, answers, page, processor, report
 from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
@@ -67,6 +67,8 @@ OURS: dict[str, dict[str, Any]] = {
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
+    # Bits are those of the row, and matrices outside the loop stay as they are in all rows.
+    SMALL: {k: v for k, v in PRESETS["small"].items() if k not in ("bits", "outside")} | _RANDOM,
 }
 Result = tuple[str, int, int]
 KEY = ("model", "draw", "bits", "group", "variant", "task")

@@ -36,6 +36,7 @@ NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
 COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
 TRELLIS = "loopq best, trellis"
+SMALL = "loopq small"
 PLAIN = "loopq default, no random tokens"
 FULL = "full precision"
 UNEVEN = "loopq default, uneven levels"
@@ -44,7 +45,7 @@ SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", UNEVEN, PLAIN, "loopq best, inputs open", "loopq best", TRELLIS,
+    "loopq fast", "loopq default", UNEVEN, PLAIN, "loopq best, inputs open", "loopq best", TRELLIS, SMALL,
 )  # fmt: skip
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (

@@ -138,7 +138,7 @@ def test_patterns_and_presets_change_the_settings():
 def test_a_dump_takes_of_a_preset_what_needs_no_model(preset):
     args = PARSER.parse_args(["solve", "d", "--out", "o", "--preset", preset])
     found = options.quant_config(args, model=False)
-    needs = ("inputs", "alpha", "sweeps", "fit", "metric", "passes")
+    needs = ("inputs", "alpha", "sweeps", "fit", "outside", "metric", "passes")
     kept = {k: v for k, v in PRESETS[preset].items() if not k.startswith(needs)}
     if PRESETS[preset].get("metric") == "inputs":
         kept["metric"] = "inputs"

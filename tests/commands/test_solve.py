@@ -59,6 +59,7 @@ def test_a_preset_applies_what_a_dump_can_have(loaded, tokens, tmp_path, command
         return {layer.report.get("metric") for layer in read_any(tmp_path / preset).layers.values()} - {None}
 
     assert "loop" in metrics("best")
+    assert "loop" in metrics("small")
     assert "loop" not in metrics("fast")
     assert "loop" not in metrics("paper")
 

@@ -91,6 +91,15 @@ def test_grids_and_trials_are_counted(tiny, tokens):
     assert Told.stages["ablation, trials"] == [2 * len(found.layers)] * 2
 
 
+def test_a_method_chooses_from_the_grids_it_has(tiny, tokens):
+    config = FULL.changed(method="trellis", metric="inputs", state_bits=6)
+    asked = Fit(13.5, "fisher", bits=(2, 4, 8), group_sizes=(16,), n_prompts=1)
+    found = loopq.quantize(tiny, tokens, config, fit=asked, threads=1)
+    assert {x.grid.bits for x in found.layers.values()} == {2, 4}
+    with pytest.raises(ConfigError, match="method trellis has none of the grids"):
+        loopq.quantize(tiny, tokens, config, fit=dataclasses.replace(asked, bits=(8,)), threads=1)
+
+
 @pytest.mark.slow
 def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
     """The layers that got two bits get four here, as far as the bytes reach."""

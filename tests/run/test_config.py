@@ -35,7 +35,7 @@ def test_a_preset_sets_its_fields_and_leaves_the_others():
     assert found.layer.method.damping.fraction == 0.02
     assert (found.layer.grid.bits, found.layer.calibration.steps) == (3, "1:")
     assert QuantConfig.of(preset="best", bits=3, damping=0.02, steps="1:") == found
-    with pytest.raises(ConfigError, match="preset must be one of best, fast, paper; got 'good'"):
+    with pytest.raises(ConfigError, match="preset must be one of best, small, fast, paper; got 'good'"):
         base.preset("good")
 
 

@@ -189,11 +189,11 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
         "--preset",
         choices=tuple(PRESETS),
         help="best: closest to full precision, with four gradients of every prompt and layers one after the other; "
-        "fast: without gradients; paper: GPTQ over the trajectory as published (default: one gradient of every "
-        "prompt)"
+        "small: the same with 3 bits on a trellis, 8 outside the loop; fast: without gradients; paper: GPTQ over the "
+        "trajectory as published (default: one gradient of every prompt)"
         if model
-        else "best: widest search and uneven levels; fast: without the dump's gradients; paper: GPTQ over the "
-        "trajectory as published",
+        else "best: widest search and uneven levels; small: 3 bits on a trellis; fast: without the dump's gradients; "
+        "paper: GPTQ over the trajectory as published",
     )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
@@ -207,7 +207,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
 
 
 #: Settings without options in `solve`: it has no model to run.
-_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit")
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "fit", "outside")
 _METRIC = ("metric", "passes")
 #: A setting of a preset that a dump can have, since it ignores the gradients.
 _NO_GRADIENTS = ("metric", "inputs")

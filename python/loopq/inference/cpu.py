@@ -69,12 +69,11 @@ class CpuPanels:
 
     def unpack(self, layer: PackedLayer) -> torch.Tensor:
         """Recover a layer's codes as int8 or uint8 (out, in)."""
-        return torch.from_numpy(_layout(layer.held, layer.scales.dtype).unpack(layer.qweight.numpy()))
+        return torch.from_numpy(self.layout_of(layer).unpack(layer.qweight.numpy()))
 
     def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         """Codes of some outputs, (n, in)."""
-        layout = _layout(layer.held, layer.scales.dtype)
-        return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
+        return torch.from_numpy(self.layout_of(layer).rows(layer.qweight.numpy(), ids.numpy()))
 
     def layout_of(self, layer: PackedLayer) -> native.CpuLayout:
         """Positions of a layer's codes and scales in its `qweight`."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare
 from loopq.gradients.scores import loop_fisher
 from loopq.layers.layer import Dequantized
@@ -99,14 +100,16 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
-    # Scores compare single layers, each on the inputs of full precision.
-    grids = [
-        (
-            choice,
-            source.plan(dataclasses.replace(config, layer=plain.changed(**choice)).changed(inputs="open")),
-        )
-        for choice in asked.grids(plain.grid.symmetric)
-    ]
+    grids = []
+    for choice in asked.grids(plain.grid.symmetric):
+        try:
+            layer = plain.changed(**choice)
+        except ConfigError:
+            continue  # The method does not have this grid.
+        # Scores compare single layers, each on the inputs of full precision.
+        grids.append((choice, source.plan(dataclasses.replace(config, layer=layer).changed(inputs="open"))))
+    if not grids:
+        raise ConfigError(f"method {plain.method.name} has none of the grids: change --fit-bits")
     # An override may fix a part of the grid. Then several candidates are identical.
     found: list[_Found] = [{} for _ in grids]
     costs: dict[tuple[str, str], float] = {}

@@ -19,17 +19,12 @@ from loopq.settings.declare import Settings, block, choice, leaves, optional, se
 from loopq.settings.patterns import check_syntax
 from loopq.settings.registry import did_you_mean
 
-#: Named settings: closest to full precision, with gradients; the same without gradients; the method of the paper.
+#: Gradients and inputs of the presets that come closest.
+_TOP: Mapping[str, Any] = {"metric": "loop", "metric_draws": 4, "inputs": "asymmetric"}
+#: Named settings: closest to full precision, with gradients; the smallest file; without gradients; the paper's method.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {
-        "method": "gptq-cd",
-        "metric": "loop",
-        "metric_draws": 4,
-        "beam": 64,
-        "rounds": 4,
-        "inputs": "asymmetric",
-        "levels": AUTO,
-    },
+    "best": {"method": "gptq-cd", **_TOP, "beam": 64, "rounds": 4, "levels": AUTO},
+    "small": {"method": "trellis", "state_bits": 14, **_TOP, "rotation": "hadamard", "bits": 3, "outside": 8},
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
 }
@@ -182,15 +177,15 @@ def divided(options: Mapping[str, Any], *bases: Settings) -> list[Any]:
         raise ConfigError(f"unknown setting {', '.join(unknown)}{hint}; known: {', '.join(sorted(known))}")
     changes = [{k: v for k, v in options.items() if k in own and k != "preset"} for own in names]
     preset = options.get("preset")
-    if preset is None:
-        return [base.changed(**own) for base, own in zip(bases, changes, strict=True)]
     return [_preset(base, preset).changed(**own) for base, own in zip(bases, changes, strict=True)]
 
 
-def _preset(settings: Settings, name: str) -> Settings:
-    if isinstance(settings, QuantConfig):
+def _preset(settings: Settings, name: str | None) -> Settings:
+    if name is not None and isinstance(settings, QuantConfig):
         return settings.preset(name)
-    return settings.changed(**PROMPTS.get(name, {})) if isinstance(settings, CalibrationTake) else settings
+    return (
+        settings.changed(**PROMPTS.get(name or "", {})) if isinstance(settings, CalibrationTake) else settings
+    )
 
 
 def refuse_outside(config: QuantConfig, who: str, instead: str) -> None:

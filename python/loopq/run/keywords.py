@@ -36,7 +36,7 @@ class TakeKeywords(TypedDict, total=False):
 class SolveKeywords(ExecutionKeywords, total=False):
     """Keywords of `solve`."""
 
-    preset: Literal["best", "fast", "paper"] | None
+    preset: Literal["best", "small", "fast", "paper"] | None
     bits: Literal[2, 3, 4, 8]
     group_size: int
     symmetric: bool

@@ -251,6 +251,7 @@ class Bench:
                     lines[number] |= {
                         "kl_95": [interval.low, interval.high] if interval else None,
                         "agreement": float(one.agreement.mean()),
+                        "kl_by_prompt": one.kl.mean(axis=0).tolist(),
                         "output": one.output,
                     }
         return lines

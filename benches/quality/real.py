@@ -11,11 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peers import OURS
 from benches.quality.peers_table import FULL, UNEVEN, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
+from loopq.evaluation.stats import bootstrap
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
@@ -126,6 +129,26 @@ def readme(rows: Rows) -> str:
     return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
 
 
+def loop(rows: Rows) -> str:
+    """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
+    lines = []
+    for draw in sorted({r["draw"] for r in rows}):
+        found = {r["variant"]: r for r in rows if r["draw"] == draw}
+        one, every = found["GPTQ, one step, paper"], found["GPTQ, trajectory, paper"]
+        columns = [every["kl_by_prompt"], one["kl_by_prompt"]]
+        ratio = bootstrap(columns, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
+        lines.append(
+            {
+                "draw": draw, "rtn": spread(found["RTN"]), "one": spread(one), "all": spread(every),
+                "ratio": f"{ratio.estimate:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
+            }
+        )  # fmt: skip
+    columns = [("draw", "calibration draw", "d"), ("rtn", "RTN", ""), ("one", "GPTQ, one step", "")]
+    return table(
+        lines, [*columns, ("all", "GPTQ, all steps", ""), ("ratio", "all over one (95 %, paired)", "")]
+    )
+
+
 def plbert(rows: Rows) -> str:
     """PL-BERT in one line: the methods across."""
     if not rows:
@@ -185,7 +208,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     made = {
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
-        (PAGE, "loop"): peers(of(data, LOOP), size=False),
+        (PAGE, "loop"): loop(of(data, LOOP)),
         (PAGE, "gguf"): gguf(data["gguf"]),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),

@@ -55,6 +55,7 @@ PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
 _RANDOM = {"random_tokens": RANDOM_TOKENS}
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
+    "RTN, paper": {"method": "rtn", "scale_search": "max"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
     "GPTQ, trajectory, paper": dict(PRESETS["paper"]),
     "GPTQ, trajectory, searched scales": {"method": "gptq"},

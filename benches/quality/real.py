@@ -26,12 +26,13 @@ SMOLLM2, LOOP = "smollm2_loop", "loop alone"
 #: Names of rows, in their order.
 NAMES = {
     "RTN": "RTN",
+    "RTN, paper": "RTN, scales of the largest weight",
     "GPTQ, one step, paper": "GPTQ, one step",
     "GPTQ, trajectory, paper": "GPTQ, all steps",
-    "llm-compressor": "llm-compressor 0.14",
-    "llm-compressor, mse": "llm-compressor 0.14, `mse`",
-    "llm-compressor, imatrix_mse": "llm-compressor 0.14, `imatrix_mse`",
-    "GPTQModel": "GPTQModel 7.7",
+    "llm-compressor": "llm-compressor",
+    "llm-compressor, mse": "llm-compressor, `mse`",
+    "llm-compressor, imatrix_mse": "llm-compressor, `imatrix_mse`",
+    "GPTQModel": "GPTQModel",
     "auto-round": "auto-round",
     "loopq fast": "loopq, `--preset fast`",
     "loopq default": "loopq",
@@ -55,6 +56,8 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             names = result["settings"].get("names")
             model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
             new = row | {"model": model} | ({"names": names} if names else {})
+            # One character for each item.
+            new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
             if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
@@ -79,7 +82,7 @@ def megabytes(bits: float) -> float:
 
 def percent(share: float) -> str:
     """A share in percent."""
-    return f"{100 * share:.1f} %"
+    return f"{share:.1%}"
 
 
 def spread(row: dict[str, Any], kl: str = "kl", interval: str = "kl_95") -> str:
@@ -196,7 +199,10 @@ def gguf(rows: dict[str, dict[str, Any]]) -> str:
 
 def scores(data: dict[str, Any]) -> str:
     """Tables of tasks, with the names of the other tables."""
-    rows = [r | {"variant": NAMES.get(r["variant"], r["variant"])} for r in data["scores"]]
+    rows = [
+        r | {"variant": NAMES.get(r["variant"], r["variant"]), "values": [float(v) for v in r["values"]]}
+        for r in data["scores"]
+    ]
     records = [r | {"variant": NAMES[r["variant"]]} for r in of(data, SMOLLM2)]
     return answers(records, rows, [NAMES[v] for v in OURS if v in NAMES] + [FULL]).rstrip()
 
@@ -215,6 +221,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (README, "smollm2"): readme(smol),
         (README, "plbert"): plbert(of(data, PLBERT)),
         (ZOO, "smollm2"): peers(first),
+        (ZOO, "answers"): scores(data),
     }
     # A table without a row is its head alone.
     return {place: text for place, text in made.items() if text.count("\n") > 1}

@@ -55,6 +55,7 @@ PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
 _RANDOM = {"random_tokens": RANDOM_TOKENS}
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
+    "RTN, paper": {"method": "rtn", "scale_search": "max"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
     "GPTQ, trajectory, paper": dict(PRESETS["paper"]),
     "GPTQ, trajectory, searched scales": {"method": "gptq"},
@@ -253,6 +254,7 @@ class Bench:
                     lines[number] |= {
                         "kl_95": [interval.low, interval.high] if interval else None,
                         "agreement": float(one.agreement.mean()),
+                        "kl_by_prompt": one.kl.mean(axis=0).tolist(),
                         "output": one.output,
                     }
         return lines

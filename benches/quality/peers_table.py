@@ -295,7 +295,7 @@ def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
                 line |= {"full": flips(right, full)}
                 line |= {"best": flips(right, found[draw, best])} if best != variant else {}
                 lines.append(line)
-        parts += [f"## {task} of {model}, {full.size} items", "", table(lines, ANSWERS), ""]
+        parts += [f"### {task} of {model}, {full.size} items", "", table(lines, ANSWERS), ""]
     said = (
         "Against: items right only in this row and only in the other, and the p value of the exact sign test."
     )

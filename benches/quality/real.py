@@ -11,11 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peers import OURS
 from benches.quality.peers_table import FULL, UNEVEN, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
+from loopq.evaluation.stats import bootstrap
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
@@ -23,12 +26,13 @@ SMOLLM2, LOOP = "smollm2_loop", "loop alone"
 #: Names of rows, in their order.
 NAMES = {
     "RTN": "RTN",
+    "RTN, paper": "RTN, scales of the largest weight",
     "GPTQ, one step, paper": "GPTQ, one step",
     "GPTQ, trajectory, paper": "GPTQ, all steps",
-    "llm-compressor": "llm-compressor 0.14",
-    "llm-compressor, mse": "llm-compressor 0.14, `mse`",
-    "llm-compressor, imatrix_mse": "llm-compressor 0.14, `imatrix_mse`",
-    "GPTQModel": "GPTQModel 7.7",
+    "llm-compressor": "llm-compressor",
+    "llm-compressor, mse": "llm-compressor, `mse`",
+    "llm-compressor, imatrix_mse": "llm-compressor, `imatrix_mse`",
+    "GPTQModel": "GPTQModel",
     "auto-round": "auto-round",
     "loopq fast": "loopq, `--preset fast`",
     "loopq default": "loopq",
@@ -52,6 +56,8 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             names = result["settings"].get("names")
             model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
             new = row | {"model": model} | ({"names": names} if names else {})
+            # One character for each item.
+            new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
             if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
@@ -76,7 +82,7 @@ def megabytes(bits: float) -> float:
 
 def percent(share: float) -> str:
     """A share in percent."""
-    return f"{100 * share:.1f} %"
+    return f"{share:.1%}"
 
 
 def spread(row: dict[str, Any], kl: str = "kl", interval: str = "kl_95") -> str:
@@ -126,6 +132,26 @@ def readme(rows: Rows) -> str:
     return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
 
 
+def loop(rows: Rows) -> str:
+    """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
+    lines = []
+    for draw in sorted({r["draw"] for r in rows}):
+        found = {r["variant"]: r for r in rows if r["draw"] == draw}
+        one, every = found["GPTQ, one step, paper"], found["GPTQ, trajectory, paper"]
+        columns = [every["kl_by_prompt"], one["kl_by_prompt"]]
+        ratio = bootstrap(columns, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
+        lines.append(
+            {
+                "draw": draw, "rtn": spread(found["RTN"]), "one": spread(one), "all": spread(every),
+                "ratio": f"{ratio.estimate:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
+            }
+        )  # fmt: skip
+    columns = [("draw", "calibration draw", "d"), ("rtn", "RTN", ""), ("one", "GPTQ, one step", "")]
+    return table(
+        lines, [*columns, ("all", "GPTQ, all steps", ""), ("ratio", "all over one (95 %, paired)", "")]
+    )
+
+
 def plbert(rows: Rows) -> str:
     """PL-BERT in one line: the methods across."""
     if not rows:
@@ -173,7 +199,10 @@ def gguf(rows: dict[str, dict[str, Any]]) -> str:
 
 def scores(data: dict[str, Any]) -> str:
     """Tables of tasks, with the names of the other tables."""
-    rows = [r | {"variant": NAMES.get(r["variant"], r["variant"])} for r in data["scores"]]
+    rows = [
+        r | {"variant": NAMES.get(r["variant"], r["variant"]), "values": [float(v) for v in r["values"]]}
+        for r in data["scores"]
+    ]
     records = [r | {"variant": NAMES[r["variant"]]} for r in of(data, SMOLLM2)]
     return answers(records, rows, [NAMES[v] for v in OURS if v in NAMES] + [FULL]).rstrip()
 
@@ -185,13 +214,14 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     made = {
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
-        (PAGE, "loop"): peers(of(data, LOOP), size=False),
+        (PAGE, "loop"): loop(of(data, LOOP)),
         (PAGE, "gguf"): gguf(data["gguf"]),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),
         (README, "plbert"): plbert(of(data, PLBERT)),
         (ZOO, "smollm2"): peers(first),
+        (ZOO, "answers"): scores(data),
     }
     # A table without a row is its head alone.
     return {place: text for place, text in made.items() if text.count("\n") > 1}

@@ -13,7 +13,7 @@ from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTabl
 from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
-#: Layers that the interval of a rank correlation needs: the paper ranks 17.
+#: Layers that the interval of a rank correlation needs: of fewer, not even that of no correlation excludes a half.
 MIN_LAYERS = 17
 TITLE = "Layers by three measures of sensitivity"
 

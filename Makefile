@@ -154,7 +154,7 @@ mutation-core: setup ## Change the solver in Rust in N places, by lot, and list 
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 
-raised: setup ## Run the quick tests and list the error messages that none of them raises: twice the time of `make test-py`
+raised: setup ## Run the quick tests and tell the error messages that none of them raises: twice the time of `make test-py`
 	$(PY) -m tests.house.raised -m "not slow and not gpu" $(WORKERS)
 
 mutants: setup ## Change the package in N places, by lot, and list what the mirrored tests do not see: ten seconds each

@@ -80,10 +80,13 @@ def test_tutorial_shows_what_the_demo_prints(whole):
         assert 100 * made[key]["agreement"] == pytest.approx(float(agreement), abs=points), key
 
 
-@pytest.mark.slow
-def test_the_spread_over_draws_is_that_of_its_rows(monkeypatch):
+def test_the_loop_metric_needs_a_draw():
     with pytest.raises(ConfigError, match="at least one draw"):
         variants.run(metric_seeds=())
+
+
+@pytest.mark.slow
+def test_the_spread_over_draws_is_that_of_its_rows(monkeypatch):
     # One without the metric, and the default with it.
     monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[0], ("loopq", {})))
     few = {"calibration": CalibrationTake(2, 64), "evaluation": Take(2, 64), "metric_seeds": (0, 1)}

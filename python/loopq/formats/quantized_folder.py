@@ -162,8 +162,6 @@ class QuantizedFolder(Format):
         )
         if ragged is None:
             raise CheckpointError(f"{what}; choose what to do with it: {costs(layer, self.ragged)}")
-        if ragged not in RAGGED:
-            raise ConfigError(f"ragged must be one of {', '.join(RAGGED)}; got {ragged!r}")
         if ragged not in self.ragged:
             raise CheckpointError(
                 f"{what}; {self.name} cannot {ragged} it: {self.reason}; it can: {costs(layer, self.ragged)}"

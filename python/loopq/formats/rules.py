@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged
 from loopq.formats.fused import EXPERT
@@ -270,13 +270,9 @@ def check_engine(
 
     Raises
     ------
-    ConfigError
-        The engine is unknown.
     CheckpointError
         If a rule applies. The message names the layer, the engine's limit and a remedy.
     """
-    if engine not in READS:
-        raise ConfigError(f"engine must be one of {', '.join(READS)}; got {engine!r}")
     if format_name not in READS[engine]:
         raise CheckpointError(f"{engine} reads {', '.join(READS[engine])}, not {format_name}")
     if system is not None and system in KNOWN:

@@ -53,6 +53,8 @@ GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
 PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
 #: Default treatment of a calibration text; other tools, and their algorithms in our code, get the raw text.
 _RANDOM = {"random_tokens": RANDOM_TOKENS}
+#: Bits are those of the row, and matrices outside the loop stay as they are in all rows.
+_SMALL = {k: v for k, v in PRESETS["small"].items() if k not in ("bits", "outside")} | _RANDOM
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
     "RTN, paper": {"method": "rtn", "scale_search": "max"},
@@ -68,8 +70,8 @@ OURS: dict[str, dict[str, Any]] = {
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
-    # Bits are those of the row, and matrices outside the loop stay as they are in all rows.
-    SMALL: {k: v for k, v in PRESETS["small"].items() if k not in ("bits", "outside")} | _RANDOM,
+    SMALL: _SMALL,
+    f"{SMALL}, inputs open": {**_SMALL, "inputs": "open"},
 }
 Result = tuple[str, int, int]
 KEY = ("model", "draw", "bits", "group", "variant", "task")

@@ -41,7 +41,8 @@ NAMES = {
 }
 #: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
 N_WEIGHTS, REST = 106_168_320, 49_152 * 576 * 2 + 61 * 576 * 2
-ROWS = ("model", "names", "draw", "bits", "group", "variant", "task", "limit")
+TEXTS = {"calibration.txt": "Wikipedia's articles", "wiki.valid.raw": "WikiText-2, validation"}
+ROWS = ("model", "names", "calibration", "draw", "bits", "group", "variant", "task", "limit")
 
 
 def add(data: dict[str, Any], result: dict[str, Any]) -> None:
@@ -53,9 +54,9 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
     for where in ("records", "scores"):
         part = "peers" if where == "records" else where
         for row in result.get(where, []):
-            names = result["settings"].get("names")
+            names, text = (result["settings"].get(k) for k in ("names", "calibration"))
             model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
-            new = row | {"model": model} | ({"names": names} if names else {})
+            new = row | {"model": model} | ({"names": names, "calibration": Path(text).name} if names else {})
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
@@ -135,35 +136,31 @@ def readme(rows: Rows) -> str:
 def loop(rows: Rows) -> str:
     """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
     lines = []
-    for draw in sorted({r["draw"] for r in rows}):
-        found = {r["variant"]: r for r in rows if r["draw"] == draw}
-        one, every = found["GPTQ, one step, paper"], found["GPTQ, trajectory, paper"]
-        columns = [every["kl_by_prompt"], one["kl_by_prompt"]]
-        ratio = bootstrap(columns, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
-        lines.append(
-            {
-                "draw": draw, "rtn": spread(found["RTN"]), "one": spread(one), "all": spread(every),
-                "ratio": f"{ratio.estimate:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
-            }
-        )  # fmt: skip
-    columns = [("draw", "calibration draw", "d"), ("rtn", "RTN", ""), ("one", "GPTQ, one step", "")]
+    found = {(r["calibration"], r["variant"]): r for r in rows}
+    for text in dict.fromkeys(text for text, _ in found):
+        for scales, rtn in (("paper", "RTN, paper"), ("searched scales", "RTN")):
+            one, every = (
+                found.get((text, f"GPTQ, {steps}, {scales}")) for steps in ("one step", "trajectory")
+            )
+            if one is None or every is None:
+                continue
+            both = [every["kl_by_prompt"], one["kl_by_prompt"]]
+            ratio = bootstrap(both, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
+            line = {
+                "text": TEXTS.get(text, text), "scales": "of the largest weight" if scales == "paper" else "searched",
+                "one": spread(one), "all": spread(every),
+                "ratio": f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+            }  # fmt: skip
+            lines.append(line | ({"rtn": spread(found[text, rtn])} if (text, rtn) in found else {}))
+    columns = [
+        ("text", "calibration", ""),
+        ("scales", "scales", ""),
+        ("rtn", "RTN", ""),
+        ("one", "GPTQ, one step", ""),
+    ]
     return table(
         lines, [*columns, ("all", "GPTQ, all steps", ""), ("ratio", "all over one (95 %, paired)", "")]
     )
-
-
-def plbert(rows: Rows) -> str:
-    """PL-BERT in one line: the methods across."""
-    if not rows:
-        return ""
-    asked = {
-        "RTN": "RTN", "GPTQ, one step, paper": "GPTQ, one step", "GPTQ, trajectory, paper": "GPTQ, all steps",
-        "loopq fast": "loopq, `fast`", "loopq default": "loopq",
-    }  # fmt: skip
-    found: dict[str, Any] = {v: f"{r['kl']:.3f}" for v in asked for r in rows if r["variant"] == v}
-    found |= {"what": "PL-BERT, error at 3 bits", "best": f"{best(rows):.3f}"}
-    shown = [("what", "", ""), *((v, n, "") for v, n in asked.items() if v in found)]
-    return table([found], [*shown[:4], ("best", "llm-compressor, best", ""), *shown[4:]])
 
 
 def named(kind: str) -> str:
@@ -209,19 +206,19 @@ def scores(data: dict[str, Any]) -> str:
 
 def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     """Each table by its page and its mark."""
-    smol = of(data, SMOLLM2)
+    smol, alone = of(data, SMOLLM2), [r for r in data["peers"] if r["model"] == LOOP]
     first, others = ([r for r in smol if (r["draw"] == 0) == is_first] for is_first in (True, False))
     made = {
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
-        (PAGE, "loop"): loop(of(data, LOOP)),
+        (PAGE, "loop"): loop(alone),
         (PAGE, "gguf"): gguf(data["gguf"]),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),
-        (README, "plbert"): plbert(of(data, PLBERT)),
         (ZOO, "smollm2"): peers(first),
         (ZOO, "answers"): scores(data),
+        (ZOO, "loop"): loop(alone),
     }
     # A table without a row is its head alone.
     return {place: text for place, text in made.items() if text.count("\n") > 1}

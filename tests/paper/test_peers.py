@@ -178,5 +178,5 @@ def test_a_result_takes_the_place_of_an_older_one_that_differs():
         real.add(data, {"settings": {}, "records": [key | {"kl": kl, "seconds": seconds}]})
     assert data["peers"] == [key | {"model": real.SMOLLM2, "kl": 1.0, "seconds": 4.0}]
     real.add(data, {"settings": {}, "records": [key | {"kl": 2.0, "seconds": 9.0}]})
-    real.add(data, {"settings": {"names": "a"}, "records": [key | {"kl": 3.0}]})
+    real.add(data, {"settings": {"names": "a", "calibration": "b/c"}, "records": [key | {"kl": 3.0}]})
     assert [(r["model"], r["kl"]) for r in data["peers"]] == [(real.SMOLLM2, 2.0), (real.LOOP, 3.0)]

@@ -23,6 +23,8 @@ from loopq.evaluation.stats import bootstrap
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
 SMOLLM2, LOOP = "smollm2_loop", "loop alone"
+#: Where the record has the rows of a model.
+PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
 #: Names of rows, in their order.
 NAMES = {
     "RTN": "RTN",
@@ -52,13 +54,14 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             data["gguf"] |= run["rows"]
         return
     for where in ("records", "scores"):
-        part = "peers" if where == "records" else where
         for row in result.get(where, []):
             names, text = (result["settings"].get(k) for k in ("names", "calibration"))
             model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
             new = row | {"model": model} | ({"names": names, "calibration": Path(text).name} if names else {})
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
+            part = PARTS[model] if where == "records" else where
+            data.setdefault(part, [])
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
             if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
@@ -67,7 +70,7 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
 
 def of(data: dict[str, Any], model: str) -> Rows:
     """Rows of a model that were not refused, in the order of the tables."""
-    rows = [r for r in data["peers"] if r["model"] == model and "kl" in r and r["variant"] in NAMES]
+    rows = [r for r in data.get(PARTS[model], []) if "kl" in r and r["variant"] in NAMES]
     return sorted(rows, key=lambda r: (-r["bits"], r["draw"], list(NAMES).index(r["variant"])))
 
 
@@ -118,6 +121,9 @@ def readme(rows: Rows) -> str:
     first = {key: min(r["kl"] for r in here) for key, here in grids.items()}
     lines = []
     for variant, name in NAMES.items():
+        if variant == "llm-compressor":
+            # Its default observer stands in the picture above, and in the record.
+            continue
         line: dict[str, Any] = {"weights": name}
         for key, here in grids.items():
             for r in (r for r in here if r["variant"] == variant):
@@ -206,7 +212,7 @@ def scores(data: dict[str, Any]) -> str:
 
 def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     """Each table by its page and its mark."""
-    smol, alone = of(data, SMOLLM2), [r for r in data["peers"] if r["model"] == LOOP]
+    smol, alone = of(data, SMOLLM2), data.get(PARTS[LOOP], [])
     first, others = ([r for r in smol if (r["draw"] == 0) == is_first] for is_first in (True, False))
     made = {
         (PAGE, "peers"): peers(first),

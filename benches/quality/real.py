@@ -1,7 +1,7 @@
 """Tables of the real models, SmolLM2 with a loop and PL-BERT: `python -m benches.quality.real [RESULT.json ...]`.
 
 Results of `benches.quality.peers` and `benches.gguf` are added to the record's JSON file, in the place of older ones of
-the same key. The tables of the record, of README.md and of docs/zoo.md are then written from it, between their marks.
+the same key. The tables of the record, of README.md and of pages in docs are then written from it, between their marks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
-PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
+PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
+ZOO, COMPARISON = ROOT / "docs" / "zoo.md", ROOT / "docs" / "comparison.md"
 SMOLLM2, LOOP = "smollm2_loop", "loop alone"
 #: Where the record has the rows of a model.
 PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
@@ -176,7 +177,15 @@ def named(kind: str) -> str:
     return kind.removesuffix(PADDED).upper() + (", rows filled up" if kind.endswith(PADDED) else "")
 
 
-def gguf(rows: dict[str, dict[str, Any]]) -> str:
+def near(rows: Rows, bits: float) -> str:
+    """loopq's even and uneven levels at the bits nearest to those of a type."""
+    grids = {b + 16 / g: here for (b, g), here in by_grid(rows).items()}
+    size = min(grids, key=lambda b: abs(b - bits))
+    found = {r["variant"]: f"{r['kl']:.3f}" for r in grids[size]}
+    return f"{size:g} bits: {found['loopq default']}, uneven {found[UNEVEN]}"
+
+
+def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:
     """Types of llama.cpp, by the bits of their matrices."""
     lines = []
     tool, ours = "tool, importance", "loopq"
@@ -190,12 +199,13 @@ def gguf(rows: dict[str, dict[str, Any]]) -> str:
         if ours in r:
             line |= {"ours": spread(r, ours, f"{ours}, 95 %"), "over": r[ours] / r[tool]}
             line |= {"our s": r[f"{ours}, seconds"], "our agreement": percent(r[f"{ours}, agreement"])}
-        lines.append(line)
+        lines.append(line | {"near": near(others, r["bits"])})
     columns = [
         ("kind", "type", ""), ("bits", "bits", ".3f"), ("mb", "file, MB", ".1f"),
         ("plain", "llama.cpp's rounding", ""), ("tool", "with importance", ""), ("agreement", "agreement", ""),
         ("s", "CPU s", ".0f"),
         ("ours", "loopq", ""), ("our agreement", "agreement", ""), ("over", "ratio", ".2f"), ("our s", "CPU s", ".0f"),
+        ("near", "loopq, INT3 or INT4 g64", ""),
     ]  # fmt: skip
     return table(lines, columns)
 
@@ -218,7 +228,8 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
         (PAGE, "loop"): loop(alone),
-        (PAGE, "gguf"): gguf(data["gguf"]),
+        (PAGE, "gguf"): gguf(data["gguf"], first),
+        (COMPARISON, "gguf"): gguf(data["gguf"], first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),

@@ -60,6 +60,7 @@ OURS: dict[str, dict[str, Any]] = {
     "RTN, paper": {"method": "rtn", "scale_search": "max"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
     "GPTQ, trajectory, paper": dict(PRESETS["paper"]),
+    "GPTQ, one step, searched scales": {"method": "gptq", "steps": "first"},
     "GPTQ, trajectory, searched scales": {"method": "gptq"},
     # The same algorithm as the tool's, in our code: how far the two agree.
     "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),

@@ -1,7 +1,7 @@
 """Tables of the real models, SmolLM2 with a loop and PL-BERT: `python -m benches.quality.real [RESULT.json ...]`.
 
 Results of `benches.quality.peers` and `benches.gguf` are added to the record's JSON file, in the place of older ones of
-the same key. The tables of the record, of README.md and of docs/zoo.md are then written from it, between their marks.
+the same key. The tables of the record, of README.md and of pages in docs are then written from it, between their marks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
-PAGE, README, ZOO = DATA.with_suffix(".md"), ROOT / "README.md", ROOT / "docs" / "zoo.md"
+PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
+ZOO, COMPARISON = ROOT / "docs" / "zoo.md", ROOT / "docs" / "comparison.md"
 SMOLLM2, LOOP = "smollm2_loop", "loop alone"
+#: Where the record has the rows of a model.
+PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
 #: Names of rows, in their order.
 NAMES = {
     "RTN": "RTN",
@@ -41,7 +44,8 @@ NAMES = {
 }
 #: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
 N_WEIGHTS, REST = 106_168_320, 49_152 * 576 * 2 + 61 * 576 * 2
-ROWS = ("model", "names", "draw", "bits", "group", "variant", "task", "limit")
+TEXTS = {"calibration.txt": "Wikipedia's articles", "wiki.valid.raw": "WikiText-2, validation"}
+ROWS = ("model", "names", "calibration", "draw", "bits", "group", "variant", "task", "limit")
 
 
 def add(data: dict[str, Any], result: dict[str, Any]) -> None:
@@ -51,13 +55,14 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             data["gguf"] |= run["rows"]
         return
     for where in ("records", "scores"):
-        part = "peers" if where == "records" else where
         for row in result.get(where, []):
-            names = result["settings"].get("names")
+            names, text = (result["settings"].get(k) for k in ("names", "calibration"))
             model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
-            new = row | {"model": model} | ({"names": names} if names else {})
+            new = row | {"model": model} | ({"names": names, "calibration": Path(text).name} if names else {})
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
+            part = PARTS[model] if where == "records" else where
+            data.setdefault(part, [])
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
             if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
@@ -66,7 +71,7 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
 
 def of(data: dict[str, Any], model: str) -> Rows:
     """Rows of a model that were not refused, in the order of the tables."""
-    rows = [r for r in data["peers"] if r["model"] == model and "kl" in r and r["variant"] in NAMES]
+    rows = [r for r in data.get(PARTS[model], []) if "kl" in r and r["variant"] in NAMES]
     return sorted(rows, key=lambda r: (-r["bits"], r["draw"], list(NAMES).index(r["variant"])))
 
 
@@ -117,6 +122,9 @@ def readme(rows: Rows) -> str:
     first = {key: min(r["kl"] for r in here) for key, here in grids.items()}
     lines = []
     for variant, name in NAMES.items():
+        if variant == "llm-compressor":
+            # Its default observer stands in the picture above, and in the record.
+            continue
         line: dict[str, Any] = {"weights": name}
         for key, here in grids.items():
             for r in (r for r in here if r["variant"] == variant):
@@ -135,35 +143,31 @@ def readme(rows: Rows) -> str:
 def loop(rows: Rows) -> str:
     """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
     lines = []
-    for draw in sorted({r["draw"] for r in rows}):
-        found = {r["variant"]: r for r in rows if r["draw"] == draw}
-        one, every = found["GPTQ, one step, paper"], found["GPTQ, trajectory, paper"]
-        columns = [every["kl_by_prompt"], one["kl_by_prompt"]]
-        ratio = bootstrap(columns, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
-        lines.append(
-            {
-                "draw": draw, "rtn": spread(found["RTN"]), "one": spread(one), "all": spread(every),
-                "ratio": f"{ratio.estimate:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
-            }
-        )  # fmt: skip
-    columns = [("draw", "calibration draw", "d"), ("rtn", "RTN", ""), ("one", "GPTQ, one step", "")]
+    found = {(r["calibration"], r["variant"]): r for r in rows}
+    for text in dict.fromkeys(text for text, _ in found):
+        for scales, rtn in (("paper", "RTN, paper"), ("searched scales", "RTN")):
+            one, every = (
+                found.get((text, f"GPTQ, {steps}, {scales}")) for steps in ("one step", "trajectory")
+            )
+            if one is None or every is None:
+                continue
+            both = [every["kl_by_prompt"], one["kl_by_prompt"]]
+            ratio = bootstrap(both, lambda a, b, axis: np.mean(a, axis) / np.mean(b, axis))
+            line = {
+                "text": TEXTS.get(text, text), "scales": "of the largest weight" if scales == "paper" else "searched",
+                "one": spread(one), "all": spread(every),
+                "ratio": f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+            }  # fmt: skip
+            lines.append(line | ({"rtn": spread(found[text, rtn])} if (text, rtn) in found else {}))
+    columns = [
+        ("text", "calibration", ""),
+        ("scales", "scales", ""),
+        ("rtn", "RTN", ""),
+        ("one", "GPTQ, one step", ""),
+    ]
     return table(
         lines, [*columns, ("all", "GPTQ, all steps", ""), ("ratio", "all over one (95 %, paired)", "")]
     )
-
-
-def plbert(rows: Rows) -> str:
-    """PL-BERT in one line: the methods across."""
-    if not rows:
-        return ""
-    asked = {
-        "RTN": "RTN", "GPTQ, one step, paper": "GPTQ, one step", "GPTQ, trajectory, paper": "GPTQ, all steps",
-        "loopq fast": "loopq, `fast`", "loopq default": "loopq",
-    }  # fmt: skip
-    found: dict[str, Any] = {v: f"{r['kl']:.3f}" for v in asked for r in rows if r["variant"] == v}
-    found |= {"what": "PL-BERT, error at 3 bits", "best": f"{best(rows):.3f}"}
-    shown = [("what", "", ""), *((v, n, "") for v, n in asked.items() if v in found)]
-    return table([found], [*shown[:4], ("best", "llm-compressor, best", ""), *shown[4:]])
 
 
 def named(kind: str) -> str:
@@ -173,7 +177,15 @@ def named(kind: str) -> str:
     return kind.removesuffix(PADDED).upper() + (", rows filled up" if kind.endswith(PADDED) else "")
 
 
-def gguf(rows: dict[str, dict[str, Any]]) -> str:
+def near(rows: Rows, bits: float) -> str:
+    """loopq's even and uneven levels at the bits nearest to those of a type."""
+    grids = {b + 16 / g: here for (b, g), here in by_grid(rows).items()}
+    size = min(grids, key=lambda b: abs(b - bits))
+    found = {r["variant"]: f"{r['kl']:.3f}" for r in grids[size]}
+    return f"{size:g} bits: {found['loopq default']}, uneven {found[UNEVEN]}"
+
+
+def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:
     """Types of llama.cpp, by the bits of their matrices."""
     lines = []
     tool, ours = "tool, importance", "loopq"
@@ -187,12 +199,13 @@ def gguf(rows: dict[str, dict[str, Any]]) -> str:
         if ours in r:
             line |= {"ours": spread(r, ours, f"{ours}, 95 %"), "over": r[ours] / r[tool]}
             line |= {"our s": r[f"{ours}, seconds"], "our agreement": percent(r[f"{ours}, agreement"])}
-        lines.append(line)
+        lines.append(line | {"near": near(others, r["bits"])})
     columns = [
         ("kind", "type", ""), ("bits", "bits", ".3f"), ("mb", "file, MB", ".1f"),
         ("plain", "llama.cpp's rounding", ""), ("tool", "with importance", ""), ("agreement", "agreement", ""),
         ("s", "CPU s", ".0f"),
         ("ours", "loopq", ""), ("our agreement", "agreement", ""), ("over", "ratio", ".2f"), ("our s", "CPU s", ".0f"),
+        ("near", "loopq, INT3 or INT4 g64", ""),
     ]  # fmt: skip
     return table(lines, columns)
 
@@ -209,19 +222,20 @@ def scores(data: dict[str, Any]) -> str:
 
 def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     """Each table by its page and its mark."""
-    smol = of(data, SMOLLM2)
+    smol, alone = of(data, SMOLLM2), data.get(PARTS[LOOP], [])
     first, others = ([r for r in smol if (r["draw"] == 0) == is_first] for is_first in (True, False))
     made = {
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
-        (PAGE, "loop"): loop(of(data, LOOP)),
-        (PAGE, "gguf"): gguf(data["gguf"]),
+        (PAGE, "loop"): loop(alone),
+        (PAGE, "gguf"): gguf(data["gguf"], first),
+        (COMPARISON, "gguf"): gguf(data["gguf"], first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),
-        (README, "plbert"): plbert(of(data, PLBERT)),
         (ZOO, "smollm2"): peers(first),
         (ZOO, "answers"): scores(data),
+        (ZOO, "loop"): loop(alone),
     }
     # A table without a row is its head alone.
     return {place: text for place, text in made.items() if text.count("\n") > 1}

@@ -192,3 +192,11 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     full, tool, default, uneven = (f"{100 * share:.1f} %" for share in right)
     assert f"full precision has {full} right, llm-compressor at its best {tool}, " in text
     assert f"loopq {default}, with uneven levels {uneven}." in text
+    error = {r["variant"]: r["kl"] for r in record["plbert"]}
+    rtn, one, every = (error[f"{name}, paper"] for name in ("RTN", "GPTQ, one step", "GPTQ, trajectory"))
+    best = min(kl for name, kl in error.items() if name.startswith("llm-compressor"))
+    assert (
+        f"rounding has an error of {rtn:.2f}, GPTQ from one step {one:.2f}, from all steps {every:.2f}, "
+        in text
+    )
+    assert f"best of llm-compressor {best:.3f}, loopq {error['loopq default']:.3f}." in text

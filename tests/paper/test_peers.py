@@ -166,7 +166,7 @@ def test_types_of_files_are_those_of_llama_quantize(kind, name, columns, expecte
 def test_the_tables_of_real_models_are_those_of_their_record():
     data = json.loads(real.DATA.read_text("utf-8"))
     made = real.pages(data)
-    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO}
+    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO, real.COMPARISON}
     for (page, mark), text in made.items():
         assert pages.within(page, mark) == text, f"{page}: run python -m benches.quality.real"
 
@@ -178,5 +178,6 @@ def test_a_result_takes_the_place_of_an_older_one_that_differs():
         real.add(data, {"settings": {}, "records": [key | {"kl": kl, "seconds": seconds}]})
     assert data["peers"] == [key | {"model": real.SMOLLM2, "kl": 1.0, "seconds": 4.0}]
     real.add(data, {"settings": {}, "records": [key | {"kl": 2.0, "seconds": 9.0}]})
-    real.add(data, {"settings": {"names": "a"}, "records": [key | {"kl": 3.0}]})
-    assert [(r["model"], r["kl"]) for r in data["peers"]] == [(real.SMOLLM2, 2.0), (real.LOOP, 3.0)]
+    real.add(data, {"settings": {"names": "a", "calibration": "b/c"}, "records": [key | {"kl": 3.0}]})
+    assert [r["kl"] for r in data["peers"]] == [2.0]
+    assert [r["kl"] for r in data["loop"]] == [3.0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benches.zoo.boundary import N_LAST
 from benches.zoo.chains import MEASURING_SEED, chains
 from benches.zoo.measure import bits_per_answer, bits_per_byte, state_movement, thought_movement
 from benches.zoo.recipes import Recipe
@@ -95,7 +96,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         f"`python -m benches.zoo.train {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} {_unit(results)}, "
         f"{cost['wall_s'] / 60:.1f} minutes on {cost['threads']} CPU thread ({cost['machine']}, torch "
         f"{cost['torch']}), seed {recipe['seed']}, depth drawn from {recipe['depth'][0]} to "
-        f"{recipe['depth'][1]} at each step, gradient through all steps.",
+        f"{recipe['depth'][1]} at each step, {_gradient(recipe)}.",
         "",
         "## Data and licence",
         "",
@@ -105,6 +106,16 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _gradient(recipe: dict[str, Any]) -> str:
+    """Steps that the gradient passes, and what else a run near the boundary has."""
+    if not recipe.get("growth"):
+        return "gradient through all steps"
+    return (
+        f"gradient through the last {N_LAST} steps, from the weights of `{recipe['start']}`; `benches.zoo.boundary` "
+        f"trains a small change of the last state to grow by {recipe['growth']} in a step"
+    )
 
 
 def _unit(results: dict[str, Any]) -> str:

@@ -13,10 +13,11 @@ from benches.zoo.chains import CHAIN_LENGTH
 class Recipe:
     """Settings of one training run.
 
-    ``depth`` is the inclusive range that each step draws its depth from; the gradient always goes through
-    all steps. A model is accepted when one step costs ``margin`` bits per byte more than full depth. The learning rate
-    falls over the last ``fall`` of the ``steps``, over all of them when absent. ``data`` is "novels" (bytes),
-    "subwords" (the same novels as `benches.zoo.subwords`) or "chains".
+    ``depth`` is the inclusive range that each step draws its depth from; the gradient goes through all steps, with
+    ``growth`` through the last ones. A model is accepted when one step costs ``margin`` bits per byte more than full
+    depth. The learning rate falls over the last ``fall`` of the ``steps``, over all of them when absent. ``data`` is
+    "novels" (bytes), "subwords" (the same novels as `benches.zoo.subwords`) or "chains". ``start`` is a shipped model
+    whose weights begin the run. With ``growth``, a small change of the last state is trained to grow by this factor.
     """
 
     model_type: str
@@ -34,6 +35,8 @@ class Recipe:
     margin: float | None = 0.2
     data: str = "novels"
     fall: int | None = None
+    start: str | None = None
+    growth: float | None = None
 
     def as_json(self) -> str:
         """Return the recipe as JSON, for the card and to recognise a checkpoint."""
@@ -61,6 +64,19 @@ RECIPES: dict[str, Recipe] = {
     "huginn_small": _HUGINN,
     "huginn_small_seed1": dataclasses.replace(_HUGINN, seed=1, **_SHORT),
     "huginn_small_seed2": dataclasses.replace(_HUGINN, seed=2, **_SHORT),
+    # Its steps hardly contract at the end, as those of Huginn-3.5B.
+    "huginn_boundary": dataclasses.replace(
+        _HUGINN,
+        config={**_SMALL, "mean_recurrence": 16},
+        depth=(12, 20),
+        steps=1100,
+        batch=8,
+        warmup=20,
+        matrix_lr=4e-3,
+        vector_lr=8e-4,
+        start="huginn_small",
+        growth=0.98,
+    ),
     "ouro_small": _OURO,
     "ouro_small_seed1": dataclasses.replace(_OURO, seed=1, **_SHORT),
     "ouro_small_seed2": dataclasses.replace(_OURO, seed=2, **_SHORT),

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from benches.zoo import WEIGHTS
+from benches.zoo.boundary import N_LAST, WEIGHT, penalty
 from benches.zoo.card import measure, write_card
 from benches.zoo.chains import QUESTION_LENGTH, chains, marked
 from benches.zoo.corpus import REPOSITORY, prepare
@@ -31,12 +32,16 @@ from benches.zoo.subwords import add_tokenizer, prepare_tokens
 from loopq.models.load import load_model
 from loopq.systems import find_system
 from loopq.systems.base import Batch, LoopedSystem, differentiable
+from loopq.systems.stepwise import single_steps
 
 
 def untrained(recipe: Recipe) -> LoopedSystem:
-    """Return the untrained model of a recipe, seeded, in its adapter."""
+    """Return the untrained model of a recipe, seeded or with the weights of another, in its adapter."""
     torch.manual_seed(recipe.seed)
-    return find_system(build({"model_type": recipe.model_type, **recipe.config}).train())
+    model = build({"model_type": recipe.model_type, **recipe.config}).train()
+    if recipe.start:
+        model.load_state_dict(load_model(recipe.start).model.state_dict())
+    return find_system(model)
 
 
 def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[np.ndarray, int, int]:
@@ -58,6 +63,24 @@ def text_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int, seed: int) -
     with differentiable(system):
         logits = system.rollout(Batch(ids[:, :-1], tuple(range(len(ids))), seed), n_steps)
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def boundary_loss(
+    system: LoopedSystem, rows: np.ndarray, n_steps: int, seed: int, growth: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of `text_loss`, and how far the growth of small changes of the last state is from `growth`."""
+    ids, steps = torch.from_numpy(rows), single_steps(system)
+    with differentiable(system):
+        embedding = steps.embed(batch := Batch(ids[:, :-1], tuple(range(len(ids))), seed))
+        state = steps.initial_state(batch, embedding)
+        for t in range(n_steps):
+            with torch.set_grad_enabled(t >= n_steps - N_LAST):
+                state = steps.step(state, embedding, t, n_steps)
+        logits = steps.predict(state, embedding)
+        with torch.autocast("cpu", enabled=False):
+            end, inputs = state.detach().float(), embedding.float()
+            off = penalty(lambda s: steps.step(s, inputs, n_steps, n_steps), end, seed, growth)
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), off
 
 
 def chain_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int) -> torch.Tensor:
@@ -87,12 +110,16 @@ def train_step(system: LoopedSystem, optimiser: Mixed, recipe: Recipe, data: np.
     """Do one update; returns the loss in bits per token."""
     rows, depth, seed = draw(data, recipe, step)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bfloat16):
-        task = recipe.data == "chains"
-        loss = chain_loss(system, rows, depth) if task else text_loss(system, rows, depth, seed)
+        off = torch.zeros(())
+        if recipe.growth:
+            loss, off = boundary_loss(system, rows, depth, seed, recipe.growth)
+        else:
+            task = recipe.data == "chains"
+            loss = chain_loss(system, rows, depth) if task else text_loss(system, rows, depth, seed)
     parameters = list(system.model.parameters())
     for p in parameters:
         p.grad = None
-    loss.backward()
+    (loss + WEIGHT * off).backward()
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimiser.step(learning_rate(recipe, step))
     return float(loss.detach()) / math.log(2.0)

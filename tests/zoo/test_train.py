@@ -11,6 +11,7 @@ import torch
 
 from benches.zoo import card, recipes, train
 from benches.zoo.chains import chains
+from loopq.models.load import load_model
 from loopq.systems import find_system
 from tests.support.systems import small
 
@@ -34,7 +35,11 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(work: Path) -> None:
+@pytest.mark.parametrize("growth", [None, 0.9])
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    work: Path, growth: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(recipes.RECIPES, "tiny", dataclasses.replace(recipes.RECIPES["tiny"], growth=growth))
     through = train.Run("tiny", work)
     through.finish(1e9)
     through.path.unlink()
@@ -67,6 +72,24 @@ def test_another_recipes_checkpoint_is_refused(work: Path, monkeypatch: pytest.M
     monkeypatch.setitem(train.RECIPES, "tiny", dataclasses.replace(train.RECIPES["tiny"], seed=9))
     with pytest.raises(SystemExit, match="another recipe"):
         train.Run("tiny", work)
+
+
+def test_a_run_can_begin_at_a_shipped_model() -> None:
+    system = train.untrained(train.RECIPES["huginn_boundary"])
+    shipped = load_model("huginn_small").model.state_dict()
+    assert system.n_steps == 16
+    assert all(torch.equal(value, shipped[name]) for name, value in system.model.state_dict().items())
+
+
+def test_the_boundary_loss_is_the_loss_of_the_text_and_a_penalty() -> None:
+    system = train.untrained(train.RECIPES["huginn_boundary"])
+    rows = np.random.default_rng(0).integers(97, 123, (2, 17))
+    text, off = train.boundary_loss(system, rows, 3, 5, 0.98)
+    plain = train.text_loss(system, rows, 3, 5)
+    assert float(text.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
+    assert float(off.detach()) > 0
+    off.backward()
+    assert system.model.transformer["adapter"].weight.grad is not None
 
 
 def test_the_letter_task_reaches_every_pass_and_parameter() -> None:

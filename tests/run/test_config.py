@@ -70,17 +70,17 @@ def test_preset_best_has_a_table_of_levels_in_native_files_alone():
     ):  # fmt: skip
         changed = best.changed(**changes)
         assert changed.layer.grid.make().name == name
-        assert changed.for_format(own=True) == changed
-        assert changed.for_format(own=False).layer.grid.levels == "even"
-    one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
+        assert changed.for_format(native=True) == changed
+        assert changed.for_format(native=False).layer.grid.levels == "even"
+    one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(native=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
-    assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
+    assert best.changed(levels="fitted").for_format(native=False).layer.grid.levels == "fitted"
 
 
 def test_awq_folds_in_formats_of_other_tools():
     config = QuantConfig.of(Override("*", {"method": "awq", "bits": 3}), method="awq", scale_search="max")
-    assert config.for_format(own=True) == config
-    found = config.for_format(own=False)
+    assert config.for_format(native=True) == config
+    found = config.for_format(native=False)
     assert found.layer.method == QUANTIZERS.get("awq-fold")(scale_search="max")
     assert [o.changes for o in found.overrides] == [{"method": "awq-fold", "bits": 3}]
 

@@ -101,10 +101,10 @@ def texts(data: np.ndarray, n_prompts: int) -> TokenSet:
 
 def full(source: ModelSource) -> ModelSource:
     """Return the source with sums of each expert."""
-    job, found = source.job, source.job.selection
+    job, selection = source.job, source.job.selection
     probe = job.tokens.first(job.execution.seed)
-    groups, shares = find_input_groups(job.system, found.observed, probe, found.n_steps)
-    chosen = dataclasses.replace(found, input_groups=groups, shares=shares)
+    groups, shares = find_input_groups(job.system, selection.observed, probe, selection.n_steps)
+    chosen = dataclasses.replace(selection, input_groups=groups, shares=shares)
     return dataclasses.replace(source, job=dataclasses.replace(job, selection=chosen), metrics={})
 
 
@@ -141,10 +141,10 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for n_prompts in N_PROMPTS:
-        found = [measure(system, n_prompts, seed) for seed in SEEDS]
+        by_seed = [measure(system, n_prompts, seed) for seed in SEEDS]
 
-        def mean(name: str, what: str, found: list[dict[str, Any]] = found) -> float:
-            return math.exp(sum(math.log(one[name][what]) for one in found) / len(found))
+        def mean(name: str, what: str, results: list[dict[str, Any]] = by_seed) -> float:
+            return math.exp(sum(math.log(one[name][what]) for one in results) / len(results))
 
         whole, part = mean("full", "kl"), mean("shared", "kl")
         lines.append(
@@ -152,7 +152,7 @@ def main() -> None:
             f"{mean('shared', 'seconds'):.1f} | {mean('full', 'bytes') / 2**20:.1f} | "
             f"{mean('shared', 'bytes') / 2**20:.1f} |"
         )
-        print(lines[-1], *([round(one[n]["kl"], 5) for n in one] for one in found), flush=True)
+        print(lines[-1], *([round(one[n]["kl"], 5) for n in one] for one in by_seed), flush=True)
     (RECORD / f"experts-{datetime.date.today()}.md").write_text("\n".join(lines) + "\n", "utf-8")
 
 

@@ -78,8 +78,8 @@ def chosen(kind: str, name: str, n_layers: int) -> str:
         "all": True, "eighth": layer < eighth, "four": layer < 4,
         "more": layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2,
     }  # fmt: skip
-    found = [other for part, (other, layers) in others.items() if part in name and where[layers]]
-    return found[0] if found else kind
+    alike = [other for part, (other, layers) in others.items() if part in name and where[layers]]
+    return alike[0] if alike else kind
 
 
 def held(kind: str, columns: int) -> str:
@@ -188,18 +188,18 @@ class Types(Kept):
         self, engine: Engine, kind: str, important: bool
     ) -> tuple[dict[str, NDArray[np.float32]], float]:
         """The weights of a type by the tool, and CPU seconds; a matrix is rounded once to each type."""
-        found = {}
+        by_name = {}
         for name, one in self.types(kind).items():
             key = (name, one, important)
             if key not in self._rounded:
                 with self.costs() as cost:
-                    made = engine.weight(
+                    weight = engine.weight(
                         one, self.dense[name], self.importance.get(name) if important else None
                     )
-                self._rounded[key] = made, cost.seconds
-            found[name] = self._rounded[key]
-        return {name: made for name, (made, _) in found.items()}, sum(
-            seconds for _, seconds in found.values()
+                self._rounded[key] = weight, cost.seconds
+            by_name[name] = self._rounded[key]
+        return {name: weight for name, (weight, _) in by_name.items()}, sum(
+            seconds for _, seconds in by_name.values()
         )
 
     def of(self, kind: str, settings: dict[str, Any]) -> dict[str, NDArray[np.float32]]:

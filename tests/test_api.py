@@ -23,12 +23,12 @@ from tests.support.runs import SETTINGS, digest, job_of
 def test_load_gives_the_dequantized_model(loaded, tokens, checkpoint_folder):
     again = loopq.load(checkpoint_folder)
     checkpoint = store.read(checkpoint_folder)
-    own = dict(again.model.state_dict())
+    parameters = dict(again.model.state_dict())
     for name, weight in weights_of(checkpoint).items():
-        assert torch.equal(own[name], torch.from_numpy(weight))
+        assert torch.equal(parameters[name], torch.from_numpy(weight))
     for name, tensor in loaded.model.state_dict().items():
         if name not in checkpoint.layers:
-            assert torch.equal(own[name], tensor)
+            assert torch.equal(parameters[name], tensor)
     batch = next(iter(tokens.batches(2)))
     with Replaced(loaded.system, weights_of(checkpoint)) as other:
         expected = other.rollout(batch, 3)
@@ -40,9 +40,9 @@ def test_all_that_a_file_of_another_tool_changed_is_measured(loaded, tokens):
     result = loopq.quantize(loaded, tokens, **SETTINGS)
     plain = {name: RawTensor.of(weight) for name, weight in weights_of(result).items()}
     other = Checkpoint({}, {**result.dense, **plain}, result.ties, {"system": None})
-    _, own, found = loopq.evaluate(loaded, {"own": result, "other": other}, tokens)
-    assert own.kl.mean() > 0
-    assert np.array_equal(own.kl, found.kl)
+    _, ours, theirs = loopq.evaluate(loaded, {"own": result, "other": other}, tokens)
+    assert ours.kl.mean() > 0
+    assert np.array_equal(ours.kl, theirs.kl)
     more = dataclasses.replace(other, dense={**other.dense, "lm_head.extra": next(iter(plain.values()))})
     with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.extra': the model has none of this name"):
         loopq.evaluate(loaded, {"other": more}, tokens)
@@ -111,10 +111,10 @@ def test_keywords_that_a_function_does_not_read_are_refused(loaded):
 @pytest.mark.parametrize("value", [("*adapter*",), ["*adapter*"], "*adapter*"], ids=["tuple", "list", "text"])
 def test_lists_and_texts_are_taken_where_several_are_asked(loaded, tokens, value, checkpoint_folder):
     few = tokens.take(0, 1)
-    found = loopq.quantize(loaded, few, exclude=value, method="rtn", group_size=16)
-    assert found.settings["quantization"]["exclude"] == ["*adapter*"]
-    assert found.layers
-    assert not any("adapter" in name for name in found.layers)
+    result = loopq.quantize(loaded, few, exclude=value, method="rtn", group_size=16)
+    assert result.settings["quantization"]["exclude"] == ["*adapter*"]
+    assert result.layers
+    assert not any("adapter" in name for name in result.layers)
     with pytest.raises(ConfigError, match="exclude must be a list with text in every place; got 3"):
         loopq.quantize(loaded, few, exclude=3)
 
@@ -125,24 +125,24 @@ def test_a_text_is_one_pattern_of_tensors_to_keep(saved_model):
 
 
 def test_one_path_is_evaluated(loaded, tokens, checkpoint_folder):
-    _, found = loopq.evaluate(loaded, str(checkpoint_folder), tokens.take(0, 1))
-    assert found.name == str(checkpoint_folder)
+    _, measured = loopq.evaluate(loaded, str(checkpoint_folder), tokens.take(0, 1))
+    assert measured.name == str(checkpoint_folder)
 
 
 def test_prompts_of_the_calibration_give_a_warning(loaded, tokens):
     result = loopq.quantize(loaded, tokens.take(0, 2), **SETTINGS)
     with pytest.warns(UserWarning, match="q: these prompts were used for calibration"):
-        full, found = loopq.evaluate(loaded, {"q": result}, tokens.take(0, 2))
-    said = found.summary()
+        full, measured = loopq.evaluate(loaded, {"q": result}, tokens.take(0, 2))
+    said = measured.summary()
     assert said["prompts_sha256"] == said["calibration_sha256"] == tokens.take(0, 2).digest()
     assert "warning" not in full.summary()
     with pytest.warns(UserWarning, match="1 of 2 prompts were used"):
         loopq.evaluate(loaded, {"q": result}, tokens.take(1, 3))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = loopq.evaluate(loaded, {"q": result}, tokens.take(2, 4))[1]
+        measured = loopq.evaluate(loaded, {"q": result}, tokens.take(2, 4))[1]
     assert not seen
-    assert found.overlap.n_shared == 0
+    assert measured.overlap.n_shared == 0
 
 
 def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpoint_folder):

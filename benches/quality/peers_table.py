@@ -114,19 +114,19 @@ def split(rows: Rows) -> tuple[Rows, Rows]:
 
 def by_grid(rows: Rows) -> dict[tuple[int, int], Rows]:
     """Rows of each grid."""
-    found: dict[tuple[int, int], Rows] = {}
+    grids: dict[tuple[int, int], Rows] = {}
     for r in rows:
-        found.setdefault((r["bits"], r["group"]), []).append(r)
-    return found
+        grids.setdefault((r["bits"], r["group"]), []).append(r)
+    return grids
 
 
 def means(rows: Rows, value: str = "kl") -> Means:
     """Mean over draws, by model and variant."""
-    found: dict[tuple[str, str], list[float]] = {}
+    values: dict[tuple[str, str], list[float]] = {}
     for r in rows:
         if r.get(value) is not None:
-            found.setdefault((r["model"], r["variant"]), []).append(r[value])
-    return {k: float(np.mean(v)) for k, v in found.items()}
+            values.setdefault((r["model"], r["variant"]), []).append(r[value])
+    return {k: float(np.mean(v)) for k, v in values.items()}
 
 
 def by_draw(rows: Rows, value: str = "kl") -> ByDraw:
@@ -134,10 +134,10 @@ def by_draw(rows: Rows, value: str = "kl") -> ByDraw:
     return {((r["model"], r["draw"]), r["variant"]): r[value] for r in rows if r.get(value) is not None}
 
 
-def best_other(found: ByDraw, ours: list[str]) -> dict[Unit, float]:
+def best_other(kl_of: ByDraw, ours: list[str]) -> dict[Unit, float]:
     """Least KL of any other tool at equal bits, by model and draw."""
     best: dict[Unit, float] = {}
-    for (unit, variant), kl in found.items():
+    for (unit, variant), kl in kl_of.items():
         if variant not in ours and variant not in NOT_EQUAL and np.isfinite(kl):
             best[unit] = min(best.get(unit, np.inf), kl)
     return best
@@ -156,7 +156,7 @@ class Ratio:
         for unit in base:
             if (unit, variant) in kl and min(kl[unit, variant], base[unit]) > LEAST_KL:
                 logs.setdefault(unit[0], []).append(np.log(kl[unit, variant] / base[unit]))
-        return cls({m: float(np.exp(np.mean(found))) for m, found in logs.items()}) if logs else None
+        return cls({m: float(np.exp(np.mean(of_model))) for m, of_model in logs.items()}) if logs else None
 
     @property
     def mean(self) -> float:
@@ -191,8 +191,8 @@ def _ratios(rows: Rows, ours: list[str]) -> str:
 
 def _costs(costs: Mapping[str, Means], variant: str) -> dict[str, float]:
     """CPU seconds and memory of a variant, mean over the models that have them."""
-    found = {c: [x for (_, v), x in values.items() if v == variant] for c, values in costs.items()}
-    return {c: float(np.mean(values)) for c, values in found.items() if values}
+    of_variant = {c: [x for (_, v), x in values.items() if v == variant] for c, values in costs.items()}
+    return {c: float(np.mean(values)) for c, values in of_variant.items() if values}
 
 
 def _summary(rows: Rows, ours: list[str]) -> str:
@@ -210,8 +210,8 @@ def _summary(rows: Rows, ours: list[str]) -> str:
         for v in SHOWN:
             line = lines.setdefault(v, {"variant": f"{v} (more bits)" if v in NOT_EQUAL else v})
             if ratio := Ratio.of(kl, v, best):
-                some = f" of {len(ratio.by_model)}" if len(ratio.by_model) < n_models else ""
-                line[name] = f"{ratio.mean:.2f}{some} ({ratio.worst})"
+                part = f" of {len(ratio.by_model)}" if len(ratio.by_model) < n_models else ""
+                line[name] = f"{ratio.mean:.2f}{part} ({ratio.worst})"
                 line |= _costs(costs, v) if (bits, group) == last else {}
     done = [line for line in lines.values() if len(line) > 1]
     cost = [(c, f"{head}, INT{last[0]}" if last else head, form) for c, head, form in COSTS]
@@ -249,10 +249,10 @@ def _beside(rows: Rows, ours: list[str]) -> str:
 
 
 def _intervals(rows: Rows) -> str:
-    found = []
+    lines = []
     for r in rows:
         low, high = r["kl_95"] or (float("nan"),) * 2
-        found.append(r | {"grid": f"INT{r['bits']} g{r['group']}", "interval": f"[{low:.3g}, {high:.3g}]"})
+        lines.append(r | {"grid": f"INT{r['bits']} g{r['group']}", "interval": f"[{low:.3g}, {high:.3g}]"})
     columns = [
         ("model", "model", ""),
         ("grid", "grid", ""),
@@ -260,7 +260,7 @@ def _intervals(rows: Rows) -> str:
         ("draw", "draw", "d"),
     ]
     return table(
-        sorted(found, key=lambda r: (r["model"], -r["bits"], -r["group"], r["variant"], r["draw"])),
+        sorted(lines, key=lambda r: (r["model"], -r["bits"], -r["group"], r["variant"], r["draw"])),
         [*columns, ("kl", "KL", ".4g"), ("interval", "95 %", ""), ("agreement", "agreement", ".4f")],
     )
 
@@ -279,9 +279,9 @@ def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
         full = np.array(next(r["values"] for r in rows if r["variant"] == FULL))
         lines: list[dict[str, Any]] = [{"variant": FULL, "right": full.mean()}]
         for (bits, group), here in by_grid([r for r in rows if r["variant"] != FULL]).items():
-            found = {(r["draw"], r["variant"]): np.array(r["values"]) for r in here}
+            right_of = {(r["draw"], r["variant"]): np.array(r["values"]) for r in here}
             kl = by_draw(by_grid(records)[bits, group])
-            for (draw, variant), right in found.items():
+            for (draw, variant), right in right_of.items():
                 line = {
                     "grid": f"INT{bits} g{group}",
                     "draw": draw,
@@ -289,11 +289,11 @@ def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
                     "right": right.mean(),
                 }
                 others = {
-                    v: kl[(model, draw), v] for d, v in found if d == draw and v not in (*ours, *NOT_EQUAL)
+                    v: kl[(model, draw), v] for d, v in right_of if d == draw and v not in (*ours, *NOT_EQUAL)
                 }
                 best = min(others, key=lambda v: others[v]) if others else variant
                 line |= {"full": flips(right, full)}
-                line |= {"best": flips(right, found[draw, best])} if best != variant else {}
+                line |= {"best": flips(right, right_of[draw, best])} if best != variant else {}
                 lines.append(line)
         parts += [f"### {task} of {model}, {full.size} items", "", table(lines, ANSWERS), ""]
     said = (

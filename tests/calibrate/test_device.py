@@ -45,11 +45,11 @@ def assert_same_state(a, b):
 def test_sums_agree_with_the_core_and_count_rows(per_step):
     rng = np.random.default_rng(0)
     rows = {t: rng.normal(size=(n, DIM)).astype(np.float32) for t, n in ((0, 1500), (2, 700))}
-    found, expected = on_device(rows, per_step=per_step), in_the_core(rows, per_step=per_step)
-    np.testing.assert_allclose(found.matrix(), expected.matrix(), rtol=2e-6, atol=1e-3)
-    assert [found.n_rows(t) for t in (0, 2)] == [1500, 700]
+    sums, expected = on_device(rows, per_step=per_step), in_the_core(rows, per_step=per_step)
+    np.testing.assert_allclose(sums.matrix(), expected.matrix(), rtol=2e-6, atol=1e-3)
+    assert [sums.n_rows(t) for t in (0, 2)] == [1500, 700]
     if per_step:
-        np.testing.assert_allclose(found.matrix([2]), expected.matrix([2]), rtol=2e-6, atol=1e-3)
+        np.testing.assert_allclose(sums.matrix([2]), expected.matrix([2]), rtol=2e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("per_step", [False, True])
@@ -98,10 +98,10 @@ def collected(tiny, tokens):
     return {input_group: acc.matrix() for input_group, acc in sums.accumulators.items()}
 
 
-def assert_near(found, expected, tolerance):
-    assert found.keys() == expected.keys()
+def assert_near(sums, expected, tolerance):
+    assert sums.keys() == expected.keys()
     for input_group, hessian in expected.items():
-        np.testing.assert_allclose(found[input_group], hessian, atol=tolerance * np.abs(hessian).max())
+        np.testing.assert_allclose(sums[input_group], hessian, atol=tolerance * np.abs(hessian).max())
 
 
 def test_a_collection_sums_where_the_model_is(tiny, tokens):
@@ -118,9 +118,9 @@ def test_sums_add_up_what_lies_on_either_device(devices):
     with accelerator():
         for name in devices:
             sums.add(1, rows.to(name))
-        found = sums.finish()
-    np.testing.assert_array_equal(found.matrix([1]), len(devices) * (rows.T @ rows).double().numpy())
-    assert [found.n_rows(t) for t in (0, 1)] == [0, 6 * len(devices)]
+        total = sums.finish()
+    np.testing.assert_array_equal(total.matrix([1]), len(devices) * (rows.T @ rows).double().numpy())
+    assert [total.n_rows(t) for t in (0, 1)] == [0, 6 * len(devices)]
 
 
 @pytest.mark.gpu

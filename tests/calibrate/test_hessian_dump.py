@@ -27,10 +27,10 @@ def test_a_dump_in_several_passes_has_the_bytes_of_one(loaded, tokens, tmp_path)
 def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, command, world):
     asked = f"collect {saved_model} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1 --out"
     assert command(*asked.split(), tmp_path / "one")[0] == 0
-    found = in_ranks(f"{asked} {tmp_path / 'several'}", world)
-    assert [code for code, _ in found] == [0] * world, found
+    ended = in_ranks(f"{asked} {tmp_path / 'several'}", world)
+    assert [code for code, _ in ended] == [0] * world, ended
     # One speaks for all.
-    assert [f"written to {tmp_path / 'several'}" in text for _, text in found] == [True] + [False] * (
+    assert [f"written to {tmp_path / 'several'}" in text for _, text in ended] == [True] + [False] * (
         world - 1
     )
     assert digest(tmp_path / "several") == digest(tmp_path / "one")

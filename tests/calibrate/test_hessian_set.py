@@ -50,12 +50,12 @@ def test_rounded_sums_have_the_bits_of_the_exact_ones(tiny, tokens):
     sums.round(groups)
     assert not sums.accumulators
     for group, one in exact.items():
-        found = sums.accumulator(group, sums.steps[group])
-        np.testing.assert_array_equal(found.matrix(), one.matrix())
-        np.testing.assert_array_equal(found.diagonal(), one.diagonal())
-        assert [found.n_rows(t) for t in found.steps] == [one.n_rows(t) for t in one.steps]
-        assert found.trace() == pytest.approx(one.trace())
-        assert found.upper.nbytes <= sums.n_bytes(group) / 2
+        summed = sums.accumulator(group, sums.steps[group])
+        np.testing.assert_array_equal(summed.matrix(), one.matrix())
+        np.testing.assert_array_equal(summed.diagonal(), one.diagonal())
+        assert [summed.n_rows(t) for t in summed.steps] == [one.n_rows(t) for t in one.steps]
+        assert summed.trace() == pytest.approx(one.trace())
+        assert summed.upper.nbytes <= sums.n_bytes(group) / 2
     sums.drop(groups[0])
     with pytest.raises(KeyError):
         sums.accumulator(groups[0], sums.steps[groups[0]])

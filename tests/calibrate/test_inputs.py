@@ -126,6 +126,6 @@ def test_an_unchanged_run_goes_on_without_a_word(room, command, monkeypatch):
 
 
 def test_the_code_and_the_modules_of_a_model_count(loaded):
-    found = model_inputs(loaded.system, loaded.side_files)
-    assert found == model_inputs(loaded.system, loaded.side_files)
-    assert {"the code huginn.py", "the code linear.py", "the model's modules"} <= found.keys()
+    digests = model_inputs(loaded.system, loaded.side_files)
+    assert digests == model_inputs(loaded.system, loaded.side_files)
+    assert {"the code huginn.py", "the code linear.py", "the model's modules"} <= digests.keys()

@@ -22,11 +22,11 @@ def cut(
 
 def shared(evaluated: TokenSet, calibration: TokenSet) -> int:
     """Count the shared prompts."""
-    found = evaluated.overlap(calibration.describe())
-    assert found is not None
-    assert (found.sha256, found.calibration_sha256) == (evaluated.digest(), calibration.digest())
-    assert found.n_prompts == len(evaluated.sequences)
-    return found.n_shared
+    seen = evaluated.overlap(calibration.describe())
+    assert seen is not None
+    assert (seen.sha256, seen.calibration_sha256) == (evaluated.digest(), calibration.digest())
+    assert seen.n_prompts == len(evaluated.sequences)
+    return seen.n_shared
 
 
 def test_the_same_prompts_are_all_found_and_others_are_not():
@@ -55,8 +55,8 @@ def test_a_text_is_found_although_random_tokens_replaced_some():
 
 def test_the_parts_of_a_merged_dump_are_compared():
     parts = [from_ids(IDS[:4]).describe(), from_ids(IDS[4:]).describe()]
-    found = from_ids(IDS).overlap({"source": "merged", "parts": parts})
-    assert found == Overlap(from_ids(IDS).digest(), None, 8, 8)
+    seen = from_ids(IDS).overlap({"source": "merged", "parts": parts})
+    assert seen == Overlap(from_ids(IDS).digest(), None, 8, 8)
 
 
 def test_the_line_says_how_many():
@@ -69,8 +69,8 @@ def test_the_line_says_how_many():
 def test_settings_of_other_tools_and_damaged_ones():
     assert from_ids(IDS).overlap(None) is None
     assert from_ids(IDS).overlap({"source": "x"}) is None
-    told = from_ids(IDS).describe()
-    assert from_ids(IDS).overlap({k: v for k, v in told.items() if k != "prompt_hashes"}).n_shared == 8
+    facts = from_ids(IDS).describe()
+    assert from_ids(IDS).overlap({k: v for k, v in facts.items() if k != "prompt_hashes"}).n_shared == 8
     for bad in ({"sha256": 3}, {"prompt_hashes": {"length": 4, "hashes": "xy"}}, {"prompt_hashes": [1]}):
         with pytest.raises(CheckpointError, match="calibration"):
-            from_ids(IDS).overlap(told | bad)
+            from_ids(IDS).overlap(facts | bad)

@@ -53,8 +53,8 @@ def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp
             with contextlib.suppress(Kill):
                 sums.share_pass(list(sums.steps), work, (int(rank), world), lambda: False)
     assert len(list(work.glob("*/part-*"))) > 1
-    found = sums_of(job_of(loaded, ragged, batch_size=3), work)
-    assert found == sums_of(job_of(loaded, ragged, batch_size=3))
+    by_name = sums_of(job_of(loaded, ragged, batch_size=3), work)
+    assert by_name == sums_of(job_of(loaded, ragged, batch_size=3))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_of_two_parts_with_one_batch_the_larger_counts():
 
 
 def _shifted(ranges):
-    found = copy.deepcopy(ranges)
-    for steps in found[0].before.values():
+    shifted = copy.deepcopy(ranges)
+    for steps in shifted[0].before.values():
         steps[0] += 1
-    return found
+    return shifted
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def test_phonemes_are_cut_in_windows_and_damaged_lines_are_named(tmp_path: Path)
         path.write_bytes(lzma.compress(b"\n".join(lines)))
 
     write(b'{"ids": [1, 2, 3]}', b'{"ids": [4, 5, 6, 7], "text": "x"}')
-    made = phonemes(tmp_path, "evaluation", 2, 9)
-    assert [s.tolist() for s in made.sequences] == [[1, 2], [3, 4], [5, 6]]
+    tokens = phonemes(tmp_path, "evaluation", 2, 9)
+    assert [s.tolist() for s in tokens.sequences] == [[1, 2], [3, 4], [5, 6]]
     assert len(phonemes(tmp_path, "evaluation", 2, 1).sequences) == 1
     for line, match in (
         (b'{"text": "x"}', "'ids' is missing"),

@@ -34,8 +34,8 @@ def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, ch
         (tokens, None, 10),
         (tokens, 4, 4),
     ):
-        found = loopq.evaluate(loaded, [checkpoint_folder], given, n_prompts=n_prompts, seq_len=24)
-        assert found[0].kl.shape == (1, count)
+        measured = loopq.evaluate(loaded, [checkpoint_folder], given, n_prompts=n_prompts, seq_len=24)
+        assert measured[0].kl.shape == (1, count)
     with pytest.raises(ConfigError, match="n_prompts must be at least 1; got 0"):
         loopq.evaluate(loaded, [checkpoint_folder], text, n_prompts=0, seq_len=24)
 
@@ -62,15 +62,15 @@ def test_ids_are_taken_as_they_are_and_must_be_the_models(loaded):
 def test_a_share_of_a_text_is_drawn_from_the_whole_vocabulary(loaded, tokens):
     size = Take(n_prompts=64, seq_len=32)
     plain = np.stack(calibration_tokens(loaded, None, size).sequences)
-    found = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
-    changed = np.stack(found.sequences)
+    drawn = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
+    changed = np.stack(drawn.sequences)
     assert changed.shape == plain.shape
     assert 0.16 < (changed != plain).mean() < 0.22
     # English has fewer than a third of the bytes.
     assert len(np.unique(plain)) < 80 < 150 < len(np.unique(changed)) <= 256
-    assert found.source.endswith("20 % of its tokens random")
+    assert drawn.source.endswith("20 % of its tokens random")
     again = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
-    assert again.digest() == found.digest()
+    assert again.digest() == drawn.digest()
     with pytest.raises(
         ConfigError, match="random_tokens is for text that is cut in windows; token ids has prompts"
     ):
@@ -115,10 +115,10 @@ def test_special_and_unused_tokens_are_never_drawn(loaded, tmp_path):
 
     file = tmp_path / "text.txt"
     file.write_text("a" * 4096)
-    found = calibration_tokens(
+    tokens = calibration_tokens(
         dataclasses.replace(loaded, tokenizer=Tokenizer()), file, CalibrationTake(random_tokens=0.5)
     )
-    assert set(np.unique(found.sequences)) == set(range(199)) - {0, 2}
+    assert set(np.unique(tokens.sequences)) == set(range(199)) - {0, 2}
 
 
 def test_random_tokens_reach_the_calibration_of_a_run_only(loaded, checkpoint_folder, command, tmp_path):
@@ -182,8 +182,8 @@ def test_a_text_with_fewer_prompts_than_asked_says_so(loaded, tmp_path):
 def test_any_prompt_suffices_if_nothing_depends_on_the_text(loaded):
     """Rounding needs to know which layers the loop calls, and no more."""
     with_tokenizer = dataclasses.replace(loaded, tokenizer=object())
-    found = calibration_tokens(with_tokenizer, None, Take(seq_len=16), matters=False)
-    assert [s.size for s in found.sequences] == [16]
+    tokens = calibration_tokens(with_tokenizer, None, Take(seq_len=16), matters=False)
+    assert [s.size for s in tokens.sequences] == [16]
     rounded = loopq.quantize(with_tokenizer, method="rtn", bits=4, group_size=16)
     ids = [[1, 2, 3, 4]]
     for name, layer in loopq.quantize(loaded, ids, method="rtn", bits=4, group_size=16).layers.items():
@@ -205,8 +205,8 @@ def test_ids_in_one_row_are_one_text_for_both(loaded):
     ids = np.arange(40) % 32
     for read in (calibration_tokens, evaluation_tokens):
         for given in (ids, ids.tolist(), torch.from_numpy(ids)):
-            found = read(loaded, given, Take(seq_len=16))
-            assert [s.tolist() for s in found.sequences] == [ids[:16].tolist(), ids[16:32].tolist()]
+            tokens = read(loaded, given, Take(seq_len=16))
+            assert [s.tolist() for s in tokens.sequences] == [ids[:16].tolist(), ids[16:32].tolist()]
             assert read(loaded, given, Take()).sequences[0].tolist() == ids.tolist()
 
 

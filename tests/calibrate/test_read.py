@@ -76,8 +76,8 @@ def test_a_folder_may_hold_records(tmp_path, suffix):
         else:
             parquet = pytest.importorskip("pyarrow.parquet")
             parquet.write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
-    found = read_tokens(tmp_path, BYTES, 8, None)
-    assert [bytes(s.astype(np.uint8)) for s in found.sequences] == [b"a", b"bb", b"cc"]
+    tokens = read_tokens(tmp_path, BYTES, 8, None)
+    assert [bytes(s.astype(np.uint8)) for s in tokens.sequences] == [b"a", b"bb", b"cc"]
     assert len(read_tokens(tmp_path, BYTES, 8, 2).sequences) == 2
     check_source(tmp_path, "", False)
     (tmp_path / "3.txt").write_text("text")
@@ -174,8 +174,8 @@ class _Tokenizer:
 
 def _texts(path: Any, **settings: Any) -> list[str]:
     served = Served.of(encode_bytes, _Tokenizer(), **settings)
-    found = read_tokens(path, served, 64, None).sequences
-    return [bytes(s.astype(np.uint8)).decode() for s in found]
+    tokens = read_tokens(path, served, 64, None).sequences
+    return [bytes(s.astype(np.uint8)).decode() for s in tokens]
 
 
 def test_a_text_has_special_tokens_where_engines_put_them(tmp_path):

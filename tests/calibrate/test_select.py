@@ -31,12 +31,12 @@ def test_patterns_must_match(tiny):
 
 
 def test_what_is_excluded_is_not_observed(tiny, tokens):
-    found = select(tiny.system, tokens, n_steps=2, exclude=("*adapter*",))
-    assert found.n_steps == 2
-    assert "transformer.adapter.weight" in {p.name for p in found.parameters}
-    assert "transformer.adapter.weight" not in {p.name for p in found.observed}
-    assert {p.name for p in found.distinct_inputs} == set(found.input_groups.values())
-    assert {p.invocations for p in found.parameters} == {2}
+    selection = select(tiny.system, tokens, n_steps=2, exclude=("*adapter*",))
+    assert selection.n_steps == 2
+    assert "transformer.adapter.weight" in {p.name for p in selection.parameters}
+    assert "transformer.adapter.weight" not in {p.name for p in selection.observed}
+    assert {p.name for p in selection.distinct_inputs} == set(selection.input_groups.values())
+    assert {p.invocations for p in selection.parameters} == {2}
 
 
 def _of_experts(n_experts):
@@ -56,24 +56,26 @@ def _of_experts(n_experts):
 
 
 def test_experts_that_get_few_tokens_share_what_they_read():
-    parameters, own, shares = _of_experts(16)
+    parameters, singles, shares = _of_experts(16)
     # Two steps of 23 tokens, and an eighth of them for each expert, are 5.75 rows for 4 inputs.
-    groups, rows = shared(parameters, own, shares, 23)
+    groups, rows = shared(parameters, singles, shares, 23)
     for p in parameters:
-        whole = own[p.name] if ".down." in p.name else "b.experts.0.gate.weight"
+        whole = singles[p.name] if ".down." in p.name else "b.experts.0.gate.weight"
         assert groups[p.name] == whole
     assert rows == shares | {"b.experts.0.gate.weight": 2.0}
-    again = shared(parameters, own, dict(sorted(shares.items(), key=lambda item: ".down." in item[0])), 23)
+    again = shared(
+        parameters, singles, dict(sorted(shares.items(), key=lambda item: ".down." in item[0])), 23
+    )
     assert again[0] == groups
-    found = pools(parameters, groups)
-    assert {found[n] for n in own if ".down." not in n} == {Pool("inputs", "b.experts.0.gate.weight")}
-    assert {found[n] for n in own if ".down." in n} == {Pool("outputs", "b.experts.0.down.weight")}
+    by_name = pools(parameters, groups)
+    assert {by_name[n] for n in singles if ".down." not in n} == {Pool("inputs", "b.experts.0.gate.weight")}
+    assert {by_name[n] for n in singles if ".down." in n} == {Pool("outputs", "b.experts.0.down.weight")}
 
 
 def test_experts_that_get_many_tokens_share_nothing():
-    parameters, own, shares = _of_experts(16)
-    assert shared(parameters, own, shares, 24) == (own, shares)
-    assert pools(parameters, own) == {}
+    parameters, singles, shares = _of_experts(16)
+    assert shared(parameters, singles, shares, 24) == (singles, shares)
+    assert pools(parameters, singles) == {}
 
 
 class _Damaged(torch.nn.Module):

@@ -24,12 +24,12 @@ def _tokenizer(text: str) -> Any:
 
 
 def test_dialogues_keep_their_places_and_end_at_the_answer() -> None:
-    made = _tokenizer(
+    tokenizer = _tokenizer(
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     asked = {"one": USER, "two": [*USER, {"role": "assistant", "content": "é\n"}]}
-    assert applied(made, asked) == {"one": "u:uaa:", "two": "u:uaa:é\na"}
+    assert applied(tokenizer, asked) == {"one": "u:uaa:", "two": "u:uaa:é\na"}
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -61,23 +61,23 @@ def test_hostile_templates_end_in_one_line(monkeypatch: pytest.MonkeyPatch, text
 
 @pytest.mark.parametrize("messages", [[1, 2], ["x"], [{}], [{"role": 1, "content": None}]])
 def test_messages_of_another_kind_are_refused(messages: Any) -> None:
-    made = _tokenizer("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
+    tokenizer = _tokenizer("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
     with pytest.raises(CalibrationError, match=r"^here: the chat template of the tokenizer raises"):
-        applied(made, {"here": messages})
+        applied(tokenizer, {"here": messages})
 
 
 def test_the_first_dialogue_that_fails_is_named() -> None:
-    made = _tokenizer("{% if messages[0].content == 'no' %}{{ raise_exception('x') }}{% endif %}")
+    tokenizer = _tokenizer("{% if messages[0].content == 'no' %}{{ raise_exception('x') }}{% endif %}")
     asked = {"a": USER, "b": [{"role": "user", "content": "no"}], "c": USER}
     with pytest.raises(CalibrationError, match=r"^b: "):
-        applied(made, asked)
+        applied(tokenizer, asked)
 
 
 def test_a_tokenizer_that_cannot_be_sent_is_refused() -> None:
-    made = _tokenizer("x")
-    made.own = lambda: None
+    tokenizer = _tokenizer("x")
+    tokenizer.own = lambda: None
     with pytest.raises(CalibrationError, match=r"^here: giving the tokenizer to another process raises"):
-        applied(made, {"here": USER})
+        applied(tokenizer, {"here": USER})
 
 
 def test_a_failed_process_is_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,21 +18,23 @@ from loopq.models.load import load_model
 def test_written_tokens_are_the_same_with_and_without_a_cache(monkeypatch):
     system = load_model("huginn_small").system
     known = np.arange(97, 123)
-    made = written(system, (10,), known, 12, 3)
-    assert [s.size for s in made.sequences] == [12] * 3
-    assert all(s[0] == 10 and np.isin(s[1:], known).all() for s in made.sequences)
-    assert len({s.tobytes() for s in made.sequences}) == 3
+    tokens = written(system, (10,), known, 12, 3)
+    assert [s.size for s in tokens.sequences] == [12] * 3
+    assert all(s[0] == 10 and np.isin(s[1:], known).all() for s in tokens.sequences)
+    assert len({s.tobytes() for s in tokens.sequences}) == 3
     monkeypatch.setattr(type(system), "extend", lambda *_: None)
-    assert written(system, (10,), known, 12, 3).digest() == made.digest()
+    assert written(system, (10,), known, 12, 3).digest() == tokens.digest()
 
 
 def test_what_it_writes_is_likelier_to_it_than_random_tokens():
     loaded = load_model("huginn_small")
-    made = calibration_tokens(loaded, "self", Take(n_prompts=4, seq_len=32))
-    assert made.describe()["source"] == "text that the model wrote"
+    tokens = calibration_tokens(loaded, "self", Take(n_prompts=4, seq_len=32))
+    assert tokens.describe()["source"] == "text that the model wrote"
     rng = np.random.default_rng(0)
     random = [rng.integers(0, 256, 32) for _ in range(4)]
-    nll = [loopq.evaluate(loaded, {}, ids, threads=1)[0].nll.mean() for ids in (list(made.sequences), random)]
+    nll = [
+        loopq.evaluate(loaded, {}, ids, threads=1)[0].nll.mean() for ids in (list(tokens.sequences), random)
+    ]
     assert nll[0] < 0.7 * nll[1]
 
 

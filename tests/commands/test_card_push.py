@@ -86,10 +86,15 @@ def _card(
     folder: Path, name: str, endpoint: str, home: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `loopq card --push` in a process that knows only this hub."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    own |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    environment |= {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **more,
+    }
     words = [sys.executable, "-m", "loopq", "card", str(folder), "--push", name]
-    return subprocess.run(words, env=own, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_folder_is_uploaded_with_its_card(quantized, tmp_path):

@@ -24,10 +24,10 @@ def test_systems_and_check(saved_model, command):
 def test_check_casts_and_prints_json(saved_model, command):
     code, text, err = command("check", saved_model, "--dtype", "bfloat16", "--n-steps", 2, "--json")
     assert code == 0, err
-    found = json.loads(text)
-    assert found["ok"] is True
-    assert (found["system"], found["n_steps"], found["load"]["dtype"]) == ("huginn", 2, "bfloat16")
-    assert {v["check"]: v["ok"] for v in found["verdicts"]}["single steps"] is True
+    data = json.loads(text)
+    assert data["ok"] is True
+    assert (data["system"], data["n_steps"], data["load"]["dtype"]) == ("huginn", 2, "bfloat16")
+    assert {v["check"]: v["ok"] for v in data["verdicts"]}["single steps"] is True
 
 
 def test_check_says_what_does_not_fit(saved_model, command, monkeypatch):

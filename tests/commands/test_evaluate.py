@@ -22,12 +22,12 @@ from tests.support.systems import small
 
 def test_evaluate_prints_json(saved_model, quantized, command):
     code, text, _ = command("evaluate", saved_model, quantized, *FEW, "--n-seeds", 2, "--json")
-    reference, found = json.loads(text)
+    reference, data = json.loads(text)
     assert code == 0
     assert reference["kl"] == 0.0
-    assert found["kl"] > 0.0
-    assert found["n_seeds"] == 2
-    assert abs(found["bits_per_byte"] - reference["bits_per_byte"]) < 0.1
+    assert data["kl"] > 0.0
+    assert data["n_seeds"] == 2
+    assert abs(data["bits_per_byte"] - reference["bits_per_byte"]) < 0.1
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
@@ -135,13 +135,13 @@ def test_a_model_with_a_task_is_asked_it_in_every_command(tmp_path, command):
     assert (said["source"], said["n_prompts"]) == ("chains of letters", 5)
     code, text, _ = command("evaluate", model, out, *few)
     assert (code, "5 prompts, 210 tokens of chains of letters" in text) == (0, True)
-    full, found = json.loads(command("evaluate", model, out, *few, "--json")[1])
-    for row in (full, found):
+    full, data = json.loads(command("evaluate", model, out, *few, "--json")[1])
+    for row in (full, data):
         interval = wilson(int(sum(row["answers"]["values"])), 5)
         assert row["answers"]["interval"]["low"] == pytest.approx(interval.low)
-    both = [row["answers"]["values"] for row in (full, found)]
+    both = [row["answers"]["values"] for row in (full, data)]
     gained, lost = (sum(a > b for a, b in zip(x, y, strict=True)) for x, y in (both[::-1], both))
-    assert (full["answers"]["p_value"], found["answers"]["p_value"]) == (None, mcnemar_exact(gained, lost))
+    assert (full["answers"]["p_value"], data["answers"]["p_value"]) == (None, mcnemar_exact(gained, lost))
     assert re.search(r"chains of letters +answer +full precision +5 ", text)
     assert command("diagnose", model, "--only", "ranks,ablation", *few)[0] == 0
     (tmp_path / "text.txt").write_text("What is said here is said once. " * 9)
@@ -149,10 +149,10 @@ def test_a_model_with_a_task_is_asked_it_in_every_command(tmp_path, command):
     assert ("of text.txt" in plain, "McNemar" in plain) == (True, False)
 
 
-def _as_llama_perplexity(full, found, targets):
+def _as_llama_perplexity(full, other, targets):
     """KL and same top token of positions by the arithmetic of llama-perplexity: base log-probabilities in 16 bits."""
     kl, same = [], []
-    for base, logits, _ in zip(full, found, targets, strict=True):
+    for base, logits, _ in zip(full, other, targets, strict=True):
         low = np.float32(max(base.min(), base.max() - 16))
         scale = np.float32((base.max() - low) / 65535)
         log_sum = np.float32(np.log(np.exp(base - base.max()).astype(np.float64).sum()))
@@ -177,8 +177,8 @@ def test_chunks_are_scored_as_llama_perplexity_scores_them(saved_model, quantize
     for chunk in range(len(ids) // 32):
         piece = ids[32 * chunk : 32 * (chunk + 1)]
         batch = Batch(torch.from_numpy(piece[None]), (chunk,), 0)
-        full, found = (m.system.rollout(batch, 3)[0, 16:31].float().numpy() for m in (model, other))
-        for total, values in zip((kl, same), _as_llama_perplexity(full, found, piece[17:]), strict=True):
+        full, logits = (m.system.rollout(batch, 3)[0, 16:31].float().numpy() for m in (model, other))
+        for total, values in zip((kl, same), _as_llama_perplexity(full, logits, piece[17:]), strict=True):
             total.extend(values)
     assert code == 0
     assert row["n_scored"] == len(kl) == 15 * (len(ids) // 32)
@@ -221,17 +221,17 @@ def test_the_text_of_the_calibration_is_told_in_every_output(tmp_path, saved_mod
     text, out, page = tmp_path / "t.txt", tmp_path / "q", tmp_path / "p.html"
     text.write_text(" ".join(f"{n} times {n * 7} is {n * n * 7}." for n in range(400)))
     (tmp_path / "other.txt").write_text(text.read_text()[::-1])
-    made = ("--out", out, "--group-size", 16, "--preset", "fast", "--calibration", text)
-    assert command("quantize", saved_model, *made, "--n-prompts", 8, "--seq-len", 64)[0] == 0
+    options = ("--out", out, "--group-size", 16, "--preset", "fast", "--calibration", text)
+    assert command("quantize", saved_model, *options, "--n-prompts", 8, "--seq-len", 64)[0] == 0
     words = "prompts were used for calibration: KL is too low"
     few = ("--n-prompts", 4, "--seq-len", 64)
     code, shown, err = command("evaluate", saved_model, out, "--text", text, *few, "--json", "--html", page)
     assert code == 0
     assert f"{out}: these {words}" in err
-    found = json.loads(shown)[1]
-    assert found["warning"] == f"these {words}"
-    assert found["n_prompts_of_calibration"] == 4
-    assert found["prompts_sha256"] != found["calibration_sha256"]
+    data = json.loads(shown)[1]
+    assert data["warning"] == f"these {words}"
+    assert data["n_prompts_of_calibration"] == 4
+    assert data["prompts_sha256"] != data["calibration_sha256"]
     assert f"{out}: these {words}" in page.read_text()
     assert command("card", out, saved_model, "--text", text, "--seq-len", 128)[0] == 0
     assert words in (out / "README.md").read_text()
@@ -241,11 +241,11 @@ def test_the_text_of_the_calibration_is_told_in_every_output(tmp_path, saved_mod
 
 
 def test_the_table_of_tasks_says_what_was_scored_and_cut(saved_model, quantized, data, command):
-    found = command(
+    ended = command(
         "evaluate", saved_model, quantized, "--tasks", "arc_easy", "--task-data", data, "--limit", 2
     )
-    assert (found[0], found[1].count("arc_easy  acc")) == (0, 4)
-    head, _, first, second, *_ = found[1].splitlines()
+    assert (ended[0], ended[1].count("arc_easy  acc")) == (0, 4)
+    head, _, first, second, *_ = ended[1].splitlines()
     assert " ".join(head.split()) == "task metric weights items value 95 % change 95 % McNemar p"
     assert re.search(r" 2  +\d+\.\d %  +\[\d+\.\d, \d+\.\d\]  +-  +-  +-$", first), first
     assert re.search(r"  [+-]\d+\.\d  +\[.*\]  +[\d.]+$", second), second

@@ -22,9 +22,9 @@ def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
     )
     assert "method gptq, damping 0.01, damping_kind mean, scales group" in layer
     assert run.startswith("run settings: inputs open, include none, exclude none, rank_threshold none")
-    found = json.loads(command("inspect", quantized, "--json")[1])
-    assert found["settings"]["system"] == "huginn"
-    assert found["settings"]["quantization"]["layer"]["method"]["damping"] == {
+    data = json.loads(command("inspect", quantized, "--json")[1])
+    assert data["settings"]["system"] == "huginn"
+    assert data["settings"]["quantization"]["layer"]["method"]["damping"] == {
         "fraction": 0.01,
         "kind": "mean",
     }

@@ -18,8 +18,8 @@ FOUND = {
 
 
 def test_values_of_one_name_stand_in_one_column():
-    found = [[line.split() for line in table.splitlines()] for table in tables(FOUND)]
-    words, layers, radii, traces, steps = found
+    printed = [[line.split() for line in table.splitlines()] for table in tables(FOUND)]
+    words, layers, radii, traces, steps = printed
     assert [words[0], words[2]] == [["measure"], ["changed"]]
     assert layers[0] == ["kl", "ratio"]
     assert layers[2] == ["layers.a.weight", "0.1235", "0.5", "[0.25,", "0.75]"]

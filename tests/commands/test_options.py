@@ -101,8 +101,8 @@ def test_wrong_memory_and_overrides_are_refused(args, capsys):
 
 @pytest.mark.parametrize(("text", "budget"), [("3.25", 3.25), ("4", 4.0), ("900K", 900 * 1024), ("1B", 1)])
 def test_a_budget_is_bits_or_bytes(text, budget):
-    found = given(PARSER.parse_args([*BASE, "--fit", text]), QuantConfig)["fit"]
-    assert (found, type(found)) == (budget, type(budget))
+    fit = given(PARSER.parse_args([*BASE, "--fit", text]), QuantConfig)["fit"]
+    assert (fit, type(fit)) == (budget, type(budget))
 
 
 def test_one_depth_is_a_number_and_several_are_taken_one_by_one():
@@ -130,27 +130,27 @@ def test_patterns_and_presets_change_the_settings():
     )
     base = QuantConfig().changed(bits=3, exclude=("x",), include=("y",))
     args = PARSER.parse_args([*BASE, "--exclude", "z", "--include", "w"])
-    found = options.quant_config(args, base)
-    assert found == QuantConfig().changed(bits=3, exclude=("x", "z"), include=("y", "w"))
+    changed = options.quant_config(args, base)
+    assert changed == QuantConfig().changed(bits=3, exclude=("x", "z"), include=("y", "w"))
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_dump_takes_of_a_preset_what_needs_no_model(preset):
     args = PARSER.parse_args(["solve", "d", "--out", "o", "--preset", preset])
-    found = options.quant_config(args, model=False)
+    config = options.quant_config(args, model=False)
     needs = ("inputs", "alpha", "sweeps", "fit", "outside", "metric", "passes")
     kept = {k: v for k, v in PRESETS[preset].items() if not k.startswith(needs)}
     if PRESETS[preset].get("metric") == "inputs":
         kept["metric"] = "inputs"
-    assert found == QuantConfig().changed(**kept)
+    assert config == QuantConfig().changed(**kept)
 
 
 def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
-    made = {
+    stored = {
         "n_steps": 3, "seed": 5, "quantization": QuantConfig().changed(bits=3).to_json(),
         "calibration": {"random_tokens": 0.125},
     }  # fmt: skip
-    monkeypatch.setattr(options, "settings_of", lambda path: made)
+    monkeypatch.setattr(options, "settings_of", lambda path: stored)
     args = PARSER.parse_args(BASE)
     assert options.adopt_like(args) is None
     args = PARSER.parse_args([*BASE, "--like", "q"])
@@ -161,12 +161,12 @@ def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
     )
     assert options.adopt_like(args) == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (2, 7, 0.5)
-    made |= {"depths": [1, 4], "calibration": {}}
+    stored |= {"depths": [1, 4], "calibration": {}}
     args = PARSER.parse_args([*BASE, "--like", "q"])
     options.adopt_like(args)
     assert args.n_steps == (1, 4)
     assert getattr(args, "random_tokens", 0.0) == 0.0
-    del made["quantization"]
+    del stored["quantization"]
     with pytest.raises(ConfigError, match="--like q: no settings of a run in it"):
         options.adopt_like(PARSER.parse_args([*BASE, "--like", "q"]))
 
@@ -186,9 +186,9 @@ def test_a_preset_may_set_the_prompts():
 def test_options_of_a_format_and_of_its_gate():
     args = PARSER.parse_args(["export", "q", "--out", "o", "--format", "gguf"])
     assert options.gate_options(args) == {"engine": None, "force": False, "verify": True}
-    found = options.format_options(args)
-    assert {"ragged", "remote_code", "steps"} <= set(found)
-    assert set(found.values()) == {None}
+    options_of_format = options.format_options(args)
+    assert {"ragged", "remote_code", "steps"} <= set(options_of_format)
+    assert set(options_of_format.values()) == {None}
     more = ("--remote-code", "--ragged", "split", "--force", "--verify", "no", "--engine", "vllm")
     args = PARSER.parse_args(["export", "q", "--out", "o", "--format", "gptq", *more])
     assert options.gate_options(args) == {"engine": "vllm", "force": True, "verify": False}

@@ -144,8 +144,8 @@ def test_spreads_are_quantiles_over_tokens():
         "quantiles": [i / 100 for i in range(101)], "same_top": 0.9, "same_top_error": 0.01, "kl": 0.5,
         "kl_error": 0.02, "perplexity": 3.0,
     }  # fmt: skip
-    (found,) = rows(spread_table([{"name": "Q", "tokens": tokens}]))
-    assert found == {
+    (row,) = rows(spread_table([{"name": "Q", "tokens": tokens}]))
+    assert row == {
         "weights": "Q", "mean KLD": "0.500000 ± 0.020000", "median": "0.50000", "90 %": "0.90000", "99 %": "0.99000",
         "maximum": "1.00000", "same top p": "90.000 ± 1.000 %", "perplexity": "3.0000",
     }  # fmt: skip
@@ -171,11 +171,11 @@ def test_a_budget_lists_what_it_chose_the_costliest_first():
             chosen(0.0, "e", "f", outside=8), chosen(0.0, "g", outside=None),
         ],
     }  # fmt: skip
-    told, table = extras({"allocation": allocation})
+    line, table = extras({"allocation": allocation})
     for words in ("fit: 900 B of a budget of 1.00 kB, 3.500 bits", "score loss, predicted KL 0.40000"):
-        assert words in told
-    found = [(r["layers"], r["chosen"], r["share"]) for r in rows(table)]
-    assert found == [
+        assert words in line
+    listed = [(r["layers"], r["chosen"], r["share"]) for r in rows(table)]
+    assert listed == [
         ("d", "2 bits, even levels, groups of 32", "75.0 %"),
         ("a and 2 more", "4 bits, even levels, groups of 32", "25.0 %"),
         ("e and 1 more", "outside the loop: 8 bits", "0.0 %"),
@@ -187,34 +187,34 @@ def test_a_budget_lists_what_it_chose_the_costliest_first():
 
 
 def test_a_checkpoint_is_shown_with_its_bits_a_weight(capsys):
-    made = checkpoint(layer(32, 64))
-    output.print_checkpoint(made, "folder")
+    stored = checkpoint(layer(32, 64))
+    output.print_checkpoint(stored, "folder")
     lines = capsys.readouterr().out.splitlines()
     packed = 32 * 64 // 2 + 32 * 2 * 2
-    rest = made.n_bytes - packed
+    rest = stored.n_bytes - packed
     assert (
         f"1 layers, 2048 weights in 1.15 kB: {8 * packed / 2048:.3f} bits a weight; the rest of the model: {rest} B"
         in lines
     )
     assert lines[-1] == "written to folder, read back and compared"
-    made.settings["allocation"] = {}
+    stored.settings["allocation"] = {}
     with pytest.raises(CheckpointError, match="settings: damaged"):
-        output.print_checkpoint(made, None)
+        output.print_checkpoint(stored, None)
 
 
 def test_bytes_of_all_files_and_what_saves_some_are_told(tmp_path):
-    found = {}
+    sizes = {}
     for outside in (None, 8):
         out = tmp_path / str(outside)
         done = loopq.quantize(
             "huginn_small", out=out, method="rtn", group_size=32, n_steps=1, outside=outside
         )
         line = whole(out, done, rounds_outside=outside is None)
-        found[outside] = sum(file.stat().st_size for file in out.iterdir())
-        assert f"({found[outside]:,} bytes)" in line
+        sizes[outside] = sum(file.stat().st_size for file in out.iterdir())
+        assert f"({sizes[outside]:,} bytes)" in line
         if outside is None:
-            told = re.search(r"--outside 8 saves about ([\d.]+) (kB|MB)", line)
-            saved = float(told[1]) * {"kB": 1e3, "MB": 1e6}[told[2]]
+            match = re.search(r"--outside 8 saves about ([\d.]+) (kB|MB)", line)
+            saved = float(match[1]) * {"kB": 1e3, "MB": 1e6}[match[2]]
         else:
             assert "--outside" not in line
-    assert found[None] - found[8] == pytest.approx(saved, rel=0.1)
+    assert sizes[None] - sizes[8] == pytest.approx(saved, rel=0.1)

@@ -58,8 +58,8 @@ def test_the_best_preset_and_the_hint_that_leads_to_it(saved_model, tmp_path, co
     assert code == 0
     assert "28/28 gradients" in err, "four draws of six prompts, and of one ahead of them"
     assert "hint" not in err
-    found = json.loads(command("inspect", tmp_path / "best", "--json")[1])
-    method = found["settings"]["quantization"]["layer"]["method"]
+    data = json.loads(command("inspect", tmp_path / "best", "--json")[1])
+    method = data["settings"]["quantization"]["layer"]["method"]
     assert method["name"] == "gptq-cd"
     assert method["metric"]["kind"] == "loop"
     assert method["damping"]["kind"] == "diagonal"
@@ -245,9 +245,9 @@ def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
 def test_several_processes_write_what_one_writes(saved_model, tmp_path, command, settings):
     asked = f"quantize {saved_model} --group-size 16 --threads 1 {settings} {' '.join(TINY)} --out"
     assert command(*asked.split(), tmp_path / "one")[0] == 0
-    found = in_ranks(f"{asked} {tmp_path / 'two'}", 2)
-    assert [code for code, _ in found] == [0, 0], found
-    assert "read back and compared" in found[0][1]
+    ended = in_ranks(f"{asked} {tmp_path / 'two'}", 2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "read back and compared" in ended[0][1]
     assert digest(tmp_path / "two") == digest(tmp_path / "one")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 

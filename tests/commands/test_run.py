@@ -29,7 +29,7 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     load = restore.load_checkpoint
     monkeypatch.setattr(
         "loopq.inference.restore.load_checkpoint",
-        lambda *args, **own: asked.append(own["activations"]) or load(*args, **own),
+        lambda *args, **options: asked.append(options["activations"]) or load(*args, **options),
     )
     assert command("run", quantized, "abc", *SHORT, "--int8")[0] == 0
     assert asked == ["int8"]

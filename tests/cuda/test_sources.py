@@ -12,9 +12,9 @@ from loopq.errors import ConfigError
 
 
 def test_sources_are_whole() -> None:
-    found = sources.kernel_sources()
-    assert {"primitives.cuh", "w4a16_gemm.cu", "beam.cu", "w4_dequantize.cu"} <= set(found)
-    for name in found:
+    texts = sources.kernel_sources()
+    assert {"primitives.cuh", "w4a16_gemm.cu", "beam.cu", "w4_dequantize.cu"} <= set(texts)
+    for name in texts:
         if name.endswith(".cu"):
             unit = sources.translation_unit(name)
             assert "#include" not in unit

@@ -47,11 +47,11 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
 
 
 def test_transformed_layers_stay_in_loopqs_own_format(tmp_path):
-    made = layer(32, 32).with_transform(Rotation(32, "hadamard", 16))
-    assert write_as(tmp_path / "n", checkpoint(made), "native").checked == 1
+    quantized = layer(32, 32).with_transform(Rotation(32, "hadamard", 16))
+    assert write_as(tmp_path / "n", checkpoint(quantized), "native").checked == 1
     for form in FOLDERS[1:]:
         with pytest.raises(CheckpointError, match=r"a\.b\.weight: its codes are for a transformed input"):
-            write_as(tmp_path / form, checkpoint(made), form)
+            write_as(tmp_path / form, checkpoint(quantized), form)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):

@@ -58,17 +58,17 @@ def fitting(draw):
     )
     kind = draw(st.sampled_from(kinds))
     policy = draw(st.sampled_from(["keep", "split"])) if form.startswith("gptq") else "split"
-    made = layer(rows, columns, bits, group, symmetric, scale_dtype=kind, seed=draw(st.integers(0, 99)))
-    return made, form, None if form in ("native", "marlin") else policy
+    quantized = layer(rows, columns, bits, group, symmetric, scale_dtype=kind, seed=draw(st.integers(0, 99)))
+    return quantized, form, None if form in ("native", "marlin") else policy
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.composite(fitting)())
 def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):
-    made, form, policy = case
+    quantized, form, policy = case
     base = tmp_path_factory.mktemp("there")
-    whole = checkpoint(made)
+    whole = checkpoint(quantized)
     write_as(base / "native", whole, "native")
     written = write_as(base / "out", read_any(base / "native"), form, ragged=policy)
     assert written.checked == 1
@@ -77,15 +77,15 @@ def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):
     write_as(base / "again", read_any(base / "back"), form, ragged=policy)
     assert digest(base / "again") == digest(base / "out")
     np.testing.assert_array_equal(
-        read_any(base / "out").layers[made.name].dequantize(), dequantized(made).astype("f4")
+        read_any(base / "out").layers[quantized.name].dequantize(), dequantized(quantized).astype("f4")
     )
     # The weight that a reader without knowledge of loopq decodes.
     shutil.copytree(base / "out", base / "bare")
     if form != "native":
         (base / "bare" / RECORD).unlink()
-        bare = read_any(base / "bare").layers[made.name].dequantize()
-        rows, columns = made.shape
-        np.testing.assert_array_equal(bare[:rows, :columns], made.dequantize())
+        bare = read_any(base / "bare").layers[quantized.name].dequantize()
+        rows, columns = quantized.shape
+        np.testing.assert_array_equal(bare[:rows, :columns], quantized.dequantize())
     shutil.rmtree(base)
 
 
@@ -94,16 +94,16 @@ def test_inspect_explains_each_format(tmp_path):
     for form in FOLDERS:
         write_as(tmp_path / form, whole, form)
         assert format_of(tmp_path / form).name == form
-        found = inspect_any(tmp_path / form)
-        assert found["format"] == form
-        assert found["layers"][0]["bits_per_weight"] == 4.125
-        assert {d["name"] for d in found["dense"]} == set(whole.dense)
-        assert found["settings"]["seed"] == 3
-        json.dumps(found)
+        facts = inspect_any(tmp_path / form)
+        assert facts["format"] == form
+        assert facts["layers"][0]["bits_per_weight"] == 4.125
+        assert {d["name"] for d in facts["dense"]} == set(whole.dense)
+        assert facts["settings"]["seed"] == 3
+        json.dumps(facts)
         if form != "native":
             on_disk = (tmp_path / form / "model.safetensors").stat().st_size
-            assert found["n_bytes_files"] == on_disk
-            assert found["exported_by_loopq"]
+            assert facts["n_bytes_files"] == on_disk
+            assert facts["exported_by_loopq"]
             (tmp_path / form / RECORD).unlink()
             assert inspect_any(tmp_path / form)["exported_by_loopq"] is None
 
@@ -128,15 +128,15 @@ def test_folders_that_are_no_checkpoint_say_why(tmp_path):
     assert not convert.is_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"a model that is not quantized"):
         convert.format_of(tmp_path)
-    told = {"quant_method": "odd", "format": "older", "checkpoint_format": "newer"}
+    entries = {"quant_method": "odd", "format": "older", "checkpoint_format": "newer"}
     for name in ("newer", "older", None):
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": told}))
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entries}))
         with pytest.raises(
             CheckpointError, match=rf"quant_method 'odd', format '?{name}'?: loopq reads compressed"
         ) as stop:
             convert.format_of(tmp_path)
         assert "native" not in str(stop.value)
-        told.pop({"newer": "checkpoint_format", "older": "format"}.get(name, ""), None)
+        entries.pop({"newer": "checkpoint_format", "older": "format"}.get(name, ""), None)
     assert convert.is_checkpoint(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "loopq.json").write_text("{}")
@@ -146,12 +146,10 @@ def test_folders_that_are_no_checkpoint_say_why(tmp_path):
 
 
 def test_a_model_is_read_as_a_checkpoint_without_layers(saved_model, tmp_path):
-    found = convert.read_model(saved_model)
-    assert (found.layers, found.ties, found.settings) == ({}, {}, {"system": None})
-    assert set(found.dense) == set(convert.hf_folder.read_all_tensors(saved_model))
-    assert json.loads(found.side_files["config.json"]) == json.loads(
-        (saved_model / "config.json").read_text()
-    )
+    read = convert.read_model(saved_model)
+    assert (read.layers, read.ties, read.settings) == ({}, {}, {"system": None})
+    assert set(read.dense) == set(convert.hf_folder.read_all_tensors(saved_model))
+    assert json.loads(read.side_files["config.json"]) == json.loads((saved_model / "config.json").read_text())
     looped = convert.read_model(f"looped:{saved_model}[0:1]x3")
     config = json.loads(looped.side_files["config.json"])
     assert config["looped_layers"] == [0, 1, 3]

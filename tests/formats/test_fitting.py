@@ -47,28 +47,28 @@ def test_ragged_split_repeats_scales_and_changes_no_number(tmp_path):
 
 
 def test_one_short_group_is_one_scale_per_row(tmp_path):
-    made = layer(8, 20, 4, 32)
-    written = write_as(tmp_path / "ct", checkpoint(made), "compressed-tensors")
-    assert written.notes == {made.name: ("one group of 20 columns, stored as one scale per row",)}
+    quantized = layer(8, 20, 4, 32)
+    written = write_as(tmp_path / "ct", checkpoint(quantized), "compressed-tensors")
+    assert written.notes == {quantized.name: ("one group of 20 columns, stored as one scale per row",)}
     group = read_json(tmp_path / "ct" / "config.json")["quantization_config"]["config_groups"]["group_0"][
         "weights"
     ]
     assert (group["strategy"], group["group_size"]) == ("channel", None)
-    assert read_any(tmp_path / "ct").layers[made.name].grid.group_size == 32
+    assert read_any(tmp_path / "ct").layers[quantized.name].grid.group_size == 32
 
 
 def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
-    made = layer(32, 32, scale_dtype="bfloat16")
-    write_as(tmp_path / "g", checkpoint(made), "gptq")
-    again = read_any(tmp_path / "g").layers[made.name]
-    assert again.same_as(made)
+    quantized = layer(32, 32, scale_dtype="bfloat16")
+    write_as(tmp_path / "g", checkpoint(quantized), "gptq")
+    again = read_any(tmp_path / "g").layers[quantized.name]
+    assert again.same_as(quantized)
     assert again.grid.scale_dtype == "bfloat16"
-    made.scales[0, 0] = 2.0**-30
+    quantized.scales[0, 0] = 2.0**-30
     with pytest.raises(CheckpointError, match=r"scale\[0, 0\]"):
-        write_as(tmp_path / "x", checkpoint(made), "gptq")
+        write_as(tmp_path / "x", checkpoint(quantized), "gptq")
 
 
 def test_an_asymmetric_layer_is_not_restored_as_a_symmetric_one():
-    made = layer(8, 32, 4, 32, False)
+    quantized = layer(8, 32, 4, 32, False)
     with pytest.raises(CheckpointError, match="its tensors are not those of"):
-        restore(made, stored_settings(made, symmetric=True, kind="integer"), "f")
+        restore(quantized, stored_settings(quantized, symmetric=True, kind="integer"), "f")

@@ -21,12 +21,12 @@ def _weights(kind: str, rng: np.random.Generator) -> tuple[dict[str, RawTensor],
     scale = torch.rand(4, 4) + 0.5
     if kind == "nvfp4":
         eighths, outer = scale.to(torch.float8_e4m3fn), torch.tensor([3.0])
-        found = {"weight_packed": packed, "weight_scale": eighths, "weight_global_scale": outer}
-        return _raw(found), fours * (eighths.float() / outer).repeat_interleave(16, 1)
+        tensors = {"weight_packed": packed, "weight_scale": eighths, "weight_global_scale": outer}
+        return _raw(tensors), fours * (eighths.float() / outer).repeat_interleave(16, 1)
     if kind == "mxfp4":
         exponents = torch.from_numpy(rng.integers(120, 132, (4, 2), dtype=np.uint8))
-        found = {"weight_packed": packed, "weight_scale": exponents}
-        return _raw(found), fours * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+        tensors = {"weight_packed": packed, "weight_scale": exponents}
+        return _raw(tensors), fours * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
     if kind == "fp8":
         codes = torch.randn(4, 8).to(torch.float8_e4m3fn)
         return _raw({"weight": codes, "weight_scale": scale[:, :1]}), codes.float() * scale[:, :1]
@@ -42,9 +42,9 @@ def _raw(tensors: dict[str, torch.Tensor]) -> dict[str, RawTensor]:
 def test_a_layer_is_exact(kind: str) -> None:
     torch.manual_seed(0)
     stored, expected = _weights(kind, np.random.default_rng(0))
-    found = plain({**stored, "b.weight": raw(torch.ones(2))}, "here")
-    assert set(found) == {"a.weight", "b.weight"}
-    np.testing.assert_array_equal(found["a.weight"].array(), expected.numpy())
+    dense = plain({**stored, "b.weight": raw(torch.ones(2))}, "here")
+    assert set(dense) == {"a.weight", "b.weight"}
+    np.testing.assert_array_equal(dense["a.weight"].array(), expected.numpy())
     with pytest.raises(CheckpointError, match="scales are missing"):
         plain({name: t for name, t in stored.items() if "scale" not in name}, "here")
 

@@ -31,34 +31,34 @@ def bitstream(codes, bits):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gptq_tensors_by_definition(bits, symmetric):
-    made = layer(40, 45, bits, 16, symmetric)
+    quantized = layer(40, 45, bits, 16, symmetric)
     form = FORMATS.get("gptq_v2")
-    tensors = form.tensors("m", form.prepare(made, "keep").layer)
+    tensors = form.tensors("m", form.prepare(quantized, "keep").layer)
     middle = 1 << (bits - 1)
-    u = made.codes.astype(int) + (middle if symmetric else 0)
-    z = np.full(made.scales.shape, middle) if symmetric else made.zeros.astype(int)
+    u = quantized.codes.astype(int) + (middle if symmetric else 0)
+    z = np.full(quantized.scales.shape, middle) if symmetric else quantized.zeros.astype(int)
     for column in (0, 7, 39):
         assert as_words(tensors["m.qweight"])[:, column].tolist() == bitstream(u[column], bits)
     for group in range(3):
         assert as_words(tensors["m.qzeros"])[group].tolist() == bitstream(z[:, group], bits)
-        np.testing.assert_array_equal(tensors["m.scales"].array()[group], made.scales[:, group])
+        np.testing.assert_array_equal(tensors["m.scales"].array()[group], quantized.scales[:, group])
     assert tensors["m.g_idx"].array().tolist() == [j // 16 for j in range(45)]
     assert [t.dtype for t in tensors.values()] == ["I32", "I32", "F16", "I32"]
 
 
 def test_gptq_version_1_stores_zero_minus_one_field_by_field():
     for bits in (2, 3, 4, 8):
-        made = layer(32, 32, bits, 32)
-        first = FORMATS.get("gptq").tensors("m", made)["m.qzeros"]
+        quantized = layer(32, 32, bits, 32)
+        first = FORMATS.get("gptq").tensors("m", quantized)["m.qzeros"]
         assert as_words(first)[0].tolist() == bitstream([(1 << (bits - 1)) - 1] * 32, bits)
     assert set(as_words(FORMATS.get("gptq").tensors("m", layer(32, 32))["m.qzeros"]).flat) == {0x77777777}
     assert set(as_words(FORMATS.get("gptq_v2").tensors("m", layer(32, 32))["m.qzeros"]).flat) == {0x88888888}
 
 
 def test_gptq_gives_all_layers_one_group_size(tmp_path):
-    made = [layer(32, 64, 4, 32, name="a.weight"), RAGGED, layer(32, 72, 4, 32, name="c.weight"),
+    quantized = [layer(32, 64, 4, 32, name="a.weight"), RAGGED, layer(32, 72, 4, 32, name="c.weight"),
             layer(32, 64, 4, 16, name="d.weight")]  # fmt: skip
-    written = write_as(tmp_path / "g", checkpoint(*made), "gptq", ragged="split")
+    written = write_as(tmp_path / "g", checkpoint(*quantized), "gptq", ragged="split")
     assert written.notes == {
         "a.weight": ("groups of 32 cut to 8: +384 bytes",),
         RAGGED.name: ("groups of 32 cut to 16: +256 bytes", "groups of 16 cut to 8: +640 bytes"),
@@ -66,8 +66,8 @@ def test_gptq_gives_all_layers_one_group_size(tmp_path):
     }
     (tmp_path / "g" / RECORD).unlink()
     again = read_any(tmp_path / "g").layers
-    assert [again[one.name].grid.group_size for one in made] == [8, 8, 8, 16]
-    for one in made:
+    assert [again[one.name].grid.group_size for one in quantized] == [8, 8, 8, 16]
+    for one in quantized:
         np.testing.assert_array_equal(again[one.name].dequantize(), one.dequantize())
 
 
@@ -117,15 +117,15 @@ def test_layers_outside_blocks_have_a_remark():
         return FORMATS.get("gptq").remarks(SimpleNamespace(layers=dict.fromkeys(names)))
 
     assert remarks("m.0.a", "0.b") == ()
-    (told,) = remarks("m.0.a", "p", "q", "m.r", "m.0")
-    assert "(p, q, m.r)" in told
+    (remark,) = remarks("m.0.a", "p", "q", "m.r", "m.0")
+    assert "(p, q, m.r)" in remark
 
 
 def test_an_asymmetric_grid_needs_version_2():
-    made = layer(32, 32, symmetric=False)
+    quantized = layer(32, 32, symmetric=False)
     with pytest.raises(CheckpointError, match=r"layer a\.b\.weight: an asymmetric grid in GPTQ version 1"):
-        FORMATS.get("gptq").prepare(made, "keep")
-    assert FORMATS.get("gptq_v2").prepare(made, "keep").layer.zeros is not None
+        FORMATS.get("gptq").prepare(quantized, "keep")
+    assert FORMATS.get("gptq_v2").prepare(quantized, "keep").layer.zeros is not None
 
 
 def rewritten(folder, **changes):
@@ -161,7 +161,7 @@ def test_a_zero_point_of_a_symmetric_grid_is_its_middle(tmp_path):
 
 def test_files_of_awq_are_read_by_their_definition(tmp_path):
     """AWQ: words of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest nibble."""
-    made = layer(16, 64, symmetric=False, name="a.b.weight")
+    quantized = layer(16, 64, symmetric=False, name="a.b.weight")
 
     def words(codes):
         order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -170,8 +170,8 @@ def test_files_of_awq_are_read_by_their_definition(tmp_path):
             np.int32
         )
 
-    write_as(tmp_path / "g", checkpoint(made), "gptq_v2")
-    qweight, qzeros = RawTensor.of(words(made.codes.T)), RawTensor.of(words(made.zeros.T))
+    write_as(tmp_path / "g", checkpoint(quantized), "gptq_v2")
+    qweight, qzeros = RawTensor.of(words(quantized.codes.T)), RawTensor.of(words(quantized.zeros.T))
     rewritten(tmp_path / "g", qweight=qweight, qzeros=qzeros, g_idx=None)
     config = read_json(tmp_path / "g" / "config.json")
     config["quantization_config"] = {
@@ -179,10 +179,10 @@ def test_files_of_awq_are_read_by_their_definition(tmp_path):
     }  # fmt: skip
     write_json(tmp_path / "g" / "config.json", config)
     (tmp_path / "g" / "quantize_config.json").unlink()
-    found = read_any(tmp_path / "g").layers["a.b.weight"]
-    np.testing.assert_array_equal(found.codes, made.codes)
-    np.testing.assert_array_equal(found.zeros, made.zeros)
-    np.testing.assert_array_equal(found.dequantize(), made.dequantize())
-    assert not found.grid.symmetric
+    reread = read_any(tmp_path / "g").layers["a.b.weight"]
+    np.testing.assert_array_equal(reread.codes, quantized.codes)
+    np.testing.assert_array_equal(reread.zeros, quantized.zeros)
+    np.testing.assert_array_equal(reread.dequantize(), quantized.dequantize())
+    assert not reread.grid.symmetric
     with pytest.raises(CheckpointError, match=r"F32 \[2, 2\] is no AWQ"):
         gptq._awq_codes(RawTensor.of(np.zeros((2, 2), np.float32)), Path("f"), "m")

@@ -33,20 +33,20 @@ def test_side_files_and_config_are_copied(tmp_path):
 
 
 def test_a_weight_tied_to_several_modules_is_stored_for_each(tmp_path):
-    made = layer(8, 32, name="x.0.w.weight")
-    whole = checkpoint(made, ties={"x.1.w.weight": "x.0.w.weight"})
+    quantized = layer(8, 32, name="x.0.w.weight")
+    whole = checkpoint(quantized, ties={"x.1.w.weight": "x.0.w.weight"})
     written = write_as(tmp_path / "ct", whole, "compressed-tensors")
-    assert written.notes == {made.name: ("tied: stored again for x.1.w",)}
+    assert written.notes == {quantized.name: ("tied: stored again for x.1.w",)}
     assert written.n_bytes == 2 * written.n_bytes_before
     again = read_any(tmp_path / "ct")
-    assert list(again.layers) == [made.name]
+    assert list(again.layers) == [quantized.name]
     assert again.ties == whole.ties
 
 
 def test_shards_of_other_tools(tmp_path):
-    made = layer(32, 32)
+    quantized = layer(32, 32)
     folder = tmp_path / "g"
-    write_as(folder, checkpoint(made), "gptq")
+    write_as(folder, checkpoint(quantized), "gptq")
     (folder / RECORD).unlink()
     tensors = read_tensors(folder / "model.safetensors")
     names = sorted(tensors)
@@ -57,7 +57,7 @@ def test_shards_of_other_tools(tmp_path):
     index = folder / "model.safetensors.index.json"
     weight_map = {n: f for f, chosen in parts.items() for n in chosen}
     write_json(index, {"weight_map": weight_map})
-    assert read_any(folder).layers[made.name].same_as(made)
+    assert read_any(folder).layers[quantized.name].same_as(quantized)
     write_json(index, {"weight_map": weight_map | {"more": "model-00001-of-00002.safetensors"}})
     with pytest.raises(
         CheckpointError,
@@ -150,17 +150,17 @@ def test_a_config_with_a_loop_gets_its_type_and_code_on_request():
     old = {"model_type": "llama", "looped_layers": [1, 3, 2], "architectures": ["LlamaForCausalLM"], "n": "é"}
     (key,) = [k for k in hf_folder.with_loop({}, [1, 3, 2]) if k != "architectures"]
     old[key] = old.pop("looped_layers")
-    made = hf_folder.looped_files({"config.json": json.dumps(old).encode(), "a": b"b"}, remote_code=False)
-    config = json.loads(made["config.json"])
-    assert set(made) == {"config.json", "a"}
+    files = hf_folder.looped_files({"config.json": json.dumps(old).encode(), "a": b"b"}, remote_code=False)
+    config = json.loads(files["config.json"])
+    assert set(files) == {"config.json", "a"}
     assert (config["model_type"], config["architectures"], config["n"]) == (
         "loopq_looped",
         ["LoopedLlamaForCausalLM"],
         "é",
     )
-    assert "é".encode() in made["config.json"]
-    assert hf_folder.looped_files(made, remote_code=False) == made
-    code = hf_folder.looped_files(made, remote_code=True)
+    assert "é".encode() in files["config.json"]
+    assert hf_folder.looped_files(files, remote_code=False) == files
+    code = hf_folder.looped_files(files, remote_code=True)
     assert set(code) == {"config.json", "a", "modeling_looped.py"}
     assert json.loads(code["config.json"])["auto_map"] == {
         "AutoConfig": "modeling_looped.LoopedConfig", "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM"
@@ -174,12 +174,12 @@ def test_layers_of_one_grid_are_described_together():
         layer(8, 64, name="b.weight"),
         layer(8, 32, bits=2, name="c.weight"),
     ]
-    found = hf_folder.describe_layers(layers, {"d.weight": "a.weight", "e.weight": "dense.weight"})
-    assert (found["quant_method"], found["ties"]) == ("loopq", {"d.weight": "a.weight"})
-    assert [(group["bits"], group["layers"]) for group in found["groups"]] == [
+    description = hf_folder.describe_layers(layers, {"d.weight": "a.weight", "e.weight": "dense.weight"})
+    assert (description["quant_method"], description["ties"]) == ("loopq", {"d.weight": "a.weight"})
+    assert [(group["bits"], group["layers"]) for group in description["groups"]] == [
         (4, ["a.weight", "b.weight"]), (2, ["c.weight"])
     ]  # fmt: skip
-    assert {"name", "shape"}.isdisjoint(found["groups"][0])
+    assert {"name", "shape"}.isdisjoint(description["groups"][0])
 
 
 @pytest.mark.parametrize("end", [b"\n}", b"}", b"\n}\n"])

@@ -32,16 +32,18 @@ def test_a_loop_that_is_written_out_has_an_entry_for_each_run(tmp_path):
     assert main([*arguments, "--seq-len", "16"]) == 0
     loopq.export(tmp_path / "d", tmp_path / "i.gguf", "imatrix")
     loopq.export(spec, tmp_path / "m.gguf", "gguf")
-    found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    arrays = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
     layers = [t.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.data.ndim == 2]
     # Every matrix of the file but the embedding has its entry, by its own name.
-    assert {f"{name}.{part}" for name in layers[1:] for part in ("in_sum2", "counts")} == set(found)
+    assert {f"{name}.{part}" for name in layers[1:] for part in ("in_sum2", "counts")} == set(arrays)
     assert layers[0] == "token_embd.weight"
-    entries = [found[f"blk.{k}.attn_q.weight.in_sum2"] for k in range(5)]
+    entries = [arrays[f"blk.{k}.attn_q.weight.in_sum2"] for k in range(5)]
     assert np.array_equal(entries[1], entries[2])
     assert np.array_equal(entries[1], entries[3])
     assert not np.array_equal(entries[0], entries[1])
-    assert found["blk.3.attn_q.weight.counts"].item() == 3 * found["blk.4.attn_q.weight.counts"].item() == 96
+    assert (
+        arrays["blk.3.attn_q.weight.counts"].item() == 3 * arrays["blk.4.attn_q.weight.counts"].item() == 96
+    )
 
 
 CONFIG = {
@@ -65,12 +67,12 @@ class Seen:
 def test_sums_and_counts_are_written_by_llama_cpps_names(tmp_path):
     out = tmp_path / "i.gguf"
     form = IMatrix()
-    told = form.write(out, Seen(), steps="0:2")
-    assert told.lines() == [f"{out}: importance of 2 layers, steps 0:2; 1 by the loop metric"]
+    written = form.write(out, Seen(), steps="0:2")
+    assert written.lines() == [f"{out}: importance of 2 layers, steps 0:2; 1 by the loop metric"]
     assert form.holds(out)
     assert not form.holds(tmp_path)
-    found = {t.name: t.data.tolist() for t in gguf.GGUFReader(out).tensors}
-    assert found == {
+    entries = {t.name: t.data.tolist() for t in gguf.GGUFReader(out).tensors}
+    assert entries == {
         "blk.0.attn_q.weight.in_sum2": [[1.0, 2.0, 3.0, 4.0]],
         "blk.0.attn_q.weight.counts": [[96.0]],
         "blk.1.ffn_down.weight.in_sum2": [np.float32(np.arange(6) / 7).tolist()],

@@ -46,38 +46,38 @@ def marlin_by_formula(codes, scales):
     ("k", "n", "group"), [(128, 256, 128), (256, 256, 128), (512, 768, 128), (384, 512, -1)]
 )
 def test_marlin_bytes_equal_the_closed_formulas(k, n, group):
-    made = layer(n, k, 4, group)
+    quantized = layer(n, k, 4, group)
     form = FORMATS.get("marlin")
-    prepared = form.prepare(made, None)
+    prepared = form.prepare(quantized, None)
     assert prepared.notes == ()
     tensors = form.tensors("m", prepared.layer)
-    words, scales = marlin_by_formula(made.codes, made.scales)
+    words, scales = marlin_by_formula(quantized.codes, quantized.scales)
     assert tensors["m.B"].array().view(np.uint32).tobytes() == words.tobytes()
     assert tensors["m.s"].array().tobytes() == scales.astype(np.float16).tobytes()
     if k == 128:
-        assert made.scales.shape[1] == 1, "K = g: stored in the order of one scale per output"
+        assert quantized.scales.shape[1] == 1, "K = g: stored in the order of one scale per output"
 
 
 def test_marlin_pads_and_says_what_it_costs(tmp_path):
-    made = layer(300, 200, 4, 128)
-    written = write_as(tmp_path / "m", checkpoint(made), "marlin")
-    assert (made.n_bytes, written.n_bytes) == (300 * 100 + 2 * 300 * 2, 512 * 128 + 2 * 512 * 2)
+    quantized = layer(300, 200, 4, 128)
+    written = write_as(tmp_path / "m", checkpoint(quantized), "marlin")
+    assert (quantized.n_bytes, written.n_bytes) == (300 * 100 + 2 * 300 * 2, 512 * 128 + 2 * 512 * 2)
     assert written.notes == {
-        made.name: ("padded from 300x200 to 512x256 with zeros: +36384 bytes (+116.6%)",)
+        quantized.name: ("padded from 300x200 to 512x256 with zeros: +36384 bytes (+116.6%)",)
     }
     stored = read_tensors(tmp_path / "m" / "model.safetensors")
     assert stored["a.b.B"].shape == (16, 1024)
     assert stored["a.b.s"].shape == (2, 512)
     (tmp_path / "m" / RECORD).unlink()
-    alone = read_any(tmp_path / "m").layers[made.name]
+    alone = read_any(tmp_path / "m").layers[quantized.name]
     assert alone.shape == (512, 256)
-    np.testing.assert_array_equal(alone.dequantize()[:300, :200], made.dequantize())
+    np.testing.assert_array_equal(alone.dequantize()[:300, :200], quantized.dequantize())
     assert not alone.dequantize()[300:].any()
     assert not alone.dequantize()[:, 200:].any()
 
 
 def test_marlin_files_with_wrong_tensors(tmp_path):
-    made = layer(256, 256, 4, 128)
+    quantized = layer(256, 256, 4, 128)
     for change, match in [
         (drop("a.b.s"), "there is no quantized layer"),
         (put("a.b.s", np.ones((3, 256), np.float16)), r"'a\.b\.s' is F16 \[3, 256\]"),
@@ -85,6 +85,6 @@ def test_marlin_files_with_wrong_tensors(tmp_path):
         (put("a.b.B", np.zeros((16, 512), np.int8)), r"'a\.b\.B' is I8"),
     ]:
         with pytest.raises(CheckpointError, match=match):
-            read_any(broken(tmp_path / "d", MA, change, source=made))
+            read_any(broken(tmp_path / "d", MA, change, source=quantized))
     with pytest.raises(CheckpointError, match="group_size: 64; allowed: -1, 128"):
-        read_any(broken(tmp_path / "d", MA, None, lambda c: c.update(group_size=64), source=made))
+        read_any(broken(tmp_path / "d", MA, None, lambda c: c.update(group_size=64), source=quantized))

@@ -33,8 +33,8 @@ def test_the_layout_is_the_published_one(tmp_path):
     whole = checkpoint(fp4())
     write_as(tmp_path / "m", whole, "modelopt")
     tensors = read_tensors(tmp_path / "m" / "model.safetensors")
-    told = {n.removeprefix("a.b."): (t.dtype, t.shape) for n, t in tensors.items() if n.startswith("a.b.")}
-    assert told == {
+    layout = {n.removeprefix("a.b."): (t.dtype, t.shape) for n, t in tensors.items() if n.startswith("a.b.")}
+    assert layout == {
         "weight": ("U8", (32, 32)),
         "weight_scale": ("F8_E4M3", (32, 4)),
         "weight_scale_2": ("F32", ()),
@@ -54,27 +54,29 @@ def test_the_layout_is_the_published_one(tmp_path):
 
 @pytest.mark.parametrize("exponent", [-11, -30, 3])
 def test_weights_are_those_of_compressed_tensors(tmp_path, exponent):
-    made = fp4(exponent=exponent)
-    found = {}
+    quantized = fp4(exponent=exponent)
+    by_form = {}
     for form in ("modelopt", "compressed-tensors"):
-        write_as(tmp_path / form, checkpoint(made), form)
-        assert read_any(tmp_path / form).layers[made.name].same_as(made)
-        found[form] = plain(read_tensors(tmp_path / form / "model.safetensors"), "here")["a.b.weight"].array()
-    np.testing.assert_array_equal(found["modelopt"], found["compressed-tensors"])
-    np.testing.assert_array_equal(found["modelopt"], made.dequantize())
+        write_as(tmp_path / form, checkpoint(quantized), form)
+        assert read_any(tmp_path / form).layers[quantized.name].same_as(quantized)
+        by_form[form] = plain(read_tensors(tmp_path / form / "model.safetensors"), "here")[
+            "a.b.weight"
+        ].array()
+    np.testing.assert_array_equal(by_form["modelopt"], by_form["compressed-tensors"])
+    np.testing.assert_array_equal(by_form["modelopt"], quantized.dequantize())
 
 
 @pytest.mark.parametrize("told_in", ["config.json", "hf_quant_config.json"])
 def test_a_file_without_a_record_is_a_source_of_weights(tmp_path, told_in):
-    made = fp4()
-    write_as(tmp_path / "m", checkpoint(made), "modelopt")
+    quantized = fp4()
+    write_as(tmp_path / "m", checkpoint(quantized), "modelopt")
     (tmp_path / "m" / RECORD).unlink()
     if told_in != "config.json":
         config = read_json(tmp_path / "m" / "config.json")
         write_json(tmp_path / "m" / "config.json", {"model_type": config["model_type"]})
     again = read_any(tmp_path / "m")
     assert not again.layers
-    np.testing.assert_array_equal(again.dense["a.b.weight"].array(), made.dequantize())
+    np.testing.assert_array_equal(again.dense["a.b.weight"].array(), quantized.dequantize())
 
 
 def test_what_it_cannot_hold_is_refused(tmp_path):
@@ -89,8 +91,8 @@ def test_what_it_cannot_hold_is_refused(tmp_path):
 
 def test_a_name_that_vllm_finds_in_another_is_told(tmp_path):
     dense = {"a.weight": RawTensor.of(np.ones((2, 16), np.float32))}
-    found = write_as(tmp_path / "m", checkpoint(fp4(), dense=dense), "modelopt")
-    assert any("a.b" in remark for remark in found.remarks)
+    written = write_as(tmp_path / "m", checkpoint(fp4(), dense=dense), "modelopt")
+    assert any("a.b" in remark for remark in written.remarks)
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.0, np.nan])
@@ -119,7 +121,7 @@ def test_a_weight_of_modelopt_itself_is_equal_to_the_last_bit():
         ),
         "a.weight_scale_2": RawTensor.of(np.frombuffer(bytes.fromhex("55c63b3b"), np.float32)[0]),
     }
-    found = plain(stored, "here")["a.weight"].array()
+    weight = plain(stored, "here")["a.weight"].array()
     digest = "3d2f6540bcd995f6edcfbe534b2de39dab7ad4e291dcd0d8a903f05d2307998d"
     # Its table has no negative zero.
-    assert hashlib.sha256((found + 0).tobytes()).hexdigest() == digest
+    assert hashlib.sha256((weight + 0).tobytes()).hexdigest() == digest

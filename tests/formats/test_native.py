@@ -53,17 +53,17 @@ def made():
 @pytest.mark.parametrize("hold", [True, False, None])
 def test_what_is_written_is_read_again(tmp_path, hold):
     asked = made()
-    told = NATIVE.write(tmp_path / "q", asked)
-    found = store.read(tmp_path / "q", hold=hold)
-    asked.compare(found, "q")
-    assert list(found.layers) == ["a.b.weight", "c.weight"]
-    assert len(found.layers) == 2
-    assert found.layers["a.b.weight"].report == {"n": 1}
-    assert isinstance(found.layers, dict) == (hold is not False)
-    assert set(found.dense) == set(asked.dense)
-    assert (told.checked, told.n_bytes) == (2, sum(x.n_bytes for x in asked.layers.values()))
-    assert told.n_bytes == told.n_bytes_before
-    assert found.settings == NATIVE.read_settings(tmp_path / "q") == asked.settings
+    written = NATIVE.write(tmp_path / "q", asked)
+    reread = store.read(tmp_path / "q", hold=hold)
+    asked.compare(reread, "q")
+    assert list(reread.layers) == ["a.b.weight", "c.weight"]
+    assert len(reread.layers) == 2
+    assert reread.layers["a.b.weight"].report == {"n": 1}
+    assert isinstance(reread.layers, dict) == (hold is not False)
+    assert set(reread.dense) == set(asked.dense)
+    assert (written.checked, written.n_bytes) == (2, sum(x.n_bytes for x in asked.layers.values()))
+    assert written.n_bytes == written.n_bytes_before
+    assert reread.settings == NATIVE.read_settings(tmp_path / "q") == asked.settings
     assert NATIVE.holds(tmp_path / "q")
     assert not NATIVE.holds(tmp_path)
     facts = NATIVE.facts(tmp_path / "q")
@@ -98,8 +98,8 @@ def test_transformers_finds_the_layers_in_config_json(tmp_path):
     config = json.dumps({"architectures": ["Made"], "hidden_size": 8}, indent=2).encode()
     asked.side_files["config.json"] = config
     NATIVE.write(tmp_path / "q", asked)
-    told = read_json(tmp_path / "q" / "config.json")["quantization_config"]
-    assert [group["layers"] for group in told["groups"]] == [["a.b.weight"], ["c.weight"]]
+    quantization = read_json(tmp_path / "q" / "config.json")["quantization_config"]
+    assert [group["layers"] for group in quantization["groups"]] == [["a.b.weight"], ["c.weight"]]
     # The checkpoint has the model's own file again.
     assert store.read(tmp_path / "q").side_files["config.json"] == config
 

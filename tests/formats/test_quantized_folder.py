@@ -35,23 +35,25 @@ from ..support.checkpoints import checkpoint, layer
 def test_bytes_and_names_are_those_of_what_is_stored(bits, rows, columns, group, symmetric):
     plain = layer(rows, columns, bits, group, symmetric)
     scaled = plain.with_transform(ChannelScale(np.ones(columns, np.float32)))
-    for made in (plain, scaled, plain.with_transform(Rotation(columns, "random", 4))):
-        stored = made.tensors()
-        assert made.n_bytes == sum(t.data.size for n, t in stored.items() if not n.endswith("weight_shape"))
-        again = stored_settings(made)
+    for quantized in (plain, scaled, plain.with_transform(Rotation(columns, "random", 4))):
+        stored = quantized.tensors()
+        assert quantized.n_bytes == sum(
+            t.data.size for n, t in stored.items() if not n.endswith("weight_shape")
+        )
+        again = stored_settings(quantized)
         reader = TensorReader("file", stored)
-        assert QuantizedLayer.from_tensors(again, reader, {}).same_as(made)
+        assert QuantizedLayer.from_tensors(again, reader, {}).same_as(quantized)
         assert reader.used == set(stored)
 
 
 def test_layers_of_different_grids(tmp_path):
-    made = [layer(64, 64, 4, 32, name="x.a.weight"), layer(64, 64, 8, 16, name="x.b.weight"),
+    quantized = [layer(64, 64, 4, 32, name="x.a.weight"), layer(64, 64, 8, 16, name="x.b.weight"),
             layer(64, 64, 4, 32, name="x.c.weight"), layer(64, 64, 3, -1, name="x.d.weight")]  # fmt: skip
     for form in ("compressed-tensors", "gptq", "gptq_v2"):
-        write_as(tmp_path / form, checkpoint(*made), form)
+        write_as(tmp_path / form, checkpoint(*quantized), form)
         (tmp_path / form / RECORD).unlink()
         again = read_any(tmp_path / form)
-        for one in made:
+        for one in quantized:
             assert again.layers[one.name].same_as(one), (form, one.name)
             assert again.layers[one.name].grid.group_size == one.grid.group_size
     groups = read_json(tmp_path / "compressed-tensors" / "config.json")["quantization_config"][
@@ -66,14 +68,14 @@ def test_layers_of_different_grids(tmp_path):
 
 
 def test_quantize_config_alone_is_enough(tmp_path):
-    made = layer(32, 32)
-    write_as(tmp_path / "g", checkpoint(made), "gptq_v2")
+    quantized = layer(32, 32)
+    write_as(tmp_path / "g", checkpoint(quantized), "gptq_v2")
     (tmp_path / "g" / RECORD).unlink()
     config = read_json(tmp_path / "g" / "config.json")
     old = config.pop("quantization_config")
     (tmp_path / "g" / "config.json").write_text(json.dumps(config))
     write_json(tmp_path / "g" / "quantize_config.json", {k: v for k, v in old.items() if k != "quant_method"})
-    assert read_any(tmp_path / "g").layers[made.name].same_as(made)
+    assert read_any(tmp_path / "g").layers[quantized.name].same_as(quantized)
 
 
 DAMAGED_TENSORS = [
@@ -193,11 +195,11 @@ def test_an_index_entry_that_is_wrong_is_refused(change, match):
 
 
 def test_scales_in_other_types_are_read(tmp_path):
-    made = layer(32, 32)
+    quantized = layer(32, 32)
     wide = lambda t: t.__setitem__("a.b.scales", float_to_raw(t["a.b.scales"].float32(), "F32"))  # noqa: E731
-    read = read_any(broken(tmp_path / "d", V1, wide, source=made)).layers["a.b.weight"]
+    read = read_any(broken(tmp_path / "d", V1, wide, source=quantized)).layers["a.b.weight"]
     assert read.grid.scale_dtype == "float32"
-    np.testing.assert_array_equal(read.scales, made.scales)
+    np.testing.assert_array_equal(read.scales, quantized.scales)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +224,9 @@ def test_a_folder_of_another_tool_has_no_settings_of_a_run(tmp_path):
 
 
 def test_a_dense_tensor_with_a_name_of_the_format_is_refused(tmp_path):
-    made = checkpoint(layer(64, 64))
-    made.dense["a.b.scales"] = made.dense["norm.weight"]
+    stored = checkpoint(layer(64, 64))
+    stored.dense["a.b.scales"] = stored.dense["norm.weight"]
     with pytest.raises(
         CheckpointError, match=r"tensor 'a\.b\.scales' of the model has a name that gptq uses"
     ):
-        write_as(tmp_path / "g", made, V1)
+        write_as(tmp_path / "g", stored, V1)

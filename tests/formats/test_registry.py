@@ -100,11 +100,11 @@ def test_a_run_killed_after_writing_compares_its_file(llama, tmp_path):
 
 @pytest.mark.parametrize("form", ["native", "gptq"])
 def test_write_takes_a_name(tiny_folder, tmp_path, form):
-    made = loopq.quantize(
+    result = loopq.quantize(
         tiny_folder, IDS, out=tmp_path / "q", write=form, method="rtn", bits=4, group_size=16
     )
     assert format_of(tmp_path / "q").name == form
-    assert all(layer.same_as(made.layers[name]) for name, layer in read_any(tmp_path / "q").layers.items())
+    assert all(layer.same_as(result.layers[name]) for name, layer in read_any(tmp_path / "q").layers.items())
 
 
 @pytest.mark.parametrize(

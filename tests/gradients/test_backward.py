@@ -47,8 +47,8 @@ def test_turns_give_the_gradients_of_one_prompt_after_the_other(tmp_path: Path) 
     assert (steps, at_end) == ([1, 2, 3], [0, 0, 3])
     # Ten visits there and ten back, where the first layer is there already; and each prompt begins where another ended.
     assert (n_together, n_alone) == (19, 3 * 19 - 2)
-    some, between, _ = _gradients(tmp_path, 2)
-    assert (some, between) == (alone, [0, 2, 3])
+    in_turns, between, _ = _gradients(tmp_path, 2)
+    assert (in_turns, between) == (alone, [0, 2, 3])
 
 
 @pytest.mark.slow

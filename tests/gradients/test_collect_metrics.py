@@ -50,10 +50,10 @@ def collected(run, sums, tokens, n_draws, n_prompts=None):
     return collect_metrics(sums, run.job.system, tokens, tasks, 3, Execution(), Journal(None)), tasks
 
 
-def assert_close(found, expected, rtol):
-    assert found.keys() == expected.keys()
+def assert_close(metrics, expected, rtol):
+    assert metrics.keys() == expected.keys()
     for name, one in expected.items():
-        for a, b in zip((*found[name].left, found[name].right), (*one.left, one.right), strict=True):
+        for a, b in zip((*metrics[name].left, metrics[name].right), (*one.left, one.right), strict=True):
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max(), err_msg=name)
 
 
@@ -61,16 +61,16 @@ def test_narrow_layers_have_the_exact_metric(tiny, tokens):
     """Where a thin matrix has all columns, the sums are those of whole gradients."""
     run, sums = prepared(tiny, tokens)
     few = tokens.take(0, 3)
-    found, tasks = collected(run, sums, few, 2)
+    metrics, tasks = collected(run, sums, few, 2)
     assert max(max(t.parameter.in_features, t.parameter.out_features) for t in tasks) <= module.rank_of(3)
     expected = exact_metrics(sums, tiny.system, few, tasks, 3)
-    assert_close(found, expected, 1e-4)
+    assert_close(metrics, expected, 1e-4)
     for task in tasks:
         h = np.asarray(sums.accumulator(task.input_group, task.steps).matrix(list(task.steps)))
-        right = found[task.name].right
+        right = metrics[task.name].right
         ratio = np.median(np.diag(right) / np.diag(h))
-        np.testing.assert_allclose(found[task.name].combined(h), h * ratio + right, rtol=1e-12)
-        assert found[task.name].n_gradients == 6
+        np.testing.assert_allclose(metrics[task.name].combined(h), h * ratio + right, rtol=1e-12)
+        assert metrics[task.name].n_gradients == 6
 
 
 def test_thin_matrices_are_right_on_average(tiny, tokens, monkeypatch):
@@ -85,13 +85,13 @@ def test_thin_matrices_are_right_on_average(tiny, tokens, monkeypatch):
     monkeypatch.setattr("tests.support.exact_metric.shrunk", lambda each, scale: sum(each))
     tasks = [t for t in run.tasks if "mlp" in t.name]
     exact = exact_metrics(sums, tiny.system, few, tasks, 3)
-    own, found = sketch.seed_of, []
+    seed_of, draws = sketch.seed_of, []
     for more in range(24):
-        monkeypatch.setattr(sketch, "seed_of", lambda *asked, more=more: [*own(*asked), more])
-        found.append(collect_metrics(sums, tiny.system, few, tasks, 3, Execution(), Journal(None)))
+        monkeypatch.setattr(sketch, "seed_of", lambda *asked, more=more: [*seed_of(*asked), more])
+        draws.append(collect_metrics(sums, tiny.system, few, tasks, 3, Execution(), Journal(None)))
     for name, one in exact.items():
         for i, block in enumerate(one.left):
-            each = [m[name].left[i] for m in found]
+            each = [m[name].left[i] for m in draws]
             off = [np.linalg.norm(x - block) / np.linalg.norm(block) for x in (np.mean(each, 0), each[0])]
             assert off[0] < 0.2 < off[1]
 
@@ -165,17 +165,17 @@ def test_other_steps_and_other_draws_have_other_metrics(tiny, tokens, monkeypatc
     run, sums = prepared(tiny, tokens.take(0, 3), metric_draws=2)
     seen = []
     monkeypatch.setattr(backward, "unroll", counting(backward.unroll, seen))
-    found = {
+    by_case = {
         (steps, n_draws): run.solve_from(sums, asked(steps=steps, metric_draws=n_draws))
         for steps in ("all", "1:")
         for n_draws in (2, 3)
     }
     assert len(seen) == (1 + 3) * 4
-    for (_, n_draws), layers in found.items():
+    for (_, n_draws), layers in by_case.items():
         assert {x.report["metric_gradients"] for x in layers.values()} == {3 * n_draws}
     alone, its_sums = prepared(tiny, tokens.take(0, 3), metric_draws=3, steps="1:")
     expected = alone.solve_from(its_sums)
-    assert all(found["1:", 3][n].same_as(x) for n, x in expected.items())
+    assert all(by_case["1:", 3][n].same_as(x) for n, x in expected.items())
     # Bits, damping and step weights do not matter here, so a second run collects nothing.
     run.solve_from(sums, asked(metric_draws=2, bits=2, damping=0.1, step_weights="balanced"))
     assert len(seen) == (1 + 3) * (4 + 1)
@@ -239,15 +239,15 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
     from benches.zoo.planted import plant_kappa_spike
 
     ids = torch.from_numpy(np.stack(tokens.sequences))
-    found = {}
+    by_value = {}
     # From about 100 on the planted column rounds to nothing, and its group has the scale of the others.
     for value in (256.0, kappa):
         model, units = plant_kappa_spike(tiny.model, ids, value)
         planted = dataclasses.replace(tiny, model=model, system=type(tiny.system)(model))
         # A row 10^6 times larger has a scale beyond float16.
         run, sums = prepared(planted, tokens, damping_kind="diagonal", scale_dtype="float32", metric_draws=2)
-        found[value] = run.solve_from(sums)
-    one, other = found.values()
+        by_value[value] = run.solve_from(sums)
+    one, other = by_value.values()
     for name, layer in one.items():
         keep = np.ones(layer.codes.shape[1], dtype=bool)
         for mlp, unit in units.items():
@@ -295,5 +295,5 @@ def test_a_metric_is_made_where_the_model_is(tiny, tokens):
     expected, _ = collected(run, sums, few, 2)
     with accelerator():
         tiny.model.to(DEVICE)
-        found, _ = collected(run, sums, few, 2)
-    assert_close(found, expected, 1e-6)
+        metrics, _ = collected(run, sums, few, 2)
+    assert_close(metrics, expected, 1e-6)

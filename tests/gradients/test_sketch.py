@@ -92,7 +92,7 @@ def test_sums_of_bfloat16_rows_are_those_in_float64(n_gradients, n_steps):
         thin = gradient.T @ side._thin["w"].double()
         right += thin @ thin.T
         side.end()
-    found = [*side.left["w"], side.right["w"], side.spread["w"]]
-    assert all(x.dtype == torch.float32 for x in found)
-    for value, expected in zip(found, [*blocks, right, spread], strict=True):
+    parts = [*side.left["w"], side.right["w"], side.spread["w"]]
+    assert all(x.dtype == torch.float32 for x in parts)
+    for value, expected in zip(parts, [*blocks, right, spread], strict=True):
         assert float((value - expected).norm() / expected.norm()) < 0.03

@@ -85,8 +85,8 @@ def test_products_are_those_of_the_weights_gradients(recompute):
     for name, g in exact.items():
         whole = sketch.roots[name]
         product = g @ whole * (len(whole) / 5) ** 0.5
-        for found, part in zip(left[name], product.split(4), strict=True):
-            torch.testing.assert_close(found, 2 * part @ part.T, rtol=1e-4, atol=1e-4)
+        for block, part in zip(left[name], product.split(4), strict=True):
+            torch.testing.assert_close(block, 2 * part @ part.T, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(energy[name], 2 * product.square().sum(1), rtol=1e-4, atol=1e-4)
         # All columns of every block are there: but for products between blocks the sum is exact.
         one = Both({}, {}, {}, scales, sketch)
@@ -96,8 +96,8 @@ def test_products_are_those_of_the_weights_gradients(recompute):
             thin = one._choose(name)
             expected += g.T @ thin @ thin.T @ g
             for rows in torch.arange(len(g)).split(4):
-                own = thin[rows] @ thin[rows].T
-                torch.testing.assert_close(own, torch.diag(scales[name][rows] ** 2), rtol=1e-5, atol=1e-6)
+                square = thin[rows] @ thin[rows].T
+                torch.testing.assert_close(square, torch.diag(scales[name][rows] ** 2), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(right[name], expected, rtol=1e-4, atol=1e-4)
     assert all(p.requires_grad for p in model.parameters())
 

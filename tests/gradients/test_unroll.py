@@ -22,9 +22,9 @@ def test_unrolled_rollout_is_the_rollout(tiny, tokens):
 def test_a_weight_gets_the_gradient_of_all_steps(tiny, tokens):
     batch = next(tokens.batches(2, seed=0))
     name = "transformer.adapter.weight"
-    own = tiny.model.get_parameter(name)
+    weight = tiny.model.get_parameter(name)
     reference = tiny.system.rollout(batch, 3)
-    leaf = (own.detach() * 1.05).requires_grad_(True)
+    leaf = (weight.detach() * 1.05).requires_grad_(True)
 
     def loss(values):
         with linked(tiny.system, {name: values}):

@@ -42,11 +42,11 @@ def coded(system, bits=4, **settings):
         name = shared.name.removesuffix(".weight")
         linear = system.model.get_submodule(name)
         weight = linear.weight.detach().float().numpy()
-        found = core.rtn(weight, bits=bits, group_size=16)
+        solved = core.rtn(weight, bits=bits, group_size=16)
         parent, _, child = name.rpartition(".")
-        made = linear_of(
-            found["codes"],
-            found["scales"],
+        packed = linear_of(
+            solved["codes"],
+            solved["scales"],
             16,
             bits,
             linear.bias,
@@ -54,7 +54,7 @@ def coded(system, bits=4, **settings):
             scale_dtype=torch.float32,
             **settings,
         )
-        setattr(system.model.get_submodule(parent), child, made)
+        setattr(system.model.get_submodule(parent), child, packed)
     return system
 
 
@@ -70,24 +70,24 @@ def extended(runner, ids):
 
 @pytest.mark.parametrize("name", [*_KNOWN, "Qwen2", "Qwen3", "Mistral"])
 def test_it_gives_the_logits_of_a_rollout_at_any_depth(name):
-    own = {"Mistral": {"sliding_window": None}}.get(name, {})
-    system = coded(open_system(CASES[name]) if name in CASES else looped(name, **own))
+    settings = {"Mistral": {"sliding_window": None}}.get(name, {})
+    system = coded(open_system(CASES[name]) if name in CASES else looped(name, **settings))
     if name == "transformers HRM-Text":
         system.model.model.z_L_init.data.normal_()
     for n_steps in (1, 3):
         runner = Runner(system.program(n_steps))
         whole = rolled_out(system, _TEXT, n_steps)
         for n in range(1, len(_TEXT) + 1):
-            found = extended(runner, _TEXT[:n])
-            torch.testing.assert_close(found, whole[n - 1], rtol=2e-5, atol=2e-5)
+            logits = extended(runner, _TEXT[:n])
+            torch.testing.assert_close(logits, whole[n - 1], rtol=2e-5, atol=2e-5)
         assert runner.seen == len(_TEXT)
 
 
 @pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
 def test_bits_do_not_depend_on_threads_or_pieces_of_the_text(name):
     system = coded(open_system(CASES[name]))
-    own = torch.get_num_threads()
-    found = []
+    n_threads = torch.get_num_threads()
+    all_logits = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
@@ -95,18 +95,18 @@ def test_bits_do_not_depend_on_threads_or_pieces_of_the_text(name):
                 runner = Runner(system.program(2))
                 for last in parts:
                     logits = extended(runner, _TEXT[:last])
-                found.append(logits)
+                all_logits.append(logits)
                 runner.restart()
                 assert torch.equal(extended(runner, _TEXT), logits)
     finally:
-        torch.set_num_threads(own)
-    assert all(torch.equal(logits, found[0]) for logits in found)
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
 
 
 def test_threads_do_not_overtake_each_other():
     """A core of two blocks behind an adapter, on more threads than there are processors, again and again."""
     system = coded(load_model("huginn_small").system)
-    own = torch.get_num_threads()
+    n_threads = torch.get_num_threads()
     ids = list(b"The sea was calm")
     try:
         torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def test_threads_do_not_overtake_each_other():
                 assert torch.equal(extended(runner, ids), expected)
                 runner.restart()
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(n_threads)
 
 
 def test_a_long_text_in_pieces_has_angles_for_all_positions():
@@ -133,37 +133,37 @@ def test_models_in_sixteen_bits_differ_by_their_own_rounding(dtype, tolerance):
     system = coded(open_system(CASES["looped Llama"]))
     system.model.to(dtype)
     whole = rolled_out(system, _TEXT, 2)
-    found = extended(Runner(system.program(2)), _TEXT)
-    assert (found - whole[-1]).norm() < tolerance * whole[-1].norm()
+    logits = extended(Runner(system.program(2)), _TEXT)
+    assert (logits - whole[-1]).norm() < tolerance * whole[-1].norm()
 
 
 def test_eight_bit_activations_are_those_of_the_layers():
     system = coded(open_system(CASES["looped Llama"]), activations="int8")
     exact, whole = coded(open_system(CASES["looped Llama"])), rolled_out(system, _TEXT, 2)[-1]
-    found = extended(Runner(system.program(2)), _TEXT)
-    torch.testing.assert_close(found, whole, rtol=2e-3, atol=2e-3)
-    assert (found - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
+    logits = extended(Runner(system.program(2)), _TEXT)
+    torch.testing.assert_close(logits, whole, rtol=2e-3, atol=2e-3)
+    assert (logits - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
 
 
 @pytest.mark.parametrize("name", ["Huginn", "looped Llama", "transformers HRM-Text"])
 def test_caches_in_fewer_bits_change_logits_little_on_any_thread(name):
     system = coded(open_system(CASES[name]))
     whole = rolled_out(system, _TEXT, 2)[-1]
-    own = torch.get_num_threads()
+    n_threads = torch.get_num_threads()
     off = {}
     try:
         for kv in (8, 4):
-            found = []
+            all_logits = []
             for threads, parts in ((1, (13,)), (2, (1, 2, 3, 13))):
                 torch.set_num_threads(threads)
                 runner = Runner(system.program(2), kv)
                 for last in parts:
                     logits = extended(runner, _TEXT[:last])
-                found.append(logits)
-            assert torch.equal(*found)
-            off[kv] = float((found[0] - whole).norm() / whole.norm())
+                all_logits.append(logits)
+            assert torch.equal(*all_logits)
+            off[kv] = float((all_logits[0] - whole).norm() / whole.norm())
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(n_threads)
     assert 1e-6 < off[8] < 2e-2
     assert off[8] < off[4] < 0.3
 
@@ -182,14 +182,14 @@ def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
     right = system.program
 
     def without_branch_norms(n_steps):
-        found = right(n_steps)
+        program = right(n_steps)
         order = [
             (name, dataclasses.replace(what, norms=tuple(Branch(n.input) for n in what.norms)))
             if name == "block"
             else (name, what)
-            for name, what in found.order
+            for name, what in program.order
         ]
-        return dataclasses.replace(found, order=order)
+        return dataclasses.replace(program, order=order)
 
     monkeypatch.setattr(system, "program", without_branch_norms)
     wrong = Decoder(system, 3, Generation())
@@ -255,8 +255,8 @@ def test_linear_layers_without_codes_and_unlike_activations():
     weight = layer.q_proj.dequantize()
     layer.q_proj = nn.Linear(weight.shape[1], weight.shape[0])
     layer.q_proj.weight.data, layer.q_proj.bias.data = weight, torch.linspace(-1, 1, len(weight))
-    found = extended(Runner(system.program(2)), _TEXT)
-    torch.testing.assert_close(found, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
+    logits = extended(Runner(system.program(2)), _TEXT)
+    torch.testing.assert_close(logits, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
     layer.k_proj.activations = "int8"
     with pytest.raises(KernelError, match="found float, int8"):
         Runner(system.program(2))

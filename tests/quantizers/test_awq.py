@@ -19,8 +19,8 @@ def test_awq_of_even_channels_is_asymmetric_rounding_or_better():
     hessian = x.T @ x
     layer = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
 
-    def loss(found):
-        error = found.dequantize() - weight
+    def loss(quantized):
+        error = quantized.dequantize() - weight
         return np.trace(error @ hessian @ error.T)
 
     assert loss(layer) < loss(plain)

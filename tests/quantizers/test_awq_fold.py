@@ -193,8 +193,8 @@ def put(model, layers, tensors):
 @pytest.fixture
 def scales():
     rng = np.random.default_rng(0)
-    both, own = (np.exp2(rng.integers(-3, 4, WIDTH)).astype(np.float32) for _ in range(2))
-    return {"gate.weight": both, "up.weight": both, "down.weight": own}
+    both, single = (np.exp2(rng.integers(-3, 4, WIDTH)).astype(np.float32) for _ in range(2))
+    return {"gate.weight": both, "up.weight": both, "down.weight": single}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -267,19 +267,19 @@ def test_scales_of_other_grids_are_divided_exactly(levels):
 
 
 def test_other_threads_see_no_trial():
-    model, found = Block(), []
+    model, outputs = Block(), []
     with torch.no_grad():
         plain = model.norm(X)
 
         def run():
-            other = threading.Thread(target=lambda: found.append(model.norm(X)))
+            other = threading.Thread(target=lambda: outputs.append(model.norm(X)))
             other.start()
             other.join()
             return model(X)
 
         find_folds(model, READERS, run)
-    assert len(found) == 2
-    assert all(torch.equal(value, plain) for value in found)
+    assert len(outputs) == 2
+    assert all(torch.equal(value, plain) for value in outputs)
 
 
 def loud(rng, n_rows=200):
@@ -302,8 +302,8 @@ def test_layers_of_one_input_share_powers_of_two():
     alone = config.quantize(dataclasses.replace(problems[0], shared={}))
     assert alone.report["awq_power"] != layers[0].report["awq_power"]
 
-    def loss(found):
-        errors = [layer.dequantize() - w for layer, w in zip(found, weights, strict=True)]
+    def loss(quantized):
+        errors = [layer.dequantize() - w for layer, w in zip(quantized, weights, strict=True)]
         return sum(np.trace(e @ x.T @ x @ e.T) for e in errors)
 
     plain = [solve("rtn", w, None, bits=3, group_size=16, scale_search="mse") for w in weights]

@@ -15,7 +15,7 @@ from tests.support.kills import counting
 @pytest.mark.parametrize("method", ["gptq", "gptq-cd"])
 def test_queries_keys_and_values_share_one_factor(method, monkeypatch):
     rng = np.random.default_rng(0)
-    x, shared, made = rng.normal(size=(64, 16)), {}, []
+    x, shared, calls = rng.normal(size=(64, 16)), {}, []
     config = LayerConfig.of(method=method, bits=3, group_size=8)
     weights = rng.normal(size=(3, 4, 16)).astype(np.float32)
 
@@ -24,9 +24,9 @@ def test_queries_keys_and_values_share_one_factor(method, monkeypatch):
         return [config.quantize(problem) for problem in problems]
 
     alone = layers(dict)
-    monkeypatch.setattr(native, "DampedFactor", counting(native.DampedFactor, made))
+    monkeypatch.setattr(native, "DampedFactor", counting(native.DampedFactor, calls))
     together = layers(lambda: shared)
-    assert len(made) == 1
+    assert len(calls) == 1
     assert all(a.same_as(b) for a, b in zip(alone, together, strict=True))
 
 

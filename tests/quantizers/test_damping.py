@@ -34,8 +34,8 @@ def test_damping_kinds():
 def test_dead_channels_are_counted_under_every_damping(tiny, tokens, kind, method):
     with torch.no_grad():
         tiny.model.get_parameter("transformer.core_block.0.norm_3.weight")[[1, 5]] = 0
-    found = loopq.quantize(tiny, tokens, method=method, damping_kind=kind, bits=4, group_size=16, threads=1)
-    dead = {n: x.report["n_dead_columns"] for n, x in found.layers.items() if x.report["n_dead_columns"]}
+    result = loopq.quantize(tiny, tokens, method=method, damping_kind=kind, bits=4, group_size=16, threads=1)
+    dead = {n: x.report["n_dead_columns"] for n, x in result.layers.items() if x.report["n_dead_columns"]}
     assert dead == {"transformer.core_block.0.mlp.fc.weight": 2}
 
 

@@ -145,11 +145,11 @@ def test_columns_in_the_order_of_their_energy_need_static_scales(tiny_folder, to
     with pytest.raises(ConfigError, match="act_order needs static scales"):
         solve("gptq", np.ones((2, 4), np.float32), np.eye(4), act_order=True)
     out = tmp_path / "ordered"
-    found = loopq.quantize(
+    result = loopq.quantize(
         tiny_folder, tokens, out=out, method="gptq", group_size=16, scales="static", act_order=True
     )
     plain = loopq.quantize(tiny_folder, tokens, method="gptq", group_size=16, scales="static")
-    assert any(not x.same_as(plain.layers[n]) for n, x in found.layers.items())
+    assert any(not x.same_as(plain.layers[n]) for n, x in result.layers.items())
     assert (out / "loopq.json").is_file()
 
 

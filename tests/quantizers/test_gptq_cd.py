@@ -32,8 +32,8 @@ def solved(weight, hessian, *, mu=None, order="conditional", threads=1, **settin
     } | settings
     # The twin says 0 where one scale is for the whole row.
     options["group_size"] = options["group_size"] or -1
-    found = native.gptq_cd(weight, factor, core.cd_settings(**options), threads=threads)
-    return found, hessian + np.diag(mu), factor
+    result = native.gptq_cd(weight, factor, core.cd_settings(**options), threads=threads)
+    return result, hessian + np.diag(mu), factor
 
 
 CASES = [
@@ -73,8 +73,8 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     losses = [twin.loss(w, twin.value(codes, scales[:, owner], zeros[:, owner]), s)]
     active = np.ones(rows, bool)
     for _ in range(3):
-        found = twin.rescale(w, s, codes, scales, zeros, group, "float16", signed)
-        scales = np.where(active[:, None], found, scales)
+        rescaled = twin.rescale(w, s, codes, scales, zeros, group, "float16", signed)
+        scales = np.where(active[:, None], rescaled, scales)
         losses.append(twin.loss(w, twin.value(codes, scales[:, owner], zeros[:, owner]), s))
         active &= losses[-1] < losses[-2] * (1 - 1e-3)
     np.testing.assert_array_equal(result["scales"], scales)
@@ -127,11 +127,11 @@ def test_brute_force_optimum_is_near():
         result, s, _ = solved(weight, hessian, bits=2, group_size=0, rounds=8)
         every = np.array(list(itertools.product(range(-2, 2), repeat=6)), dtype=np.float64)
         weight, scales = weight.astype(np.float64), result["scales"].astype(np.float64)
-        found = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
+        loss = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
         for row in range(4):
             exact = twin.loss(np.repeat(weight[row : row + 1], len(every), 0), every * scales[row, 0], s)
-            assert found[row] >= exact.min() * (1 - 1e-6), f"trial {trial}: below the optimum"
-            ratio.append(found[row] / exact.min())
+            assert loss[row] >= exact.min() * (1 - 1e-6), f"trial {trial}: below the optimum"
+            ratio.append(loss[row] / exact.min())
     assert np.median(ratio) < 1.02
     assert np.mean(ratio) < 1.25
 
@@ -167,11 +167,11 @@ def test_paths_enough_find_the_best_codes():
         result, s, _ = solved(weight, hessian, bits=2, group_size=0, rounds=0, beam=64)
         every = np.array(list(itertools.product(range(-2, 2), repeat=6)), dtype=np.float64)
         weight, scales = weight.astype(np.float64), result["scales"].astype(np.float64)
-        found = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
+        loss = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
         for row in range(8):
             exact = twin.loss(np.repeat(weight[row : row + 1], len(every), 0), every * scales[row, 0], s)
-            assert found[row] >= exact.min() * (1 - 1e-6)
-            ratio.append(found[row] / exact.min())
+            assert loss[row] >= exact.min() * (1 - 1e-6)
+            ratio.append(loss[row] / exact.min())
     assert np.mean(np.array(ratio) < 1 + 1e-6) > 0.9
     assert np.max(ratio) < 1.2
 

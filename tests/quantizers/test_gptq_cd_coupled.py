@@ -49,8 +49,8 @@ def gone_on(targets, s, codes, scales, size):
         before = reference.loss(targets, values, s)
         moved, _, _ = reference.descend(targets, s, codes, scales, zeros, 3, 16, 30)
         codes = np.where(active[:, None], moved, codes)
-        found = reference.rescale(targets, s, codes, scales, zeros, 16, "float16", signed=True)
-        scales = np.where(active[:, None], found, scales)
+        rescaled = reference.rescale(targets, s, codes, scales, zeros, 16, "float16", signed=True)
+        scales = np.where(active[:, None], rescaled, scales)
         values = reference.value(codes, scales[:, owner], zeros[:, owner])
         gain = reference.loss(targets, values, s) - before
         active &= size + gain < size * (1 - 1e-3)
@@ -72,23 +72,23 @@ def twin(weight, s, a, right, passes):
         shift = unit[:b, b:e].T @ error[:b]
         for i in range(e - b):
             shift[i] -= unit[b : b + i, b + i] @ shift[:i]
-        found = native.gptq_cd((target[b:e] - shift).astype(np.float32), right, SETTINGS, threads=1)
-        codes[b:e], scales[b:e] = found["codes"].astype(float) + 4, found["scales"]
-        values[b:e] = values_of(found, 16, d)
+        solved = native.gptq_cd((target[b:e] - shift).astype(np.float32), right, SETTINGS, threads=1)
+        codes[b:e], scales[b:e] = solved["codes"].astype(float) + 4, solved["scales"]
+        values[b:e] = values_of(solved, 16, d)
         error[b:e] = values[b:e] - target[b:e]
     for _ in range(passes):
         before = replaced
         for b in range(0, rows, 32):
             e = min(rows, b + 32)
-            own = np.diag(ordered)[b:e, None]
+            pivots = np.diag(ordered)[b:e, None]
             pull = ordered[b:e] @ error
             size = reference.loss(np.zeros((e - b, d)), error[b:e], s)
-            targets = target[b:e] - (pull / own - error[b:e])
+            targets = target[b:e] - (pull / pivots - error[b:e])
             new = gone_on(targets, s, codes[b:e], scales[b:e], size)
             change = new[2] - target[b:e] - error[b:e]
             image = change @ s
             for i in range(e - b):
-                if np.sum(image[i] * (2 * pull[i] + own[i] * change[i])) < 0:
+                if np.sum(image[i] * (2 * pull[i] + pivots[i] * change[i])) < 0:
                     replaced += 1
                     error[b + i] += change[i]
                     codes[b + i], scales[b + i], values[b + i] = (part[i] for part in new)
@@ -103,14 +103,14 @@ def twin(weight, s, a, right, passes):
 @pytest.mark.parametrize(("rows", "d", "passes"), [(24, 32, 0), (24, 32, 2), (43, 40, 1), (5, 33, 3)])
 def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
     weight, s, a, right = made(rows, d, seed=rows)
-    found = native.coupled(weight, right, [left_of(a)], SETTINGS, passes=passes, threads=1)
-    values = values_of(found, 16, d)
+    solved = native.coupled(weight, right, [left_of(a)], SETTINGS, passes=passes, threads=1)
+    values = values_of(solved, 16, d)
     expected, replaced = twin(weight, s, a, right, passes)
     np.testing.assert_array_equal(values, expected)
-    assert found["n_replaced"] == replaced
-    assert found["coupled_settled"] == pytest.approx(loss(weight, values, a, s), rel=1e-9)
-    assert found["coupled_settled"] <= found["coupled_swept"]
-    assert (found["n_replaced"] > 0) == (found["coupled_settled"] < found["coupled_swept"])
+    assert solved["n_replaced"] == replaced
+    assert solved["coupled_settled"] == pytest.approx(loss(weight, values, a, s), rel=1e-9)
+    assert solved["coupled_settled"] <= solved["coupled_swept"]
+    assert (solved["n_replaced"] > 0) == (solved["coupled_settled"] < solved["coupled_swept"])
 
 
 def test_is_better_than_rows_that_do_not_know_each_other():
@@ -125,9 +125,9 @@ def test_without_coupling_it_is_gptq_cd():
     weight, _, _, right = made(20, 32)
     plain = native.gptq_cd(weight, right, SETTINGS, threads=1)
     for diagonal in (np.ones(20), np.linspace(1, 9, 20)):
-        found = native.coupled(weight, right, [left_of(np.diag(diagonal))], SETTINGS, passes=0, threads=1)
-        np.testing.assert_array_equal(found["codes"], plain["codes"])
-        np.testing.assert_array_equal(found["scales"], plain["scales"])
+        solved = native.coupled(weight, right, [left_of(np.diag(diagonal))], SETTINGS, passes=0, threads=1)
+        np.testing.assert_array_equal(solved["codes"], plain["codes"])
+        np.testing.assert_array_equal(solved["scales"], plain["scales"])
 
 
 def test_near_the_optimum_of_all_codes():
@@ -139,10 +139,10 @@ def test_near_the_optimum_of_all_codes():
         s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
         right = factor(s, np.zeros(3))
         grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
-        found = native.coupled(weight, right, [left_of(a)], core.cd_settings(**grid), passes=4, threads=1)
-        values = values_of(found, 3, 3)
+        solved = native.coupled(weight, right, [left_of(a)], core.cd_settings(**grid), passes=4, threads=1)
+        values = values_of(solved, 3, 3)
         best = min(
-            loss(weight, np.array(c).reshape(2, 3) * found["scales"], a, s)
+            loss(weight, np.array(c).reshape(2, 3) * solved["scales"], a, s)
             for c in itertools.product(range(-2, 2), repeat=6)
         )
         assert loss(weight, values, a, s) >= best * (1 - 1e-6)
@@ -182,7 +182,7 @@ def test_an_unstorable_scale_is_named_by_its_row_of_the_weight():
 
 def test_scaling_either_side_changes_no_code():
     weight, s, a, _ = made(16, 32)
-    found = [
+    codes = [
         native.coupled(
             weight,
             factor(s * k, np.zeros(32)),
@@ -192,5 +192,5 @@ def test_scaling_either_side_changes_no_code():
         )["codes"]
         for k in (1.0, 4.0, 0.25)
     ]
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(codes[0], codes[1])
+    np.testing.assert_array_equal(codes[0], codes[2])

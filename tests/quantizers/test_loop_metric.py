@@ -51,7 +51,7 @@ def test_rows_without_gradient_take_no_errors_of_others(monkeypatch):
     def error(floor: float) -> float:
         monkeypatch.setattr("loopq.quantizers.loop_metric.FLOOR", floor)
         settings = {"bits": 3, "group_size": 32, "metric": "loop"}
-        found = solve("gptq-cd", weight, x.T @ x, threads=1, loop_metric=metric, **settings).dequantize()
-        return float(np.square(found[8:] - weight[8:]).sum() / np.square(weight[8:]).sum()) ** 0.5
+        rounded = solve("gptq-cd", weight, x.T @ x, threads=1, loop_metric=metric, **settings).dequantize()
+        return float(np.square(rounded[8:] - weight[8:]).sum() / np.square(weight[8:]).sum()) ** 0.5
 
     assert error(FLOOR) < 0.5 < 2.0 < error(0.0)

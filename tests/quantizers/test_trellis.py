@@ -65,11 +65,11 @@ def form(error, a, s):
 
 def test_the_example_of_the_format():
     codes = np.array([[1], [2], [3]], np.uint8)
-    found = core.decode(
+    values = core.decode(
         codes, np.ones((3, 1), np.float32), bits=2, group_size=1, state_bits=4, stream_rows=512
     )
-    np.testing.assert_array_equal(found[:, 0], np.float32([value(13), value(6), value(11)]))
-    assert found[0, 0] == -157 / 128
+    np.testing.assert_array_equal(values[:, 0], np.float32([value(13), value(6), value(11)]))
+    assert values[0, 0] == -157 / 128
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ def test_decodes_as_the_format_says(bits, state_bits, stream_rows):
     rng = np.random.default_rng(bits)
     codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (21, 9)).astype(np.int8)
     scales = rng.normal(size=(21, 3)).astype(np.float16).astype(np.float32)
-    found = core.decode(
+    values = core.decode(
         codes, scales, bits=bits, group_size=4, state_bits=state_bits, stream_rows=stream_rows
     )
-    np.testing.assert_array_equal(found, decoded(codes, scales, bits, state_bits, stream_rows, 4))
+    np.testing.assert_array_equal(values, decoded(codes, scales, bits, state_bits, stream_rows, 4))
 
 
 @pytest.mark.parametrize(("rows", "d", "bits"), [(40, 32, 2), (33, 21, 3), (12, 17, 4), (3, 8, 2), (1, 5, 3)])
 def test_reports_the_true_loss_and_solved_scales_lower_it(rows, d, bits):
     weight, right, s, a = made(rows, d)
-    found = core.trellis(weight, right, [left_of(a)], bits=bits, state_bits=bits + 5, **CODE)
-    values = decoded(found["codes"], found["scales"], bits, bits + 5, rows, 16)
-    assert found["coupled_settled"] == pytest.approx(form(values - weight.astype(float), a, s), rel=1e-6)
-    assert found["coupled_settled"] <= found["coupled_swept"] * (1 + 1e-9)
+    solved = core.trellis(weight, right, [left_of(a)], bits=bits, state_bits=bits + 5, **CODE)
+    values = decoded(solved["codes"], solved["scales"], bits, bits + 5, rows, 16)
+    assert solved["coupled_settled"] == pytest.approx(form(values - weight.astype(float), a, s), rel=1e-6)
+    assert solved["coupled_settled"] <= solved["coupled_swept"] * (1 + 1e-9)
 
 
 def states_of_all(rows, bits, state_bits):
@@ -110,12 +110,12 @@ def over_the_best_stream(rows, coupled):
     for seed in range(20):
         weight, right, s, a = made(rows, 1, seed)
         a = a if coupled else np.diag(np.diag(a))
-        found = core.trellis(weight, right, [left_of(a)], bits=2, state_bits=6, **CODE)
+        solved = core.trellis(weight, right, [left_of(a)], bits=2, state_bits=6, **CODE)
         # The first scale of two bits, before scales are solved for.
         scales = (0.86 * np.abs(weight[:, 0].astype(float))).astype(np.float16).astype(float)
         errors = values * scales - weight[:, 0]
         best = np.einsum("ni,ij,nj->n", errors, a, errors).min() * s[0, 0]
-        ratios.append(found["coupled_swept"] / best)
+        ratios.append(solved["coupled_swept"] / best)
     return np.array(ratios)
 
 
@@ -144,8 +144,8 @@ def test_loss_is_below_the_plain_grids_and_falls_with_coupling(bits, most):
     code = {"group_size": 64, "scale_dtype": "float16", "bits": bits}
     losses = {}
     for name, between in (("coupled", a), ("apart", np.diag(np.diag(a)))):
-        found = core.trellis(weight, right, [left_of(between)], state_bits=10, **code)
-        values = decoded(found["codes"], found["scales"], bits, 10, 96, 64)
+        solved = core.trellis(weight, right, [left_of(between)], state_bits=10, **code)
+        values = decoded(solved["codes"], solved["scales"], bits, 10, 96, 64)
         losses[name] = form(values - weight.astype(float), a, s)
     left = native.DampedFactor(a, np.zeros(96), order="conditional")
     assert losses["coupled"] < 0.9 * losses["apart"]
@@ -169,21 +169,21 @@ def test_blocks_are_solved_apart_and_threads_change_nothing():
 
 def test_scaling_either_side_changes_no_code():
     weight, _, s, a = made(24, 32)
-    found = []
+    results = []
     for k in (1.0, 4.0, 0.25):
         right = native.DampedFactor(s * k, np.zeros(32), order="conditional")
-        found.append(core.trellis(weight, right, [left_of(a * k)], bits=2, state_bits=8, **CODE)["codes"])
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+        results.append(core.trellis(weight, right, [left_of(a * k)], bits=2, state_bits=8, **CODE)["codes"])
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_rows_of_zeros_are_coded_and_what_cannot_be_is_refused():
     weight, right, _, a = made(16, 32)
     quiet = weight.copy()
     quiet[5] = 0
-    found = core.trellis(quiet, right, [left_of(a)], bits=2, state_bits=8, **CODE)
-    assert np.isfinite(found["scales"]).all()
-    assert (found["scales"] != 0).all()
+    solved = core.trellis(quiet, right, [left_of(a)], bits=2, state_bits=8, **CODE)
+    assert np.isfinite(solved["scales"]).all()
+    assert (solved["scales"] != 0).all()
     for change in ({"bits": 8}, {"state_bits": 3}, {"state_bits": 17}, {"scale_dtype": "int8"}):
         with pytest.raises(ConfigError):
             core.trellis(weight, right, [left_of(a)], **{"bits": 2, "state_bits": 8, **CODE, **change})
@@ -211,13 +211,13 @@ def over_the_plain_grid(rows, beam):
         s, a = neighbours(64, seed + 10, 0.5), neighbours(rows, seed + 20, 0.6)
         right = native.DampedFactor(s, np.zeros(64), order="conditional")
         code = {"group_size": 64, "scale_dtype": "float16", "bits": 2 + seed % 3}
-        found = core.trellis(weight, right, [left_of(a)], state_bits=10, **code)
+        solved = core.trellis(weight, right, [left_of(a)], state_bits=10, **code)
         settings = core.cd_settings(
             symmetric=True, signed=True, beam=beam, sweeps=30, rounds=4, refit=True, **code
         )
         left = native.DampedFactor(a, np.zeros(rows), order="conditional")
         plain = native.coupled(weight, right, [left], settings)
-        ratios.append(found["coupled_settled"] / plain["coupled_settled"])
+        ratios.append(solved["coupled_settled"] / plain["coupled_settled"])
     return np.exp(np.mean(np.log(ratios)))
 
 
@@ -284,6 +284,6 @@ def test_an_index_that_puts_other_grids_on_a_trellis_is_refused(change):
 
 def test_the_method_gives_its_grid_before_a_run():
     method = LayerConfig.of(method="trellis", bits=3).method
-    found = method.make_grid(GridSettings(3, 32))
-    assert (type(found), found.bits, found.group_size) == (OnTrellis, 3, 32)
+    grid = method.make_grid(GridSettings(3, 32))
+    assert (type(grid), grid.bits, grid.group_size) == (OnTrellis, 3, 32)
     assert LayerConfig.of(method="rtn").method.make_grid(GridSettings(3, 32)) == GridSettings(3, 32).make()

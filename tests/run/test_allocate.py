@@ -31,19 +31,19 @@ FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, 
 @pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
 def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
     asked = Fit(13.3, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
-    found = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "q", threads=1)
-    facts = found.settings["allocation"]
-    n_weights = sum(x.codes.size for x in found.layers.values())
-    n_weights += sum(math.prod(t.shape) for t in found.dense.values())
+    result = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "q", threads=1)
+    facts = result.settings["allocation"]
+    n_weights = sum(x.codes.size for x in result.layers.values())
+    n_weights += sum(math.prod(t.shape) for t in result.dense.values())
     size = (tmp_path / "q" / "model.safetensors").stat().st_size
     assert facts["budget_bytes"] == int(13.3 * n_weights / 8)
     assert 0.99 * facts["budget_bytes"] < size < 1.01 * facts["budget_bytes"]
     assert size == pytest.approx(facts["n_bytes"], rel=5e-3)
     assert facts["bits_a_weight"] == pytest.approx(8 * facts["n_bytes"] / n_weights)
-    assert len({x.grid.bits for x in found.layers.values()}) > 1
+    assert len({x.grid.bits for x in result.layers.values()}) > 1
     again = loopq.formats.native.read(tmp_path / "q")
     config = QuantConfig.from_json(again.settings["quantization"])
-    for name, layer in found.layers.items():
+    for name, layer in result.layers.items():
         grid = config.for_layer(name).grid
         assert facts["layers"][name] == {k: getattr(grid, k) for k in ("bits", "group_size", "levels")}
         assert (grid.bits, grid.group_size) == (layer.grid.bits, layer.grid.group_size)
@@ -52,7 +52,7 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
     loaded = loopq.load(tmp_path / "q")
     name = "transformer.adapter.weight"
     np.testing.assert_array_equal(
-        loaded.model.get_parameter(name).detach().numpy(), found.layers[name].in_model_orientation()
+        loaded.model.get_parameter(name).detach().numpy(), result.layers[name].in_model_orientation()
     )
     assert loopq.evaluate(tiny_folder, [tmp_path / "q"], tokens)[1].kl.mean() > 0
 
@@ -61,13 +61,13 @@ def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
     name = "transformer.adapter.weight"
     fixed = dataclasses.replace(FULL, overrides=(Override(name, {"bits": 8, "group_size": 8}),))
     asked = Fit(13.95, bits=(2, 3), group_sizes=(16, 32), n_prompts=2, levels=("even",))
-    found = loopq.quantize(tiny, tokens, fixed, fit=asked, threads=1)
-    layer = found.layers[name]
+    result = loopq.quantize(tiny, tokens, fixed, fit=asked, threads=1)
+    layer = result.layers[name]
     assert (layer.grid.bits, layer.grid.group_size) == (8, 8)
-    facts = found.settings["allocation"]
+    facts = result.settings["allocation"]
     assert facts["layers"][name] == {"bits": 8, "group_size": 8, "levels": "even"}
-    assert sum(c["n_bytes"] for c in facts["chosen"]) == sum(x.n_bytes for x in found.layers.values())
-    assert {x.grid.bits for n, x in found.layers.items() if n != name} <= {2, 3}
+    assert sum(c["n_bytes"] for c in facts["chosen"]) == sum(x.n_bytes for x in result.layers.values())
+    assert {x.grid.bits for n, x in result.layers.items() if n != name} <= {2, 3}
 
 
 def test_grids_and_trials_are_counted(tiny, tokens):
@@ -85,10 +85,10 @@ def test_grids_and_trials_are_counted(tiny, tokens):
             self.lines.append(text)
 
     asked = Fit(13.95, bits=(2, 3), group_sizes=(16,), n_prompts=1, levels=("even",))
-    found = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1, progress=Told())
+    result = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1, progress=Told())
     grids = [line for line in Told.lines if line.startswith("fit: grid")]
     assert [line[: len("fit: grid 1 of 2")] for line in grids] == ["fit: grid 1 of 2", "fit: grid 2 of 2"]
-    assert Told.stages["ablation, trials"] == [2 * len(found.layers)] * 2
+    assert Told.stages["ablation, trials"] == [2 * len(result.layers)] * 2
 
 
 def test_a_method_chooses_from_the_grids_it_has(tiny, tokens):
@@ -104,10 +104,10 @@ def test_a_method_chooses_from_the_grids_it_has(tiny, tokens):
 def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
     """The layers that got two bits get four here, as far as the bytes reach."""
     asked = Fit(13.26, bits=(2, 4), group_sizes=(16,), n_prompts=10, levels=("even",))
-    found = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1)
-    bits = {n: x.grid.bits for n, x in found.layers.items()}
+    result = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1)
+    bits = {n: x.grid.bits for n, x in result.layers.items()}
     assert set(bits.values()) == {2, 4}
-    budget = sum(x.n_bytes for x in found.layers.values())
+    budget = sum(x.n_bytes for x in result.layers.values())
     two = loopq.quantize(tiny, tokens, FULL, bits=2, threads=1).layers
     four = loopq.quantize(tiny, tokens, FULL, bits=4, threads=1).layers
     other, used = dict(two), sum(x.n_bytes for x in two.values())
@@ -116,7 +116,7 @@ def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
         if used + more <= budget and bits[n] == 2:
             other[n], used = four[n], used + more
     assert used > sum(x.n_bytes for x in two.values())
-    variants = {"scored": tensors_of(found.layers), "other": tensors_of(other)}
+    variants = {"scored": tensors_of(result.layers), "other": tensors_of(other)}
     _, scored, reverse = compare(tiny.system, variants, tokens)
     assert scored.kl.mean() < reverse.kl.mean()
 
@@ -132,9 +132,9 @@ def test_layers_of_one_input_get_one_grid(score):
         layers = loopq.quantize(ExactLoop(), ids(), **take, **settings).layers
         return {name: (layer.grid.bits, layer.grid.group_size) for name, layer in layers.items()}
 
-    found = grids()
-    assert found["q.weight"] == found["k.weight"] == found["v.weight"]
-    assert len(set(found.values())) > 1
+    chosen = grids()
+    assert chosen["q.weight"] == chosen["k.weight"] == chosen["v.weight"]
+    assert len(set(chosen.values())) > 1
     fixed = grids(overrides=(Override("v.weight", {"bits": 8}),))
     assert fixed["q.weight"] == fixed["k.weight"]
     assert fixed["v.weight"] == (8, fixed["q.weight"][1])
@@ -183,11 +183,11 @@ def test_what_is_outside_the_loop_is_chosen_with_it(tokens):
     take = {"method": "rtn", "n_prompts": 2, "seq_len": 16, "n_steps": 2, "threads": 1}
     sizes = {}
     for budget, outside in ((3.7, 4), (5.2, 8), (6.5, None)):
-        found = loopq.quantize(loaded, fit=Fit(budget, **few), **take)
-        assert found.settings["quantization"]["outside"] == outside
-        assert ("transformer.wte.weight" in found.layers) == (outside is not None)
-        sizes[outside] = found.settings["allocation"]["n_bytes"]
-        assert found.n_bytes == pytest.approx(sizes[outside], rel=0.02)
+        result = loopq.quantize(loaded, fit=Fit(budget, **few), **take)
+        assert result.settings["quantization"]["outside"] == outside
+        assert ("transformer.wte.weight" in result.layers) == (outside is not None)
+        sizes[outside] = result.settings["allocation"]["n_bytes"]
+        assert result.n_bytes == pytest.approx(sizes[outside], rel=0.02)
     assert sizes[4] < sizes[8] < sizes[None]
     fixed = loopq.quantize(loaded, fit=Fit(5.2, **few), outside=4, **take)
     assert fixed.layers["transformer.wte.weight"].grid.bits == 4

@@ -74,13 +74,13 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
     for spec in ("alpha=1/4", "balanced"):
         run = prepared(tiny, tokens, step_weights=spec)
-        plain, found = open_loop(run), run.solve(AsymmetricInputs())
+        plain, result = open_loop(run), run.solve(AsymmetricInputs())
         for task in run.tasks:
-            report = found[task.name].report
+            report = result[task.name].report
             assert report["step_weighting"] == spec
             assert sum(report["step_weights"]) == pytest.approx(1.0)
             if task.input_group == run.tasks[0].input_group:
-                np.testing.assert_array_equal(found[task.name].codes, plain[task.name].codes)
+                np.testing.assert_array_equal(result[task.name].codes, plain[task.name].codes)
                 assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
     by_sum = prepared(tiny, tokens).solve(AsymmetricInputs())
     by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(AsymmetricInputs())
@@ -166,8 +166,8 @@ def test_pairs_are_summed_where_the_model_is(tiny, job):
     expected = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
     with accelerator():
         tiny.model.to(DEVICE)
-        found = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
-    for a, b in ((found.quantized, expected.quantized), (found.cross, expected.cross)):
+        moments = collect_pairs(job, [last], {first: other})[last].of([0, 1, 2])
+    for a, b in ((moments.quantized, expected.quantized), (moments.cross, expected.cross)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(expected.quantized).max())
 
 

@@ -28,10 +28,10 @@ def test_is_the_optimum_of_all_combinations():
         budget = int(sum(w[0].n_bytes for w in of_layer) * (1.1 + 0.2 * trial))
         possible = [p for p in itertools.product(*of_layer) if sum(c.n_bytes for c in p) <= budget]
         best = min(sum(c.cost for c in p) for p in possible)
-        found = choose(candidates, budget)
-        assert [c.layers for c in found] == [(f"blocks.{i}.w.weight",) for i in range(6)]
-        assert sum(c.cost for c in found) == pytest.approx(best)
-        assert sum(c.n_bytes for c in found) <= budget
+        chosen = choose(candidates, budget)
+        assert [c.layers for c in chosen] == [(f"blocks.{i}.w.weight",) for i in range(6)]
+        assert sum(c.cost for c in chosen) == pytest.approx(best)
+        assert sum(c.n_bytes for c in chosen) <= budget
 
 
 def test_refuses_what_cannot_fit():

@@ -30,11 +30,11 @@ def test_overrides_apply_in_order_and_survive_json():
 
 def test_a_preset_sets_its_fields_and_leaves_the_others():
     base = QuantConfig.of(bits=3, damping=0.02, steps="1:")
-    found = base.preset("best")
-    assert {k: found.flat()[k] for k in PRESETS["best"]} == PRESETS["best"]
-    assert found.layer.method.damping.fraction == 0.02
-    assert (found.layer.grid.bits, found.layer.calibration.steps) == (3, "1:")
-    assert QuantConfig.of(preset="best", bits=3, damping=0.02, steps="1:") == found
+    config = base.preset("best")
+    assert {k: config.flat()[k] for k in PRESETS["best"]} == PRESETS["best"]
+    assert config.layer.method.damping.fraction == 0.02
+    assert (config.layer.grid.bits, config.layer.calibration.steps) == (3, "1:")
+    assert QuantConfig.of(preset="best", bits=3, damping=0.02, steps="1:") == config
     with pytest.raises(ConfigError, match="preset must be one of best, small, fast, paper; got 'good'"):
         base.preset("good")
 
@@ -70,19 +70,19 @@ def test_preset_best_has_a_table_of_levels_in_native_files_alone():
     ):  # fmt: skip
         changed = best.changed(**changes)
         assert changed.layer.grid.make().name == name
-        assert changed.for_format(own=True) == changed
-        assert changed.for_format(own=False).layer.grid.levels == "even"
-    one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(own=False)
+        assert changed.for_format(native=True) == changed
+        assert changed.for_format(native=False).layer.grid.levels == "even"
+    one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(native=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
-    assert best.changed(levels="fitted").for_format(own=False).layer.grid.levels == "fitted"
+    assert best.changed(levels="fitted").for_format(native=False).layer.grid.levels == "fitted"
 
 
 def test_awq_folds_in_formats_of_other_tools():
     config = QuantConfig.of(Override("*", {"method": "awq", "bits": 3}), method="awq", scale_search="max")
-    assert config.for_format(own=True) == config
-    found = config.for_format(own=False)
-    assert found.layer.method == QUANTIZERS.get("awq-fold")(scale_search="max")
-    assert [o.changes for o in found.overrides] == [{"method": "awq-fold", "bits": 3}]
+    assert config.for_format(native=True) == config
+    folding = config.for_format(native=False)
+    assert folding.layer.method == QUANTIZERS.get("awq-fold")(scale_search="max")
+    assert [o.changes for o in folding.overrides] == [{"method": "awq-fold", "bits": 3}]
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

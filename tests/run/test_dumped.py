@@ -132,9 +132,9 @@ def test_a_metric_of_another_layer(dump):
 )
 def test_sums_that_cannot_be(dump, entry, value, match):
     opened = Dump(dump)
-    found = opened.manifest.metrics[0]
-    parameter = next(p for p in opened.manifest.parameters if p.name == found.parameter)
-    tensors = {n: np.array(t.array()) for n, t in read_tensors(dump / found.file).items()}
+    metric = opened.manifest.metrics[0]
+    parameter = next(p for p in opened.manifest.parameters if p.name == metric.parameter)
+    tensors = {n: np.array(t.array()) for n, t in read_tensors(dump / metric.file).items()}
     if value is None:
         tensors[entry] = np.zeros((2, 3))
     else:

@@ -59,7 +59,7 @@ def sharing(monkeypatch):
 
 def inputs_of(loaded, tokens):
     """Rows of each expert and step as the block itself shows them: {(expert, step): rows}."""
-    block, found = loaded.model.block, {}
+    block, inputs = loaded.model.block, {}
     step = -1
 
     def enter(module, args):
@@ -67,13 +67,13 @@ def inputs_of(loaded, tokens):
         step += 1
         for number in range(4):
             rows = args[0][module.chosen(args[0]) == number]
-            found.setdefault((number, step % N_STEPS), []).append(rows.detach().numpy())
+            inputs.setdefault((number, step % N_STEPS), []).append(rows.detach().numpy())
 
     handle = block.register_forward_pre_hook(enter)
     for batch in tokens.batches(3, 0):
         loaded.system.rollout(batch, N_STEPS)
     handle.remove()
-    return {key: np.concatenate(parts) for key, parts in found.items()}
+    return {key: np.concatenate(parts) for key, parts in inputs.items()}
 
 
 def _reports(result):
@@ -317,7 +317,7 @@ def test_the_shared_hessian_has_the_rows_of_all_experts(loaded, tokens, sharing)
     assert groups["block.experts.1.down_proj.weight"] == "block.experts.1.down_proj.weight"
     assert run.job.selection.shares[whole] == 1.0
     for step in range(N_STEPS):
-        x = np.concatenate([found for (_, at), found in rows.items() if at == step])
+        x = np.concatenate([part for (_, at), part in rows.items() if at == step])
         acc = sums.accumulator(whole, [step])
         assert acc.n_rows(step) == len(x)
         np.testing.assert_allclose(acc.matrix([step]), x.T @ x, rtol=1e-4, atol=1e-4)
@@ -361,11 +361,11 @@ def test_shared_gradient_sums_are_those_of_all_experts_on_average(loaded, tokens
         run = run_of(loaded, tokens, config)
         sums = run.sums()
         sums.run_pass(list(sums.steps))
-        found = [_metrics(run, sums, seed) for seed in range(24)]
+        draws = [_metrics(run, sums, seed) for seed in range(24)]
         # The ridge is a share of the diagonal, so it adds up too.
-        written = [m.left[0] for one in found for name, m in one.items() if "down_proj" in name]
+        written = [m.left[0] for one in draws for name, m in one.items() if "down_proj" in name]
         traces.append(sum(map(np.trace, written)))
-        read = found[0]["block.experts.0.gate_proj.weight"]
+        read = draws[0]["block.experts.0.gate_proj.weight"]
         assert bool(read.left) == (few == 0.0)
         assert read.right.any()
     assert traces[1] == pytest.approx(traces[0], rel=0.25)

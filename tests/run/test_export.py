@@ -154,8 +154,8 @@ def test_awq_for_another_format_is_folded_bit_for_bit(llama, tmp_path, form):
     )
     np.testing.assert_array_equal(_logits(again), _logits(result))
     # Solved for loopq's own format, it gives the same file.
-    own = loopq.quantize(llama, IDS.tolist(), out=tmp_path / "own", **AWQ | {"method": "awq-fold"})
-    assert any(layer.transform for layer in own.layers.values())
+    native = loopq.quantize(llama, IDS.tolist(), out=tmp_path / "own", **AWQ | {"method": "awq-fold"})
+    assert any(layer.transform for layer in native.layers.values())
     assert export(tmp_path / "own", tmp_path / "e", form, force=True).difference == 0.0
     assert read_any(tmp_path / "e").digest() == again.digest()
 

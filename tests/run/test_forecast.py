@@ -65,16 +65,16 @@ def test_less_memory_means_more_passes_then_streams_then_refusal(
 def test_sizes_are_those_of_the_shapes() -> None:
     config = QuantConfig.of(method="gptq", bits=4, group_size=4)
     system = LinearSystem(LinearLoop(width=8, vocab=11))
-    told = _told(system, 1 << 30, config)
+    sizes = _told(system, 1 << 30, config)
     wide, codes = (16, 8), 8 * 16 + 8 * 8
-    assert told.weights == told.held == 8 * (codes + 2 * 11 * 8)
-    assert told.sums == sum(8 * w * (w + 1) for w in wide)
-    assert told.codes == codes
-    assert told.output == told.weights - 2 * codes + codes // 2 + 2 * (8 * 4 + 8 * 2)
-    assert (told.n_passes, told.n_tokens) == (1, 16 * 64)
-    assert told.limit == 1 << 30
-    assert told.sums < told.most < told.sums + 100_000
-    assert set(told.seconds) == {"rollouts", "Hessians", "solves", "gradients"}
+    assert sizes.weights == sizes.held == 8 * (codes + 2 * 11 * 8)
+    assert sizes.sums == sum(8 * w * (w + 1) for w in wide)
+    assert sizes.codes == codes
+    assert sizes.output == sizes.weights - 2 * codes + codes // 2 + 2 * (8 * 4 + 8 * 2)
+    assert (sizes.n_passes, sizes.n_tokens) == (1, 16 * 64)
+    assert sizes.limit == 1 << 30
+    assert sizes.sums < sizes.most < sizes.sums + 100_000
+    assert set(sizes.seconds) == {"rollouts", "Hessians", "solves", "gradients"}
 
 
 def test_half_the_room_takes_twice_the_passes() -> None:
@@ -93,12 +93,12 @@ def test_half_the_room_takes_twice_the_passes() -> None:
 
 
 def _made(**changes: Any) -> Forecast:
-    told = {
+    values = {
         "weights": 4_000_000, "held": 4_000_000, "sums": 2_000_000, "most": 1_000_000, "codes": 500_000,
         "output": 700_000, "limit": 5_000_000, "n_passes": 3, "n_tokens": 12_345,
         "seconds": {"rollouts": 100.0, "solves": 30.0, "gradients": 0.9},
     }  # fmt: skip
-    return Forecast(**(told | changes))
+    return Forecast(**(values | changes))
 
 
 def test_lines_say_what_is_held_stored_and_waited_for() -> None:

@@ -44,8 +44,8 @@ def test_codes_of_another_tool_are_read_exactly_and_kept(tmp_path: Path) -> None
     assert len(kept) == 4 * 3
     assert all(np.array_equal(after[name].data, before[name].data) for name in kept)
     assert {layer.grid.bits for name, layer in result.layers.items() if "g_proj" not in name} == {4}
-    found = loopq.load(tmp_path / "out").system.rollout(batch, 3)
-    assert 0 < (found - expected).norm() < 0.2 * expected.norm()
+    logits = loopq.load(tmp_path / "out").system.rollout(batch, 3)
+    assert 0 < (logits - expected).norm() < 0.2 * expected.norm()
     with pytest.raises(ConfigError, match="keep"):
         loopq.quantize(source, tokens(2), keep=("*nothing*",), **SETTINGS)
 
@@ -74,10 +74,10 @@ def test_awq_is_a_source(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = read_any(tmp_path).layers[f"{module}.weight"].dequantize()
+    weight = read_any(tmp_path).layers[f"{module}.weight"].dequantize()
     spread = scales.astype(np.float32).repeat(16, 0)
     expected = (codes.astype(np.float32) - zeros.astype(np.float32).repeat(16, 0)) * spread
-    np.testing.assert_array_equal(found, expected.T)
+    np.testing.assert_array_equal(weight, expected.T)
 
 
 def test_own_output_is_refused_unless_that_is_asked_for(tmp_path: Path) -> None:

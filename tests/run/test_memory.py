@@ -81,11 +81,11 @@ def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
     sums = free.sums()
     most = max(pass_bytes(free.job, free.tasks, sums, [x]) for x in sums.steps)
     limited = run_of(tiny, tokens, memory=most)
-    found = passes(limited.job, limited.tasks, sums := limited.sums())
-    assert len(found) > 1
-    assert sorted(x for p in found for x in p) == sorted(sums.steps)
+    groups = passes(limited.job, limited.tasks, sums := limited.sums())
+    assert len(groups) > 1
+    assert sorted(x for p in groups for x in p) == sorted(sums.steps)
     assert (
-        max(pass_bytes(limited.job, limited.tasks, sums, p) for p in found)
+        max(pass_bytes(limited.job, limited.tasks, sums, p) for p in groups)
         == run_bytes(limited.plan, limited.job)
         <= most
     )
@@ -123,10 +123,10 @@ def test_small_inputs_go_along_with_large_ones(tiny, tokens):
     job, steps = run_of(tiny, tokens, memory=7).job, run_of(tiny, tokens).sums().steps
     a, b, c, d, *_ = steps
     sizes = {a: 1, b: 1, c: 6, d: 6}
-    found = HessianSet(job, {k: steps[k] for k in sizes}).passes(
+    groups = HessianSet(job, {k: steps[k] for k in sizes}).passes(
         lambda input_groups: sum(sizes[g] for g in input_groups)
     )
-    assert found == [[a, c], [b, d]]
+    assert groups == [[a, c], [b, d]]
 
 
 @pytest.mark.parametrize("inputs", ["asymmetric", "closed-loop"])
@@ -164,8 +164,8 @@ def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
 def test_the_peak_is_what_was_said(width, settings):
     done = whole(width, **settings)
     assert done.returncode == 0, done.stderr
-    said, found = map(json.loads, done.stdout.splitlines())
-    taken = found["peak"] - said["before"]
+    said, measured = map(json.loads, done.stdout.splitlines())
+    taken = measured["peak"] - said["before"]
     # Above is the promise. An estimate of twice the need would refuse runs that fit. Libraries that keep
     # memory between two runs, as glibc does on some machines, hide some 20 MiB of the second one's need.
     assert 0.5 * said["extra"] < taken < 1.15 * said["extra"]
@@ -195,9 +195,9 @@ def test_want_of_memory_for_a_report_names_its_layer(tiny, tokens, monkeypatch, 
 
 
 def test_candidates_that_do_not_fit_are_refused(tiny, tokens):
-    found = run_of(tiny, tokens, QuantConfig.of(method="gptq"), memory=1 << 10)
+    limited = run_of(tiny, tokens, QuantConfig.of(method="gptq"), memory=1 << 10)
     asked = Fit(4.0, "fisher", bits=(2, 4), group_sizes=(16,), n_prompts=2, levels=("even",))
     with pytest.raises(
         ConfigError, match=r"fit: the candidates of layer .* take .* MiB, above the limit of 0\.00"
     ):
-        fit_parts(found.job, found.tasks, found.sums(), asked)
+        fit_parts(limited.job, limited.tasks, limited.sums(), asked)

@@ -68,7 +68,7 @@ def test_closed_loop_solves_original_weights_on_quantized_inputs(tiny, tokens):
     config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, beam=1)
     run = run_of(tiny, tokens, config, batch_size=5)
     first, again = run.solve(Open()), run.solve(ClosedLoop())[f"{name}.weight"]
-    own = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()
+    weight = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()
     rows = []
     with torch.no_grad():
         for other, layer in first.items():
@@ -81,10 +81,10 @@ def test_closed_loop_solves_original_weights_on_quantized_inputs(tiny, tokens):
         hook.remove()
     x = np.concatenate(rows)
     # Reports look at every k-th row of a weight that has more than 32.
-    part = slice(None, None, -(-len(own) // 32))
-    share = len(own) / len(own[part])
-    assert again.report["proxy_total"] == pytest.approx(np.square(x @ own[part].T).sum() * share, rel=1e-4)
-    lost = (again.dequantize() - own)[part]
+    part = slice(None, None, -(-len(weight) // 32))
+    share = len(weight) / len(weight[part])
+    assert again.report["proxy_total"] == pytest.approx(np.square(x @ weight[part].T).sum() * share, rel=1e-4)
+    lost = (again.dequantize() - weight)[part]
     assert again.report["proxy"] == pytest.approx(np.square(x @ lost.T).sum() * share, rel=1e-4)
     assert first[f"{name}.weight"].report["proxy_total"] != pytest.approx(
         again.report["proxy_total"], rel=1e-3
@@ -103,12 +103,12 @@ def test_equal_rows_spread_the_rows_of_one_step(tiny, tokens):
     config = QuantConfig.of(group_size=16, metric="inputs", rank_threshold=None)
     run = run_of(tiny, tokens, config, batch_size=5)
     expected = run.solve_from(EqualRows(run.job))
-    found = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
+    result = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
     plain = loopq.quantize(tiny, tokens, config, batch_size=5, threads=1)
-    assert all(found.layers[n].same_as(x) for n, x in expected.items())
-    assert any(not found.layers[n].same_as(x) for n, x in plain.layers.items())
+    assert all(result.layers[n].same_as(x) for n, x in expected.items())
+    assert any(not result.layers[n].same_as(x) for n, x in plain.layers.items())
     n_positions = sum(s.size for s in tokens.sequences)
-    assert {x.report["n_rows"] for x in found.layers.values() if x.report["steps"]} == {n_positions}
+    assert {x.report["n_rows"] for x in result.layers.values() if x.report["steps"]} == {n_positions}
     with pytest.raises(ConfigError, match="they go with metric 'inputs'"):
         loopq.quantize(tiny, tokens, config, inputs="equal-rows", method="gptq-cd", metric="loop")
 
@@ -137,5 +137,5 @@ def test_rows_are_summed_where_the_model_is(tiny, tokens):
     expected = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
     with accelerator():
         tiny.model.to(DEVICE)
-        found = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+        sums = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -72,11 +72,11 @@ def test_layers_that_the_paper_rounds_are_calibrated_otherwise():
     tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
     name, source = "lm_head.weight", ModelSource.of(system, tokens)
     for method in ("gptq", "awq", "rtn"):
-        found = source.plan(QuantConfig.of(method=method, group_size=16))
-        head = next(t for t in found.tasks if t.name == name)
+        plan = source.plan(QuantConfig.of(method=method, group_size=16))
+        head = next(t for t in plan.tasks if t.name == name)
         assert (type(head.config.method), head.input_group) == (RTN, None)
-    found = source.plan(QuantConfig.of(group_size=16))
-    head = next(t for t in found.tasks if t.name == name)
+    plan = source.plan(QuantConfig.of(group_size=16))
+    head = next(t for t in plan.tasks if t.name == name)
     assert (head.config.method.name, head.input_group, head.steps) == ("gptq-cd", name, (0,))
     layer = loopq.quantize(system, tokens, group_size=16, preset="fast").layers[name]
     assert layer.report["method_done"] == "gptq-cd"

@@ -42,9 +42,9 @@ def test_processes_meet_and_agree(meeting):
 
 
 def test_a_rank_that_does_not_come_is_named_to_all(meeting):
-    found = met(4, {0: "a", 2: "a"})
+    texts = met(4, {0: "a", 2: "a"})
     assert all(
-        text.startswith("rank 1, 3 of 4 did not come within 2 s; what is saved stays") for text in found
+        text.startswith("rank 1, 3 of 4 did not come within 2 s; what is saved stays") for text in texts
     )
 
 

@@ -16,9 +16,9 @@ from tests.support.runs import digest, run_of
 
 
 def test_the_public_function_runs_layer_by_layer(tiny, tokens):
-    found = loopq.quantize(tiny, tokens, asked(), inputs="asymmetric", batch_size=5, threads=1)
+    result = loopq.quantize(tiny, tokens, asked(), inputs="asymmetric", batch_size=5, threads=1)
     expected = prepared(tiny, tokens).solve(AsymmetricInputs())
-    assert all(found.layers[n].same_as(expected[n]) for n in expected)
+    assert all(result.layers[n].same_as(expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("metric", ["loop", "inputs"])
@@ -38,9 +38,9 @@ def test_a_result_is_written_once_and_has_the_facts_of_its_plan(tiny, tokens, mo
     run = run_of(tiny, tokens, QuantConfig.of(method="rtn", group_size=8, outside=8))
     assert run.plan.outside
     written = []
-    found = carry_out(run.source.prepare(run.plan), run.source, written.append)
-    assert written == [found]
-    assert list(found.layers)[: len(run.tasks)] == [t.name for t in run.tasks]
-    assert set(found.layers) == {t.name for t in (*run.tasks, *run.plan.outside)}
-    assert found.settings["n_steps"] == run.job.selection.n_steps
-    assert "allocation" not in found.settings
+    checkpoint = carry_out(run.source.prepare(run.plan), run.source, written.append)
+    assert written == [checkpoint]
+    assert list(checkpoint.layers)[: len(run.tasks)] == [t.name for t in run.tasks]
+    assert set(checkpoint.layers) == {t.name for t in (*run.tasks, *run.plan.outside)}
+    assert checkpoint.settings["n_steps"] == run.job.selection.n_steps
+    assert "allocation" not in checkpoint.settings

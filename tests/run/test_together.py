@@ -36,8 +36,8 @@ def test_a_rank_that_is_late_takes_what_the_others_wrote(tiny, tokens, tmp_path)
 
     out = tmp_path / "Q"
     (tmp_path / ".Q.lock").touch()
-    found = Team(out, ranks=Ranks(1, 2)).divide(plan, Late(source, out, write), pytest.fail)
-    assert sorted(found.layers) == [t.name for t in sorted(plan.tasks, key=lambda t: t.name)]
+    checkpoint = Team(out, ranks=Ranks(1, 2)).divide(plan, Late(source, out, write), pytest.fail)
+    assert sorted(checkpoint.layers) == [t.name for t in sorted(plan.tasks, key=lambda t: t.name)]
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["Q"]
     other = tmp_path / "other"
     with pytest.raises(LoopqError, match="cannot be written"):
@@ -51,9 +51,9 @@ def test_ranks_refuse_what_needs_the_model_between_layers(tmp_path):
     ranks, out = Ranks(0, 2), tmp_path / "Q"
     with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers, which several"):
         Team.of_ranks(ranks, QuantConfig.of(preset="best"), out, own_format=True)
-    for place, own in ((out, False), (None, True)):
+    for place, native in ((out, False), (None, True)):
         with pytest.raises(ConfigError, match="`export` it afterwards"):
-            Team.of_ranks(ranks, QuantConfig(), place, own_format=own)
+            Team.of_ranks(ranks, QuantConfig(), place, own_format=native)
     assert Team.of_ranks(ranks, QuantConfig(), str(out), own_format=True) == Team(out, ranks=ranks)
     out.mkdir()
     (out / "there").touch()

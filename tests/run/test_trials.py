@@ -52,8 +52,8 @@ def test_the_estimate_is_within_a_factor_of_1_5_on_other_text(tried):
         for bits in BITS
     }
     _, *measured = loopq.evaluate(loaded, results, n_prompts=16, seq_len=64, n_steps=4)
-    for trial, found in zip(trials, measured, strict=True):
-        assert 1 / 1.5 < trial.measured.kl.mean() / found.kl.mean() < 1.5
+    for trial, measurement in zip(trials, measured, strict=True):
+        assert 1 / 1.5 < trial.measured.kl.mean() / measurement.kl.mean() < 1.5
 
 
 def test_settings_that_a_table_cannot_have_are_refused(tried):

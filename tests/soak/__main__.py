@@ -47,14 +47,14 @@ class Soak:
 
     def place(self, name: str) -> Path:
         """A new folder."""
-        made = self.base / name
-        made.mkdir()
-        return made
+        folder = self.base / name
+        folder.mkdir()
+        return folder
 
     def model(self, name: str) -> Path:
         """The tiny model in a new folder."""
-        save_model(tiny_model(), made := self.place(name) / "model")
-        return made
+        save_model(tiny_model(), folder := self.place(name) / "model")
+        return folder
 
 
 class Part(NamedTuple):
@@ -135,7 +135,7 @@ def run(names: list[str], sizes: dict[str, int], seed: int, minutes: float = mat
     """Run parts in a folder of their own; nothing has to outlast a power cut there."""
     torch.set_num_threads(1)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    end, found = time.monotonic() + 60 * minutes, {}
+    end, results = time.monotonic() + 60 * minutes, {}
     with tempfile.TemporaryDirectory(dir=memory) as folder, mock.patch("os.fsync"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         soak = Soak(Path(folder))
@@ -143,11 +143,13 @@ def run(names: list[str], sizes: dict[str, int], seed: int, minutes: float = mat
             shares = [PARTS[other].share for other in names[number:]]
             began = time.monotonic()
             soak.until = began + (end - began) * shares[0] / sum(shares)
-            found[name] = PARTS[name].run(soak, sizes[name], random.Random(f"{seed} {name}"))
+            results[name] = PARTS[name].run(soak, sizes[name], random.Random(f"{seed} {name}"))
             print(
-                f"{name}: {time.monotonic() - began:.0f} s, {found[name].said()}", file=sys.stderr, flush=True
+                f"{name}: {time.monotonic() - began:.0f} s, {results[name].said()}",
+                file=sys.stderr,
+                flush=True,
             )
-    return found
+    return results
 
 
 def main() -> int:
@@ -174,13 +176,13 @@ def main() -> int:
     if wrong := set(args.names) - set(choices):
         parser.error(f"no campaign: {', '.join(sorted(wrong))}")
     names = list(dict.fromkeys(part for name in args.names or PARTS for part in choices[name]))
-    found = run(names, vars(args), args.seed, args.minutes)
+    results = run(names, vars(args), args.seed, args.minutes)
     rows = [
         (PARTS[name].campaign, PARTS[name].what, str(c.n_tried), str(len(c.failures)), c.said())
-        for name, c in found.items()
+        for name, c in results.items()
     ]
     print(render(("campaign", "of what", "tried", "failed", "outcomes"), rows))
-    failures = [f"{name}: {line}" for name, c in found.items() for line in c.failures]
+    failures = [f"{name}: {line}" for name, c in results.items() for line in c.failures]
     print("\n".join(failures))
     return 1 if failures else 0
 

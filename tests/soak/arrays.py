@@ -109,13 +109,13 @@ class Valid:
     """Arguments that fit together, of small sizes."""
 
     def __init__(self, rng: random.Random) -> None:
-        made = np.random.default_rng(rng.randrange(2**32))
+        draws = np.random.default_rng(rng.randrange(2**32))
         self.rng, self.m, self.dim = rng, rng.choice([1, 2, 6, 16, 64]), rng.choice([1, 8, 17, 32, 64])
-        self.w = made.normal(size=(self.m, self.dim)).astype("f4")
-        self.x = made.normal(size=(2 * self.dim, self.dim)).astype("f4")
+        self.w = draws.normal(size=(self.m, self.dim)).astype("f4")
+        self.x = draws.normal(size=(2 * self.dim, self.dim)).astype("f4")
         self.h = self.x.T.astype("f8") @ self.x
         self.mu = np.full(self.dim, 0.1)
-        self.codes = made.integers(-8, 8, size=(self.m, self.dim)).astype("i1")
+        self.codes = draws.integers(-8, 8, size=(self.m, self.dim)).astype("i1")
         self.threads = rng.choice([1, 2])
 
     def factor(self, **more: Any) -> native.DampedFactor:
@@ -125,14 +125,14 @@ class Valid:
         return [native.DampedFactor(np.eye(self.m), np.zeros(self.m), threads=1)]
 
     def sums(self) -> native.HessianAccumulator:
-        made = native.HessianAccumulator(self.dim, [0, 1], per_step=True, threads=1)
-        made.update(0, self.x)
-        return made
+        hessian = native.HessianAccumulator(self.dim, [0, 1], per_step=True, threads=1)
+        hessian.update(0, self.x)
+        return hessian
 
     def summed(self) -> native.HessianAccumulator:
-        made = self.sums()
-        made.finish()
-        return made
+        hessian = self.sums()
+        hessian.finish()
+        return hessian
 
     def layout(self) -> tuple[native.CpuLayout, np.ndarray, np.ndarray]:
         """A layout, its packed codes, and scales."""
@@ -254,35 +254,37 @@ FUNCTIONS: dict[str, Callable[[Valid, random.Random], Call]] = {
 
 def _array(given: np.ndarray, rng: random.Random) -> Any:
     """Another array in the place of one: of another shape, type or order, or with other values."""
-    made = np.array(given)
+    array = np.array(given)
     kind = rng.choice(
         ["value", "value", "type", "shape", "order", "steps", "axes", "repeated", "locked", "unaligned"]
     )
-    if kind == "value" and made.size:
-        values = FLOATS if made.dtype.kind == "f" else [-128, -9, -1, 7, 8, 15, 16, 127, 255]
-        flat = made.reshape(-1)
+    if kind == "value" and array.size:
+        values = FLOATS if array.dtype.kind == "f" else [-128, -9, -1, 7, 8, 15, 16, 127, 255]
+        flat = array.reshape(-1)
         with np.errstate(all="ignore"):
             flat[rng.randrange(flat.size) :: rng.choice([1, 3, 10**9])] = np.array(rng.choice(values)).astype(
-                made.dtype
+                array.dtype
             )
     elif kind == "type":
         with np.errstate(all="ignore"):
-            made = np.real(made).astype(rng.choice(TYPES))
+            array = np.real(array).astype(rng.choice(TYPES))
     elif kind == "shape":
-        made = np.zeros([rng.choice([0, 1, 2, 3, n, n + 1, max(n - 1, 0)]) for n in made.shape], made.dtype)
+        array = np.zeros(
+            [rng.choice([0, 1, 2, 3, n, n + 1, max(n - 1, 0)]) for n in array.shape], array.dtype
+        )
     elif kind == "order":
-        made = np.asfortranarray(made)
+        array = np.asfortranarray(array)
     elif kind == "steps":
-        made = np.repeat(made, 2, axis=-1)[..., :: rng.choice([2, -2])] if made.ndim else made
+        array = np.repeat(array, 2, axis=-1)[..., :: rng.choice([2, -2])] if array.ndim else array
     elif kind == "axes":
-        made = rng.choice([made[None], made.reshape(-1), made.T, np.float64(1.0), made[..., None]])
+        array = rng.choice([array[None], array.reshape(-1), array.T, np.float64(1.0), array[..., None]])
     elif kind == "repeated":
-        made = np.broadcast_to(made.reshape(-1)[:1], made.shape) if made.size else made
+        array = np.broadcast_to(array.reshape(-1)[:1], array.shape) if array.size else array
     elif kind == "locked":
-        made.setflags(write=False)
+        array.setflags(write=False)
     else:
-        made = np.frombuffer(b"\0" + made.tobytes(), "u1")[1:].view(made.dtype).reshape(made.shape)
-    return made
+        array = np.frombuffer(b"\0" + array.tobytes(), "u1")[1:].view(array.dtype).reshape(array.shape)
+    return array
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
@@ -292,12 +294,12 @@ def _changed(value: Any, rng: random.Random) -> Any:
     if isinstance(value, np.ndarray):
         return _array(value, rng)
     if isinstance(value, dict | list | tuple) and value and rng.random() < 0.9:
-        made = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-        key = rng.choice(list(made))
-        made[key] = _changed(made[key], rng)
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        key = rng.choice(list(items))
+        items[key] = _changed(items[key], rng)
         if rng.random() < 0.1:
-            del made[key]
-        return made if isinstance(value, dict) else type(value)(made.values())
+            del items[key]
+        return items if isinstance(value, dict) else type(value)(items.values())
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

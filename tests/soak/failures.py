@@ -62,13 +62,13 @@ def failures(base: Path, n_cases: int, rng: random.Random, until: float) -> Coun
 
 def _campaign(base: Path, n_cases: int, rng: random.Random, until: float) -> list[tuple[str, str]]:
     """Half of the cases each, in turn: outcome, and what is wrong."""
-    found: list[tuple[str, str]] = []
+    failed: list[tuple[str, str]] = []
     kinds = itertools.cycle([_Core(base), _Files(base)])
     for kind in itertools.islice(kinds, n_cases):
         if time.monotonic() > until:
             break
-        found.append(kind.case(rng))
-    return found
+        failed.append(kind.case(rng))
+    return failed
 
 
 def mapped(file: str | None) -> tuple[int, int]:
@@ -202,8 +202,8 @@ class _Files:
 def main(job: str, answer: str) -> None:
     """Run the campaign of a job in this process, and write the cases into a file."""
     base, n_cases, seed, left = json.loads(job)
-    found = _campaign(Path(base), n_cases, random.Random(seed), time.monotonic() + left)
-    Path(answer).write_text(json.dumps(found))
+    failed = _campaign(Path(base), n_cases, random.Random(seed), time.monotonic() + left)
+    Path(answer).write_text(json.dumps(failed))
 
 
 if __name__ == "__main__":

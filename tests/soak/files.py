@@ -117,14 +117,14 @@ def bytes_of(tensors) -> dict[str, str]:
 
 def checkpoint_facts(folder: Path, out: Path) -> str:
     """Read a checkpoint in every way there is, and write it again."""
-    found = read_any(folder)
+    stored = read_any(folder)
     inspect_any(folder)
-    layers = [(x.settings(), bytes_of(x.tensors()), dict(x.report)) for x in found.layers.values()]
-    for made in found.layers.values():
-        made.dequantize()
-    write_as(out, found, "native")
-    side = {name: hashlib.sha256(data).hexdigest() for name, data in found.side_files.items()}
-    return digest(layers, bytes_of(found.dense), found.ties, found.settings, side)
+    layers = [(x.settings(), bytes_of(x.tensors()), dict(x.report)) for x in stored.layers.values()]
+    for quantized in stored.layers.values():
+        quantized.dequantize()
+    write_as(out, stored, "native")
+    side = {name: hashlib.sha256(data).hexdigest() for name, data in stored.side_files.items()}
+    return digest(layers, bytes_of(stored.dense), stored.ties, stored.settings, side)
 
 
 def dump_facts(folder: Path, out: Path) -> str:
@@ -154,7 +154,7 @@ def checkpoints(base: Path) -> list[Target]:
         layer(8, 32, 4, 16, False, name="x.0.a.weight"), layer(8, 32, 8, -1, False, name="x.0.b.weight")
     )
     wide = checkpoint(layer(256, 128, 4, -1, name="x.0.a.weight"))
-    made = [
+    kinds = [
         ("native", whole, "native", None),
         ("ct", grids, "compressed-tensors", "split"),
         ("ct-bare", zeros, "compressed-tensors", None),
@@ -163,7 +163,7 @@ def checkpoints(base: Path) -> list[Target]:
         ("marlin", wide, "marlin", None),
         ("shards", checkpoint(plain), "gptq", None),
     ]
-    for name, model, kind, ragged in made:
+    for name, model, kind, ragged in kinds:
         write_as(base / name, model, kind, ragged=ragged)
     for name in ("ct-bare", "gptq-bare", "shards"):
         (base / name / RECORD).unlink()
@@ -180,7 +180,7 @@ def checkpoints(base: Path) -> list[Target]:
     indexes = {"native": "loopq.json", "shards": "model.safetensors.index.json"}
     return [
         Target(name, base / name, checkpoint_facts, indexes.get(name, "config.json"), name == "native")
-        for name, *_ in made
+        for name, *_ in kinds
     ]
 
 
@@ -520,14 +520,14 @@ def outcome(case: Case, box: Path, original: str) -> str:
     outside = tree(box / "outside")
     opened.clear()
     try:
-        found = case.target.facts(box / "in", box / "out")
+        facts = case.target.facts(box / "in", box / "out")
     except LoopqError as error:
         text = str(error)
         result = "refused" if "\n" not in text and len(text) < 1000 else f"long message: {text[:300]!r}"
     except Exception as error:  # noqa: BLE001  # what is counted
         result = f"traceback: {type(error).__name__}: {error}"[:300]
     else:
-        if found == original:
+        if facts == original:
             result = "accepted, nothing changed"
         elif case.target.protected and not case.sealed:
             result = "silently accepted"

@@ -190,15 +190,15 @@ def _raises(error: BaseException):
 
 
 def _zero() -> Loop:
-    made = Loop()
-    made.core.weight.data.zero_()
-    return made
+    model = Loop()
+    model.core.weight.data.zero_()
+    return model
 
 
 def _nan() -> Loop:
-    made = Loop()
-    made.core.weight.data[3, 4] = float("nan")
-    return made
+    model = Loop()
+    model.core.weight.data[3, 4] = float("nan")
+    return model
 
 
 MODULES = [

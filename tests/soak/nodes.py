@@ -75,13 +75,13 @@ def _node(kind: str, place: Path) -> None:
 
 
 def _looked(place: Path) -> tuple[object, ...]:
-    found = place.lstat()
+    status = place.lstat()
     beside = place.parent / "precious"
     # A folder for work gets files beside those in it.
-    inner = (place / "precious").read_text() if stat.S_ISDIR(found.st_mode) else ""
+    inner = (place / "precious").read_text() if stat.S_ISDIR(status.st_mode) else ""
     return (
-        stat.S_IFMT(found.st_mode),
-        found.st_rdev,
+        stat.S_IFMT(status.st_mode),
+        status.st_rdev,
         beside.read_text(),
         (place.parent / "nowhere").exists(),
         inner,

@@ -67,10 +67,10 @@ def _saved(folder: Path, words: bool) -> Path:
         from transformers import PreTrainedTokenizerFast
 
         known = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{chr(c): c - 29 for c in range(32, 127)}}
-        made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         PreTrainedTokenizerFast(
-            tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
         ).save_pretrained(folder)
     return folder
 

@@ -67,15 +67,15 @@ def prompts(base: Path) -> dict[str, Read]:
 
 def items(base: Path) -> dict[str, Read]:
     """The file of each task."""
-    found: dict[str, Read] = {}
+    readings: dict[str, Read] = {}
     for name, records in ITEMS.items():
         for file in TASKS[name].files:
             (base / file).parent.mkdir(parents=True, exist_ok=True)
             (base / file).write_text("\n".join(map(json.dumps, records)))
-            found[file] = lambda path, name=name: read_items(name, base)
+            readings[file] = lambda path, name=name: read_items(name, base)
     (base / "wikitext2").mkdir()
     (base / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was . \n = B = \n So be it . \n")
-    return found | {"wikitext2/wiki.test.raw": lambda path: read_items("wikitext", base)}
+    return readings | {"wikitext2/wiki.test.raw": lambda path: read_items("wikitext", base)}
 
 
 def vocabularies(base: Path) -> dict[str, Read]:
@@ -177,19 +177,19 @@ def changed(content: bytes, name: str, rng: random.Random) -> bytes:
         with contextlib.suppress(ValueError):
             lines[number] = changed_json(lines[number], rng)[0]
         return "\n".join(lines).encode(errors="surrogatepass")
-    made = bytearray(content)
+    altered = bytearray(content)
     kind = rng.choice(["flip", "flip", "flip", "number", "cut", "more", "empty"])
-    at = rng.randrange(len(made)) if rng.random() < 0.5 else rng.randrange(min(len(made), 256))
+    at = rng.randrange(len(altered)) if rng.random() < 0.5 else rng.randrange(min(len(altered), 256))
     if kind == "flip":
         for _ in range(rng.choice([1, 1, 8])):
-            made[(at + rng.randrange(64)) % len(made)] ^= 1 << rng.randrange(8)
+            altered[(at + rng.randrange(64)) % len(altered)] ^= 1 << rng.randrange(8)
     elif kind == "number":
-        made[at : at + 8] = rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
+        altered[at : at + 8] = rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
     elif kind == "cut":
-        del made[at:]
+        del altered[at:]
     else:
-        made = bytearray() if kind == "empty" else made + rng.choice([b"\0", b"\n{", b"x" * 100])
-    return bytes(made)
+        altered = bytearray() if kind == "empty" else altered + rng.choice([b"\0", b"\n{", b"x" * 100])
+    return bytes(altered)
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def readers(base: Path, n_cases: int, rng: random.Random, until: float) -> Count
         files = [(base / kind / name, read) for name, read in make(base / kind).items()]
         there[kind] = [(path, path.read_bytes(), read) for path, read in files]
         for path, _, read in there[kind]:
-            assert (found := _outcome(read, path)) == "read", f"{path}: {found}"
+            assert (outcome := _outcome(read, path)) == "read", f"{path}: {outcome}"
     for number, kind in before(until, itertools.product(range(n_cases), KINDS)):
         path, whole, read = there[kind][number % len(there[kind])]
         replace(path, changed(whole, path.name, rng))

@@ -74,13 +74,13 @@ class Bench:
         self.tried: set[str] = set()
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 250_000}
         save_model(tiny_model(), base / "model")
-        made = {
+        by_name = {
             "rows": "collect rows",
             "sums": "collect sums",
             "more": "collect sums",
             "checkpoint": "quantize",
         }
-        for name, command in made.items():
+        for name, command in by_name.items():
             self.inputs[name] = base / name
             line = COMMANDS[command].format(**self.inputs, out=base / name).split()
             self._run(line + ["--seed", "1"] * (name == "more"))

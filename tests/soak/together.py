@@ -27,11 +27,11 @@ SIZES = {"ranks": (1, 2, 3, 4), "workers": (1, 2, 5)}
 
 def _environment(name: str, rank: int, world: int, port: int) -> Callable[[], None]:
     """Variables that torchrun sets for one of several ranks."""
-    own = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
     def before() -> None:
         if name == "ranks":
-            os.environ.update({key: str(value) for key, value in own.items()})
+            os.environ.update({key: str(value) for key, value in variables.items()})
 
     return before
 

@@ -59,19 +59,19 @@ def logits(tensors: dict[str, Tensor]) -> Tensor:
 
 def test_the_function_stays_up_to_the_rounding_to_bfloat16(packed: dict[str, Tensor]) -> None:
     expected = logits(packed)
-    found = turned(packed, SHAPE)
-    assert float((logits(found) - expected).norm() / expected.norm()) < 0.03
-    for name, values in found.items():
+    tensors = turned(packed, SHAPE)
+    assert float((logits(tensors) - expected).norm() / expected.norm()) < 0.03
+    for name, values in tensors.items():
         if values.dim() == 2:
             assert float((values - packed[name]).norm() / packed[name].norm()) > 0.2, name
 
 
 def test_no_matrix_shows_the_old_grid_and_all_did_before(packed: dict[str, Tensor]) -> None:
-    found = turned(packed, SHAPE)
+    tensors = turned(packed, SHAPE)
     for name, values in packed.items():
         if values.dim() == 2 and "layers" in name:
             assert gap(values.double().numpy()) > 0.5, name
-            assert gap(found[name].double().numpy()) < 0.05, name
+            assert gap(tensors[name].double().numpy()) < 0.05, name
 
 
 def test_the_same_seed_gives_the_same_bits_on_every_machine() -> None:
@@ -89,10 +89,10 @@ def test_the_same_seed_gives_the_same_bits_on_every_machine() -> None:
         ).reshape(shape)
         for name, shape in shapes.items()
     }
-    found = turned(tensors, layers)
-    bits = b"".join(found[name].view(torch.int16).numpy().tobytes() for name in sorted(found))
+    rotated = turned(tensors, layers)
+    bits = b"".join(rotated[name].view(torch.int16).numpy().tobytes() for name in sorted(rotated))
     assert hashlib.sha256(bits).hexdigest()[:16] == "22d2381e94d7c5b9"
-    assert not torch.equal(turned(tensors, layers, seed=1)[EMBEDDING], found[EMBEDDING])
+    assert not torch.equal(turned(tensors, layers, seed=1)[EMBEDDING], rotated[EMBEDDING])
 
 
 def test_pairs_are_near_neighbours_of_one_sign() -> None:

@@ -44,16 +44,16 @@ def trained(name: str) -> nn.Module:
 
 def spectra(model: nn.Module, linear: str, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
     """Return the eigenvalues of the linear's input Hessian at every step, ascending."""
-    found = []
+    eigenvalues = []
 
     def hook(_: object, args: tuple[torch.Tensor]) -> None:
         x = args[0].flatten(0, 1).double()
-        found.append(torch.linalg.eigvalsh(x.T @ x))
+        eigenvalues.append(torch.linalg.eigvalsh(x.T @ x))
 
     handle = model.get_submodule(linear).register_forward_pre_hook(hook)
     logits(model, ids)
     handle.remove()
-    return found
+    return eigenvalues
 
 
 def stable_ranks(model: nn.Module, linear: str) -> list[float]:

@@ -54,14 +54,14 @@ def test_merged_weights_are_the_exact_sum_rounded_once() -> None:
     torch.manual_seed(1)
     weight = torch.randn(6, 8).to(torch.bfloat16)
     gain, up, down = (torch.randn(*shape).to(torch.float16) for shape in ((6,), (6, 5), (5, 8)))
-    found = merged(weight, gain, up, down)
+    weights = merged(weight, gain, up, down)
     order = torch.tensor([3, 1, 4, 0, 2])
-    assert torch.equal(found, merged(weight, gain, up[:, order], down[order]))
+    assert torch.equal(weights, merged(weight, gain, up[:, order], down[order]))
     for i in range(6):
         for j in range(8):
             exact = Fraction(float(gain[i])) * Fraction(float(weight[i, j]))
             exact += sum(Fraction(float(up[i, k])) * Fraction(float(down[k, j])) for k in range(5))
-            assert float(found[i, j]) == float(exact)
+            assert float(weights[i, j]) == float(exact)
 
 
 def test_a_merged_model_is_what_was_trained(dense: Path, tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_merged_model_is_what_was_trained(dense: Path, tmp_path: Path) -> None
         p.data.copy_(tensors[name])
     batch = Batch(torch.arange(24).reshape(2, 12), (0, 1), 0)
     with torch.no_grad():
-        expected, found = training.system.rollout(batch, 2), loaded.system.rollout(batch, 2)
+        expected, logits = training.system.rollout(batch, 2), loaded.system.rollout(batch, 2)
     # The merged weights are in another basis and rounded to bfloat16, those of training are not.
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((logits - expected).norm() / expected.norm()) < 0.02
 
 
 def test_before_training_each_run_of_the_loop_adds_a_part(dense: Path) -> None:
@@ -90,11 +90,11 @@ def test_before_training_each_run_of_the_loop_adds_a_part(dense: Path) -> None:
 def test_an_update_gives_the_same_file_and_refuses_another_base(dense: Path, tmp_path: Path) -> None:
     update = tmp_path / "update"
     tensors = made_up(dense, update)
-    found = merge(dense, update, tmp_path / "once")
-    assert merge(dense, update, tmp_path / "again") == found == digest(tmp_path / "again" / WEIGHTS)
+    sha256 = merge(dense, update, tmp_path / "once")
+    assert merge(dense, update, tmp_path / "again") == sha256 == digest(tmp_path / "again" / WEIGHTS)
     facts = {"base": digest(dense / WEIGHTS), "loop": json.dumps(LOOP)}
-    save_file(tensors, update, metadata={**facts, "merged": found})
-    assert merge(dense, update, tmp_path / "once") == found
+    save_file(tensors, update, metadata={**facts, "merged": sha256})
+    assert merge(dense, update, tmp_path / "once") == sha256
     save_file(tensors, update, metadata={**facts, "merged": "0" * 64})
     with pytest.raises(ValueError, match="has the digest"):
         merge(dense, update, tmp_path / "once")

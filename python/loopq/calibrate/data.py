@@ -133,7 +133,7 @@ class TokenSet:
 
     def describe(self) -> dict[str, Any]:
         """Return plain data for the report."""
-        found = {
+        facts = {
             "source": self.source,
             "packing": self.packing,
             "n_prompts": len(self.sequences),
@@ -143,7 +143,7 @@ class TokenSet:
                 self._plain(self.unchanged or self.sequences), cut=self.packing != "prompts"
             ),
         }
-        return found | ({"random_tokens": self.random_tokens} if self.random_tokens else {})
+        return facts | ({"random_tokens": self.random_tokens} if self.random_tokens else {})
 
     def _plain(self, sequences: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
         return [ids[self.n_first :] for ids in sequences]

@@ -76,11 +76,11 @@ class DeviceSums:
                 )
         limbs: list[list[NDArray[np.int64]]] = [[], []]
         for key in steps if self._per_step else [-1]:
-            for which, found in enumerate(limbs):
+            for which, limb in enumerate(limbs):
                 strips = [pair[which] for pair in self._limbs.get(key, [])]
                 packed = [s[torch.ones_like(s, dtype=torch.bool).triu()].cpu().numpy() for s in strips]
                 entries = self._dim * (self._dim + 1) // 2
-                found.append(np.concatenate(packed) if packed else np.zeros(entries, dtype=np.int64))
+                limb.append(np.concatenate(packed) if packed else np.zeros(entries, dtype=np.int64))
         return native.HessianAccumulator.from_state(
             {
                 "spec_version": native.HESSIAN_VERSION,

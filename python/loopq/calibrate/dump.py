@@ -200,7 +200,7 @@ class Dump:
 
     def _check_rows(self) -> None:
         dims = {p.name: p.in_features for p in self.manifest.parameters}
-        found: Rows = {
+        rows: Rows = {
             k: {step: 0 for step, n in steps.items() if not n} for k, steps in self.manifest.rows.items()
         }
         for entry in self.manifest.files:
@@ -209,16 +209,16 @@ class Dump:
             self._headers[entry.file] = header
             for name, stored in header.items():
                 input_group, _, step = name.rpartition("/")
-                if input_group not in found or not re.fullmatch("[0-9]{1,9}", step):
+                if input_group not in rows or not re.fullmatch("[0-9]{1,9}", step):
                     raise DumpError(f"{path}: tensor {shown(name)} is not in the manifest")
                 if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[input_group],):
                     raise DumpError(
                         f"{path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; the manifest says "
                         f"{self.manifest.rows_dtype} [rows, {dims[input_group]}]"
                     )
-                steps = found[input_group]
+                steps = rows[input_group]
                 steps[int(step)] = steps.get(int(step), 0) + stored.shape[0]
-        if found != self.manifest.rows:
+        if rows != self.manifest.rows:
             raise DumpError(f"{self.folder}: the rows of its shards do not add up to those of the manifest")
 
     def accumulator(
@@ -252,8 +252,8 @@ class Dump:
             {p.name: p.in_features for p in self.manifest.parameters},
         )
         have = sorted(rows)
-        told = (dims[input_group], have, entry.per_step, [rows[t] for t in have])
-        if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != told:
+        expected = (dims[input_group], have, entry.per_step, [rows[t] for t in have])
+        if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != expected:
             raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
         if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
             raise DumpError(
@@ -300,8 +300,8 @@ class Dump:
             name = self.manifest.ties.get(p.name, p.name)
             stored, shape = tensors.header.get(name), (p.out_features, p.in_features)
             if stored is None or stored.shape != stored_shape(shape, p.orientation):
-                found = "no tensor" if stored is None else f"shape {list(stored.shape)} of tensor"
-                raise DumpError(f"{path}: {found} {name!r}; the manifest says {list(shape)}, {p.orientation}")
+                what = "no tensor" if stored is None else f"shape {list(stored.shape)} of tensor"
+                raise DumpError(f"{path}: {what} {name!r}; the manifest says {list(shape)}, {p.orientation}")
         return ModelWeights(tensors, dict(self.manifest.ties))
 
     def side_files(self) -> dict[str, bytes]:

@@ -116,9 +116,9 @@ class HessianDump:
             sums.run_pass(input_groups, work=work)
             if gradients:
                 counts = (gradients.n_prompts, gradients.n_draws)
-                for name, (over, found) in gradients.collect(sums, input_groups, work / "metric").items():
+                for name, (over, metric) in gradients.collect(sums, input_groups, work / "metric").items():
                     file = f"metrics/{len(metrics):03d}.safetensors"
-                    digest = write_gradient_sums(out / file, found)
+                    digest = write_gradient_sums(out / file, metric)
                     metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, over, *counts))
             for input_group in input_groups:
                 file = f"hessians/{len(files):03d}.safetensors"

@@ -91,10 +91,10 @@ class HessianSet:
                     f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
             fits = (run for run in runs if limit is None or need([*run, *unit]) <= limit)
-            found = next(fits, None)
-            if found is None:
-                runs.append(found := [])
-            found += unit
+            fitting = next(fits, None)
+            if fitting is None:
+                runs.append(fitting := [])
+            fitting += unit
         return [[g for g in self.steps if g in run] for run in runs]
 
     def run_pass(

@@ -117,7 +117,7 @@ class Observer:
             self._check_counts()
         except CalibrationError as error:
             # An error of the sink passes through the model, but is not the model's error.
-            if any(error.__cause__ is own for own in self._failed):
+            if any(error.__cause__ is failed for failed in self._failed):
                 raise self._failed[0] from None
             raise
         finally:
@@ -295,26 +295,26 @@ def find_input_groups(
         system.rollout(batch, n_steps)
     input_groups: dict[tuple[Any, ...], str] = {}
     # Torch copies the rows of a product for some shapes only, so each product has its own group.
-    found = {
+    group_of = {
         p.name: input_groups.setdefault(tuple(inputs[p.name]) if p.owners else (p.name,), p.name)
         for p in parameters
         if inputs[p.name]
     }
-    like = _experts_alike(parameters, found)
+    like = _experts_alike(parameters, group_of)
     tokens = batch.input_ids.numel()
     experts = {p.name: p for p in parameters if p.routed_in}
     called = [experts[name] for name in dict.fromkeys((*n_rows, *experts))]
     shares = {p.name: n_rows.get(p.name, 0) / (tokens * p.invocations) for p in called}
-    return {p.name: found.get(p.name) or like.get(p.name, p.name) for p in parameters}, shares
+    return {p.name: group_of.get(p.name) or like.get(p.name, p.name) for p in parameters}, shares
 
 
-def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str]) -> dict[str, str]:
+def _experts_alike(parameters: Sequence[SharedParameter], group_of: dict[str, str]) -> dict[str, str]:
     """Give experts without rows the input groups of an expert of the same module that has rows."""
     places = {p.name: place for p in parameters if (place := p.expert) is not None}
     names = {place: name for name, place in places.items()}
     within: dict[tuple[str, str], str] = {}
     for name, (before, number, after) in places.items():
-        group = places.get(found.get(name, ""))
+        group = places.get(group_of.get(name, ""))
         if group is not None and group[:2] == (before, number):
             within.setdefault((before, after), group[2])
     like = {}

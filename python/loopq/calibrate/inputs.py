@@ -38,21 +38,21 @@ def model_inputs(system: LoopedSystem, side_files: Mapping[str, bytes]) -> dict[
         By name: side files, versions of libraries, Python files with the code of the model and adapter, Python files
         that the user gave and what these import, the configuration and the modules.
     """
-    found = {name: hashlib.sha256(data).hexdigest() for name, data in side_files.items()}
-    found |= {f"the version of {name}": version for name, version in versions().items()}
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in side_files.items()}
+    digests |= {f"the version of {name}": version for name, version in versions().items()}
     files = {*_code(system.model, system), *(path for given in ran() for path in _imported(given))}
     for name in sorted({path.name for path in files}):
         # Without their folders, because published code is copied to another one with each version.
         same = sorted(hashlib.sha256(_read(path)).hexdigest() for path in files if path.name == name)
-        found[f"the code {name}"] = fingerprint(same)
+        digests[f"the code {name}"] = fingerprint(same)
     config: Any = getattr(system.model, "config", None)
     plain = config.to_dict() if hasattr(config, "to_dict") else {}
     plain.pop("_name_or_path", None)
-    found["the model's configuration"] = fingerprint(_without_addresses(json.dumps(plain, default=repr)))
-    found["the model's modules"] = fingerprint(_without_addresses(repr(system.model)))
+    digests["the model's configuration"] = fingerprint(_without_addresses(json.dumps(plain, default=repr)))
+    digests["the model's modules"] = fingerprint(_without_addresses(repr(system.model)))
     depths = list(system.depths) if isinstance(system, Depths) else None
-    found["the adapter"] = fingerprint(system.name, depths, system.device.type)
-    return found
+    digests["the adapter"] = fingerprint(system.name, depths, system.device.type)
+    return digests
 
 
 def changed_inputs(work: Path, inputs: Mapping[str, str]) -> list[str]:

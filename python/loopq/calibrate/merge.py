@@ -85,8 +85,8 @@ def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
 
 def _parts_of(manifest: Manifest) -> list[dict[str, Any]]:
     """Return the descriptions and seeds of the calibration sets in a dump."""
-    own = [manifest.calibration | {"seed": manifest.seed}]
-    return list(manifest.calibration.get("parts", own))
+    single = [manifest.calibration | {"seed": manifest.seed}]
+    return list(manifest.calibration.get("parts", single))
 
 
 def _check_parts(dumps: Sequence[Dump]) -> None:

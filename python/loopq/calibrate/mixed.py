@@ -49,10 +49,10 @@ def mixed(use: str, served: Served, seq_len: int, n_prompts: int | None) -> Toke
         turns = itertools.zip_longest(*columns)
         return [window for row in turns for window in row if window is not None]
 
-    found = windows_of(None if n_prompts is None else -(-n_prompts // len(kinds)))
-    if n_prompts is not None and len(found) < n_prompts:
-        found = windows_of(None)  # one kind has too few, and the others give more
-    return TokenSet(tuple(found[:n_prompts]), source, "windows", n_first=len(served.first))
+    prompts = windows_of(None if n_prompts is None else -(-n_prompts // len(kinds)))
+    if n_prompts is not None and len(prompts) < n_prompts:
+        prompts = windows_of(None)  # one kind has too few, and the others give more
+    return TokenSet(tuple(prompts[:n_prompts]), source, "windows", n_first=len(served.first))
 
 
 def _encoded(passages: list[str], served: Served, n_tokens: int | None) -> NDArray[np.int64]:

@@ -71,17 +71,17 @@ class Overlap:
         """Return a line for the reader of the measurement. Empty without shared prompts."""
         if not self.n_shared:
             return ""
-        some = "these" if self.n_shared == self.n_prompts else f"{self.n_shared} of {self.n_prompts}"
-        return f"{some} prompts were used for calibration: KL is too low"
+        which = "these" if self.n_shared == self.n_prompts else f"{self.n_shared} of {self.n_prompts}"
+        return f"{which} prompts were used for calibration: KL is too low"
 
     def to_json(self) -> Object:
         """Return plain data for a summary."""
-        told = {"warning": self.warning} if self.warning else {}
+        note = {"warning": self.warning} if self.warning else {}
         return {
             "prompts_sha256": self.sha256,
             "calibration_sha256": self.calibration_sha256,
             "n_prompts_of_calibration": self.n_shared,
-        } | told
+        } | note
 
 
 def hashes_of(sequences: Prompts, *, cut: bool) -> Object:
@@ -96,8 +96,8 @@ def hashes_of(sequences: Prompts, *, cut: bool) -> Object:
     """
     length = min(_START, *(ids.size for ids in sequences)) if cut else 0
     plain = [ids[: length or None] for ids in sequences[:_MOST] if ids.size]
-    found = [int(_rolling(ids, ids.size)[0]) for ids in plain]
-    return {"hashes": "".join(f"{h:0{_DIGITS}x}" for h in found), "length": length}
+    hashes = [int(_rolling(ids, ids.size)[0]) for ids in plain]
+    return {"hashes": "".join(f"{h:0{_DIGITS}x}" for h in hashes), "length": length}
 
 
 def overlap(sequences: Prompts, digest: str, calibration: Any) -> Overlap | None:

@@ -78,15 +78,15 @@ class Saved:
     parts: Mapping[str, Sequence[Range]]
 
     @classmethod
-    def of(cls, found: Mapping[str, Sequence[Range]]) -> Saved:
+    def of(cls, saved: Mapping[str, Sequence[Range]]) -> Saved:
         """Choose among all saved parts, the largest first."""
         chosen: dict[str, Sequence[Range]] = {}
         seen: set[int] = set()
-        for name in sorted(found, key=lambda n: (-len(_batches(found[n])), n)):
-            batches = _batches(found[name])
+        for name in sorted(saved, key=lambda n: (-len(_batches(saved[n])), n)):
+            batches = _batches(saved[name])
             if not seen & batches:
                 seen |= batches
-                chosen[name] = found[name]
+                chosen[name] = saved[name]
         return cls(chosen)
 
     @property
@@ -238,9 +238,9 @@ class Parts:
                 arrays, state = accumulator_parts(part.sums[input_group].finish())
                 edges = {
                     f"edge/{step}/{first}": raw(rows)
-                    for (k, step), found in part.edges.items()
+                    for (k, step), of_step in part.edges.items()
                     if k == input_group
-                    for first, rows in found.items()
+                    for first, rows in of_step.items()
                 }
                 self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
             self._journal.save(name, ranges=[vars(r) for r in part.ranges])
@@ -295,11 +295,11 @@ class Parts:
             for key in [k for k in arrays if k.startswith("edge/")]:
                 _, step, first = key.split("/")
                 edges.setdefault(int(step), {})[int(first)] = to_torch(arrays.pop(key)).to(self._pass.device)
-            found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
+            sums = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
             if total is None:
-                total = found
+                total = sums
             else:
-                total.merge(found)
+                total.merge(sums)
         return total, edges
 
     def _count_rows(self, ranges: Sequence[Range]) -> Rows:

@@ -238,9 +238,9 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: S
         return prompts.take(0, take.n_prompts) if take.n_prompts is not None else prompts
     count = _count(take, use)
     if prompts is None:
-        own = own_prompts(loaded)
-        if own is not None:
-            return own(loaded, use, count, 0)
+        make = own_prompts(loaded)
+        if make is not None:
+            return make(loaded, use, count, 0)
         if loaded.tokenizer is not None:
             return mixed(use, served, take.seq_len, None if count == _ALL else count)
         text = zoo.calibration_text() if use == "calibration" else zoo.evaluation_text()

@@ -160,14 +160,14 @@ def _prompts(records: Iterable[tuple[str, Any]], served: Served, seq_len: int) -
         for place, record in records:
             yield served.ids(_fields(record, place), place)[:seq_len]
         return
-    found = [(place, _fields(record, place)) for place, record in records]
+    placed = [(place, _fields(record, place)) for place, record in records]
     dialogues = {
         place: served.dialogue(record, place)
-        for place, record in found
+        for place, record in placed
         if served.field or "input_ids" not in record
     }
     texts = applied(served.tokenizer, dialogues) if dialogues else {}
-    for place, record in found:
+    for place, record in placed:
         ids = served.encode(texts[place]) if place in texts else served.ids(record, place)
         yield np.asarray(ids, dtype=np.int64)[:seq_len]
 

@@ -178,11 +178,11 @@ def pools(parameters: Sequence[SharedParameter], input_groups: Mapping[str, str]
     ]
     shared_inputs = {input_groups[p.name] for p in of_others}
     widths = {p.routed_in: p.in_features for p in of_others}
-    found: dict[str, Pool] = {}
+    by_name: dict[str, Pool] = {}
     first: dict[tuple[str, str], str] = {}
     for p, (before, _, after) in experts.values():
         if input_groups[p.name] in shared_inputs:
-            found[p.name] = Pool("inputs", input_groups[p.name])
+            by_name[p.name] = Pool("inputs", input_groups[p.name])
         elif widths.get(p.routed_in) == p.out_features:
-            found[p.name] = Pool("outputs", first.setdefault((before, after), p.name))
-    return found
+            by_name[p.name] = Pool("outputs", first.setdefault((before, after), p.name))
+    return by_name

@@ -69,11 +69,11 @@ def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) ->
     DumpError
         The state is invalid.
     """
-    found = checked(_HessianState, state, f"{where}: Hessian state", DumpError)
+    header = checked(_HessianState, state, f"{where}: Hessian state", DumpError)
     reader = TensorReader(where, arrays)
-    entries = found.dim * (found.dim + 1) // 2
-    names = [f"{i:03d}" for i in range(min(len(found.steps), len(arrays)) if found.per_step else 1)]
-    whole: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(found).items()}
+    entries = header.dim * (header.dim + 1) // 2
+    names = [f"{i:03d}" for i in range(min(len(header.steps), len(arrays)) if header.per_step else 1)]
+    whole: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(header).items()}
     try:
         for limb in ("hi", "lo"):
             whole[limb] = [reader.get(f"{limb}.{n}", ["I64"], (entries,)).array() for n in names]

@@ -55,10 +55,10 @@ def applied(tokenizer: Any, dialogues: Mapping[str, Any]) -> dict[str, str]:
     )
     texts = []
     for line in done.stdout.splitlines():
-        found = json.loads(line)
-        if "error" in found:
-            raise CalibrationError(f"{found['error']}; leave --template out, or change the record")
-        texts.append(found["text"])
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CalibrationError(f"{answer['error']}; leave --template out, or change the record")
+        texts.append(answer["text"])
     if len(texts) < len(places):
         place = places[len(texts)]
         said = done.stderr.decode(errors="replace").strip().splitlines()
@@ -77,10 +77,10 @@ def applied(tokenizer: Any, dialogues: Mapping[str, Any]) -> dict[str, str]:
 def _answer(tokenizer: Any, messages: Any) -> str:
     last = messages[-1] if messages else None
     asks = isinstance(last, dict) and last.get("role") == "user"
-    made: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-    if len(made) > MAX_TEXT:
-        raise ValueError(f"makes {len(made)} characters; allowed: {MAX_TEXT}")
-    return made
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"makes {len(text)} characters; allowed: {MAX_TEXT}")
+    return text
 
 
 def _limit_memory() -> None:
@@ -101,12 +101,12 @@ def main() -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             with model_code(place, CalibrationError, "the chat template of the tokenizer"):
-                found = {"text": _answer(tokenizer, messages)}
+                answer = {"text": _answer(tokenizer, messages)}
         except MemoryError:
-            found = {"error": f"{place}: the chat template of the tokenizer takes more than {MEMORY} bytes"}
+            answer = {"error": f"{place}: the chat template of the tokenizer takes more than {MEMORY} bytes"}
         except LoopqError as cause:
-            found = {"error": str(cause)}
-        sys.stdout.write(f"{json.dumps(found)}\n")
+            answer = {"error": str(cause)}
+        sys.stdout.write(f"{json.dumps(answer)}\n")
         sys.stdout.flush()
 
 

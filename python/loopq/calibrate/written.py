@@ -75,13 +75,13 @@ class _Writer:
         self._cached = system if isinstance(system, Continues) else None
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = None
+        extended = None
         if self._cached is not None:
             n_seen = batch.input_ids.shape[1] - 1 if self._cache is not None else 0
             with contextlib.suppress(LoopqError):  # A class without a cache says so.
-                found = self._cached.extend(batch, self._n_steps, n_seen, self._cache)
-        if found is None:
+                extended = self._cached.extend(batch, self._n_steps, n_seen, self._cache)
+        if extended is None:
             self._cached = None
             return self._system.rollout(batch, self._n_steps)[:, -1].float()
-        logits, self._cache = found
+        logits, self._cache = extended
         return logits[:, -1].float()

@@ -108,9 +108,9 @@ def _push(folder: Path, name: str) -> str:
     """
     api = require("huggingface_hub").HfApi()
     try:
-        made = api.create_repo(name, exist_ok=True)
+        repo = api.create_repo(name, exist_ok=True)
         api.upload_folder(
-            repo_id=made.repo_id,
+            repo_id=repo.repo_id,
             folder_path=folder,
             ignore_patterns=[".*"],
             commit_message="Upload with loopq",
@@ -121,7 +121,7 @@ def _push(folder: Path, name: str) -> str:
             f"--push {name}: {type(cause).__name__}: {reason:.300}; {folder} has the card: run the command again, or "
             "upload the folder by hand"
         ) from cause
-    return str(made)
+    return str(repo)
 
 
 COMMANDS.register("card")(Command("write a checkpoint's model card", add, run, 14, epilog=_EXAMPLES))

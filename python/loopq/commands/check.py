@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(loaded.report.lines()))
     report = check_model(loaded, n_steps=args.n_steps, seed=execution(args).seed)
     if args.json:
-        found = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
-        print(json.dumps(found, indent=1))
+        data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
+        print(json.dumps(data, indent=1))
         return int(not report.ok)
     words = {True: "holds", False: "FAILS", None: "does not apply"}
     print(f"system {report.system}, {report.n_steps} steps")
@@ -58,11 +58,11 @@ def _plan(args: argparse.Namespace) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
     if args.model is None or not (Path(args.model) / "config.json").is_file():
         raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
-    found, fast = forecasts(args, [QuantConfig(), QuantConfig().preset("fast")], Take())
-    print("\n".join(found.lines()))
+    cost, fast = forecasts(args, [QuantConfig(), QuantConfig().preset("fast")], Take())
+    print("\n".join(cost.lines()))
     seconds = duration(sum(fast.seconds.values()))
     print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {seconds}")
-    return int(found.peak > found.limit)
+    return int(cost.peak > cost.limit)
 
 
 COMMANDS.register("check")(Command("check that loopq fits a checkpoint", add, run, 41))

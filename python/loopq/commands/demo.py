@@ -165,11 +165,11 @@ def pages(
         loaded, train, held_out = _prepared(name, data)
         how = execution.changed(batch_size=_PAGE_BATCHES.get(name, execution.batch_size))
         depth = loaded.system.n_steps
-        found = diagnose(
+        diagnosis = diagnose(
             Context(loaded.system, held_out, depth, config, execution=how, train=train), name=name
         )
-        written.append(write_page(out / f"{name}.html", diagnosis=found))
-        write_data(found, out / f"{name}.json")
+        written.append(write_page(out / f"{name}.html", diagnosis=diagnosis))
+        write_data(diagnosis, out / f"{name}.json")
     return written, left_out
 
 

@@ -57,19 +57,19 @@ def run(args: argparse.Namespace) -> int:
         check_place(file)
     config = config_of(args)
     with Line() as progress:
-        found = (
+        diagnosis = (
             _dump(args, config, progress)
             if args.model is not None and (Path(args.model) / "manifest.json").is_file()
             else _model(args, config, progress)
         )
     if args.html:
-        write_page(args.html, diagnosis=found)
+        write_page(args.html, diagnosis=diagnosis)
         print(f"page: {args.html}")
     if args.json:
-        write_data(found, args.json)
+        write_data(diagnosis, args.json)
         print(f"data: {args.json}")
-    _print(found)
-    for name, section in found["sections"].items() if args.only else ():
+    _print(diagnosis)
+    for name, section in diagnosis["sections"].items() if args.only else ():
         print(f"\n{name}\n" + "\n\n".join(tables(section)))
     return 0
 
@@ -102,18 +102,18 @@ def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> 
     )
 
 
-def _print(found: dict[str, Any]) -> None:
-    for layer in found["layers"]:
+def _print(diagnosis: dict[str, Any]) -> None:
+    for layer in diagnosis["layers"]:
         print(f"{layer['name']}: {layer['verdict']['text']}")
     print()
-    print("\n".join(found["summary"]))
+    print("\n".join(diagnosis["summary"]))
     said = (
-        section.says(found["sections"][name])
+        section.says(diagnosis["sections"][name])
         for name, section in in_order().items()
-        if name in found["sections"]
+        if name in diagnosis["sections"]
     )
     print("".join(f"{line}\n" for line in said if line), end="")
-    for entry in found["unavailable"]:
+    for entry in diagnosis["unavailable"]:
         print(f"not available: {entry['section']}: {entry['reason']}")
 
 

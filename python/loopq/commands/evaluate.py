@@ -272,11 +272,11 @@ def task_table(rows: Sequence[Object]) -> str:
     """Return the table of tasks, with a line for each metric and set of weights, and notes on cut contexts."""
 
     def cells(row: Object, key: str) -> tuple[str | None, str | None]:
-        found, share = row[key], row["sizes"] is None
-        if found is None:
+        interval, share = row[key], row["sizes"] is None
+        if interval is None:
             return None, None
         change, unit = key == "change", 100 if share else 1
-        value, low, high = (unit * found[end] for end in ("estimate", "low", "high"))
+        value, low, high = (unit * interval[end] for end in ("estimate", "low", "high"))
         if share:
             return f"{value:+.1f}" if change else f"{value:.1f} %", f"[{low:.1f}, {high:.1f}]"
         return f"x{value:.4f}" if change else f"{value:.4g}", f"[{low:.4g}, {high:.4g}]"

@@ -71,7 +71,7 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
         asked = QuantConfig.from_json(settings["quantization"])
         calibration = settings["calibration"]
         depths = settings.get("depths") or [settings["n_steps"]]
-        made = (
+        summary = (
             f"system {settings['system']}, {' and '.join(map(str, depths))} steps, seed {settings['seed']}; "
             f"calibrated on {calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of "
             f"{calibration['source']}"
@@ -80,7 +80,7 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
         raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
     layer, run = asked.layer.flat(), asked.flat()
     lines = [
-        made,
+        summary,
         "layer settings: " + ", ".join(f"{k} {_word(v)}" for k, v in layer.items()),
         "run settings: "
         + ", ".join(f"{k} {_word(v)}" for k, v in run.items() if k not in (*layer, "overrides")),

@@ -13,11 +13,11 @@ _DEPTH, _LENGTH = 4, 16
 _LEFT_OUT = ("spectra", "blocks", "prompts")
 
 
-def tables(found: Mapping[str, Any]) -> list[str]:
+def tables(data: Mapping[str, Any]) -> list[str]:
     """Return tables of the numbers in nested data: one for each set of names, and one for each length of lists."""
     by_names: dict[tuple[str, ...], list[tuple[str, Mapping[str, Any]]]] = {}
     by_length: dict[int, list[tuple[str, list[Any]]]] = {}
-    for place, values in _mappings("", found, 0):
+    for place, values in _mappings("", data, 0):
         single = {k: v for k, v in values.items() if _shown(v) is not None}
         if any("." in name for name in single):
             # Names of layers: one line each.
@@ -28,23 +28,23 @@ def tables(found: Mapping[str, Any]) -> list[str]:
         for key, entries in values.items():
             if isinstance(entries, list) and 0 < len(entries) <= _LENGTH and all(map(_is_number, entries)):
                 by_length.setdefault(len(entries), []).append((f"{place}.{key}".lstrip("."), entries))
-    made = [
+    rendered = [
         render(("", *names), [(place, *map(_shown, values.values())) for place, values in rows])
         for names, rows in by_names.items()
     ]
-    made += [
+    rendered += [
         render(("", *map(str, range(length))), [(place, *map(_shown, values)) for place, values in rows])
         for length, rows in by_length.items()
     ]
-    return made
+    return rendered
 
 
-def _mappings(place: str, found: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _mappings(place: str, data: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each mapping with its place. Lists of mappings count as mappings from numbers."""
-    yield place, found
+    yield place, data
     if depth == _DEPTH:
         return
-    for key, value in found.items():
+    for key, value in data.items():
         if key in _LEFT_OUT or _shown(value) is not None:
             continue
         inner = value

@@ -57,8 +57,8 @@ def add_settings(
 
 def group_of(parser: argparse.ArgumentParser, title: str) -> Any:
     """Return the group of options of that title."""
-    found = [group for group in parser._action_groups if group.title == title]
-    return found[0] if found else parser.add_argument_group(title)
+    groups = [group for group in parser._action_groups if group.title == title]
+    return groups[0] if groups else parser.add_argument_group(title)
 
 
 def group_title(entries: Sequence[Leaf]) -> str:
@@ -98,10 +98,10 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
     how: dict[str, Any] = {"action": "store_const", "const": not leaf.default}
     if leaf.annotation is not bool:
         how = {"type": _reader(leaf), "metavar": metavar_of(leaf)}
-    made: argparse.Action = group.add_argument(
+    action: argparse.Action = group.add_argument(
         flag_of(leaf), dest=name, default=argparse.SUPPRESS, help=text_of(entries).replace("%", "%%"), **how
     )
-    return made
+    return action
 
 
 def metavar_of(leaf: Leaf) -> str:
@@ -115,11 +115,11 @@ def metavar_of(leaf: Leaf) -> str:
 
 
 def _reader(leaf: Leaf) -> Any:
-    own = leaf.metadata.get("parse")
+    parse = leaf.metadata.get("parse")
 
     def read(text: str) -> Any:
         try:
-            value = own(text) if own else parse_text(leaf.annotation, text)
+            value = parse(text) if parse else parse_text(leaf.annotation, text)
             check("", value, leaf.annotation, leaf.metadata)
         except (ValueError, ConfigError) as cause:
             raise argparse.ArgumentTypeError(str(cause).strip()) from cause
@@ -144,10 +144,10 @@ def whole(at_least: int, at_most: int) -> Any:
 
 def depths(text: str) -> int | tuple[int, ...]:
     """Read one depth, or several joined by commas."""
-    found = tuple(whole(1, MAX_STEPS)(part) for part in text.split(","))
-    if len(set(found)) != len(found):
+    values = tuple(whole(1, MAX_STEPS)(part) for part in text.split(","))
+    if len(set(values)) != len(values):
         raise argparse.ArgumentTypeError("a depth stands twice")
-    return found[0] if len(found) == 1 else found
+    return values[0] if len(values) == 1 else values
 
 
 def each_depth(args: argparse.Namespace) -> list[argparse.Namespace]:
@@ -163,8 +163,8 @@ def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
 
 def override(text: str) -> Override:
     """Read PATTERN=>NAME=VALUE,..."""
-    pattern, found, rest = text.rpartition("=>")
-    if not found:
+    pattern, arrow, rest = text.rpartition("=>")
+    if not arrow:
         raise argparse.ArgumentTypeError(f"{text!r}: write PATTERN=>bits=8,group_size=64")
     known = leaves(LayerConfig)
     changes: dict[str, Any] = {}

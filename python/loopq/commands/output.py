@@ -260,9 +260,9 @@ def _choices(allocation: dict[str, Any]) -> str:
 
 
 def _dumped_rows(parameter: Any, rows: dict[int, int] | None) -> str | int | None:
-    found = rows or {}
-    by_step = [found.get(step, 0) for step in range(parameter.invocations)]
-    return _rows(sum(found.values()) or None, by_step if parameter.routed_in and rows is not None else None)
+    counts = rows or {}
+    by_step = [counts.get(step, 0) for step in range(parameter.invocations)]
+    return _rows(sum(counts.values()) or None, by_step if parameter.routed_in and rows is not None else None)
 
 
 def print_dump(manifest: Any) -> None:

@@ -45,7 +45,7 @@ def known(
         )
     why = reasons(loaded.system, args.n_steps)
     return {
-        "weights": {name: tensors(found, why) for name, found in checkpoints.items()},
+        "weights": {name: tensors(checkpoint, why) for name, checkpoint in checkpoints.items()},
         "errors": {"on": tokens.take(0, N_PROMPTS).describe(), "weights": errors},
     }
 

@@ -28,12 +28,12 @@ from loopq.terminal.table import render, size
 
 def several_bits(text: str) -> tuple[int, ...]:
     """Read the bits of the grids of a table."""
-    found = tuple(whole(min(BITS), max(BITS))(part) for part in text.split(","))
-    wrong = [n for n in found if n not in BITS]
-    if wrong or len(set(found)) < len(found):
+    bits = tuple(whole(min(BITS), max(BITS))(part) for part in text.split(","))
+    wrong = [n for n in bits if n not in BITS]
+    if wrong or len(set(bits)) < len(bits):
         allowed = ", ".join(map(str, BITS))
         raise argparse.ArgumentTypeError(f"{text!r}: give some of {allowed}, each once, joined by commas")
-    return found
+    return bits
 
 
 def shape_of(args: argparse.Namespace) -> LoopedSystem:
@@ -57,11 +57,11 @@ def forecasts(args: argparse.Namespace, configs: Sequence[QuantConfig], asked: T
 
 def dry_run(args: argparse.Namespace, config: QuantConfig) -> int:
     """Print the cost of a quantization. The exit code is 1 if memory does not suffice."""
-    (found,) = forecasts(args, [config], calibration_take(args))
-    print("\n".join(found.lines()))
+    (cost,) = forecasts(args, [config], calibration_take(args))
+    print("\n".join(cost.lines()))
     if config.fit is not None:
         print("not counted: the trials of --fit")
-    return int(found.peak > found.limit)
+    return int(cost.peak > cost.limit)
 
 
 def table(args: argparse.Namespace, config: QuantConfig) -> int:

@@ -252,7 +252,7 @@ class _Command:
         """Write the page, with a diagnosis of the model before quantization on the calibration prompts."""
         args, grid = self.args, self.config.layer.grid
         shown = self.tokens if self.text is None else self.text
-        found = known(args, self.loaded, {str(self.out): result}, shown)
+        facts = known(args, self.loaded, {str(self.out): result}, shown)
         with Line() as progress:
             diagnosis = loopq.diagnose(
                 self.loaded,
@@ -264,7 +264,7 @@ class _Command:
                 progress=progress,
                 **given(args, Execution),
             )
-        write_page(args.html, diagnosis=diagnosis, measured=measured, **found)
+        write_page(args.html, diagnosis=diagnosis, measured=measured, **facts)
         print(f"page: {args.html}")
 
 

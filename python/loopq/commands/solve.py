@@ -36,10 +36,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: give K/N, as in 3/20")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -108,26 +108,26 @@ def load_source(args: argparse.Namespace) -> LoadedModel:
     """Load the model of `add_source` for quantization, including one quantized by another tool."""
     check_texts(args)
     if args.python is None and args.model is not None:
-        found = open_source(
+        loaded = open_source(
             Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code
         )
-        if found is not None:
-            to_device(found.model, loading(args)["device"])
-            return found
+        if loaded is not None:
+            to_device(loaded.model, loading(args)["device"])
+            return loaded
     return load(args)
 
 
-def load_any(args: argparse.Namespace, **own: Any) -> LoadedModel:
+def load_any(args: argparse.Namespace, **options: Any) -> LoadedModel:
     """Load the model or the checkpoint of `add_source`, the latter with own options of `open_any`."""
     if args.python is not None or args.model is None:
         return load(args)
-    return open_any(args.model, **own, **loading(args))
+    return open_any(args.model, **options, **loading(args))
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Read the options of `add_loading` as options of `load_model`."""
     names = ("system", "trust_remote_code", "allow_pickle", "dtype", "device", "revision")
-    found = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
     if args.device == "cuda" and "LOCAL_RANK" in os.environ:
-        found["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
-    return found
+        options["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+    return options

@@ -139,11 +139,11 @@ def _grid(
     """Return the rows of one grid."""
     rows: dict[str, list[Measurement]] = {}
     sizes: dict[str, int] = {}
-    for one, found in zip(solved, measured, strict=True):
+    for one, measurement in zip(solved, measured, strict=True):
         if one.grid == (bits, group_size):
-            rows.setdefault(one.label, []).append(found)
+            rows.setdefault(one.label, []).append(measurement)
             sizes.setdefault(one.label, one.checkpoint.n_bytes)
-    variants = [_row(label, found, sizes[label]) for label, found in rows.items()]
+    variants = [_row(label, measurements, sizes[label]) for label, measurements in rows.items()]
     return {"bits": bits, "group_size": group_size, "variants": variants}
 
 

@@ -90,9 +90,9 @@ class Checkpoint:
         equal = {"ties": again.ties == self.ties, "side files": again.side_files == self.side_files}
         equal["settings"] = json_bytes(again.settings) == json_bytes(self.settings)
         for name, layer in self.layers.items():
-            found = again.layers.get(name)
+            reread = again.layers.get(name)
             equal[f"layer {name}"] = (
-                found is not None and layer.same_as(found) and layer.settings() == found.settings()
+                reread is not None and layer.same_as(reread) and layer.settings() == reread.settings()
             )
         for name, tensor in self.dense.items():
             other = again.dense.get(name, RawTensor("", (), tensor.data))
@@ -105,8 +105,8 @@ class Checkpoint:
     def digest(self) -> str:
         """SHA-256 over the names, types, shapes and bytes of all tensors, as loopq's own format stores them."""
         total = hashlib.sha256()
-        for own in sorted({*self.layers, *self.dense}):
-            tensors = {own: self.dense[own]} if own in self.dense else self.layers[own].tensors()
+        for key in sorted({*self.layers, *self.dense}):
+            tensors = {key: self.dense[key]} if key in self.dense else self.layers[key].tensors()
             for name, tensor in sorted(tensors.items()):
                 total.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
                 total.update(np.ascontiguousarray(tensor.data).data)
@@ -153,7 +153,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     """
     import torch
 
-    own = dict(model.state_dict(keep_vars=True))
+    state = dict(model.state_dict(keep_vars=True))
     names_in = names_of(model)
     dense: Mapping[str, RawTensor] = names_in.taken(model, checkpoint.dense, to_torch, raw)
     stored: dict[str, RawTensor | QuantizedLayer] = {
@@ -164,19 +164,19 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     kept = {names_in.in_model(name) for name in without}
     sources = {name: name for name in stored}
     # If the model does not tie these tensors, both names get the value.
-    sources |= {n: source for n, source in ties.items() if own.get(n) is not own.get(source)}
+    sources |= {n: source for n, source in ties.items() if state.get(n) is not state.get(source)}
     names = set(sources) | set(ties)
     # Files of other tools store a tied tensor once. The model adds its other names.
-    filled = {id(own[name]) for name in names if name in own}
-    names |= {name for name, tensor in own.items() if id(tensor) in filled}
-    if names != set(own):
-        missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
+    filled = {id(state[name]) for name in names if name in state}
+    names |= {name for name, tensor in state.items() if id(tensor) in filled}
+    if names != set(state):
+        missing, more = shown(sorted(set(state) - names)), shown(sorted(names - set(state)))
         raise CheckpointError(f"the checkpoint is of another model: missing {missing}, unexpected {more}")
     for name, source in sources.items():
         what = stored[source]
         given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
-        if tuple(own[name].shape) != given:
-            shape = list(own[name].shape)
+        if tuple(state[name].shape) != given:
+            shape = list(state[name].shape)
             raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
     half = (torch.float16, torch.bfloat16)
     with torch.no_grad():
@@ -185,10 +185,10 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
             if isinstance(what, QuantizedLayer):
                 if source in kept:
                     continue
-                dtype = own[source].dtype
+                dtype = state[source].dtype
                 kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
                 what = float_to_raw(what.in_model_orientation(), kind)
-            own[name].copy_(to_torch(what))
+            state[name].copy_(to_torch(what))
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

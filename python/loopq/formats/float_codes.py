@@ -28,7 +28,7 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
         If scales are missing or have another shape, a product is not finite, or zero points exist, which these formats
         do not have.
     """
-    found = dict(tensors)
+    dense = dict(tensors)
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         halves = last == "weight_packed" or f"{module}.weight_scale_2" in tensors
@@ -36,20 +36,20 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
             last in ("weight", "weight_packed") and tensor.dtype == "U8" and halves
         ):
             continue
-        scale = found.pop(f"{module}.weight_scale", None)
-        if scale is None or f"{module}.weight_zero_point" in found:
+        scale = dense.pop(f"{module}.weight_scale", None)
+        if scale is None or f"{module}.weight_zero_point" in dense:
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: its scales are missing, or it has zero points"
             )
-        outer = found.pop(f"{module}.weight_global_scale", None)
-        factor = found.pop(f"{module}.weight_scale_2", None)
+        outer = dense.pop(f"{module}.weight_global_scale", None)
+        factor = dense.pop(f"{module}.weight_scale_2", None)
         for other in ("input_scale", "input_global_scale", "weight_shape"):
-            found.pop(f"{module}.{other}", None)
-        del found[name]
-        found[f"{module}.weight"] = RawTensor.of(
+            dense.pop(f"{module}.{other}", None)
+        del dense[name]
+        dense[f"{module}.weight"] = RawTensor.of(
             _values(tensor, scale, (outer, factor), f"{where}: tensor {shown(name)}")
         )
-    return found
+    return dense
 
 
 def _values(
@@ -77,7 +77,7 @@ def _values(
     if scales.ndim != 2 or rows % scales.shape[0] or columns % scales.shape[1]:
         raise CheckpointError(f"{where}: {list(values.shape)} numbers, scales {list(scales.shape)}")
     spread = scales.repeat(rows // scales.shape[0], 0).repeat(columns // scales.shape[1], 1)
-    found: NDArray[np.float32] = values * spread
-    if not np.isfinite(found).all():
+    product: NDArray[np.float32] = values * spread
+    if not np.isfinite(product).all():
         raise CheckpointError(f"{where}: codes times scales are NaN or infinite; copy the file again")
-    return found
+    return product

@@ -102,9 +102,9 @@ class GPTQFolder(QuantizedFolder):
             f"-:^{re.escape(name)}$": {} for name in export.names(export.dense)
         }
         for module, layer in export.layers.items():
-            own = _own(layer.grid)
-            if own != common:
-                values = dict(zip(("bits", "group_size", "sym"), own, strict=True))
+            kind = _own(layer.grid)
+            if kind != common:
+                values = dict(zip(("bits", "group_size", "sym"), kind, strict=True))
                 dynamic |= {f"+:^{re.escape(name)}$": values for name in export.names([module])}
         modules = list(export.layers)
         return {
@@ -144,28 +144,28 @@ class GPTQFolder(QuantizedFolder):
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, including files of other tools."""
-        found = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
-        bits, group_size = found.bits, found.group_size
+        settings = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
+        bits, group_size = settings.bits, settings.group_size
         n_words, rows = reader.get(f"{module}.qweight", ("I32",), (None, None)).shape
         columns = _check_order(module, reader, group_size, n_words * 32 // bits)
         if rows < 1 or columns < 1:
             raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
         kind = DTYPES[reader.get(f"{module}.scales", ("F16", "BF16", "F32"), (None, rows)).dtype]
-        grid = even(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
+        grid = even(bits=bits, group_size=group_size, symmetric=settings.sym, scale_dtype=kind)
         n_groups = grid.n_groups(columns)
         codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
         scales = reader.scales(f"{module}.scales", (n_groups, rows))
         zeros = reader.codes(f"{module}.qzeros", bits, rows, n_groups).T
         if self.version == 1:
             zeros = ((zeros.astype(np.int16) + 1) % (1 << bits)).astype(np.uint8)
-        if found.sym:
+        if settings.sym:
             codes = _signed(codes, zeros, bits, f"{reader.where}: tensor '{module}.qzeros'")
         return QuantizedLayer(
             name=f"{module}.weight",
             grid=grid,
             codes=np.ascontiguousarray(codes),
             scales=np.ascontiguousarray(scales.T),
-            zeros=None if found.sym else np.ascontiguousarray(zeros),
+            zeros=None if settings.sym else np.ascontiguousarray(zeros),
         )
 
 
@@ -187,7 +187,7 @@ class GPTQv2Folder(GPTQFolder):
 
     def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
         """Convert AWQ's codes to words of GPTQ. AWQ's words run along the outputs."""
-        found = dict(tensors)
+        converted = dict(tensors)
         for module in self.modules(list(tensors)):
             words, zeros, scales = (tensors.get(f"{module}.{n}") for n in ("qweight", "qzeros", "scales"))
             if words is None or zeros is None or scales is None or len(words.shape) != 2:
@@ -195,10 +195,10 @@ class GPTQv2Folder(GPTQFolder):
             if words.shape[1:] == scales.shape[1:]:
                 continue
             codes = native.pack_dense(np.ascontiguousarray(_awq_codes(words, path, module).T), 4, 0)
-            found[f"{module}.qweight"] = RawTensor.of(np.ascontiguousarray(codes.T))
+            converted[f"{module}.qweight"] = RawTensor.of(np.ascontiguousarray(codes.T))
             packed = native.pack_dense(_awq_codes(zeros, path, module), 4, 0)
-            found[f"{module}.qzeros"] = RawTensor.of(packed)
-        return found
+            converted[f"{module}.qzeros"] = RawTensor.of(packed)
+        return converted
 
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer. AWQ layers always have zero points."""
@@ -265,12 +265,12 @@ def _common_path(modules: Sequence[str]) -> str:
 
 def _settings(module: str, where: str, config: Mapping[str, Any]) -> _GPTQConfig:
     """Settings of a module, with the rules of `dynamic` applied as in GPTQModel."""
-    found = checked(_GPTQConfig, dict(config), where, others=True)
-    for pattern, changes in (found.dynamic or {}).items():
+    settings = checked(_GPTQConfig, dict(config), where, others=True)
+    for pattern, changes in (settings.dynamic or {}).items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):
             changed = checked(dict[str, Any], changes, f"{where}: dynamic: {shown(pattern)}")
             return checked(_GPTQConfig, {**config, **changed}, where, others=True)
-    return found
+    return settings
 
 
 FORMATS.register(GPTQFolder.name)(GPTQFolder())

@@ -71,17 +71,17 @@ def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
         index names. Pickled weights are not read.
     """
     tensors: dict[str, RawTensor] = {}
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     stated = _weight_map(folder)
     for file in _weight_files(folder) if stated is None else sorted(set(stated.values())):
         for name, tensor in map_tensors(inside(folder, file)).items():
             if name in tensors:
                 raise CheckpointError(f"{folder / file}: tensor {shown(name)} is in another shard too")
-            tensors[name], found[name] = tensor, file
-    stated = found if stated is None else stated
-    for name in sorted({*stated, *found}):
-        if stated.get(name) != found.get(name):
-            says, place = stated.get(name, "nothing"), found.get(name, "no shard")
+            tensors[name], places[name] = tensor, file
+    stated = places if stated is None else stated
+    for name in sorted({*stated, *places}):
+        if stated.get(name) != places.get(name):
+            says, place = stated.get(name, "nothing"), places.get(name, "no shard")
             raise CheckpointError(f"{folder}: tensor {shown(name)}: {SHARDS} says {says}, it is in {place}")
     return tensors
 
@@ -96,13 +96,13 @@ def read_config(folder: Path) -> tuple[Object, Object | None]:
         return checked(Object, data, folder / name)
 
     config = read(CONFIG)
-    found = config.pop(KEY, None)
-    if found is None and (folder / QUANTIZE_CONFIG).exists():
-        found = {"quant_method": "gptq", **read(QUANTIZE_CONFIG)}
-    if found is None and (folder / HF_QUANT_CONFIG).exists():
-        told = checked(Object, read(HF_QUANT_CONFIG).get("quantization"), folder / HF_QUANT_CONFIG)
-        found = {"quant_method": "modelopt", **told}
-    return config, None if found is None else checked(Object, found, f"{folder / CONFIG}: {KEY}")
+    entry = config.pop(KEY, None)
+    if entry is None and (folder / QUANTIZE_CONFIG).exists():
+        entry = {"quant_method": "gptq", **read(QUANTIZE_CONFIG)}
+    if entry is None and (folder / HF_QUANT_CONFIG).exists():
+        stated = checked(Object, read(HF_QUANT_CONFIG).get("quantization"), folder / HF_QUANT_CONFIG)
+        entry = {"quant_method": "modelopt", **stated}
+    return config, None if entry is None else checked(Object, entry, f"{folder / CONFIG}: {KEY}")
 
 
 def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] = ("*",)) -> dict[str, bytes]:
@@ -138,14 +138,14 @@ def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, byt
                 "remote_code (--remote-code) writes the loop of a looped: model, and this model is none; leave it out"
             )
         return dict(files)
-    told, code = with_loop(config, config[LOOP]), {}
+    looped, code = with_loop(config, config[LOOP]), {}
     if remote_code:
-        told["auto_map"] = {n: f"{_CODE}.{made}" for n, made in _CLASSES.items()}
+        looped["auto_map"] = {n: f"{_CODE}.{class_name}" for n, class_name in _CLASSES.items()}
         source = resources.files("loopq.integrations").joinpath(LOOP_CODE)
         code = {LOOP_CODE: source.read_bytes()}
-    if told == config and code.items() <= files.items():
+    if looped == config and code.items() <= files.items():
         return dict(files)
-    return {**files, CONFIG: (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode(), **code}
+    return {**files, CONFIG: (json.dumps(looped, indent=2, ensure_ascii=False) + "\n").encode(), **code}
 
 
 def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -
     for layer in layers:
         rest = {k: v for k, v in without_kind(layer.settings()).items() if k not in ("name", "shape")}
         names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
-    groups = [{**json.loads(grid), "layers": found} for grid, found in names.items()]
-    stored = {name for found in names.values() for name in found}
+    groups = [{**json.loads(grid), "layers": members} for grid, members in names.items()]
+    stored = {name for members in names.values() for name in members}
     tied = {name: source for name, source in ties.items() if source in stored}
     return {"quant_method": METHOD, "groups": groups, "ties": tied}
 
@@ -166,11 +166,11 @@ def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
     A model of another library has no "architectures", so its config.json does not change.
     """
     head, brace, tail = config.rpartition(b"}")
-    told = head.rstrip()
-    if not brace or b'"architectures"' not in told or f'"{KEY}"'.encode() in told:
+    body = head.rstrip()
+    if not brace or b'"architectures"' not in body or f'"{KEY}"'.encode() in body:
         return config
-    space = head[len(told) :]
-    return told + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
+    space = head[len(body) :]
+    return body + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
 
 
 def without_own(config: bytes) -> bytes:

@@ -63,11 +63,11 @@ class ModelOpt(QuantizedFolder):
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """Halves, scales, and the factor of the scales."""
-        found = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
-        factor = 1 / found["weight_global_scale"].array()[0]
+        stored = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
+        factor = 1 / stored["weight_global_scale"].array()[0]
         return {
-            f"{module}.weight": found["weight_packed"],
-            f"{module}.weight_scale": found["weight_scale"],
+            f"{module}.weight": stored["weight_packed"],
+            f"{module}.weight_scale": stored["weight_scale"],
             f"{module}.weight_scale_2": RawTensor.of(np.array(factor, dtype=np.float32)),
         }
 
@@ -86,13 +86,13 @@ class ModelOpt(QuantizedFolder):
 
     def more_files(self, quantization: Mapping[str, Any]) -> dict[str, bytes]:
         """The same in ModelOpt's own file."""
-        told = {
+        entries = {
             "quant_algo": ALGORITHM,
             "kv_cache_quant_algo": None,
             "group_size": 16,
             "exclude_modules": quantization["ignore"],
         }
-        return {HF_QUANT_CONFIG: json_bytes({"producer": quantization["producer"], "quantization": told})}
+        return {HF_QUANT_CONFIG: json_bytes({"producer": quantization["producer"], "quantization": entries})}
 
     def remarks(self, export: Export) -> tuple[str, ...]:
         """Dense modules whose names are part of a quantized one's. vLLM then takes both for dense."""

@@ -76,8 +76,8 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     texts = {**checkpoint.side_files, REPORT: report_lines(checkpoint.layers.values()).encode()}
     if CONFIG in texts:
         # Without it transformers would leave the quantized layers at random values.
-        told = describe_layers(checkpoint.layers.values(), checkpoint.ties)
-        texts[CONFIG] = add_own(texts[CONFIG], told)
+        description = describe_layers(checkpoint.layers.values(), checkpoint.ties)
+        texts[CONFIG] = add_own(texts[CONFIG], description)
     files = write_files(folder, tensors, texts, {"format": "pt", "loopq": _native.__version__}, values)
     index = {
         "loopq_version": _native.__version__,
@@ -93,11 +93,11 @@ def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str
     """Return all tensors and their maker, one layer at a time. A layer's largest tensor has no data yet."""
     tensors, owners = dict(checkpoint.dense), {}
     for layer in checkpoint.layers.values():
-        found = layer.tensors()
-        largest = max(found, key=lambda name: found[name].data.size)
+        parts = layer.tensors()
+        largest = max(parts, key=lambda name: parts[name].data.size)
         owners[largest] = layer
-        size = np.broadcast_to(np.uint8(0), found[largest].data.shape)
-        tensors |= found | {largest: dataclasses.replace(found[largest], data=size)}
+        size = np.broadcast_to(np.uint8(0), parts[largest].data.shape)
+        tensors |= parts | {largest: dataclasses.replace(parts[largest], data=size)}
     return tensors, lambda name: owners[name].tensors()[name] if name in owners else tensors[name]
 
 

@@ -87,14 +87,14 @@ class Backward:
         """Compute gradients of several prompts in turns, so that one read of a layer serves a visit of all of them."""
         whole = taps.side
         for at in range(0, len(batches), self.at_once):
-            some = [(batch, whole.twin()) for batch in batches[at : at + self.at_once]]
+            group = [(batch, whole.twin()) for batch in batches[at : at + self.at_once]]
             turns = Turns()
-            turns.run([functools.partial(self._piece, taps, join, turns.give, *one) for one in some])
-            for _, twin in some:
+            turns.run([functools.partial(self._piece, taps, join, turns.give, *one) for one in group])
+            for _, twin in group:
                 whole.merge(twin)
             # A save in between must not hold only some of the prompts that run together.
-            yield from [done + at] * (len(some) * self.n_draws - 1)
-            yield done + at + len(some)
+            yield from [done + at] * (len(group) * self.n_draws - 1)
+            yield done + at + len(group)
 
     def _piece(self, taps: Taps, join: Join, give: Callable[[], None], batch: Batch, side: Side) -> None:
         join(give)
@@ -140,9 +140,9 @@ def draw_labels(logp: Tensor, seed: Sequence[int]) -> Tensor:
     import torch  # lazy: loopq imports without torch
 
     rng = np.random.default_rng(list(seed))
-    found = []
+    labels = []
     # A few positions at a time stay in the cache; the numbers are those of one draw.
-    for some in logp.detach().flatten(0, -2).split(_AT_ONCE):
-        waiting = torch.from_numpy(rng.standard_exponential(tuple(some.shape))).to(logp.device)
-        found.append(waiting.log_().sub_(some).argmin(-1))
-    return torch.cat(found).reshape(logp.shape[:-1])
+    for part in logp.detach().flatten(0, -2).split(_AT_ONCE):
+        waiting = torch.from_numpy(rng.standard_exponential(tuple(part.shape))).to(logp.device)
+        labels.append(waiting.log_().sub_(part).argmin(-1))
+    return torch.cat(labels).reshape(logp.shape[:-1])

@@ -243,12 +243,12 @@ class _Collector:
             )
         progress.stop()
         n_gradients = self.n_prompts * self.n_draws
-        found = {}
+        metrics = {}
         for name in self._reached(tasks):
             left = tuple(a.cpu().numpy() for a in sums.left.get(name, ()))
             right = sums.right.pop(name).cpu().numpy() if name in sums.right else np.zeros((0, 0), np.float32)
-            found[name] = LoopMetric(left, right, n_gradients, RIDGE)
-        return found
+            metrics[name] = LoopMetric(left, right, n_gradients, RIDGE)
+        return metrics
 
     def _round(self, side: Side, tasks: Sequence[Task], n_prompts: int) -> None:
         sums = self.sums
@@ -270,18 +270,18 @@ class _Collector:
 
         from loopq.gradients.sketch import root, seed_of
 
-        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        by_input: dict[Any, tuple[Tensor, Tensor]] = {}
         n_columns = _columns(tasks, self.n_prompts)
         for task in tasks:
             p, key = task.parameter, (task.input_group, task.steps)
-            if key not in found:
+            if key not in by_input:
                 hessian = _summed(hessians, task)
                 seed = seed_of(str(task.input_group), self.execution.seed, 0)
                 columns = min(p.in_features, n_columns[task.metric_name])
                 whole = root(hessian, DAMPING, seed, columns, self.system.device)
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
-                found[key] = whole, self.system.to_device(energy)
-            self._roots[task.name], energy = found[key]
+                by_input[key] = whole, self.system.to_device(energy)
+            self._roots[task.name], energy = by_input[key]
             weight = p.matrix(stored_weight(self.system, p))
             size = weight.float().square() @ energy
             name = task.metric_name if task.side == "outputs" else task.name
@@ -293,35 +293,35 @@ class _Collector:
         Here r is the size of a row. Scaling a row up and its readers down changes nothing. An expert that receives no
         prompt ahead has d = 1 / r.
         """
-        found = {}
+        scales = {}
         for name, size in self._sizes.items():
             size = size.clamp_min(_TINY)
             relative = self.sums.energy[name] * size if name in self.sums.energy else size.new_ones(len(size))
             relative = relative.clamp_min(max(LEAST_SCALE * float(relative.mean()), _TINY))
-            found[name] = (size / relative).sqrt()
-        return found
+            scales[name] = (size / relative).sqrt()
+        return scales
 
     def _reached(self, tasks: Sequence[Task]) -> list[str]:
         """Return the names of the sums that a gradient reaches. Only experts may receive none."""
-        found = []
+        left = []
         for name, task in {t.metric_name: t for t in tasks}.items():
             sums = self.sums.left.get(name) or [a for n, a in self.sums.right.items() if n == name]
             # An expert without rows has no gradient, or a zero gradient.
             if sums and not (task.parameter.routed_in and not any(a.any() for a in sums)):
-                found.append(name)
+                left.append(name)
             elif not task.parameter.routed_in:
                 raise SystemContractError(f"no gradient reaches {name}: use metric 'inputs' there")
-        return found
+        return left
 
 
 def _n_rows(hessians: Hessians, task: Task) -> int:
-    found = hessians.accumulator(str(task.input_group), task.steps)
-    return sum(found.n_rows(step) for step in task.steps)
+    accumulator = hessians.accumulator(str(task.input_group), task.steps)
+    return sum(accumulator.n_rows(step) for step in task.steps)
 
 
 def _summed(hessians: Hessians, task: Task) -> NDArray[np.float64]:
-    found = hessians.accumulator(str(task.input_group), task.steps)
-    return np.asarray(found.matrix(list(task.steps)), dtype=np.float64)
+    accumulator = hessians.accumulator(str(task.input_group), task.steps)
+    return np.asarray(accumulator.matrix(list(task.steps)), dtype=np.float64)
 
 
 @dataclass
@@ -359,11 +359,11 @@ class _Sums:
         """Load saved sums of the same work, if there are any."""
         import torch  # lazy: loopq imports without torch
 
-        found = self.journal.find("sums")
-        if found is None:
+        piece = self.journal.find("sums")
+        if piece is None:
             return
-        self.round, self.done = int(found.facts["round"]), int(found.facts["done"])
-        for name, tensor in sorted(found.tensors.items()):
+        self.round, self.done = int(piece.facts["round"]), int(piece.facts["done"])
+        for name, tensor in sorted(piece.tensors.items()):
             side, _, rest = name.partition("/")
             values = system.to_device(torch.from_numpy(np.array(tensor.array(), dtype=np.float32)))
             if side == "left":

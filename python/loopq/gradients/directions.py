@@ -35,9 +35,9 @@ class Directions(Side):
 
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
         """Return <G^T X, D> of a call."""
-        found = gradient.float().T @ kept[0].float()
+        product = gradient.float().T @ kept[0].float()
         # One error after the other takes no more memory than the gradient.
-        return (torch.stack([(found * error).sum(dtype=torch.float64) for error in self._errors[name]]),)
+        return (torch.stack([(product * error).sum(dtype=torch.float64) for error in self._errors[name]]),)
 
     def add(self, name: str, products: Kept) -> None:
         """Add the squares."""

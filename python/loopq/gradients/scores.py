@@ -92,8 +92,8 @@ def loop_fisher(
             raise SystemContractError(f"no gradient reaches {t.name}: use measured scores")
     share = 0.5 / (n_draws * backward.n_positions)
     # An expert without a gradient costs nothing.
-    found = {key: t for n, own in keys.items() for key, t in zip(own, side.totals.get(n, ()), strict=False)}
-    return {key: share * float(found.get(key, 0.0)) for key in candidates}
+    sums = {key: t for n, part in keys.items() for key, t in zip(part, side.totals.get(n, ()), strict=False)}
+    return {key: share * float(sums.get(key, 0.0)) for key in candidates}
 
 
 def _run(
@@ -111,7 +111,7 @@ def _run(
     progress.advance(done)
     for number in backward.run(side, tasks, done, n_prompts):
         if number > done:
-            totals = {name: found.tolist() for name, found in side.totals.items()}
+            totals = {name: total.tolist() for name, total in side.totals.items()}
             journal.save("fisher", totals=totals, positions=backward.n_positions, done=number)
             progress.advance(number - done)
             done = number

@@ -94,8 +94,8 @@ def root(
     damped = torch.from_numpy(ridged(matrix, share)).to(device)
     unit = 1.0 / damped.diagonal().sqrt()
     lower = torch.linalg.cholesky(damped * unit * unit[:, None])
-    found = torch.linalg.solve_triangular(lower.mT, mixed, upper=True)
-    return (unit[:, None] * found).float()
+    columns = torch.linalg.solve_triangular(lower.mT, mixed, upper=True)
+    return (unit[:, None] * columns).float()
 
 
 def seed_of(name: str, seed: int, side: int) -> list[int]:
@@ -193,11 +193,11 @@ class Side(ABC):
     def take(self, name: str, kept: Kept, gradient: Tensor) -> None:
         """Add the products of one call."""
         key = self.key(name)
-        found, old = self.products(name, kept, gradient), self._products.get(key)
+        new, old = self.products(name, kept, gradient), self._products.get(key)
         self._products[key] = (
-            tuple(x.float() if x.dtype == torch.bfloat16 else x for x in found)
+            tuple(x.float() if x.dtype == torch.bfloat16 else x for x in new)
             if old is None
-            else tuple(x.add_(y) for x, y in zip(old, found, strict=True))
+            else tuple(x.add_(y) for x, y in zip(old, new, strict=True))
         )
 
     def finish(self, n_gradients: int) -> None:
@@ -214,7 +214,7 @@ class Side(ABC):
         """
         # One check for all layers waits only once for the device.
         finite = [
-            torch.stack([torch.isfinite(x).all() for x in found]).all() for found in self._products.values()
+            torch.stack([torch.isfinite(x).all() for x in parts]).all() for parts in self._products.values()
         ]
         if finite and not bool(torch.stack(finite).all()):
             name = next(n for n, known in zip(self._products, finite, strict=True) if not bool(known))
@@ -286,14 +286,14 @@ class Outputs(Side):
     def keep(self, task: Task, rows: Tensor) -> Kept:
         """Return X_t Om. It is computed once for the layers that read one input."""
         whole = self.sketch.roots[task.name]
-        key, found = input_key(rows), self._last.get(id(whole))
-        if found is None or found[0] != key:
+        key, last = input_key(rows), self._last.get(id(whole))
+        if last is None or last[0] != key:
             # The rows stay alive, so no other tensor can get their address.
             if id(whole) not in self._mixes:
                 chosen, scale = cycled(whole.shape[0], whole.shape[1], self.sketch.rank, self._prompt)
                 self._mixes[id(whole)] = _typed(whole[:, chosen] * scale, rows)
-            found = self._last[id(whole)] = key, rows, _times(rows, self._mixes[id(whole)])
-        return (found[2],)
+            last = self._last[id(whole)] = key, rows, _times(rows, self._mixes[id(whole)])
+        return (last[2],)
 
     def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
         """G_t^T (X_t Om)."""
@@ -418,7 +418,7 @@ class Both(Outputs):
         if name not in self._drawn:
             of_layer = np.random.default_rng(seed_of(name, self.sketch.seed, 1))
             self._drawn[name] = scale * _signs(of_layer, n, device).float(), of_layer.permutation(block)
-        own, order = self._drawn[name]
+        signed, order = self._drawn[name]
         of_gradient = np.random.default_rng([*seed_of(name, self.sketch.seed, 2), self._number])
         rank, whole = min(self.sketch.rank, n, block), n - n % block
         parts = []
@@ -431,4 +431,4 @@ class Both(Outputs):
             columns = torch.from_numpy(order[order < size][chosen]).to(device)
             part = (_whole(size, device)[:, columns] * factor).float() * signs.reshape(-1, 1, len(chosen))
             parts.append(nn.functional.pad(part.reshape(end - first, -1), (0, rank - len(chosen))))
-        return own[:, None] * torch.cat(parts)
+        return signed[:, None] * torch.cat(parts)

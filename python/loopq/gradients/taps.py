@@ -41,8 +41,8 @@ class Taps:
     @property
     def side(self) -> Side:
         """The receiver of this thread's gradients."""
-        found: Side = self._here.side
-        return found
+        side: Side = self._here.side
+        return side
 
     @side.setter
     def side(self, side: Side) -> None:
@@ -65,8 +65,8 @@ class Taps:
         wanted = [self.anchor, *(weight for _, weight in self._bare)]
         # A device's own thread would have no side, and would wait for itself where prompts run in turns.
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
-        for (task, _), gradient in zip(self._bare, found, strict=True):
+            gradients = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
+        for (task, _), gradient in zip(self._bare, gradients, strict=True):
             if gradient is not None:
                 # This equals a call with the unit matrix as rows.
                 p = task.parameter
@@ -96,8 +96,8 @@ class Taps:
             side.take(p.name, kept, gradient.reshape(-1, p.out_features))
 
         # A view, or a leaf of the graph, cannot be marked as changed in place.
-        own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
-        return _Tap.apply(own, self.anchor, take, *kept)
+        result = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
+        return _Tap.apply(result, self.anchor, take, *kept)
 
 
 def _without_gradients(system: LoopedSystem) -> LoopedSystem:

@@ -29,7 +29,7 @@ class Turns:
     def run(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Run all pieces to their end, the first one first. The first error stops all and is raised."""
         self._left = list(range(len(pieces)))
-        threads = [threading.Thread(target=self._run, args=own, daemon=True) for own in enumerate(pieces)]
+        threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in enumerate(pieces)]
         for thread in threads:
             thread.start()
         try:

@@ -66,6 +66,6 @@ def _whole(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 
 def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:
     """Inputs and outputs of all products in float32, doubled for the activations between them."""
-    found = (getattr(module, "weight", None) for module in system.model.modules())
-    width = sum(sum(w.shape) for w in found if w is not None and w.ndim == 2)
+    weights = (getattr(module, "weight", None) for module in system.model.modules())
+    width = sum(sum(w.shape) for w in weights if w is not None and w.ndim == 2)
     return 8 * width * int(batch.input_ids.numel()) * n_steps

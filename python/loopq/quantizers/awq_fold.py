@@ -107,17 +107,17 @@ def find_folds(model: nn.Module, readers: Mapping[str, Sequence[str]], run: Call
     modules = dict(model.named_modules(remove_duplicate=False))
     held = {name: [modules[owner] for owner in owners] for name, owners in readers.items()}
     scaled = {id(module) for owners in held.values() for module in owners}
-    found: dict[str, list[str]] = {}
+    folds: dict[str, list[str]] = {}
     for name, owners in held.items():
-        found.setdefault(seen.source(name, owners), []).append(name)
-    for source, names in found.items():
+        folds.setdefault(seen.source(name, owners), []).append(name)
+    for source, names in folds.items():
         other = next((n for n in seen.readers(modules[source]) if id(modules[n]) not in scaled), None)
         if other is not None:
             _refuse(names[0], f"{other} reads the output of {source} too, and is not scaled")
         seen.check_factor(source, names[0])
-    if _same(before, run, [(modules[s], held, names) for s, names in found.items()]):
-        return found
-    for source, names in found.items():
+    if _same(before, run, [(modules[s], held, names) for s, names in folds.items()]):
+        return folds
+    for source, names in folds.items():
         if not _same(before, run, [(modules[source], held, names)]):
             _refuse(
                 names[0], f"something else reads the output of {source} too, or its input is not that output"
@@ -221,21 +221,21 @@ class _Seen:
         if not keys:
             _refuse(name, "it is not called in a rollout")
         makers = {self.makers.get(key) for key in keys}
-        found = makers.pop() if len(makers) == 1 else ""
-        if found is None:
-            found = self._beside(owners[0])
-        module = self.model.get_submodule(found) if found else None
+        maker = makers.pop() if len(makers) == 1 else ""
+        if maker is None:
+            maker = self._beside(owners[0])
+        module = self.model.get_submodule(maker) if maker else None
         weight = None if module is None else module._parameters["weight"]
         if weight is None or not (weight.ndim == 1 or type(module) is nn.Linear):
             _refuse(name, "no norm with a weight and no linear layer makes its input alone")
         shared = [m for m in self.model.modules() if any(p is weight for p in m._parameters.values())]
         if len(shared) > 1:
-            _refuse(name, f"another module has the weight of {found}")
+            _refuse(name, f"another module has the weight of {maker}")
         if weight.shape[0] != owners[0]._parameters["weight"].shape[-1]:
             _refuse(
-                name, f"{found} has {weight.shape[0]} outputs, which are not its input channel by channel"
+                name, f"{maker} has {weight.shape[0]} outputs, which are not its input channel by channel"
             )
-        return found
+        return maker
 
     def _beside(self, module: Any) -> str:
         """Name of the last linear layer that is called before a module and stands beside it."""
@@ -249,8 +249,8 @@ class _Seen:
 
     def readers(self, source: nn.Module) -> list[str]:
         """Names of the modules that read the output of a module as it is."""
-        made = {key for key, name in self.makers.items() if name == self.names[id(source)]}
-        return [self.names[i] for i, keys in self.inputs.items() if made & {*keys}]
+        outputs = {key for key, name in self.makers.items() if name == self.names[id(source)]}
+        return [self.names[i] for i, keys in self.inputs.items() if outputs & {*keys}]
 
     def check_factor(self, source: str, reader: str) -> None:
         """Refuse a norm whose output is not proportional to its weight and bias, such as Gemma's."""
@@ -260,12 +260,12 @@ class _Seen:
         if module._parameters["weight"].ndim > 1:
             return
         args, kwargs, output = self.last[source]
-        made, scale = copy.deepcopy(module), _trial(output)
+        divided, scale = copy.deepcopy(module), _trial(output)
         with torch.no_grad():
-            for parameter in (made._parameters["weight"], made._parameters.get("bias")):
+            for parameter in (divided._parameters["weight"], divided._parameters.get("bias")):
                 if parameter is not None:
                     parameter.div_(scale)
-            if not torch.equal(made(*args, **kwargs), output / scale):
+            if not torch.equal(divided(*args, **kwargs), output / scale):
                 _refuse(reader, f"the weight of {source} is no factor of its output")
 
 
@@ -296,10 +296,10 @@ def _same(
 @contextlib.contextmanager
 def _hooked(hooks: Sequence[tuple[Any, Any, Any]]) -> Iterator[None]:
     """Put functions before and after the calls of modules in this thread."""
-    own, handles = threading.get_ident(), []
+    thread, handles = threading.get_ident(), []
 
     def here(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: hook(*given) if threading.get_ident() == own else None
+        return lambda *given: hook(*given) if threading.get_ident() == thread else None
 
     try:
         for module, before, after in hooks:
@@ -344,17 +344,17 @@ def _divided_layer(layer: QuantizedLayer, scale: NDArray[np.float32], reader: st
     zeros = layer.zeros
     if zeros is not None and zeros.dtype.kind == "f":
         zeros = zeros / rows
-    made = replace(layer, scales=layer.scales / rows, zeros=zeros)
-    settings = checked(LayerSettings, made.settings(), layer.name, CheckpointError)
+    divided = replace(layer, scales=layer.scales / rows, zeros=zeros)
+    settings = checked(LayerSettings, divided.settings(), layer.name, CheckpointError)
     try:
         with np.errstate(over="ignore"):
-            tensors = TensorReader(layer.name, made.tensors())
+            tensors = TensorReader(layer.name, divided.tensors())
         stored = QuantizedLayer.from_tensors(settings, tensors, layer.report).stored_values()
     except CheckpointError:
         stored = np.zeros_like(rows)
     if not np.array_equal(stored * rows, layer.stored_values()):
         _refuse(reader, f"the scales of {layer.name}, {layer.grid.scale_dtype}, cannot take it")
-    return made
+    return divided
 
 
 def _divided(name: str, tensor: RawTensor, scale: NDArray[np.float32], reader: str) -> RawTensor:
@@ -362,10 +362,10 @@ def _divided(name: str, tensor: RawTensor, scale: NDArray[np.float32], reader: s
     values = tensor.float32()
     rows = scale.reshape(-1, *[1] * (values.ndim - 1))
     with np.errstate(over="ignore"):
-        found = float_to_raw(values / rows, "F32" if tensor.dtype == "F64" else tensor.dtype)
-    if found.dtype != tensor.dtype or not np.array_equal(found.float32() * rows, values):
+        divided = float_to_raw(values / rows, "F32" if tensor.dtype == "F64" else tensor.dtype)
+    if divided.dtype != tensor.dtype or not np.array_equal(divided.float32() * rows, values):
         _refuse(reader, f"the numbers of {name}, {tensor.dtype}, cannot take it")
-    return found
+    return divided
 
 
 def _refuse(name: str, why: str, instead: str = "") -> NoReturn:

@@ -69,8 +69,8 @@ class Problem:
     @property
     def is_common(self) -> bool:
         """Whether each code has its own value, and scales have a type that torch rounds to."""
-        found = self.grid
-        return found.plain and found.own_scales and found.scale_dtype in SCALE_DTYPES
+        grid = self.grid
+        return grid.plain and grid.own_scales and grid.scale_dtype in SCALE_DTYPES
 
     def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
         """Return the grid for the core, with its scale search; `signed` allows negative scales."""
@@ -136,8 +136,8 @@ class Problem:
         """Compute a result that depends on H alone once for all layers of the input group."""
         if key not in self.shared:
             self.shared[key] = make()
-        found: T = self.shared[key]
-        return found
+        result: T = self.shared[key]
+        return result
 
     def layer(self, result: Mapping[str, Any], method: str, grid: Grid | None = None) -> QuantizedLayer:
         """Build the layer from the core's codes, scales and zeros; the rest goes to the report.
@@ -207,8 +207,8 @@ class Method(Chosen):
     @property
     def shift_damping(self) -> Damping:
         """Damping of the system for the target of asymmetric calibration: the method's own if it has one."""
-        found: Damping = getattr(self, "damping", Damping())
-        return found
+        damping: Damping = getattr(self, "damping", Damping())
+        return damping
 
     def make_grid(self, settings: GridSettings) -> Grid:
         """Return the grid of the codes, as far as it is known before a solve. Few methods have one of their own."""
@@ -249,12 +249,12 @@ class Method(Chosen):
         """
         theirs = [p for p in problems if self.has_twin and has_twins(p.device) and p.is_common]
         solved = self.twin(theirs) if theirs else []
-        found = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
+        by_id = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
         layers = []
         for p in problems:
             with naming(p.name):
-                layer = found[id(p)] if id(p) in found else self.quantize(p)
+                layer = by_id[id(p)] if id(p) in by_id else self.quantize(p)
             if has_twins(p.device):
-                layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in found else "cpu")
+                layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in by_id else "cpu")
             layers.append(layer)
         return layers

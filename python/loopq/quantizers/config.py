@@ -90,19 +90,19 @@ def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[Quantized
     alike: dict[Method, list[int]] = {}
     for at, (config, _) in enumerate(asked):
         alike.setdefault(config.method, []).append(at)
-    found: dict[int, QuantizedLayer] = {}
+    layers: dict[int, QuantizedLayer] = {}
     for method, places in alike.items():
-        found.update(zip(places, method.quantize_all([turned[at] for at in places]), strict=True))
+        layers.update(zip(places, method.quantize_all([turned[at] for at in places]), strict=True))
     for at, rotation in enumerate(rotations):
         if rotation is None:
             continue
-        if found[at].transform is not None:
+        if layers[at].transform is not None:
             config, p = asked[at]
             raise ConfigError(
                 f"layer {p.name}: method {config.method.name!r} cannot be combined with a rotation"
             )
-        found[at] = found[at].with_transform(rotation).with_report(rotation=rotation.describe())
-    return [found[at] for at in range(len(asked))]
+        layers[at] = layers[at].with_transform(rotation).with_report(rotation=rotation.describe())
+    return [layers[at] for at in range(len(asked))]
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ class GPTQCD(Method):
         return native.gptq_cd(problem.target, factor, self._settings(problem), threads=problem.threads)
 
     def _coupled(self, problem: Problem) -> dict[str, Any]:
-        factor, left, told = sides(problem, self.damping, self.order, "conditional")
-        found = native.coupled(
+        factor, left, facts = sides(problem, self.damping, self.order, "conditional")
+        solved = native.coupled(
             problem.target,
             factor,
             left,
@@ -155,7 +155,7 @@ class GPTQCD(Method):
             passes=self.passes,
             threads=problem.threads,
         )
-        return found | told
+        return solved | facts
 
 
 def sides(

@@ -60,13 +60,13 @@ class GridSettings(Settings):
                 f"got {self.scale_bits!r}"
             )
 
-    def _check_levels(self, found: Grid) -> None:
+    def _check_levels(self, grid: Grid) -> None:
         """Refuse bits and groups that differ from those of the level type."""
         for name in ("bits", "group_size"):
-            own, asked = getattr(found, name), getattr(self, name)
-            if asked not in (own, getattr(GridSettings, name)):
+            fixed, asked = getattr(grid, name), getattr(self, name)
+            if asked not in (fixed, getattr(GridSettings, name)):
                 raise ConfigError(
-                    f"levels {self.levels!r} has {found.bits} bits and groups of {found.group_size}; got {name} "
+                    f"levels {self.levels!r} has {grid.bits} bits and groups of {grid.group_size}; got {name} "
                     f"{asked}: leave --{name.replace('_', '-')} away"
                 )
 

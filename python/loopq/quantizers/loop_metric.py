@@ -70,11 +70,11 @@ class LoopMetric:
         """S = H median(diag S_g / diag H) + S_g. The median ignores channels that are always zero."""
         if not self.right.size:
             return hessian
-        own, theirs = np.diag(hessian), np.diag(self.right)
-        live = (own > 0) & (theirs > 0)
+        diag, right = np.diag(hessian), np.diag(self.right)
+        live = (diag > 0) & (right > 0)
         if not live.any():
             return np.asarray(hessian + self.right, dtype=np.float64)
-        return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
+        return np.asarray(hessian * float(np.median(right[live] / diag[live])) + self.right, dtype=np.float64)
 
     def floored(
         self, weight: NDArray[np.float32], combined: NDArray[np.float64]
@@ -96,8 +96,8 @@ class LoopMetric:
         """
         size = np.square(weight, dtype=np.float64) @ np.diag(combined)
         left = self.left
-        own = np.concatenate([np.diag(a) for a in left])
-        floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
+        diag = np.concatenate([np.diag(a) for a in left])
+        floor = np.divide(FLOOR * float(np.mean(diag * size)), size, out=np.zeros_like(size), where=size > 0)
         rows = np.split(floor, np.cumsum([len(a) for a in left])[:-1])
         return [a + np.diag(add) for a, add in zip(left, rows, strict=True)]
 

@@ -121,13 +121,13 @@ class TrellisMethod(Method):
             return GPTQCD(metric=self.metric, damping=self.damping).quantize(problem)
         with naming(problem.name):
             if self.metric.kind == "loop":
-                factor, left, told = sides(problem, self.damping, "conditional", "natural")
+                factor, left, facts = sides(problem, self.damping, "conditional", "natural")
             else:
                 factor = problem.factor(self.damping, "conditional")
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
-                told = {}
+                facts = {}
             grid = self.make_grid(problem.settings)
             core = grid.core(scale_search="mse")
-            found = native.trellis(problem.target, factor, left, core, threads=problem.threads)
-        return problem.layer(found | told, self.name, grid)
+            solved = native.trellis(problem.target, factor, left, core, threads=problem.threads)
+        return problem.layer(solved | facts, self.name, grid)

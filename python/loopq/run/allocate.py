@@ -65,7 +65,7 @@ def allocate(plan: Plan, source: ModelSource) -> Plan:
     chosen = choose(candidates, asked.n_bytes(n_weights) - rest, rest)
     n_bytes = rest + sum(c.n_bytes for c in chosen)
     grids = {name: grid for c in chosen if c not in outside for name, grid in c.choice.items()}
-    own = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
+    overrides = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
     for c in (c for c in chosen if c in outside):
         config = dataclasses.replace(config, outside=c.choice[c.layers[0]]["outside"])
     facts = {
@@ -80,9 +80,9 @@ def allocate(plan: Plan, source: ModelSource) -> Plan:
         ],
         "layers": grids,
     }
-    found = source.plan(dataclasses.replace(config, overrides=(*config.overrides, *own)))
-    tell_left(found, source.job, source.weights)
-    return dataclasses.replace(found, facts={"allocation": facts})
+    allocated = source.plan(dataclasses.replace(config, overrides=(*config.overrides, *overrides)))
+    tell_left(allocated, source.job, source.weights)
+    return dataclasses.replace(allocated, facts={"allocation": facts})
 
 
 def _rest(weights: ModelWeights, named: set[str]) -> int:
@@ -111,16 +111,16 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     if not grids:
         raise ConfigError(f"method {plain.method.name} has none of the grids: change --fit-bits")
     # An override may fix a part of the grid. Then several candidates are identical.
-    found: list[_Found] = [{} for _ in grids]
+    trials: list[_Found] = [{} for _ in grids]
     costs: dict[tuple[str, str], float] = {}
     for number, tasks in enumerate(
         fit_parts(source.job, plan.tasks, source.sums(plan, per_step=True), asked)
     ):
         part = dataclasses.replace(plan, tasks=tuple(tasks))
-        costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, found), asked)
+        costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, trials), asked)
     candidates = []
-    for names in (tuple(t.name for t in some) for some in alike(plan.tasks)):
-        for of_grid in found:
+    for names in (tuple(t.name for t in group) for group in alike(plan.tasks)):
+        for of_grid in trials:
             n_bytes = sum(of_grid[name][2] for name in names)
             cost = sum(costs[name, of_grid[name][1]] for name in names)
             candidates.append(Candidate(names, n_bytes, cost, {name: of_grid[name][0] for name in names}))
@@ -128,22 +128,22 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _solved(
-    part: Plan, source: ModelSource, name: str, grids: Sequence[tuple[Object, Plan]], found: Sequence[_Found]
+    part: Plan, source: ModelSource, name: str, grids: Sequence[tuple[Object, Plan]], trials: Sequence[_Found]
 ) -> dict[tuple[str, str], NDArray[np.float32]]:
-    """Solve the layers of a part on each grid. Return the weights, and add the rest to `found`."""
+    """Solve the layers of a part on each grid. Return the weights, and add the rest to `trials`."""
     # Rounding reads no text.
     observed = any(task.input_group for task in part.tasks)
     sums = source.all_steps(part, name) if observed else source.sums(part, ())
     weights = {}
-    for number, (of_grid, (choice, whole)) in enumerate(zip(found, grids, strict=True), 1):
+    for number, (of_grid, (choice, whole)) in enumerate(zip(trials, grids, strict=True), 1):
         named = ", ".join(f"{key} {value}" for key, value in choice.items())
         source.execution.progress.note(
             f"fit: grid {number} of {len(grids)} ({named}), {len(part.tasks)} layers"
         )
-        own = {t.name: t for t in whole.tasks}
-        candidate = dataclasses.replace(whole, tasks=tuple(own[t.name] for t in part.tasks))
+        by_name = {t.name: t for t in whole.tasks}
+        candidate = dataclasses.replace(whole, tasks=tuple(by_name[t.name] for t in part.tasks))
         for layer in solve_from(candidate, source, sums).values():
-            grid = own[layer.name].config.grid
+            grid = by_name[layer.name].config.grid
             label = f"{layer.grid.label} g{layer.grid.group_size}"
             of_grid[layer.name] = ({key: getattr(grid, key) for key in choice}, label, layer.n_bytes)
             weights[layer.name, label] = layer.in_model_orientation()
@@ -152,22 +152,22 @@ def _solved(
 
 def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     """Candidates of all matrices outside the loop together: unchanged, 8 bits, 4 bits; or only the requested one."""
-    job, own = source.job, plan.config.outside
+    job, requested = source.job, plan.config.outside
     rounded = {
         outside: solve_outside(source.plan(dataclasses.replace(plan.config, outside=outside)), source)
-        for outside in (_OUTSIDE if own is None else (own,))
+        for outside in (_OUTSIDE if requested is None else (requested,))
     }
     names = tuple(next(iter(rounded.values())))
     if not names:
         return []
     variants = {str(outside): Dequantized(layers) for outside, layers in rounded.items()}
     tokens, seed = job.tokens.take(0, asked.n_prompts), source.execution.seed
-    _, *found = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
+    _, *measured = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
     kept: list[tuple[Any, int, float]] = [
         (outside, sum(layer.n_bytes for layer in layers.values()), float(m.kl.mean()))
-        for (outside, layers), m in zip(rounded.items(), found, strict=True)
+        for (outside, layers), m in zip(rounded.items(), measured, strict=True)
     ]
-    if own is None:
+    if requested is None:
         kept.append((None, sum(int(source.weights.tensors[name].data.size) for name in names), 0.0))
     return [Candidate(names, size, cost, {n: {"outside": o} for n in names}) for o, size, cost in kept]
 
@@ -187,13 +187,13 @@ def _costs(
     for task in plan.tasks:
         # All candidates of a layer share one full-precision rollout. A kill loses only these.
         piece = journal.find(task.name)
-        found = dict(piece.facts["costs"]) if piece else None
-        if found is None:
+        task_costs = dict(piece.facts["costs"]) if piece else None
+        if task_costs is None:
             variants = {label: {name: w} for (name, label), w in weights.items() if name == task.name}
             each = compare(job.system, variants, tokens, n_steps=n_steps, seeds=(execution.seed,))[1:]
-            found = {label: float(m.kl.mean()) for label, m in zip(variants, each, strict=True)}
-            journal.save(task.name, costs=found)
-        costs |= {(task.name, label): cost for label, cost in found.items()}
-        progress.advance(len(found))
+            task_costs = {label: float(m.kl.mean()) for label, m in zip(variants, each, strict=True)}
+            journal.save(task.name, costs=task_costs)
+        costs |= {(task.name, label): cost for label, cost in task_costs.items()}
+        progress.advance(len(task_costs))
     progress.stop()
     return costs

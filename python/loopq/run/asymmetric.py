@@ -191,15 +191,15 @@ class _GroupSolver:
 def _weighted(task: Task, paired: PairedSums) -> tuple[Moments, WeightedHessian]:
     """Weight the steps by the full-precision rollout and add them."""
     reference = paired.reference()
-    found = step_weights(reference, task)
+    weights = step_weights(reference, task)
     rows = {t: reference.n_rows(t) for t in task.steps}
-    if found is None:
+    if weights is None:
         moments = paired.of(task.steps)
         return moments, WeightedHessian(moments.reference, rows, None)
-    chosen, scaled = relative(task.steps, found)
+    chosen, scaled = relative(task.steps, weights)
     moments = paired.of(chosen, scaled)
-    total = float(sum(found))
-    return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in found])
+    total = float(sum(weights))
+    return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in weights])
 
 
 @dataclass(frozen=True)
@@ -347,10 +347,10 @@ def collect_pairs(
     there = replace(job, system=changed.system)
     # Closed here instead of by the collector: a stored traceback would keep the hooks on the model.
     with (
-        contextlib.closing(run_rollouts(job, keep, only=input_groups, progress=Silent())) as own,
+        contextlib.closing(run_rollouts(job, keep, only=input_groups, progress=Silent())) as plain,
         contextlib.closing(run_rollouts(there, pair, only=input_groups, progress=Silent())) as other,
     ):
-        for _ in own:
+        for _ in plain:
             with changed:
                 next(other)
         # The last batch is done. One more request ends the stage.

@@ -38,9 +38,9 @@ def why_not(plan: Plan, job: Collection) -> str:
     chosen = [t for t in plan.tasks if t.gradients]
     try:
         passes(job, plan.tasks, plan.sums(job))
-        found = reached(job.system, job.tokens, chosen, job.selection.n_steps, job.execution.seed)
+        reached_names = reached(job.system, job.tokens, chosen, job.selection.n_steps, job.execution.seed)
     except LoopqError as error:
         return str(error).splitlines()[0]
     # An expert may receive no token of this prompt.
-    missing = sorted({t.name for t in chosen if not t.parameter.routed_in} - found)
+    missing = sorted({t.name for t in chosen if not t.parameter.routed_in} - reached_names)
     return f"no gradient reaches {missing[0]}" if missing else ""

@@ -16,8 +16,8 @@ from loopq.storage.schema import Object
 
 def parse_budget(text: str) -> float | int:
     """Read bits per weight, such as 3.25, or bytes with a unit, such as 900K."""
-    found: float | int = parse_bytes(text) if text[-1:].upper() in tuple("KMGTB") else parse_text(float, text)
-    return found
+    value: float | int = parse_bytes(text) if text[-1:].upper() in tuple("KMGTB") else parse_text(float, text)
+    return value
 
 
 @dataclass(frozen=True)

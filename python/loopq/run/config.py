@@ -114,14 +114,14 @@ class QuantConfig(Settings):
         overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
         return dataclasses.replace(self, layer=layer, overrides=overrides)
 
-    def for_format(self, own: bool, outside: Any = None) -> QuantConfig:
+    def for_format(self, native: bool, outside: Any = None) -> QuantConfig:
         """Return the settings of a format where they are left to it.
 
         Unless loopq's own format is written, levels that are "auto" become even, and method "awq" becomes "awq-fold".
         `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by
         itself.
         """
-        if own:
+        if native:
             return self
 
         instead = {("levels", AUTO): "even", ("method", "awq"): "awq-fold"}
@@ -144,14 +144,14 @@ class QuantConfig(Settings):
         ConfigError
             An override has a setting that the layer's method does not read.
         """
-        found = self.layer
+        config = self.layer
         for override in self.overrides:
             if override.matches(name):
                 try:
-                    found = found.changed(**override.changes)
+                    config = config.changed(**override.changes)
                 except ConfigError as error:
                     raise ConfigError(f"override {override.pattern!r}, layer {name}: {error}") from error
-        return found
+        return config
 
 
 def flat_names() -> set[str]:
@@ -175,9 +175,9 @@ def divided(options: Mapping[str, Any], *bases: Settings) -> list[Any]:
     if unknown:
         hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"unknown setting {', '.join(unknown)}{hint}; known: {', '.join(sorted(known))}")
-    changes = [{k: v for k, v in options.items() if k in own and k != "preset"} for own in names]
+    changes = [{k: v for k, v in options.items() if k in part and k != "preset"} for part in names]
     preset = options.get("preset")
-    return [_preset(base, preset).changed(**own) for base, own in zip(bases, changes, strict=True)]
+    return [_preset(base, preset).changed(**part) for base, part in zip(bases, changes, strict=True)]
 
 
 def _preset(settings: Settings, name: str | None) -> Settings:

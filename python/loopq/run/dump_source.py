@@ -95,8 +95,8 @@ class DumpSource(Source):
         manifest = self.dump.manifest
         apart = any(file.per_step for file in manifest.files)
         need = sum(metric.n_bytes for metric in manifest.metrics) + dumped_bytes(plan.tasks, apart)
-        told = f"{len(plan.tasks)} layers, {manifest.n_steps} steps"
-        self.execution.progress.note(f"{told}: {at_most(need)}")
+        summary = f"{len(plan.tasks)} layers, {manifest.n_steps} steps"
+        self.execution.progress.note(f"{summary}: {at_most(need)}")
         return plan
 
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
@@ -113,18 +113,18 @@ class DumpSource(Source):
         ConfigError
             The settings have other numbers of prompts or draws than the dump.
         """
-        found: Metrics = {}
+        metrics: Metrics = {}
         measured = {m.parameter for m in self.dump.manifest.metrics}
         for task in tasks:
             if task.gradients is None:
                 continue
             if measured and task.parameter.routed_in and task.metric_name not in measured:
-                found[task.metric_key] = None
+                metrics[task.metric_key] = None
                 continue
             metric = loop_metric(self.dump, task.metric_name, task.steps)
             self._check_counts(task)
-            found[task.metric_key] = metric
-        return found
+            metrics[task.metric_key] = metric
+        return metrics
 
     def _check_counts(self, task: Task) -> None:
         assert task.gradients is not None

@@ -55,12 +55,13 @@ class MetricOfDump:
             if t.input_group is not None and t.input_group in input_groups
         ]
         key = job.fingerprint([t.metric_key for t in tasks])
-        found = collect_metrics(
+        metrics = collect_metrics(
             sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
         )
         over = {t.metric_name: t.steps for t in tasks}
         return {
-            name: (over[name], GradientSums(m.left, m.right.astype(np.float64))) for name, m in found.items()
+            name: (over[name], GradientSums(m.left, m.right.astype(np.float64)))
+            for name, m in metrics.items()
         }
 
 
@@ -92,6 +93,6 @@ class Needs:
             for t in tasks
         )
         asked = {t.gradients for t in tasks if t.gradients}
-        own = {t.name: t.steps for t in tasks}
-        metric = dataclasses.replace(MetricOfDump.of(job, *asked.pop()), steps=own) if asked else None
+        steps_of = {t.name: t.steps for t in tasks}
+        metric = dataclasses.replace(MetricOfDump.of(job, *asked.pop()), steps=steps_of) if asked else None
         return cls(steps, apart, metric)

@@ -125,9 +125,9 @@ def forecast(
     """
     parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
     observed = [p for p in parameters if p.treatment != "dense"]
-    own = _shares(system, observed)
+    single_shares = _shares(system, observed)
     n_tokens = tokens.n_tokens
-    input_groups, shares = shared(observed, _inputs(observed), own, n_tokens)
+    input_groups, shares = shared(observed, _inputs(observed), single_shares, n_tokens)
     tasks = Plan.of(parameters, input_groups, config.with_metric("loop")).tasks
     widths = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
     sums = {group: 8 * width * (width + 1) for group, width in widths.items()}
@@ -144,7 +144,7 @@ def forecast(
     total = max(sum(sums.values()), sum(sums.values()) // 2 + metric.memory)
     n_passes = max(1, -(-total // room))
     codes, output = _stored(tasks, weights)
-    products = sum(_numbers(p) * p.invocations * own.get(p.name, 1.0) for p in parameters)
+    products = sum(_numbers(p) * p.invocations * single_shares.get(p.name, 1.0) for p in parameters)
     seconds = _seconds(products, tasks, n_tokens, n_passes, shares, execution.threads)
     # Forward and backward. If weights are read again for the backward pass, there is one more forward pass.
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients

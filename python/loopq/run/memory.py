@@ -74,18 +74,18 @@ def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: F
     """
     limit = job.execution.memory
     parts: list[list[Task]] = []
-    for some in alike(tasks):
-        both = [*(parts[-1] if parts else []), *some]
+    for group in alike(tasks):
+        both = [*(parts[-1] if parts else []), *group]
         if parts and (limit is None or fit_bytes(job, both, sums, asked) <= limit):
             parts[-1] = both
             continue
-        need = fit_bytes(job, some, sums, asked)
+        need = fit_bytes(job, group, sums, asked)
         if limit is not None and need > limit:
             raise ConfigError(
-                f"fit: the candidates of layer {some[0].name} take {need / 2**20:.2f} MiB, above the limit of "
+                f"fit: the candidates of layer {group[0].name} take {need / 2**20:.2f} MiB, above the limit of "
                 f"{limit / 2**20:.2f} MiB: raise --memory, or give fewer --fit-bits and --fit-group-sizes"
             )
-        parts.append(list(some))
+        parts.append(list(group))
     return parts
 
 

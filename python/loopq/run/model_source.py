@@ -134,8 +134,8 @@ class ModelSource(Source):
     def prepare(self, plan: Plan) -> Plan:
         """As in `Source`. Metric "auto" becomes "loop" if there are gradients."""
         plan = choose_metric(plan, self.job)
-        told = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
-        self.execution.progress.note(f"{told}: {self.estimate(plan)}")
+        summary = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
+        self.execution.progress.note(f"{summary}: {self.estimate(plan)}")
         if any(t.config.method.folds for t in plan.tasks):
             self.execution.progress.note("awq-fold: layers of one input share a scale of powers of two")
         tell_left(plan, self.job, self.weights)
@@ -207,7 +207,7 @@ class ModelSource(Source):
     ) -> None:
         """Collect the missing loop metrics of some layers."""
         missing = [t for t in tasks if t.gradients and t.metric_key not in self.metrics]
-        found = collect_metrics(
+        metrics = collect_metrics(
             hessians,
             self.job.system,
             self.job.tokens,
@@ -217,4 +217,4 @@ class ModelSource(Source):
             # Another limit of memory divides the layers differently.
             self.journal(plan, name, [t.name for t in missing]),
         )
-        self.metrics.update({t.metric_key: found.get(t.metric_name) for t in missing})
+        self.metrics.update({t.metric_key: metrics.get(t.metric_name) for t in missing})

@@ -80,7 +80,7 @@ class EqualRows:
         self._position: dict[tuple[str, int], int] = {}
         for _ in run_rollouts(job, self._take):
             pass
-        self._accumulators = {name: found.finish() for name, found in self._sums.items()}
+        self._accumulators = {name: sums.finish() for name, sums in self._sums.items()}
 
     def accumulator(
         self, input_group: str, steps: Sequence[int], *, per_step: bool = True

@@ -44,7 +44,7 @@ def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[Sh
     known |= {name.rpartition(".")[0] for name in system.left_out()}
     # A tied weight uses its first name.
     first = {name for name, _ in system.model.named_parameters()}
-    found: list[tuple[str, Object]] = []
+    entries: list[tuple[str, Object]] = []
     for module, holder in system.model.named_modules():
         weight = holder._parameters.get("weight")
         if module in known or f"{module}.weight" not in first:
@@ -52,8 +52,8 @@ def outside(system: LoopedSystem, listed: Sequence[SharedParameter]) -> tuple[Sh
         if weight.ndim != 2 or min(weight.shape) < LEAST:
             continue
         if isinstance(holder, nn.Linear | nn.Embedding) or type(holder).__name__ == "Conv1D":
-            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
-    return declare(system.model, found, 1)
+            entries.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
+    return declare(system.model, entries, 1)
 
 
 def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
@@ -66,12 +66,12 @@ def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
     """
     if config.outside in (None, "none"):
         return ()
-    found = []
+    tasks = []
     for p in outside(job.system, job.selection.parameters):
         grid = _grid(config, p.in_features)
         if grid is not None:
-            found.append(Task(p, LayerConfig(grid=grid, method=RTN(scale_search="mse")), (), None))
-    return tuple(found)
+            tasks.append(Task(p, LayerConfig(grid=grid, method=RTN(scale_search="mse")), (), None))
+    return tuple(tasks)
 
 
 def _grid(config: QuantConfig, columns: int) -> GridSettings | None:
@@ -84,11 +84,11 @@ def _grid(config: QuantConfig, columns: int) -> GridSettings | None:
         # A type of GGUF has bits of its own.
         return grid if grid.make().bits == asked else dataclasses.replace(grid, levels="even")
     for levels in (str(asked), "q8_0"):
-        found = dataclasses.replace(grid, bits=4, group_size=128, levels=levels, symmetric=True)
+        candidate = dataclasses.replace(grid, bits=4, group_size=128, levels=levels, symmetric=True)
         with contextlib.suppress(ConfigError):
-            found.make().check_columns(columns)
-            if columns % found.make().gguf_width == 0:
-                return found
+            candidate.make().check_columns(columns)
+            if columns % candidate.make().gguf_width == 0:
+                return candidate
     return None
 
 

@@ -63,10 +63,10 @@ class Plan:
         """
         check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
         depth = max((p.invocations for p in parameters), default=0)
-        found = (_task(p, config.for_layer(p.name), input_groups, depth) for p in parameters)
+        planned = (_task(p, config.for_layer(p.name), input_groups, depth) for p in parameters)
         pool = pools(parameters, input_groups)
         tasks = tuple(
-            replace(t, pool=pool.get(t.name) if t.input_group else None) for t in found if t is not None
+            replace(t, pool=pool.get(t.name) if t.input_group else None) for t in planned if t is not None
         )
         if not tasks:
             raise ConfigError(

@@ -82,11 +82,11 @@ class Ranks:
         distributed, limit = require("torch.distributed", "torch"), timedelta(seconds=self.timeout)
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
         # torchrun keeps its own store, with entries of earlier attempts.
-        own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         place = f"loopq/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.world}"
         missing, until = list(range(self.world)), time.monotonic() + self.timeout
         try:
-            store = distributed.TCPStore(host, port, None, own, limit, wait_for_workers=False)
+            store = distributed.TCPStore(host, port, None, serves, limit, wait_for_workers=False)
             store.set(f"{place}/{self.rank}", work)
             while missing and time.monotonic() < until:
                 missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
@@ -96,7 +96,7 @@ class Ranks:
             # The process with the store stays until all others are done with it.
             store.add(f"{place}/through", 1)
             until = time.monotonic() + PATIENCE
-            while own and store.add(f"{place}/through", 0) < len(there) and time.monotonic() < until:
+            while serves and store.add(f"{place}/through", 0) < len(there) and time.monotonic() < until:
                 time.sleep(0.05)
         except RuntimeError as cause:
             # Torch raises this if nobody answers.
@@ -127,9 +127,9 @@ def collect_hessians(
     late = ranks.rank == 0 and dump.begin()
     ranks.meet(dump.key)
     if late:
-        found = dump.finish()
+        manifest = dump.finish()
         release(out)
-        return found
+        return manifest
     dump.tell()
     try:
         (out / "work").mkdir(exist_ok=True)
@@ -139,9 +139,9 @@ def collect_hessians(
                 dump.sums.share_pass(input_groups, dump.work(number), share, lambda: dump.is_there)
             while not dump.is_there:
                 if claims.take(""):
-                    found = dump.write()
+                    manifest = dump.write()
                     release(out)
-                    return found
+                    return manifest
                 time.sleep(POLL)
     except LoopqError as error:
         # The process that combines the dump removes the work folder.

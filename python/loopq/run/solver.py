@@ -67,8 +67,8 @@ class Solver:
         progress = self.execution.progress
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
-        for some in self._together(tasks):
-            for layer, new in self.each(some):
+        for group in self._together(tasks):
+            for layer, new in self.each(group):
                 solved[layer.name] = save_layer(self.journal, layer) if new else layer
                 progress.advance()
         progress.stop()
@@ -87,12 +87,12 @@ class Solver:
         """
         shared: dict[Any, _Shared] = {}
         folds = any(t.config.method.folds for t in tasks)
-        for some in [tasks] if folds or has_twins(self.device) else [[t] for t in tasks]:
-            saved = {t.name: saved_layer(self.journal, t.name) for t in some}
+        for group in [tasks] if folds or has_twins(self.device) else [[t] for t in tasks]:
+            saved = {t.name: saved_layer(self.journal, t.name) for t in group}
             if folds and None in saved.values():
                 saved = dict.fromkeys(saved)
             yield from ((layer, False) for layer in saved.values() if layer is not None)
-            missing = [t for t in some if saved[t.name] is None]
+            missing = [t for t in group if saved[t.name] is None]
             for layer in self._solve(
                 [self._prepare(t, shared.setdefault(_group_of(t), _Shared())) for t in missing]
             ):
@@ -117,10 +117,10 @@ class Solver:
         metric = self.metrics.get(task.metric_key)
         if task.input_group and shared.hessian is None:
             apart = task.step_weights != "sum"
-            found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
+            accumulator = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
             # The steps of an expert without rows have no weight.
-            known = any(found.n_rows(t) for t in task.steps)
-            shared.hessian = weighted(found, task, step_weights(found, task) if known else None)
+            known = any(accumulator.n_rows(t) for t in task.steps)
+            shared.hessian = weighted(accumulator, task, step_weights(accumulator, task) if known else None)
         summed = shared.hessian if task.input_group else None
         facts: Object = {}
         if summed and task.parameter.routed_in:
@@ -226,13 +226,13 @@ def _shelved(journal: Journal, layer: QuantizedLayer) -> QuantizedLayer:
 
 def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer | None:
     """Read a saved layer of this work; None if there is none."""
-    found = journal.find(f"{part}{name}")
-    if found is None:
+    piece = journal.find(f"{part}{name}")
+    if piece is None:
         return None
     where = f"{journal.folder}, {name}"
-    settings = checked(LayerSettings, found.facts["settings"], where, CheckpointError)
-    reader = TensorReader(where, found.tensors)
-    return _shelved(journal, QuantizedLayer.from_tensors(settings, reader, found.facts["report"]))
+    settings = checked(LayerSettings, piece.facts["settings"], where, CheckpointError)
+    reader = TensorReader(where, piece.tensors)
+    return _shelved(journal, QuantizedLayer.from_tensors(settings, reader, piece.facts["report"]))
 
 
 def account(
@@ -283,17 +283,17 @@ def account(
 def oddities(layer: QuantizedLayer, weight: NDArray[np.float32]) -> dict[str, int]:
     """Count nonzero groups that became zeros, and scales that float16 holds imprecisely."""
     scales, codes = np.abs(layer.scales), layer.codes
-    found = {}
+    counts = {}
     if layer.grid.plain and layer.transform is None and (scales == 1.0).any():
         size = layer.grid.group_size if layer.grid.group_size > 0 else codes.shape[1]
         starts = np.arange(0, codes.shape[1], size)
         largest = np.maximum.reduceat(np.abs(weight), starts, axis=1)
         became = np.maximum.reduceat(np.abs(layer.stored_values()), starts, axis=1)
-        found["n_zeroed_groups"] = int(((largest > 0) & (became == 0)).sum())
+        counts["n_zeroed_groups"] = int(((largest > 0) & (became == 0)).sum())
     if layer.grid.scale_dtype == "float16":
-        found["n_subnormal_scales"] = int((scales < np.finfo(np.float16).tiny).sum())
+        counts["n_subnormal_scales"] = int((scales < np.finfo(np.float16).tiny).sum())
     # A layer without such cases keeps its report.
-    return {name: count for name, count in found.items() if count}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _reported(weight: NDArray[np.float32]) -> slice:

@@ -103,14 +103,14 @@ class Team:
                 raise
         if not is_written(self.out):
             return None
-        found = read_any(self.out)
+        checkpoint = read_any(self.out)
         settings = {"quantization": plan.config.to_json(), **source.facts()}
-        if json_bytes({name: found.settings.get(name) for name in settings}) != json_bytes(settings):
+        if json_bytes({name: checkpoint.settings.get(name) for name in settings}) != json_bytes(settings):
             raise CheckpointError(
                 f"{self.out}: holds a checkpoint of other settings or another dump; choose a new folder"
             )
         remove_own(work)
-        return found
+        return checkpoint
 
 
 def _share(
@@ -142,17 +142,17 @@ def _share(
     """
     journal = solver.journal
     groups = sorted(groups_of(tasks), key=solve_work, reverse=True)
-    own = groups if shard is None else groups[shard[0] - 1 :: shard[1]]
-    progress, told = solver.execution.progress, 0
+    share = groups if shard is None else groups[shard[0] - 1 :: shard[1]]
+    progress, reported = solver.execution.progress, 0
     progress.start("solve", len(tasks), "layers")
     last = False
     while not (last or ended()):
-        busy = any(_claimed(solver, group, claims) for group in own)
+        busy = any(_claimed(solver, group, claims) for group in share)
         there = sum(journal.has(t.name) for t in tasks)
-        progress.advance(there - told)
-        told = there
+        progress.advance(there - reported)
+        reported = there
         last = there == len(tasks) and claims.take("")
-        if shard and not last and all(journal.has(t.name) for group in own for t in group):
+        if shard and not last and all(journal.has(t.name) for group in share for t in group):
             break
         if not (busy or last):
             time.sleep(POLL)

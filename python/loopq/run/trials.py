@@ -82,14 +82,14 @@ def try_grids(source: ModelSource, config: QuantConfig, bits: Sequence[int], hel
         names = {task.name for task in tasks}
         for n, plan in plans.items():
             source.execution.progress.note(f"{n} bits:")
-            own = [task for task in plan.tasks if task.name in names]
-            solved[n].update(source.solver(plan, hessians, metrics).run(own))
+            part = [task for task in plan.tasks if task.name in names]
+            solved[n].update(source.solver(plan, hessians, metrics).run(part))
     job, tensors = source.job, source.weights.tensors
     variants = {str(n): Dequantized(layers) for n, layers in solved.items()}
     how = dataclasses.replace(source.execution, work=None)
     depth, seed = job.selection.n_steps, source.execution.seed
-    _, *found = compare(job.system, variants, held, n_steps=depth, seeds=(seed,), execution=how)
+    _, *measurements = compare(job.system, variants, held, n_steps=depth, seeds=(seed,), execution=how)
     return [
         Trial(n, Checkpoint(layers, {k: v for k, v in tensors.items() if k not in layers}, {}, {}), measured)
-        for (n, layers), measured in zip(solved.items(), found, strict=True)
+        for (n, layers), measured in zip(solved.items(), measurements, strict=True)
     ]

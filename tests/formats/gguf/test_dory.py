@@ -69,9 +69,9 @@ class Graph:
         return _unit(gate / (1 + np.exp(-gate)) * up) @ self.of(block, "ffn_down").T
 
     def block(self, x: Any, block: int) -> Any:
-        found = self.mlp(x, block) if self.keys["layer_pattern"][block] == "-" else self.attention(x, block)
+        out = self.mlp(x, block) if self.keys["layer_pattern"][block] == "-" else self.attention(x, block)
         rate = np.abs(self.of(block, "dory_alpha") * self.keys["alpha_init"] / self.keys["init_std"])
-        return _unit(_unit(x) + rate * (_unit(found) - _unit(x)))
+        return _unit(_unit(x) + rate * (_unit(out) - _unit(x)))
 
     def logits(self, ids: Any) -> Any:
         first, end = (
@@ -113,8 +113,8 @@ def test_the_file_gives_our_logits_by_llama_cpps_graph(tmp_path: Path) -> None:
     expected = logits(loopq.load(tmp_path / "q"))[0].double().numpy()
     graph = Graph(tmp_path / "m.gguf")
     assert (graph.keys["layer_pattern"], graph.keys["recurrent_loop_count"]) == ("S-S-S-*-", 3)
-    found = graph.logits(tokens(1)[0])
-    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+    computed = graph.logits(tokens(1)[0])
+    assert np.abs(computed - expected).max() < 1e-3 * np.abs(expected).max()
     assert np.abs(graph.logits(tokens(2)[1]) - expected).max() > 0.1 * np.abs(expected).max()
 
 

@@ -56,18 +56,18 @@ def by_bytes(post=None):
     package = require("tokenizers")
     alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate([*alphabet, "ll", "<s>", "</s>"])}
-    own = package.Tokenizer(package.models.BPE(vocab=vocab, merges=[("l", "l")]))
-    own.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.add_special_tokens(["<s>", "</s>"])
+    tokenizer = package.Tokenizer(package.models.BPE(vocab=vocab, merges=[("l", "l")]))
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     if post:
-        own.post_processor = package.processors.TemplateProcessing(
+        tokenizer.post_processor = package.processors.TemplateProcessing(
             single=post, special_tokens=[("<s>", vocab["<s>"]), ("</s>", vocab["</s>"])]
         )
     texts, kinds = {i: text for text, i in vocab.items()}, {vocab["<s>"]: CONTROL, vocab["</s>"]: CONTROL}
-    found = SimpleNamespace(
+    written = SimpleNamespace(
         model="gpt2", texts=texts, kinds=kinds, merges=["l l"], pre="gpt-2", doubled=True
     )  # fmt: skip
-    return found, own.to_str().encode(), vocab
+    return written, tokenizer.to_str().encode(), vocab
 
 
 @pytest.mark.parametrize(
@@ -80,30 +80,30 @@ def by_bytes(post=None):
     ],
 )
 def test_ends_are_those_around_a_text(post, before, after):
-    found, data, vocab = by_bytes(post)
-    ends = encoding.compare(found, data)
+    written, data, vocab = by_bytes(post)
+    ends = encoding.compare(written, data)
     assert dataclasses.astuple(ends) == (tuple(vocab[t] for t in before), tuple(vocab[t] for t in after))
 
 
 def test_another_merge_or_special_token_is_seen():
-    found, data, _ = by_bytes()
-    found.merges = []
+    written, data, _ = by_bytes()
+    written.merges = []
     with pytest.raises(
         CheckpointError, match=r"tokenizer\.json: 'Hello world' gets ids .*, and in llama\.cpp"
     ):
-        encoding.compare(found, data)
-    found, data, _ = by_bytes()
+        encoding.compare(written, data)
+    written, data, _ = by_bytes()
     # As plain tokens they are cut into bytes.
-    found.kinds = {}
-    assert encoding.compare(found, data).before == ()
-    told = json.loads(data)
-    told["added_tokens"] = told["added_tokens"][:1]
-    found, _, _ = by_bytes()
+    written.kinds = {}
+    assert encoding.compare(written, data).before == ()
+    changed = json.loads(data)
+    changed["added_tokens"] = changed["added_tokens"][:1]
+    written, _, _ = by_bytes()
     with pytest.raises(CheckpointError, match=r"'a</s>b' gets ids"):
-        encoding.compare(found, json.dumps(told).encode())
+        encoding.compare(written, json.dumps(changed).encode())
 
 
 def test_a_file_that_is_no_tokenizer_is_refused():
-    found, _, _ = by_bytes()
+    written, _, _ = by_bytes()
     with pytest.raises(CheckpointError, match=r"the package tokenizers does not read it"):
-        encoding.compare(found, b"{}")
+        encoding.compare(written, b"{}")

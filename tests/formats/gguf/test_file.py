@@ -40,15 +40,15 @@ def test_inspect_says_what_a_file_of_llama_cpp_holds(files, command):
     assert "format gguf, architecture nanbeige, 1 layers, 3 loops; tokenizer none" in text
     rows = {line.split()[0]: line.split()[1] for line in text.splitlines()[2:4]}
     assert rows == {"F32": "5", "Q4_0": "7"}
-    found = json.loads(command("inspect", files / "m.gguf", "--json")[1])
-    assert found["format"] == "gguf"
-    (q,) = (t for t in found["tensors"] if t["name"] == "blk.0.ffn_up.weight")
+    data = json.loads(command("inspect", files / "m.gguf", "--json")[1])
+    assert data["format"] == "gguf"
+    (q,) = (t for t in data["tensors"] if t["name"] == "blk.0.ffn_up.weight")
     assert (q["type"], q["shape"], q["n_bytes"]) == ("Q4_0", [192, 128], 192 * 4 * 18)
     code, text, _ = command("inspect", files / "i.gguf")
     assert code == 0
     assert "importance of 1 layers; 3 chunks of 16 tokens of ['some text']" in text
-    found = json.loads(command("inspect", files / "i.gguf", "--json")[1])
-    assert found["layers"] == [{"name": "output.weight", "n_columns": 32, "n_rows": 48.0}]
+    data = json.loads(command("inspect", files / "i.gguf", "--json")[1])
+    assert data["layers"] == [{"name": "output.weight", "n_columns": 32, "n_rows": 48.0}]
 
 
 def test_a_damaged_file_of_llama_cpp_is_one_line(files, tmp_path, command):

@@ -25,17 +25,17 @@ def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
     )  # fmt: skip
     torch.manual_seed(2)
     model = HrmTextForCausalLM(config).eval()
-    told = {**config.to_dict(), "architectures": ["HrmTextForCausalLM"]}
-    checkpoint = models.checkpoint_of(model, told, bits=4, levels="q5_0", group_size=32)
+    settings = {**config.to_dict(), "architectures": ["HrmTextForCausalLM"]}
+    checkpoint = models.checkpoint_of(model, settings, bits=4, levels="q5_0", group_size=32)
     write_as(tmp_path / "m.gguf", checkpoint, "gguf")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    found = {name.removeprefix("hrm_text."): field.contents() for name, field in reader.fields.items()}
+    entries = {name.removeprefix("hrm_text."): field.contents() for name, field in reader.fields.items()}
     expected = {
         "general.architecture": "hrm_text", "block_count": 2 * 2 * (3 + 1), "hrm.layers_per_stack": 2,
         "hrm.h_cycles": 2, "hrm.l_cycles": 3, "hrm.prefix_lm": True, "embedding_scale": config.embedding_scale,
         "rope.dimension_count": 16, "context_length": config.max_position_embeddings,
     }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
+    assert {key: entries[key] for key in expected} == expected
     tensors = {t.name: t for t in reader.tensors}
     parts = ["attn_q", "attn_k", "attn_v", "attn_gate", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     names = {f"blk.{i}.{part}.weight" for i in range(4) for part in parts}
@@ -45,9 +45,9 @@ def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
         value = tensors[f"blk.{first + 1}.attn_q.weight"]
         assert np.array_equal(gguf.quants.dequantize(value.data, value.tensor_type), layer.dequantize())
     with pytest.raises(CheckpointError, match=r"has no place in a GGUF of architecture hrm_text"):
-        Shape.of(told).tensors("model.layers.0.mlp.up_proj.weight")
+        Shape.of(settings).tensors("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"config\.json: L_cycles is None"):
-        Shape.of({**told, "L_cycles": None}).check_whole()
+        Shape.of({**settings, "L_cycles": None}).check_whole()
 
 
 def test_a_saved_folder_gives_the_same_file_quantized_or_not(tmp_path):
@@ -61,14 +61,14 @@ def test_a_saved_folder_gives_the_same_file_quantized_or_not(tmp_path):
     result = loopq.quantize(tmp_path / "m", ids, **settings)
     write_as(tmp_path / "codes.gguf", result, "gguf")
     loopq.export(tmp_path / "m", tmp_path / "full.gguf", "gguf")
-    found, full = (
+    coded, full = (
         {t.name: t for t in gguf.GGUFReader(tmp_path / f"{n}.gguf").tensors} for n in ("codes", "full")
     )
-    assert set(found) == set(full)
-    assert found["blk.0.attn_output.weight"].tensor_type.name == "Q8_0"
-    own = dict(model.named_parameters())
+    assert set(coded) == set(full)
+    assert coded["blk.0.attn_output.weight"].tensor_type.name == "Q8_0"
+    parameters = dict(model.named_parameters())
     parts = {"attn_gate": "gate_proj", "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj"}
     for part, name in parts.items():
-        expected = own[f"model.H_module.layers.1.self_attn.{name}.weight"].detach().numpy()
-        for tensors in (found, full):
+        expected = parameters[f"model.H_module.layers.1.self_attn.{name}.weight"].detach().numpy()
+        for tensors in (coded, full):
             assert np.array_equal(tensors[f"blk.3.{part}.weight"].data, expected)

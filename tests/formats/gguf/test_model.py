@@ -53,11 +53,11 @@ def test_blocks_stand_for_the_very_weights(bits, group_size):
     weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
     layer = models.rounded("a.weight", weight, bits=bits, group_size=group_size)
     flipped = dataclasses.replace(layer, scales=-layer.scales)
-    for found in (layer, flipped):
-        kind, data = blocks(found)
+    for quantized in (layer, flipped):
+        kind, data = blocks(quantized)
         assert kind.name == f"Q{bits}_0"
         again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.name])
-        assert np.array_equal(again, found.dequantize())
+        assert np.array_equal(again, quantized.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_blocks_stand_for_the_very_weights(bits, group_size):
 def test_blocks_of_levels_stand_for_the_very_weights(levels, kind, group_size):
     weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
     layer = models.rounded("a.weight", weight, bits=4, group_size=group_size, levels=levels)
-    found, data = blocks(layer)
-    assert found.name == kind
+    block_type, data = blocks(layer)
+    assert block_type.name == kind
     again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(again, layer.dequantize())
     assert (layer.scales < 0).any() == (levels == "uneven")
@@ -111,9 +111,9 @@ def test_one_file_mixes_types_and_gives_them_back(tmp_path):
 def test_outside_the_loop_a_type_may_be_named(tmp_path):
     model, _ = looped()
     settings = {"method": "rtn", "levels": "q5_0", "outside": "q8_0"}
-    found = loopq.quantize(model, [list(range(20))] * 2, out=tmp_path / "q", **settings)
-    assert found.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf.name == "Q5_0"
-    assert found.layers["model.embed_tokens.weight"].grid.gguf.name == "Q8_0"
+    result = loopq.quantize(model, [list(range(20))] * 2, out=tmp_path / "q", **settings)
+    assert result.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf.name == "Q5_0"
+    assert result.layers["model.embed_tokens.weight"].grid.gguf.name == "Q8_0"
     with pytest.raises(
         ConfigError, match=r"layer model\.layers\.0\.\S+: Q4_K has blocks of 256 weights, and 64"
     ):
@@ -152,11 +152,11 @@ def test_a_looped_model_is_written_out_with_rows_in_order(tmp_path, grid):
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
     assert "nanbeige, 3 loops, 21 tensors" in lines[0]
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    found = {name: field.contents() for name, field in reader.fields.items()}
-    assert found["general.architecture"] == "nanbeige"
-    assert found["nanbeige.num_loops"] == 3
-    assert found["nanbeige.skip_loop_final_norm"] is False
-    assert found["nanbeige.attention.key_length"] == 24
+    entries = {name: field.contents() for name, field in reader.fields.items()}
+    assert entries["general.architecture"] == "nanbeige"
+    assert entries["nanbeige.num_loops"] == 3
+    assert entries["nanbeige.skip_loop_final_norm"] is False
+    assert entries["nanbeige.attention.key_length"] == 24
     tensors = {t.name: t for t in reader.tensors}
     value = tensors["blk.1.attn_q.weight"]
     weight = gguf.quants.dequantize(value.data, value.tensor_type)
@@ -188,10 +188,10 @@ def test_the_tokenizer_of_another_file_is_copied(tmp_path, vocabulary):
     _, checkpoint = looped()
     write_as(tmp_path / "q", checkpoint, "native")
     loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary, verify=False)
-    source, found = (gguf.GGUFReader(p).fields for p in (vocabulary, tmp_path / "m.gguf"))
+    source, copied = (gguf.GGUFReader(p).fields for p in (vocabulary, tmp_path / "m.gguf"))
     names = [n for n in source if n.startswith("tokenizer.")]
     assert len(names) == 5
-    assert {n: found[n].contents() for n in names} == {n: source[n].contents() for n in names}
+    assert {n: copied[n].contents() for n in names} == {n: source[n].contents() for n in names}
 
 
 def test_a_damaged_vocabulary_is_named_and_nothing_is_written(tmp_path, vocabulary):
@@ -202,9 +202,9 @@ def test_a_damaged_vocabulary_is_named_and_nothing_is_written(tmp_path, vocabula
         vocabulary.write_bytes(damaged)
         with pytest.raises(
             CheckpointError, match=r"vocabulary\.gguf: a GGUF file that is (cut off or )?damaged"
-        ) as found:
+        ) as error:
             loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=vocabulary)
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["q", "vocabulary.gguf"]
 
 
@@ -253,11 +253,11 @@ def test_logits_of_llama_cpp(tmp_path, vocabulary, levels):
     said = tmp_path / "said.json"
     arguments = [str(tmp_path / "m.gguf"), json.dumps(ids), str(said)]
     subprocess.run([interpreter("llama"), "-c", LLAMA, *arguments], check=True, capture_output=True)
-    found = torch.tensor(json.loads(said.read_text()))
+    logits = torch.tensor(json.loads(said.read_text()))
     expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach().log_softmax(-1)
     # Products round the activations to 8 bits.
-    found, expected = (p - p.mean(-1, keepdim=True) for p in (found, expected))
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+    logits, expected = (p - p.mean(-1, keepdim=True) for p in (logits, expected))
+    assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.999
 
 
 def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
@@ -269,8 +269,8 @@ def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
         num_key_value_heads=2, bos_token_id=1, eos_token_id=2, looped_layers=[1, 3, 2], tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    told = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    write_as(tmp_path / "q", models.checkpoint_of(model, told, bits=4, group_size=32), "native")
+    settings = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    write_as(tmp_path / "q", models.checkpoint_of(model, settings, bits=4, group_size=32), "native")
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
     assert "the loop is written out: 6 layers in the order in which they run" in lines
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -289,8 +289,8 @@ def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
 def test_a_loop_of_all_layers_is_run_by_llama_cpp(tmp_path, biases):
     """Each layer is in the file once. Nanbeige's architecture, which runs it, has no biases."""
     torch.manual_seed(0)
-    made = pairs._class("Llama", looped_layers=[0, 4, 3], attention_bias=biases)()
-    made.save_pretrained(tmp_path / "m")
+    model = pairs._class("Llama", looped_layers=[0, 4, 3], attention_bias=biases)()
+    model.save_pretrained(tmp_path / "m")
     words = pairs.vocabulary(tmp_path / "v.gguf", 64)
     lines = loopq.export(tmp_path / "m", tmp_path / "x.gguf", "gguf", vocabulary=words).lines()
     keys = {n: f.contents() for n, f in gguf.GGUFReader(tmp_path / "x.gguf").fields.items()}
@@ -345,8 +345,8 @@ def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
     assert "the loop is written out: 5 layers in the order in which they run" in lines
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
-    found = reader.fields["general.file_type"].contents()
-    assert gguf.LlamaFileType(found).name == ("ALL_F32" if kind == "F32" else f"MOSTLY_{kind}")
+    file_type = reader.fields["general.file_type"].contents()
+    assert gguf.LlamaFileType(file_type).name == ("ALL_F32" if kind == "F32" else f"MOSTLY_{kind}")
     tensors = {t.name: t for t in reader.tensors}
     assert tensors["blk.4.ffn_up.weight"].tensor_type.name == kind
     again = gguf.quants.dequantize(
@@ -365,14 +365,18 @@ def test_a_file_is_called_by_the_number_of_its_type():
     types = {grid.gguf for grid in grids}
     assert len({kind.place for kind in types}) == len({kind.number for kind in types}) == len(grids)
     for kind in types:
-        found = gguf.LlamaFileType(kind.number).name
-        assert found in (f"MOSTLY_{kind.name}", f"MOSTLY_{kind.name}_S")
+        called = gguf.LlamaFileType(kind.number).name
+        assert called in (f"MOSTLY_{kind.name}", f"MOSTLY_{kind.name}_S")
 
 
 def test_a_mixed_file_is_called_by_its_type_of_lowest_place(tmp_path):
-    _, found = looped(bits=8)
+    _, checkpoint = looped(bits=8)
     one = looped(levels="q4_0")[1].layers["model.layers.0.mlp.up_proj.weight"]
-    write_as(tmp_path / "m.gguf", dataclasses.replace(found, layers={**found.layers, one.name: one}), "gguf")
+    write_as(
+        tmp_path / "m.gguf",
+        dataclasses.replace(checkpoint, layers={**checkpoint.layers, one.name: one}),
+        "gguf",
+    )
     assert gguf.GGUFReader(tmp_path / "m.gguf").fields["general.file_type"].contents() == 2
 
 
@@ -398,8 +402,8 @@ def test_embedding_and_head_are_rounded_by_default(tmp_path, settings, kinds):
     model, out = f"looped:{tmp_path / 'm'}[1:2]x2", tmp_path / "m.gguf"
     loopq.quantize(model, [list(range(20))] * 2, out=out, write="gguf", method="rtn", **settings)
     facts = FORMATS.get("gguf").facts(out)
-    found = {t["name"].removesuffix(".weight"): t["type"] for t in facts["tensors"]}
-    assert kinds.items() <= found.items()
+    types = {t["name"].removesuffix(".weight"): t["type"] for t in facts["tensors"]}
+    assert kinds.items() <= types.items()
 
 
 def test_export_tells_the_bytes_of_a_float_embedding(tmp_path):

@@ -76,8 +76,8 @@ def test_ouro_has_our_logits_in_llama_cpp_without_an_exit_gate(tmp_path):
     ids = np.random.default_rng(0).integers(0, 96, 20)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None], exit_at_step=2).logits[0].double().numpy()
-    found = _logits_by_ouros_graph(tmp_path / "m.gguf", ids)
-    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    logits = _logits_by_ouros_graph(tmp_path / "m.gguf", ids)
+    assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
     assert any("the exit gate is not in the file" in line for line in lines)
     for wrong in (None, 0, -1, 2.5, float("nan")):
         with pytest.raises(CheckpointError, match=r"total_ut_steps is .*needs a positive int there"):

@@ -19,8 +19,8 @@ def test_each_name_has_patterns_of_its_own():
     for (patterns, whole_words), name in pretokens.NAMES.items():
         assert pretokens.patterns_of(name) == (patterns, whole_words)
         steps = [*map(split, patterns), BYTES | {"use_regex": False}]
-        found = {"type": "Sequence", "pretokenizers": steps}
-        assert pretokens.name_of(found, whole_words=whole_words) == name
+        part = {"type": "Sequence", "pretokenizers": steps}
+        assert pretokens.name_of(part, whole_words=whole_words) == name
 
 
 def test_bytes_alone_have_the_pattern_of_gpt2():
@@ -80,5 +80,5 @@ def test_patterns_cut_words_digits_and_signs(name, text, cut):
     package = require("tokenizers")
     patterns, _ = pretokens.patterns_of(name)
     steps = [package.pre_tokenizers.Split(package.Regex(p), "isolated") for p in patterns]
-    found = package.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
-    assert [piece for piece, _ in found] == cut
+    cuts = package.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
+    assert [piece for piece, _ in cuts] == cut

@@ -10,13 +10,13 @@ from loopq.formats.gguf.sentencepiece import Pieces
 
 def message(*fields):
     """Bytes of a message: whole numbers, and bytes."""
-    found = b""
+    data = b""
     for number, value in fields:
         kind = 0 if isinstance(value, int) else 2
         rest = bytes([value]) if kind == 0 else bytes([len(value)]) + value
-        found += bytes([(number << 3 & 127) | kind | (128 if number > 15 else 0)])
-        found += (bytes([number >> 4]) if number > 15 else b"") + rest
-    return found
+        data += bytes([(number << 3 & 127) | kind | (128 if number > 15 else 0)])
+        data += (bytes([number >> 4]) if number > 15 else b"") + rest
+    return data
 
 
 def file(*trainer, normalizer=()):
@@ -25,13 +25,13 @@ def file(*trainer, normalizer=()):
 
 
 def test_pieces_and_their_settings():
-    found = Pieces.read(file((41, 7), normalizer=((1, b"nmt_nfkc"), (3, 0))))
-    assert found.tokens == ["<unk>", "\u2581a"]
-    assert found.kinds == [2, 1]
-    assert found.scores == [0.0, 0.0]
-    assert found.ids == {"unk": 0, "bos": 7, "eos": 2, "pad": -1}
-    assert not found.prefix
-    assert found.normalizer == "nmt_nfkc and single spaces"
+    pieces = Pieces.read(file((41, 7), normalizer=((1, b"nmt_nfkc"), (3, 0))))
+    assert pieces.tokens == ["<unk>", "\u2581a"]
+    assert pieces.kinds == [2, 1]
+    assert pieces.scores == [0.0, 0.0]
+    assert pieces.ids == {"unk": 0, "bos": 7, "eos": 2, "pad": -1}
+    assert not pieces.prefix
+    assert pieces.normalizer == "nmt_nfkc and single spaces"
     assert Pieces.read(file(normalizer=((1, b"identity"), (4, 0)))).normalizer == ""
 
 
@@ -39,13 +39,18 @@ def test_published_files_hold_the_pieces_of_their_package(data_folder):
     package = pytest.importorskip("sentencepiece", reason="NOT RUN: sentencepiece is not installed")
     for name in ("mistral_v1", "fineweb_8192"):
         data = (data_folder / "tokenizers" / name / "tokenizer.model").read_bytes()
-        own, found = package.SentencePieceProcessor(model_proto=data), Pieces.read(data)
-        n = range(own.get_piece_size())
-        assert found.tokens == [own.id_to_piece(i) for i in n]
-        assert found.scores == [own.get_score(i) for i in n]
-        assert [kind == 6 for kind in found.kinds] == [own.is_byte(i) for i in n]
-        ids = {"unk": own.unk_id(), "bos": own.bos_id(), "eos": own.eos_id(), "pad": own.pad_id()}
-        assert found.ids == ids
+        processor, pieces = package.SentencePieceProcessor(model_proto=data), Pieces.read(data)
+        n = range(processor.get_piece_size())
+        assert pieces.tokens == [processor.id_to_piece(i) for i in n]
+        assert pieces.scores == [processor.get_score(i) for i in n]
+        assert [kind == 6 for kind in pieces.kinds] == [processor.is_byte(i) for i in n]
+        ids = {
+            "unk": processor.unk_id(),
+            "bos": processor.bos_id(),
+            "eos": processor.eos_id(),
+            "pad": processor.pad_id(),
+        }
+        assert pieces.ids == ids
 
 
 def test_other_kinds_and_damaged_files_are_refused():

@@ -52,12 +52,12 @@ def test_ids_of_published_sentencepiece_files(tmp_path, data_folder, name):
     """llama.cpp does not normalize text, so it gets the text that the second of them normalizes to."""
     package = pytest.importorskip("sentencepiece", reason="NOT RUN: sentencepiece is not installed")
     (data,) = published(data_folder, name).values()
-    own = package.SentencePieceProcessor(model_proto=data)
+    processor = package.SentencePieceProcessor(model_proto=data)
     strings = [*STRINGS, "</s> a <s>b"]
     read = Pieces.read(data)
-    given = [own.normalize(s).replace("\u2581", " ") for s in strings] if read.normalizer else strings
+    given = [processor.normalize(s).replace("\u2581", " ") for s in strings] if read.normalizer else strings
     path = exported(tmp_path, len(read.tokens), {"tokenizer.model": data})
-    assert llama_cpp(tmp_path, [path], given, special=False) == [own.encode(strings)]
+    assert llama_cpp(tmp_path, [path], given, special=False) == [processor.encode(strings)]
 
 
 def test_ids_of_sentencepiece_files_in_tokenizer_json(tmp_path, data_folder):
@@ -65,12 +65,12 @@ def test_ids_of_sentencepiece_files_in_tokenizer_json(tmp_path, data_folder):
     read = Pieces.read(data)
     forms = [{"normalizer": PREFIXED}, {"pre_tokenizer": METASPACE}, {"normalizer": ESCAPED}]
     # The first pieces and all characters are enough, and the package reads them faster.
-    some = [i for i, text in enumerate(read.tokens) if i < 1500 or len(text) == 1]
-    few = [[part[i] for i in some] for part in (read.tokens, read.scores, read.kinds)]
+    chosen = [i for i, text in enumerate(read.tokens) if i < 1500 or len(text) == 1]
+    few = [[part[i] for i in chosen] for part in (read.tokens, read.scores, read.kinds)]
     texts = [of_pieces(*few, **form) for form in forms]
     paths, folders = [], [tmp_path / str(k) for k in range(4)]
     for folder, text in zip(folders[:3], texts, strict=True):
-        paths.append(exported(folder, len(some) + 1, {"tokenizer.json": text}))
+        paths.append(exported(folder, len(chosen) + 1, {"tokenizer.json": text}))
     # With both files, types and scores are those of tokenizer.model.
     whole = of_pieces(read.tokens, read.scores, read.kinds, **forms[0])
     paths.append(exported(folders[3], 8200, {"tokenizer.json": whole, "tokenizer.model": data}))
@@ -107,10 +107,10 @@ def test_parts_that_llama_cpp_has_no_form_for_are_refused():
         "model 'Unigram'": known | {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}},
     }
     for match, data in cases.items():
-        found = Tokenizer.read({"tokenizer.json": json.dumps(data).encode()})
-        assert found.model == ""
+        tokenizer = Tokenizer.read({"tokenizer.json": json.dumps(data).encode()})
+        assert tokenizer.model == ""
         with pytest.raises(CheckpointError, match=match):
-            raise CheckpointError(found.refusal)
+            raise CheckpointError(tokenizer.refusal)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_added_tokens_have_their_types():
     text["added_tokens"] += [{"id": n, "content": "<tool>", "rstrip": True}]
     config = {"added_tokens_decoder": {str(n + 1): {"content": "<|x|>", "special": True}}}
     files = {"tokenizer.json": text, "tokenizer_config.json": config, "added_tokens.json": {"<y>": n + 3}}
-    found = Tokenizer.read({name: json.dumps(data).encode() for name, data in files.items()})
-    assert {n: 4, n + 1: 3, n + 3: 4}.items() <= found.kinds.items()
-    assert [found.texts.get(n + k) for k in range(4)] == ["<tool>", "<|x|>", None, "<y>"]
-    assert any("<tool>" in note for note in found.notes)
+    tokenizer = Tokenizer.read({name: json.dumps(data).encode() for name, data in files.items()})
+    assert {n: 4, n + 1: 3, n + 3: 4}.items() <= tokenizer.kinds.items()
+    assert [tokenizer.texts.get(n + k) for k in range(4)] == ["<tool>", "<|x|>", None, "<y>"]
+    assert any("<tool>" in note for note in tokenizer.notes)
     files["added_tokens.json"] = {"<y>": 5}
     with pytest.raises(CheckpointError, match="added token '<y>' has id 5, as has"):
         Tokenizer.read({name: json.dumps(data).encode() for name, data in files.items()})

@@ -26,8 +26,8 @@ def read(files, n_rows=ROWS, given=None, **config):
     return Vocabulary.of(side, {"vocab_size": n_rows, **config}, given)
 
 
-def values(found):
-    return {name.removeprefix("tokenizer."): entry[0] for name, entry in found.entries.items()}
+def values(written):
+    return {name.removeprefix("tokenizer."): entry[0] for name, entry in written.entries.items()}
 
 
 def vocabulary(path, tokens, **ids):
@@ -45,14 +45,14 @@ def vocabulary(path, tokens, **ids):
 
 
 def test_the_list_is_padded_to_the_rows_of_the_model():
-    found = values(read({"tokenizer.json": text()}))
+    entries = values(read({"tokenizer.json": text()}))
     assert (
-        found["ggml.tokens"][299:302]
-        != found["ggml.tokens"][300:303]
+        entries["ggml.tokens"][299:302]
+        != entries["ggml.tokens"][300:303]
         == [f"[PAD{i}]" for i in (300, 301, 302)]
     )
-    assert len(found["ggml.tokens"]) == len(found["ggml.token_type"]) == ROWS
-    assert found["ggml.token_type"][298:302] == [1, 1, 5, 5]
+    assert len(entries["ggml.tokens"]) == len(entries["ggml.token_type"]) == ROWS
+    assert entries["ggml.token_type"][298:302] == [1, 1, 5, 5]
     assert "padded to 320 rows" in read({"tokenizer.json": text()}).notes[0]
     with pytest.raises(CheckpointError, match=r"300 tokens for the 299 rows of the model"):
         read({"tokenizer.json": text()}, 299)
@@ -60,10 +60,10 @@ def test_the_list_is_padded_to_the_rows_of_the_model():
 
 def test_special_tokens_are_named_by_text_before_number():
     files = {"tokenizer.json": text(), "tokenizer_config.json": {"eos_token": {"content": "<|end|>"}}}
-    found = values(read(files, eos_token_id=7, bos_token_id=[5, 6], pad_token_id=-1))
-    assert found["ggml.eos_token_id"] == 0
-    assert found["ggml.bos_token_id"] == 5
-    assert "ggml.padding_token_id" not in found
+    entries = values(read(files, eos_token_id=7, bos_token_id=[5, 6], pad_token_id=-1))
+    assert entries["ggml.eos_token_id"] == 0
+    assert entries["ggml.bos_token_id"] == 5
+    assert "ggml.padding_token_id" not in entries
     with pytest.raises(CheckpointError, match=r"eos_token_id is 999; the model has rows for 0 to 319"):
         read({"tokenizer.json": text()}, eos_token_id=999)
 
@@ -79,9 +79,9 @@ def test_tokens_around_a_text_are_those_of_the_original(tmp_path):
         "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [0], "tokens": ["<|end|>"]}},
     }
     data = text() | {"post_processor": ends}
-    found = values(read({"tokenizer.json": data}, bos_token_id=0, eos_token_id=0))
-    assert found["ggml.add_bos_token"]
-    assert not found["ggml.add_eos_token"]
+    entries = values(read({"tokenizer.json": data}, bos_token_id=0, eos_token_id=0))
+    assert entries["ggml.add_bos_token"]
+    assert not entries["ggml.add_eos_token"]
     with pytest.raises(
         CheckpointError, match=r"puts tokens \[0\] before a text, and llama\.cpp only bos \(3\)"
     ):
@@ -103,10 +103,10 @@ def test_tokens_around_a_text_are_those_of_the_original(tmp_path):
 def test_chat_templates_are_copied():
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     files = {"tokenizer.json": text(), "tokenizer_config.json": {"chat_template": named}}
-    found = values(read(files))
-    assert found["chat_template"] == "D"
-    assert found["chat_template.tool_use"] == "T"
-    assert found["chat_templates"] == ["tool_use"]
+    entries = values(read(files))
+    assert entries["chat_template"] == "D"
+    assert entries["chat_template.tool_use"] == "T"
+    assert entries["chat_templates"] == ["tool_use"]
     side = {"tokenizer.json": json.dumps(text()).encode(), "chat_template.jinja": b"{{ x }}"}
     assert values(Vocabulary.of(side, {"vocab_size": ROWS}, None))["chat_template"] == "{{ x }}"
 
@@ -132,13 +132,13 @@ def test_a_string_with_other_ids_is_refused():
 
 
 def test_the_tokenizer_of_another_file_must_fit(tmp_path):
-    own = {"tokenizer.json": text()}
-    tokens = list(dict(sorted((i, t) for t, i in own["tokenizer.json"]["model"]["vocab"].items())).values())
+    files = {"tokenizer.json": text()}
+    tokens = list(dict(sorted((i, t) for t, i in files["tokenizer.json"]["model"]["vocab"].items())).values())
     same = vocabulary(tmp_path / "same.gguf", tokens, eos=0)
-    found = values(read(own, given=same))
-    assert len(found["ggml.tokens"]) == ROWS
-    assert found["ggml.merges"] == ["a b"]
-    assert found["ggml.token_type"][-1] == 5
+    entries = values(read(files, given=same))
+    assert len(entries["ggml.tokens"]) == ROWS
+    assert entries["ggml.merges"] == ["a b"]
+    assert entries["ggml.token_type"][-1] == 5
     for name, listed, match in (
         ("fewer", tokens[:-1], r"token 299 is nothing, and tokenizer\.json of the model says"),
         (
@@ -149,7 +149,7 @@ def test_the_tokenizer_of_another_file_must_fit(tmp_path):
         ("more", tokens + [f"t{i}" for i in range(30)], "330 tokens for the 320 rows"),
     ):
         with pytest.raises(CheckpointError, match=match):
-            read(own, given=vocabulary(tmp_path / f"{name}.gguf", listed))
+            read(files, given=vocabulary(tmp_path / f"{name}.gguf", listed))
     # Without a tokenizer beside the model, only rows can be compared.
     assert len(values(read({}, given=tmp_path / "fewer.gguf"))["ggml.tokens"]) == ROWS
     with pytest.raises(CheckpointError, match="eos_token_id is 999"):

@@ -21,15 +21,15 @@ from tests.support.paper import bench, measured_shown_and_resumed
 
 
 def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None:
-    made = measured_shown_and_resumed("feedback", huginn, tmp_path)
-    (found,) = made.found
+    measured = measured_shown_and_resumed("feedback", huginn, tmp_path)
+    (result,) = measured.found
     n_layers = len(quantizable(huginn.context().parameters))
-    assert len(found["alone"]) == n_layers
-    assert len(made.shown.tables[1].rows) == 2 * n_layers
+    assert len(result["alone"]) == n_layers
+    assert len(measured.shown.tables[1].rows) == 2 * n_layers
     # Without feedback and with it, alone and in the study of the exposed layer: the same numbers.
-    (adapter,) = found["exposed"]
-    whole = found["parts"]["one scale per row"]["all columns"]
-    assert found["alone"][adapter]["plain"]["error"] == [whole["error"][0], whole["error"][-1]]
+    (adapter,) = result["exposed"]
+    whole = result["parts"]["one scale per row"]["all columns"]
+    assert result["alone"][adapter]["plain"]["error"] == [whole["error"][0], whole["error"][-1]]
 
 
 def test_a_planted_column_changes_the_rounding_as_plant_does(huginn: Bench) -> None:
@@ -70,12 +70,12 @@ def test_the_share_of_feedback_and_the_loudest_layer_have_verdicts() -> None:
         "c.b.weight": {"plain": curve(0.9, 0.7, 1, 1), "planted": curve(0.5, 0.5, 1, 1)},
         "c.d.weight": {"plain": curve(0.9, 1.0, 1, 1), "planted": curve(0.5, 0.6, 1, 1)},
     }
-    found = {"model": "m", "parts": {"g": parts}, "alone": alone, "exposed": ["c.adapter.weight"]}
-    made = feedback.show([found])
-    assert made.tables[0].rows[0] == ("m", "g", "all columns", "70.0 %", "10.0 %", "67 %", "0.5", "1")
+    result = {"model": "m", "parts": {"g": parts}, "alone": alone, "exposed": ["c.adapter.weight"]}
+    shown = feedback.show([result])
+    assert shown.tables[0].rows[0] == ("m", "g", "all columns", "70.0 %", "10.0 %", "67 %", "0.5", "1")
     # Nothing changed, so there is no share of it.
-    assert made.tables[1].rows[4] == ("m", "d", "plain", "90.0 %", "100.0 %", None, "1", "1")
-    assert [(c.found.split()[0], c.holds, c.differs) for c in made.claims] == [
+    assert shown.tables[1].rows[4] == ("m", "d", "plain", "90.0 %", "100.0 %", None, "1", "1")
+    assert [(c.found.split()[0], c.holds, c.differs) for c in shown.claims] == [
         ("+60.0", True, "feedback"),
         ("share", True, "feedback"),
         ("2.000", True, "feedback"),
@@ -83,8 +83,8 @@ def test_the_share_of_feedback_and_the_loudest_layer_have_verdicts() -> None:
         ("-10.0", False, "layer"),
         ("+40.0", True, "layer"),
     ]
-    assert "points beyond b" in made.claims[5].found
-    (picture,) = made.pictures()
+    assert "points beyond b" in shown.claims[5].found
+    (picture,) = shown.pictures()
     (axes,) = picture.figure.axes
     assert axes.get_lines()[0].get_xydata().tolist() == [[0, 70], [1, 10]]
 

@@ -18,8 +18,8 @@ from tests.support.problems import correlated
 def case(d, rows=12):
     rng = np.random.default_rng(d)
     s, w = correlated(rng, d), rng.normal(size=(rows, d)).astype(np.float32)
-    own = LayerConfig.of(method="gptq", bits=2, group_size=16).grid
-    codes = Codes.of(own.make(), d, "mse", True, None, torch.device("cpu"))
+    settings = LayerConfig.of(method="gptq", bits=2, group_size=16).grid
+    codes = Codes.of(settings.make(), d, "mse", True, None, torch.device("cpu"))
     factors = Factors.of(
         torch.from_numpy(s)[None], torch.zeros(1, d, dtype=torch.float64), "conditional", [""]
     )
@@ -33,11 +33,11 @@ def case(d, rows=12):
 @pytest.mark.parametrize("n_paths", [2, 8])
 def test_codes_are_the_references(d, n_paths):
     w, s, factors, codes, target, known = case(d)
-    found = factors.back(search(factors.in_order(target), factors, codes, known, n_paths))
+    chosen = factors.back(search(factors.in_order(target), factors, codes, known, n_paths))
     order = factors.order[0].numpy()
     scales, zeros = (x[0].numpy().astype(np.float64) for x in known)
     wanted, _ = reference.beam(w.astype(np.float64), s, order, scales, zeros, 2, 16, n_paths)
-    same = (found[0].numpy() == wanted).all(1)
+    same = (chosen[0].numpy() == wanted).all(1)
     # Single precision can decide otherwise where paths cost nearly the same; and the reference never decides early.
     assert same.mean() > (0.9 if d <= 128 else 0.5)
 

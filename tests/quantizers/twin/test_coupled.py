@@ -42,10 +42,10 @@ def test_rows_of_a_smaller_block_stand_at_their_own_places():
     assert (row[2, 4:] == 16).all()
     for block, at, upper, start in zip(blocks, row, left.upper[0], (0, 6, 12), strict=True):
         n = block.shape[1]
-        own = block[0][at[:n] - start][:, at[:n] - start]
+        square = block[0][at[:n] - start][:, at[:n] - start]
         unit = upper[:n, :n]
-        pivots = torch.diag(torch.linalg.solve(unit, own) @ torch.linalg.inv(unit.T))
-        torch.testing.assert_close(unit @ torch.diag(pivots) @ unit.T, own)
+        pivots = torch.diag(torch.linalg.solve(unit, square) @ torch.linalg.inv(unit.T))
+        torch.testing.assert_close(unit @ torch.diag(pivots) @ unit.T, square)
 
 
 def test_a_layer_without_gradients_is_refused_by_name():

@@ -39,8 +39,8 @@ def rows_of(w, s, codes, scales, zeros, owner):
 
 
 def solver(d):
-    own = LayerConfig.of(method="gptq", **GRID).grid
-    return Codes.of(own.make(), d, "mse", True, None, torch.device("cpu"))
+    settings = LayerConfig.of(method="gptq", **GRID).grid
+    return Codes.of(settings.make(), d, "mse", True, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sweeps", [0, 1, 30])

@@ -18,12 +18,12 @@ def test_the_factor_is_that_of_s_in_its_order(rule):
     # More than a block of pivots.
     h = np.stack([correlated(rng, 150), correlated(rng, 150)])
     mu = 0.01 * np.diagonal(h, axis1=1, axis2=2)
-    made = Factors.of(torch.from_numpy(h), torch.from_numpy(mu.copy()), rule, ["a", "b"])
+    factors = Factors.of(torch.from_numpy(h), torch.from_numpy(mu.copy()), rule, ["a", "b"])
     s = h + np.stack([np.diag(m) for m in mu])
-    product = made.upper @ torch.diag_embed(made.pivots) @ made.upper.mT
-    torch.testing.assert_close(product, permuted(torch.from_numpy(s), made.order), rtol=1e-9, atol=1e-6)
-    assert (torch.tril(made.upper, -1) == 0).all()
-    for one, order, energies in zip(s, made.order.numpy(), made.energies().numpy(), strict=True):
+    product = factors.upper @ torch.diag_embed(factors.pivots) @ factors.upper.mT
+    torch.testing.assert_close(product, permuted(torch.from_numpy(s), factors.order), rtol=1e-9, atol=1e-6)
+    assert (torch.tril(factors.upper, -1) == 0).all()
+    for one, order, energies in zip(s, factors.order.numpy(), factors.energies().numpy(), strict=True):
         wanted = {
             "natural": np.arange(150),
             "diagonal": np.argsort(-np.diag(one), kind="stable"),
@@ -32,13 +32,13 @@ def test_the_factor_is_that_of_s_in_its_order(rule):
         np.testing.assert_array_equal(order, wanted)
         np.testing.assert_allclose(energies, reference.pivots(one, order), rtol=1e-9)
     columns = torch.from_numpy(rng.normal(size=(2, 3, 150)))
-    assert torch.equal(made.back(made.in_order(columns)), columns)
+    assert torch.equal(factors.back(factors.in_order(columns)), columns)
 
 
 def test_columns_that_cost_the_same_keep_their_order():
     h = torch.diag_embed(torch.tensor([[2.0, 5.0, 2.0, 5.0]], dtype=torch.float64))
-    made = Factors.of(h, torch.zeros(1, 4, dtype=torch.float64), "diagonal", ["a"])
-    assert made.order.tolist() == [[1, 3, 0, 2]]
+    factors = Factors.of(h, torch.zeros(1, 4, dtype=torch.float64), "diagonal", ["a"])
+    assert factors.order.tolist() == [[1, 3, 0, 2]]
 
 
 def test_what_cannot_be_factored_is_named():

@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def codes_of(columns=32, signed=True, search="mse", **settings):
-    own = LayerConfig.of(method="gptq", **settings).grid
-    return Codes.of(own.make(), columns, search, signed, own.scale_bits, CPU)
+    grid_settings = LayerConfig.of(method="gptq", **settings).grid
+    return Codes.of(grid_settings.make(), columns, search, signed, grid_settings.scale_bits, CPU)
 
 
 @pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3, "levels": "uneven"}])
@@ -29,12 +29,12 @@ def test_a_step_gives_its_code_and_ties_fall_as_in_the_core(settings):
     steps = codes.step(every, zero)
     assert torch.equal(codes.code_of(steps, zero), every.to(torch.uint8))
     half = (steps[1:] + steps[:-1]).double() / 2
-    found = codes.code(half, zero[1:].double())
+    code = codes.code(half, zero[1:].double())
     if codes.table is None:
         # To the even step.
-        assert torch.equal(codes.step(found, zero[1:]), half.round())
+        assert torch.equal(codes.step(code, zero[1:]), half.round())
     else:
-        assert torch.equal(found, every[1:].double())
+        assert torch.equal(code, every[1:].double())
 
 
 def test_the_code_on_the_other_side_is_missing_at_the_ends():
@@ -50,12 +50,12 @@ def test_the_code_on_the_other_side_is_missing_at_the_ends():
 def test_scales_are_rounded_half_to_even_to_the_kept_bits(kind, bits):
     codes = codes_of(scale_dtype=kind, scale_bits=bits)
     values = torch.tensor([1.0 + 2.0**-5, 1.0 + 3 * 2.0**-5, -0.3, 0.0, 7e-6], dtype=torch.float64)
-    found = codes.rounded(values)
+    rounded = codes.rounded(values)
     kept = {"float16": 11, "bfloat16": 8, "float32": 24}[kind] if bits is None else bits
     mantissa, exponent = np.frexp(values.numpy())
     wanted = np.ldexp(np.round(mantissa * 2.0**kept) / 2.0**kept, exponent)
     small = kind == "float16"
-    np.testing.assert_allclose(found[: 4 if small else 5], wanted[: 4 if small else 5], rtol=1e-7)
+    np.testing.assert_allclose(rounded[: 4 if small else 5], wanted[: 4 if small else 5], rtol=1e-7)
 
 
 def test_candidates_that_are_tried_in_parts_give_the_same_scales(monkeypatch):

@@ -18,11 +18,11 @@ CASES = [
 ]
 
 
-def assert_nearly_the_same(found, wanted):
+def assert_nearly_the_same(solved, wanted):
     """Products of other shapes may take another kernel of the library, which sums in another order."""
-    assert (found["codes"] == wanted["codes"]).mean() > 0.99
-    assert (found["scales"] == wanted["scales"]).mean() > 0.99
-    assert found["proxy_settled"] == pytest.approx(wanted["proxy_settled"], rel=1e-3)
+    assert (solved["codes"] == wanted["codes"]).mean() > 0.99
+    assert (solved["scales"] == wanted["scales"]).mean() > 0.99
+    assert solved["proxy_settled"] == pytest.approx(wanted["proxy_settled"], rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (40, 96)])
@@ -42,14 +42,14 @@ def test_parts_of_the_rows_give_the_same(monkeypatch):
     whole = config.method.twin(layers)
     # One input fits into no less than its batch, of which some rows at a time.
     monkeypatch.setattr(solve, "BYTES", 7 * 40 * solve.ROW_BYTES)
-    for part, found in zip(config.method.twin(layers), whole, strict=True):
-        assert_nearly_the_same(part, found)
+    for part, solved in zip(config.method.twin(layers), whole, strict=True):
+        assert_nearly_the_same(part, solved)
 
 
 def test_layers_of_two_inputs_do_not_know_of_each_other():
     config, first = problems(24, 40, method="gptq-cd", metric="inputs", group_size=8)
     _, second = problems(24, 40, seed=1, method="gptq-cd", metric="inputs", group_size=8)
     together = config.method.twin([*first, *second])
-    for problem, found in zip([*first, *second], together, strict=True):
+    for problem, solved in zip([*first, *second], together, strict=True):
         (alone,) = config.method.twin([problem])
-        assert_nearly_the_same(found, alone)
+        assert_nearly_the_same(solved, alone)

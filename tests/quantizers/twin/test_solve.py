@@ -35,8 +35,8 @@ def test_layers_alike_run_together_and_no_more_than_fit(monkeypatch):
     _, first = problems(24, 40, 2, method="gptq", group_size=8)
     _, second = problems(24, 40, 2, seed=1, method="gptq", group_size=8)
     _, other = problems(24, 40, 1, method="gptq", group_size=8, bits=3)
-    found = list(batches([*first, *other, *second], joined=True))
-    assert [batch.inputs for batch in found] == [[first, second], [other]]
+    groups = list(batches([*first, *other, *second], joined=True))
+    assert [batch.inputs for batch in groups] == [[first, second], [other]]
     apart = list(batches([*first, *second], joined=False))
     assert [batch.inputs for batch in apart] == [[[p] for p in [*first, *second]]]
     monkeypatch.setattr(solve, "BYTES", 1)
@@ -77,10 +77,10 @@ def test_a_run_gives_the_cores_layers(tiny, tokens, monkeypatch, settings):
         monkeypatch.setattr(module, "has_twins", lambda device: True)
     # Some layers run together, but not all.
     monkeypatch.setattr(solver, "ROWS_TOGETHER", 150)
-    found = run.solve()
-    assert list(found) == list(core)
+    result = run.solve()
+    assert list(result) == list(core)
     for name, layer in core.items():
-        twin = found[name]
+        twin = result[name]
         assert "solved_on" not in layer.report
         assert set(twin.report) == {*layer.report, "solved_on"}
         assert (twin.codes == layer.codes).mean() > 0.95
@@ -92,8 +92,8 @@ def test_no_tensor_of_another_device_comes_in_between(loop):
     settings = {"metric": "loop" if loop else "inputs", "group_size": 8, "beam": 2, "rounds": 1, "passes": 1}
     config, layers = problems(12, 16, 2, loop=loop, block=8, method="gptq-cd", bits=3, **settings)
     with accelerator():
-        found = config.method.quantize_all([dataclasses.replace(p, device=DEVICE) for p in layers])
-    for p, layer in zip(layers, found, strict=True):
+        layers_there = config.method.quantize_all([dataclasses.replace(p, device=DEVICE) for p in layers])
+    for p, layer in zip(layers, layers_there, strict=True):
         assert layer.report["solved_on"] == DEVICE
         assert (layer.codes == config.quantize(p).codes).mean() > 0.95
 
@@ -105,8 +105,8 @@ def test_what_has_no_twin_goes_to_the_core_and_the_run_says_so(tiny, tokens):
     run = run_of(tiny, tokens, config, progress=notes)
     with accelerator():
         tiny.model.to(DEVICE)
-        found = run.solve()
-    where = {name: layer.report["solved_on"] for name, layer in found.items()}
+        result = run.solve()
+    where = {name: layer.report["solved_on"] for name, layer in result.items()}
     assert [name for name in where if where[name] == "cpu"] == [name for name in where if "adapter" in name]
     assert any(f"1 of {len(where)} layers were solved on the CPU" in note for note in notes.notes)
 

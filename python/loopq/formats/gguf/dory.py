@@ -51,8 +51,8 @@ class DoryShape(Shape):
 
     def tensors(self, name: str) -> list[str]:
         """As in `Shape`, with the names of blocks."""
-        found = _tensor(name)
-        return super().tensors(name) if found is None else [found]
+        target = _tensor(name)
+        return super().tensors(name) if target is None else [target]
 
     def header(self) -> dict[str, Any]:
         """Keys of positions, blocks and initial values.
@@ -87,21 +87,21 @@ class DoryShape(Shape):
 
     def _rope_base(self, kind: str) -> float:
         """Return the base of the rotary positions of one kind of attention."""
-        own = self.config["rope_parameters"][kind]
-        if own.get("rope_type", "default") != "default":
+        rope = self.config["rope_parameters"][kind]
+        if rope.get("rope_type", "default") != "default":
             raise CheckpointError(
-                f"config.json: rope_parameters {own}: only plain rotary positions are written"
+                f"config.json: rope_parameters {rope}: only plain rotary positions are written"
             )
-        return float(own["rope_theta"])
+        return float(rope["rope_theta"])
 
 
 def _tensor(name: str) -> str | None:
     """Return llama.cpp's name of a tensor in transformers' files or in the published ones. None if it has none."""
     if name in _OTHERS:
         return f"{_OTHERS[name]}.weight"
-    found = _BLOCK.fullmatch(name)
-    if found is None or found[2] not in (*_LAYER, *_OWN):
+    match = _BLOCK.fullmatch(name)
+    if match is None or match[2] not in (*_LAYER, *_OWN):
         return None
-    block = int(found[1]) if found[2] in _OWN else 2 * int(found[1]) + _LAYER[found[2]]
-    part = (_ATTENTION, _MLP)[block % 2].get(found[3])
+    block = int(match[1]) if match[2] in _OWN else 2 * int(match[1]) + _LAYER[match[2]]
+    part = (_ATTENTION, _MLP)[block % 2].get(match[3])
     return None if part is None else f"blk.{block}.{part}.weight"

@@ -30,12 +30,12 @@ class Ends:
     after: tuple[int, ...]
 
 
-def compare(found: Tokenizer, data: bytes) -> Ends:
+def compare(tokenizer: Tokenizer, data: bytes) -> Ends:
     """Compare tokens for llama.cpp with those of tokenizer.json.
 
     Parameters
     ----------
-    found : Tokenizer
+    tokenizer : Tokenizer
         The tokenizer as it will be written.
     data : bytes
         The file tokenizer.json.
@@ -54,49 +54,49 @@ def compare(found: Tokenizer, data: bytes) -> Ends:
     """
     package = require("tokenizers")
     try:
-        own = package.Tokenizer.from_str(data.decode())
+        reference = package.Tokenizer.from_str(data.decode())
     except Exception as cause:
         # The package raises plain exceptions of its own parser.
         raise CheckpointError(f"{FILE}: the package tokenizers does not read it: {cause!s:.200}") from cause
-    own.no_padding()
-    own.no_truncation()
-    encode = _bytes(found, package) if found.model == "gpt2" else _pieces(found)
-    special = [text for i, text in found.texts.items() if found.kinds.get(i) in (CONTROL, USER)]
-    alike = [string for string in STRINGS if found.doubled or not string.startswith(" ")]
-    strings = (*alike, *(f"a{text}b" for text in special[:8] if found.model == "gpt2"))
+    reference.no_padding()
+    reference.no_truncation()
+    encode = _bytes(tokenizer, package) if tokenizer.model == "gpt2" else _pieces(tokenizer)
+    special = [text for i, text in tokenizer.texts.items() if tokenizer.kinds.get(i) in (CONTROL, USER)]
+    alike = [string for string in STRINGS if tokenizer.doubled or not string.startswith(" ")]
+    strings = (*alike, *(f"a{text}b" for text in special[:8] if tokenizer.model == "gpt2"))
     for string in strings:
-        expected, ids = own.encode(string, add_special_tokens=False).ids, encode(string)
+        expected, ids = reference.encode(string, add_special_tokens=False).ids, encode(string)
         if ids != expected:
             raise CheckpointError(
                 f"{FILE}: {shown(string)} gets ids {shown(expected)}, and in llama.cpp {shown(ids)}"
             )
-    plain, whole = own.encode("a", add_special_tokens=False).ids, own.encode("a").ids
+    plain, whole = reference.encode("a", add_special_tokens=False).ids, reference.encode("a").ids
     at = next((k for k in range(len(whole)) if whole[k : k + len(plain)] == plain), 0)
     return Ends(tuple(whole[:at]), tuple(whole[at + len(plain) :]))
 
 
-def _bytes(found: Tokenizer, package: Any) -> Any:
+def _bytes(tokenizer: Tokenizer, package: Any) -> Any:
     """Encode as llama.cpp does: special tokens, patterns, pairs of bytes."""
-    ids = {text: i for i, text in found.texts.items()}
-    patterns, whole_words = patterns_of(found.pre)
-    pairs = [tuple(pair.split(" ")) for pair in found.merges]
+    ids = {text: i for i, text in tokenizer.texts.items()}
+    patterns, whole_words = patterns_of(tokenizer.pre)
+    pairs = [tuple(pair.split(" ")) for pair in tokenizer.merges]
     model = package.models.BPE(vocab=ids, merges=pairs, ignore_merges=whole_words)
-    made = package.Tokenizer(model)
+    encoder = package.Tokenizer(model)
     cuts = [package.pre_tokenizers.Split(package.Regex(p), "isolated") for p in patterns]
     last = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = package.pre_tokenizers.Sequence([*cuts, last])
-    added = [text for i, text in found.texts.items() if found.kinds.get(i) in (CONTROL, USER)]
-    made.add_tokens([package.AddedToken(text, normalized=False) for text in added])
-    return lambda string: made.encode(string, add_special_tokens=False).ids
+    encoder.pre_tokenizer = package.pre_tokenizers.Sequence([*cuts, last])
+    added = [text for i, text in tokenizer.texts.items() if tokenizer.kinds.get(i) in (CONTROL, USER)]
+    encoder.add_tokens([package.AddedToken(text, normalized=False) for text in added])
+    return lambda string: encoder.encode(string, add_special_tokens=False).ids
 
 
-def _pieces(found: Tokenizer) -> Any:
+def _pieces(tokenizer: Tokenizer) -> Any:
     """Encode as llama.cpp does: the neighbours that make the token with the largest score become one."""
-    ids = {text: i for i, text in found.texts.items()}
-    scores = {text: found.scores.get(i, 0.0) for text, i in ids.items()}
+    ids = {text: i for i, text in tokenizer.texts.items()}
+    scores = {text: tokenizer.scores.get(i, 0.0) for text, i in ids.items()}
 
     def encode(string: str) -> list[int]:
-        symbols = list((" " * found.prefix + string).replace(" ", _SPACE))
+        symbols = list((" " * tokenizer.prefix + string).replace(" ", _SPACE))
         while True:
             best = _best(symbols, scores)
             if best is None:

@@ -88,8 +88,8 @@ class _Head:
         at = self.file.tell()
         self.skip(struct.calcsize(kind))
         self.file.seek(at)
-        found: int = struct.unpack(self.order + kind, self.file.read(struct.calcsize(kind)))[0]
-        return found
+        value: int = struct.unpack(self.order + kind, self.file.read(struct.calcsize(kind)))[0]
+        return value
 
     def skip(self, n_bytes: int) -> None:
         """Go on by some bytes."""

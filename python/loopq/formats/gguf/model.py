@@ -226,8 +226,8 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, _Stored
         kind, data = blocks(layer)
         yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
     for name, tensor in shape.apart(checkpoint.dense).items():
-        found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
-        yield from ((target, found) for target in shape.tensors(name))
+        stored = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
+        yield from ((target, stored) for target in shape.tensors(name))
 
 
 def _floats(source: Checkpoint, stored: Mapping[str, _Stored]) -> list[str]:
@@ -304,7 +304,7 @@ def _write(
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     """Read the file with gguf and compare every tensor with the checkpoint's, dequantized."""
     gguf = package()
-    found = {t.name: t for t in open_gguf(path).tensors}
+    written = {t.name: t for t in open_gguf(path).tensors}
     expected: dict[str, Callable[[], NDArray[Any]]] = {
         n: layer.dequantize for n, layer in checkpoint.layers.items()
     }
@@ -312,12 +312,12 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     # The package knows the size of these blocks but not their values.
     raw = {n: x for n, x in checkpoint.layers.items() if x.grid.gguf and x.grid.gguf.name == "Q2_0"}
     expected |= {n: partial(_bytes, x) for n, x in raw.items()}
-    n_compared = len(found)
+    n_compared = len(written)
     for name, value in expected.items():
         numbers = value()
         ordered = numbers[shape.rows(name, len(numbers))]
         for target in shape.tensors(name):
-            tensor = found.pop(target, None)
+            tensor = written.pop(target, None)
             if tensor is None:
                 raise CheckpointError(f"{path}: tensor {target}: not in the file")
             again = np.asarray(tensor.data)
@@ -327,8 +327,8 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
                 raise CheckpointError(
                     f"{path}: tensor {tensor.name}: reads back differently from what was written"
                 )
-    if found:
-        raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
+    if written:
+        raise CheckpointError(f"{path}: tensor {sorted(written)[0]}: written and not in the checkpoint")
     return n_compared
 
 

@@ -67,11 +67,11 @@ def name_of(part: Mapping[str, Any] | None, *, whole_words: bool) -> str:
         If it is not known.
     """
     patterns = tuple(pattern for step in steps(part) for pattern in _patterns(step))
-    found = NAMES.get((patterns, whole_words))
-    if found is None:
-        told = shown(patterns) if patterns else "no pattern"
-        raise CheckpointError(f"tokenizer.json: pre_tokenizer: llama.cpp's name of {told} is not known")
-    return found
+    name = NAMES.get((patterns, whole_words))
+    if name is None:
+        text = shown(patterns) if patterns else "no pattern"
+        raise CheckpointError(f"tokenizer.json: pre_tokenizer: llama.cpp's name of {text} is not known")
+    return name
 
 
 def patterns_of(name: str) -> tuple[tuple[str, ...], bool]:

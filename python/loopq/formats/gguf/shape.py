@@ -91,8 +91,8 @@ class Shape:
         names = config.get("architectures") or []
         known = {one: kind for _, kind in ARCHITECTURES for one in kind.classes}
         dense = [str(n).removeprefix(PREFIX) for n in names]
-        found = next((known[n] for n in dense if n in known), None)
-        if found is None:
+        shape = next((known[n] for n in dense if n in known), None)
+        if shape is None:
             raise CheckpointError(
                 f"config.json: architectures {names}; of models that llama.cpp runs, loopq writes GGUF for "
                 f"{', '.join(sorted(known))}"
@@ -100,7 +100,7 @@ class Shape:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             raise CheckpointError(f"config.json: rope_scaling {scaling}: only plain rotary positions")
-        return found.fitting(config)
+        return shape.fitting(config)
 
     @classmethod
     def fitting(cls, config: Mapping[str, Any]) -> Shape:
@@ -146,8 +146,8 @@ class Shape:
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        own = self.config.get("head_dim")
-        return int(own or self.config["hidden_size"] // self.config["num_attention_heads"])
+        stated = self.config.get("head_dim")
+        return int(stated or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     @property
     def n_kv_heads(self) -> int:
@@ -192,18 +192,18 @@ class Shape:
     def parts(self, name: str) -> tuple[str, ...]:
         """Names of the tensors that a tensor of the model's files holds, one below the other. Often itself alone."""
         module, _, last = name.rpartition(".")
-        found = next((f for f in self.fused if module.endswith(f".{f}")), None)
-        if found is None:
+        whole = next((f for f in self.fused if module.endswith(f".{f}")), None)
+        if whole is None:
             return (name,)
-        return tuple(f"{module.removesuffix(found)}{part}.{last}" for part in self.fused[found])
+        return tuple(f"{module.removesuffix(whole)}{part}.{last}" for part in self.fused[whole])
 
     def apart(self, dense: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
         """Cut tensors of the model's files into their `parts`."""
-        found: dict[str, RawTensor] = {}
+        pieces: dict[str, RawTensor] = {}
         for name, tensor in dense.items():
             names = self.parts(name)
-            found |= {name: tensor} if names == (name,) else cut(tensor, list(names))
-        return found
+            pieces |= {name: tensor} if names == (name,) else cut(tensor, list(names))
+        return pieces
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:
         """Return the order in which a tensor's rows are stored.

@@ -113,15 +113,15 @@ class Tokenizer:
             data = side_files.get(sentencepiece.FILE)
             return None if data is None else _of_pieces(data)._with(added)
         data = _json(_Json, side_files[FILE], FILE)
-        found = _of_json(data)
+        tokenizer = _of_json(data)
         pieces = side_files.get(sentencepiece.FILE)
-        if found.model == "llama" and pieces is not None:
+        if tokenizer.model == "llama" and pieces is not None:
             # The same tokens, with scores and types of their own.
-            own = _of_pieces(pieces)
-            found = dataclasses.replace(
-                found, source=own.source, kinds=own.kinds, scores=own.scores, ids=own.ids
+            scored = _of_pieces(pieces)
+            tokenizer = dataclasses.replace(
+                tokenizer, source=scored.source, kinds=scored.kinds, scores=scored.scores, ids=scored.ids
             )
-        return found._with([*data.added_tokens, *added])
+        return tokenizer._with([*data.added_tokens, *added])
 
     def _with(self, added: Iterable[_Added]) -> Tokenizer:
         """Add tokens, or give known ones the type of an added token."""
@@ -153,18 +153,18 @@ def _json(kind: Any, data: bytes, name: str) -> Any:
 
 def settings(side_files: Mapping[str, bytes], name: str) -> Object:
     """Return one of a tokenizer's JSON files. Empty if it is not there."""
-    found: Object = _json(Object, side_files.get(name, b"{}"), name)
-    return found
+    values: Object = _json(Object, side_files.get(name, b"{}"), name)
+    return values
 
 
 def _added(side_files: Mapping[str, bytes]) -> list[_Added]:
     """Tokens that further files add."""
     listed = settings(side_files, CONFIG).get("added_tokens_decoder") or {}
-    found = [{"id": _number(i), **checked(Object, token, CONFIG)} for i, token in listed.items()]
+    tokens = [{"id": _number(i), **checked(Object, token, CONFIG)} for i, token in listed.items()]
     plain = settings(side_files, "added_tokens.json")
-    known = {one["id"] for one in found}
-    found += [{"id": i, "content": text} for text, i in plain.items() if i not in known]
-    return [checked(_Added, one, CONFIG, others=True) for one in found]
+    known = {one["id"] for one in tokens}
+    tokens += [{"id": i, "content": text} for text, i in plain.items() if i not in known]
+    return [checked(_Added, one, CONFIG, others=True) for one in tokens]
 
 
 def _number(text: str) -> int:
@@ -175,9 +175,9 @@ def _number(text: str) -> int:
 
 def _of_pieces(data: bytes) -> Tokenizer:
     pieces = Pieces.read(data)
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if pieces.normalizer:
-        told = (
+        notes = (
             f"note: {sentencepiece.FILE} changes a text before it is cut ({pieces.normalizer}), which llama.cpp does "
             "not: give it such text, without line ends and tabs",
         )
@@ -189,7 +189,7 @@ def _of_pieces(data: bytes) -> Tokenizer:
         dict(enumerate(pieces.scores)),
         prefix=pieces.prefix,
         ids={key: i for key, i in pieces.ids.items() if i >= 0},
-        notes=told,
+        notes=notes,
     )
 
 

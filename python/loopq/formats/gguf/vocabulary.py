@@ -59,16 +59,16 @@ class Vocabulary:
         """
         if str(given) == _NONE:
             return _without("as asked")
-        own, rows = Tokenizer.read(side_files), int(config["vocab_size"])
+        tokenizer, rows = Tokenizer.read(side_files), int(config["vocab_size"])
         if given is not None:
-            entries, source = _given(Path(given), own), str(given)
+            entries, source = _given(Path(given), tokenizer), str(given)
             notes: tuple[str, ...] = ()
-        elif own is None:
+        elif tokenizer is None:
             return _without(
                 f"no {FILE} or tokenizer.model beside the model; --vocabulary FILE.gguf copies one"
             )
         else:
-            entries, source, notes = _own(own, side_files, config), own.source, own.notes
+            entries, source, notes = _own(tokenizer, side_files, config), tokenizer.source, tokenizer.notes
         n_tokens = len(entries[_TOKENS][0])
         if n_tokens > rows:
             raise CheckpointError(
@@ -88,7 +88,7 @@ def _without(why: str) -> Vocabulary:
     return Vocabulary({"tokenizer.ggml.model": (_NONE, kind, None)}, (note,))
 
 
-def _given(path: Path, own: Tokenizer | None) -> dict[str, tuple[Any, ...]]:
+def _given(path: Path, vocab: Tokenizer | None) -> dict[str, tuple[Any, ...]]:
     """Every key of another GGUF's tokenizer, whose tokens must be the model's own if it has any."""
     fields = [f for name, f in open_gguf(path).fields.items() if name.startswith("tokenizer.")]
     with told(path):
@@ -96,47 +96,47 @@ def _given(path: Path, own: Tokenizer | None) -> dict[str, tuple[Any, ...]]:
     tokens = entries.get(_TOKENS, ([],))[0]
     if "tokenizer.ggml.model" not in entries or not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{path}: a GGUF without a tokenizer")
-    if own is not None:
+    if vocab is not None:
         kinds = entries.get(_TYPES, ([NORMAL] * len(tokens),))[0]
-        for i, text in sorted(own.texts.items()):
+        for i, text in sorted(vocab.texts.items()):
             if i >= len(tokens) or (kinds[i] in (NORMAL, UNUSED) and tokens[i] != text):
                 there = shown(tokens[i]) if i < len(tokens) else "nothing"
                 raise CheckpointError(
-                    f"{path}: token {i} is {there}, and {own.source} of the model says {shown(text)}: it is another "
+                    f"{path}: token {i} is {there}, and {vocab.source} of the model says {shown(text)}: it is another "
                     "model's tokenizer"
                 )
     return entries
 
 
 def _own(
-    own: Tokenizer, side_files: Mapping[str, bytes], config: Mapping[str, Any]
+    vocab: Tokenizer, side_files: Mapping[str, bytes], config: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
     """Keys for the model's own tokenizer."""
-    if not own.model:
-        raise CheckpointError(f"{own.refusal}; {_INSTEAD}")
+    if not vocab.model:
+        raise CheckpointError(f"{vocab.refusal}; {_INSTEAD}")
     ends = None
     if FILE in side_files:
         try:
-            ends = compare(own, side_files[FILE])
+            ends = compare(vocab, side_files[FILE])
         except CheckpointError as cause:
             raise CheckpointError(f"{cause}; {_INSTEAD}") from None
     of = package().GGUFValueType
-    n = max(own.texts) + 1
-    found: Object = {"model": own.model}
-    if own.model == "gpt2":
-        found["pre"] = own.pre
-    found["tokens"] = [own.texts.get(i, f"[PAD{i}]") for i in range(n)]
-    if own.model == "llama":
-        found["scores"] = [float(own.scores.get(i, LEAST)) for i in range(n)]
-    found["token_type"] = [own.kinds.get(i, NORMAL if i in own.texts else UNUSED) for i in range(n)]
-    if own.merges:
-        found["merges"] = list(own.merges)
-    ids = _special(own, side_files, config)
-    found |= {f"{_SPECIAL[name]}_token_id": i for name, i in ids.items()}
-    found |= _around(own, side_files, ids, ends)
-    if own.model == "llama":
-        found["add_space_prefix"] = own.prefix
-    entries = {f"tokenizer.ggml.{key}": _typed(value, of) for key, value in found.items()}
+    n = max(vocab.texts) + 1
+    values: Object = {"model": vocab.model}
+    if vocab.model == "gpt2":
+        values["pre"] = vocab.pre
+    values["tokens"] = [vocab.texts.get(i, f"[PAD{i}]") for i in range(n)]
+    if vocab.model == "llama":
+        values["scores"] = [float(vocab.scores.get(i, LEAST)) for i in range(n)]
+    values["token_type"] = [vocab.kinds.get(i, NORMAL if i in vocab.texts else UNUSED) for i in range(n)]
+    if vocab.merges:
+        values["merges"] = list(vocab.merges)
+    ids = _special(vocab, side_files, config)
+    values |= {f"{_SPECIAL[name]}_token_id": i for name, i in ids.items()}
+    values |= _around(vocab, side_files, ids, ends)
+    if vocab.model == "llama":
+        values["add_space_prefix"] = vocab.prefix
+    entries = {f"tokenizer.ggml.{key}": _typed(value, of) for key, value in values.items()}
     templates = _templates(side_files)
     if "default" in templates:
         entries["tokenizer.chat_template"] = _typed(templates.pop("default"), of)
@@ -150,59 +150,59 @@ def _typed(value: Any, of: Any) -> tuple[Any, ...]:
     return value, of.UINT32 if type(value) is int else of.get_type(value), None
 
 
-def _special(own: Tokenizer, side_files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, int]:
+def _special(vocab: Tokenizer, side_files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, int]:
     """Ids of special tokens: by text in the tokenizer's settings, by number in config.json, or by the tokenizer."""
-    told = settings(side_files, "special_tokens_map.json") | settings(side_files, CONFIG)
-    ids = {text: i for i, text in own.texts.items()}
-    found: dict[str, int] = {}
+    stated = settings(side_files, "special_tokens_map.json") | settings(side_files, CONFIG)
+    ids = {text: i for i, text in vocab.texts.items()}
+    special: dict[str, int] = {}
     for name in _SPECIAL:
-        text = told.get(f"{name}_token")
+        text = stated.get(f"{name}_token")
         text = text.get("content") if isinstance(text, dict) else text
         number = config.get(f"{name}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         by_text = ids.get(text) if isinstance(text, str) else None
         # A negative number in config.json means that there is none.
-        by_number = number if type(number) is int and number >= 0 else own.ids.get(name)
+        by_number = number if type(number) is int and number >= 0 else vocab.ids.get(name)
         chosen = by_text if by_text is not None else by_number
         if chosen is not None:
-            found[name] = chosen
-    return found
+            special[name] = chosen
+    return special
 
 
 def _around(
-    own: Tokenizer, side_files: Mapping[str, bytes], ids: Mapping[str, int], ends: Ends | None
+    vocab: Tokenizer, side_files: Mapping[str, bytes], ids: Mapping[str, int], ends: Ends | None
 ) -> dict[str, bool]:
     """Whether the first and the last special token stand around a text."""
-    told = settings(side_files, CONFIG)
-    found = {}
+    stated = settings(side_files, CONFIG)
+    around = {}
     for name, place in (("bos", "before"), ("eos", "after")):
-        asked, there = told.get(f"add_{name}_token"), () if ends is None else getattr(ends, place)
+        asked, there = stated.get(f"add_{name}_token"), () if ends is None else getattr(ends, place)
         if there and not isinstance(asked, bool) and there != (ids.get(name),):
             raise CheckpointError(
                 f"{FILE}: puts tokens {shown(list(there))} {place} a text, and llama.cpp only {name} "
                 f"({ids.get(name)}); {_INSTEAD}"
             )
-        default = bool(there) if ends is not None else own.model == "llama" and name == "bos"
-        found[f"add_{name}_token"] = asked if isinstance(asked, bool) else default
-    return found
+        default = bool(there) if ends is not None else vocab.model == "llama" and name == "bos"
+        around[f"add_{name}_token"] = asked if isinstance(asked, bool) else default
+    return around
 
 
 def _templates(side_files: Mapping[str, bytes]) -> dict[str, str]:
     """Chat templates by their names."""
-    found: Any = None
+    templates: Any = None
     if _JINJA in side_files:
         try:
-            found = side_files[_JINJA].decode()
+            templates = side_files[_JINJA].decode()
         except UnicodeDecodeError:
             raise CheckpointError(f"{_JINJA}: not UTF-8") from None
     for name in _TEMPLATES:
-        found = settings(side_files, name).get("chat_template") if found is None else found
-    listed = [{"name": "default", "template": found}] if isinstance(found, str) else found or []
+        templates = settings(side_files, name).get("chat_template") if templates is None else templates
+    listed = [{"name": "default", "template": templates}] if isinstance(templates, str) else templates or []
     try:
         return {str(one["name"]): str(one["template"]) for one in listed}
     except (TypeError, KeyError):
         raise CheckpointError(
-            f"{CONFIG}: chat_template {shown(found)}: no text, and no list of named texts"
+            f"{CONFIG}: chat_template {shown(templates)}: no text, and no list of named texts"
         ) from None
 
 
@@ -216,18 +216,18 @@ def _check_special(entries: Mapping[str, tuple[Any, ...]], rows: int, source: st
 
 def _padded(entries: Mapping[str, tuple[Any, ...]], n: int) -> dict[str, tuple[Any, ...]]:
     """Add unused tokens, as llama.cpp's converter does."""
-    found = dict(entries)
+    padded = dict(entries)
     if n == 0:
-        return found
+        return padded
     of = package().GGUFValueType
-    first = len(found[_TOKENS][0])
-    found.setdefault(_TYPES, ([NORMAL] * first, of.ARRAY, of.INT32))
+    first = len(padded[_TOKENS][0])
+    padded.setdefault(_TYPES, ([NORMAL] * first, of.ARRAY, of.INT32))
     more: dict[str, list[Any]] = {
         _TOKENS: [f"[PAD{first + i}]" for i in range(n)],
         _SCORES: [LEAST] * n,
         _TYPES: [UNUSED] * n,
     }
-    for name in more.keys() & found.keys():
-        value, *kinds = found[name]
-        found[name] = ([*value, *more[name]], *kinds)
-    return found
+    for name in more.keys() & padded.keys():
+        value, *kinds = padded[name]
+        padded[name] = ([*value, *more[name]], *kinds)
+    return padded

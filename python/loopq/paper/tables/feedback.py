@@ -93,34 +93,34 @@ def _row(curve: Mapping[str, Any]) -> tuple[str | None, ...]:
     return (*same, share, *(f"{float(np.mean(curve['error'][end])):.3g}" for end in (0, -1)))
 
 
-def _claims(found: Found) -> list[Claim]:
-    made, model = [], found["model"]
-    for name, parts in found["parts"].items():
+def _claims(result: Found) -> list[Claim]:
+    claims, model = [], result["model"]
+    for name, parts in result["parts"].items():
         whole = parts[WHOLE]
         reset, natural = (whole["agreement"][end] for end in (0, -1))
         text = f"{name}: fewer predictions change if the state is reset before each step"
-        made.append(higher(model, text, reset, natural, "feedback"))
+        claims.append(higher(model, text, reset, natural, "feedback"))
         if np.mean(natural) < 1:
             share, text = _share(whole), f"{name}: feedback causes most of the changed predictions"
-            made.append(Claim(model, text, f"share {span(share, 2)}", share, 0.5, differs="feedback"))
+            claims.append(Claim(model, text, f"share {span(share, 2)}", share, 0.5, differs="feedback"))
         ratios = {k: np.array(c["error"][-1]) / np.array(c["error"][0]) for k, c in parts.items()}
-        made.append(_larger(model, f"{name}: feedback enlarges the final error", ratios[WHOLE], "feedback"))
+        claims.append(_larger(model, f"{name}: feedback enlarges the final error", ratios[WHOLE], "feedback"))
         halves = [ratios[k] for k in ("embedding columns", "state columns") if k in ratios]
         if len(halves) == 2:
             text = f"{name}: it enlarges that of the embedding's columns more than that of the state's"
-            made.append(_larger(model, text, halves[0] / halves[1], "columns"))
-    short = short_names(found["alone"])
+            claims.append(_larger(model, text, halves[0] / halves[1], "columns"))
+    short = short_names(result["alone"])
     for kind in (PLAIN, PLANTED):
-        ends = {layer: kinds[kind]["agreement"][-1] for layer, kinds in found["alone"].items()}
-        for layer in found["exposed"] if len(ends) > 1 else ():
+        ends = {layer: kinds[kind]["agreement"][-1] for layer, kinds in result["alone"].items()}
+        for layer in result["exposed"] if len(ends) > 1 else ():
             others = min(
-                (n for n in ends if n not in found["exposed"]), key=lambda n: float(np.mean(ends[n]))
+                (n for n in ends if n not in result["exposed"]), key=lambda n: float(np.mean(ends[n]))
             )
             text = f"{kind}: {short[layer]} alone changes more predictions than any layer of the core"
-            made.append(
+            claims.append(
                 higher(model, text, ends[others], ends[layer], "layer", f"points beyond {short[others]}")
             )
-    return made
+    return claims
 
 
 def _larger(model: str, text: str, ratios: Any, differs: str) -> Claim:
@@ -128,20 +128,20 @@ def _larger(model: str, text: str, ratios: Any, differs: str) -> Claim:
     return Claim(model, text, f"{span(interval, 3)} times", interval, 1.0, differs=differs, alike=SAME_RATIO)
 
 
-def show(founds: Sequence[Found]) -> Shown:
+def show(results: Sequence[Found]) -> Shown:
     """Agreement and final error by lambda, the share that is feedback, and each layer alone."""
     rows, alone, panels, lambdas = [], [], [], []
-    for found in founds:
-        for name, parts in found["parts"].items():
-            rows += [(found["model"], name, columns, *_row(curve)) for columns, curve in parts.items()]
-        first = next(iter(found["parts"].values()))
+    for result in results:
+        for name, parts in result["parts"].items():
+            rows += [(result["model"], name, columns, *_row(curve)) for columns, curve in parts.items()]
+        first = next(iter(result["parts"].values()))
         lambdas = first[WHOLE]["lambdas"]
         means = {k: [100 * float(np.mean(a)) for a in c["agreement"]] for k, c in first.items()}
-        panels.append((found["model"], {k: (lambdas, mean) for k, mean in means.items()}))
-        short = short_names(found["alone"])
+        panels.append((result["model"], {k: (lambdas, mean) for k, mean in means.items()}))
+        short = short_names(result["alone"])
         alone += [
-            (found["model"], short[layer], kind, *_row(curve))
-            for layer, kinds in found["alone"].items()
+            (result["model"], short[layer], kind, *_row(curve))
+            for layer, kinds in result["alone"].items()
             for kind, curve in kinds.items()
         ]
     text = (
@@ -162,7 +162,7 @@ def show(founds: Sequence[Found]) -> Shown:
         return [curves(panels, "feedback", TITLE, text, at)]
 
     shown = [ShownTable(TITLE, text, header, tuple(rows)), ShownTable(ALONE, planted, one, tuple(alone))]
-    return Shown(shown, [c for found in founds for c in _claims(found)], pictures)
+    return Shown(shown, [c for result in results for c in _claims(result)], pictures)
 
 
 TABLES.register("feedback")(

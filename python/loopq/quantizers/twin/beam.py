@@ -35,12 +35,12 @@ def search(
     `known` holds scales and zero points (L, rows, groups).
     """
     height = max(1, PATHS // (n_paths * len(target)))
-    found = []
+    parts = []
     for first in range(0, target.shape[1], height):
-        own = slice(first, first + height)
-        scale, zero = (levels[:, own] for levels in known)
-        found.append(_Search(target[:, own], factors, codes, scale, zero).run(n_paths))
-    return torch.cat(found, 1)
+        rows = slice(first, first + height)
+        scale, zero = (levels[:, rows] for levels in known)
+        parts.append(_Search(target[:, rows], factors, codes, scale, zero).run(n_paths))
+    return torch.cat(parts, 1)
 
 
 class _Search:
@@ -67,15 +67,15 @@ class _Search:
         """Codes (L, rows, places)."""
         paths = _Paths(self._codes, self._target, n_paths)
         for first in range(0, self._d, BLOCK):
-            before, own = slice(first - BLOCK, first), slice(first, first + BLOCK)
+            before, block = slice(first - BLOCK, first), slice(first, first + BLOCK)
             # This decides the codes of the block before the last.
             self._take(slice(before.start - BLOCK, before.start), paths.decide())
             known = max(0, before.start)
-            moved = self._errors[..., :known] @ self._upper[:, BLOCK : BLOCK + known, own]
-            moved = (moved + self._target[..., own]) / self._unit
+            moved = self._errors[..., :known] @ self._upper[:, BLOCK : BLOCK + known, block]
+            moved = (moved + self._target[..., block]) / self._unit
             both = slice(first, first + 2 * BLOCK)
             shown = (x[..., both] for x in self._shown)
-            paths.begin(moved, self._pivots[:, own], *shown, self._upper[:, both, own])
+            paths.begin(moved, self._pivots[:, block], *shown, self._upper[:, both, block])
             paths.advance()
         last = (self._d - 1) // BLOCK * BLOCK
         self._take(slice(last - BLOCK, last), paths.decide())
@@ -157,8 +157,8 @@ class _Paths:
             origin = origin.gather(2, place[..., 0])
             ahead.copy_(ahead.gather(2, place.expand_as(ahead)))
             ahead[..., first : first + STRIP] = taken
-            own, later = slice(BLOCK + first, BLOCK + first + STRIP), slice(first + STRIP, BLOCK)
-            ahead[..., later] += _product(self._errors(taken, own), self._upper[:, own, later])
+            now, later = slice(BLOCK + first, BLOCK + first + STRIP), slice(first + STRIP, BLOCK)
+            ahead[..., later] += _product(self._errors(taken, now), self._upper[:, now, later])
         return origin
 
     def _errors(self, taken: Tensor, columns: slice) -> Tensor:

@@ -42,24 +42,24 @@ class Left:
         """Build from blocks of consecutive rows, each (L, b, b). Only the last block may be smaller."""
         n, size = blocks[0].shape[:2]
         rows = sum(block.shape[1] for block in blocks)
-        made, first = [], 0
+        lefts, first = [], 0
         whole = [block for block in blocks if block.shape[1] == size]
         parts = [torch.stack(whole, 1), *(block[:, None] for block in blocks[len(whole) :])]
         for part in parts:
-            count, own = part.shape[1:3]
+            count, side = part.shape[1:3]
             flat = part.flatten(0, 1)
             none = flat.new_zeros(flat.shape[:2])
             factors = Factors.of(flat, none, "conditional", [name for name in names for _ in range(count)])
-            starts = first + own * torch.arange(count, device=flat.device)
-            row = factors.order.view(n, count, own) + starts[:, None]
-            pad = (0, size - own)
+            starts = first + side * torch.arange(count, device=flat.device)
+            row = factors.order.view(n, count, side) + starts[:, None]
+            pad = (0, size - side)
             square = torch.nn.functional.pad(permuted(factors.matrix, factors.order), pad * 2)
             upper = torch.nn.functional.pad(torch.triu(factors.upper, 1), pad * 2)
             upper = upper + torch.eye(size, dtype=upper.dtype, device=upper.device)
             square, upper = (x.view(n, count, size, size) for x in (square, upper))
-            made.append(cls(square, upper, torch.nn.functional.pad(row, pad, value=rows)))
-            first += count * own
-        return cls(*(torch.cat([getattr(m, f) for m in made], 1) for f in ("metric", "upper", "row")))
+            lefts.append(cls(square, upper, torch.nn.functional.pad(row, pad, value=rows)))
+            first += count * side
+        return cls(*(torch.cat([getattr(m, f) for m in lefts], 1) for f in ("metric", "upper", "row")))
 
 
 @dataclass(frozen=True)
@@ -110,36 +110,36 @@ class _Blocks:
         self._zero = torch.zeros_like(self._scale)
         self.replaced = torch.zeros(n, dtype=torch.int64, device=target.device)
 
-    def sweep(self, own: slice) -> None:
+    def sweep(self, tile: slice) -> None:
         """Solve a tile of each block for the first time.
 
         Rows of the same tile have no codes yet. Their best real values are used instead.
         """
         upper, codes = self._left.upper, self._stages.codes
-        shift = upper[:, :, : own.start, own].mT @ self.error[:, :, : own.start]
-        square = upper[:, :, own, own].mT
+        shift = upper[:, :, : tile.start, tile].mT @ self.error[:, :, : tile.start]
+        square = upper[:, :, tile, tile].mT
         shift = torch.linalg.solve_triangular(square, shift, upper=False, unitriangular=True)
-        target = self._target[:, :, own]
+        target = self._target[:, :, tile]
         wanted = (target - shift).float()
-        found = settle(wanted.flatten(1, 2), self._factors, self._stages)
+        solved = settle(wanted.flatten(1, 2), self._factors, self._stages)
         shape = wanted.shape
-        steps = codes.step(found.codes.float(), spread(codes, found.zero, shape[3])).view(shape)
-        self._steps[:, :, own] = steps
-        self._scale[:, :, own] = found.scale.view(*shape[:3], -1)
-        self._zero[:, :, own] = found.zero.view(*shape[:3], -1)
-        values = (steps * spread(codes, self._scale[:, :, own], shape[3])).double()
-        self.error[:, :, own] = torch.where(self._there[:, :, own, None], values - target, 0.0)
+        steps = codes.step(solved.codes.float(), spread(codes, solved.zero, shape[3])).view(shape)
+        self._steps[:, :, tile] = steps
+        self._scale[:, :, tile] = solved.scale.view(*shape[:3], -1)
+        self._zero[:, :, tile] = solved.zero.view(*shape[:3], -1)
+        values = (steps * spread(codes, self._scale[:, :, tile], shape[3])).double()
+        self.error[:, :, tile] = torch.where(self._there[:, :, tile, None], values - target, 0.0)
 
-    def go_on(self, own: slice) -> None:
+    def go_on(self, tile: slice) -> None:
         """Descend in some rows of each block with all others fixed. Keep the changes that lower the whole loss."""
-        codes, there = self._stages.codes, self._there[:, :, own]
-        metric = self._left.metric[:, :, own]
+        codes, there = self._stages.codes, self._there[:, :, tile]
+        metric = self._left.metric[:, :, tile]
         slope = metric @ self.image
-        square = metric[..., own]
+        square = metric[..., tile]
         # An empty place has no diagonal entry and does not move.
         size = torch.where(there, square.diagonal(dim1=2, dim2=3), 1.0)[..., None]
-        error, image, steps = self.error[:, :, own], self.image[:, :, own], self._steps[:, :, own]
-        scale, zero = self._scale[:, :, own], self._zero[:, :, own]
+        error, image, steps = self.error[:, :, tile], self.image[:, :, tile], self._steps[:, :, tile]
+        scale, zero = self._scale[:, :, tile], self._zero[:, :, tile]
         values = (steps * spread(codes, scale, steps.shape[3])).double()
         gradient = slope / size
         begun = (steps, values, gradient, scale, zero, (error * image).sum(3), there)

@@ -125,21 +125,21 @@ def change_scales(rows: Rows, s: Tensor, codes: Codes) -> None:
         kernel.scales(codes.grid.scale_dtype, signed=codes.signed)
         return
     for g, first in enumerate(range(0, d, codes.width)):
-        own = slice(first, min(d, first + codes.width))
-        square, gradient = s[:, own, own], rows.gradient[..., own]
-        steps, old = rows.steps[..., own].double(), rows.scale[..., g]
+        columns = slice(first, min(d, first + codes.width))
+        square, gradient = s[:, columns, columns], rows.gradient[..., columns]
+        steps, old = rows.steps[..., columns].double(), rows.scale[..., g]
         slope, curve = (steps * gradient).sum(-1), (steps * (steps @ square)).sum(-1)
         best = codes.rounded(old.double() - slope / curve)
         fits = best.isfinite() & (best != 0) & rows.active
         if not codes.signed:
             fits &= best > 0
         best = torch.where(fits, best, old)
-        new = (rows.steps[..., own] * best[..., None]).double()
-        by = new - rows.values[..., own]
+        new = (rows.steps[..., columns] * best[..., None]).double()
+        by = new - rows.values[..., columns]
         gain = 2.0 * (by * gradient).sum(-1) + (by * (by @ square)).sum(-1)
         less = (gain < 0) & (best != old)
         rows.scale[..., g] = torch.where(less, best, old)
         rows.loss += torch.where(less, gain, 0.0)
         by = torch.where(less[..., None], by, 0.0)
-        rows.values[..., own] += by
-        rows.gradient += by @ s[:, own]
+        rows.values[..., columns] += by
+        rows.gradient += by @ s[:, columns]

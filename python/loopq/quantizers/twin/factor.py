@@ -102,9 +102,9 @@ def _cholesky(matrix: Tensor, names: Sequence[str]) -> Tensor:
 
 def _by_diagonal(matrix: Tensor, hessians: Tensor) -> Tensor:
     """Order columns by falling diagonal of S, ties by falling diagonal of H, then by index."""
-    own = hessians.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    damped = matrix.diagonal(dim1=1, dim2=2).gather(1, own)
-    return own.gather(1, damped.argsort(dim=1, descending=True, stable=True))
+    order = hessians.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    damped = matrix.diagonal(dim1=1, dim2=2).gather(1, order)
+    return order.gather(1, damped.argsort(dim=1, descending=True, stable=True))
 
 
 def by_conditional_energy(inverse: Tensor) -> Tensor:

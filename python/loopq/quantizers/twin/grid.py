@@ -168,8 +168,8 @@ class Codes:
         none = cost == math.inf
         near = none & (self.rounded(value) == 0)
         held = self.table is not None and not bool((self.table == 0).any())
-        some = _least(self.grid.scale_dtype) if held else 1.0
-        scale = torch.where(near, some, torch.where(none, math.inf, scale))
+        least = _least(self.grid.scale_dtype) if held else 1.0
+        scale = torch.where(near, least, torch.where(none, math.inf, scale))
         middle = float(self.middle if self.grid.symmetric else 0)
         return scale, torch.where(none, middle, zero)
 

@@ -65,29 +65,29 @@ def settle(target: Tensor, factors: Factors, stages: Stages) -> Solved:
     rows = load(target, factors, codes, taken, scale, zero)
     # The loss in `rows` changes in place.
     swept = rows.loss.clone()
-    found = Solved(taken, scale, zero, swept, swept, torch.zeros_like(swept, dtype=torch.int64), 0)
+    solved = Solved(taken, scale, zero, swept, swept, torch.zeros_like(swept, dtype=torch.int64), 0)
     live = torch.ones_like(rows.active)
-    while found.rounds < stages.rounds and bool(live.any()):
-        if found.rounds:
-            taken = start(target, factors, stages, found.scale, found.zero)
-            rows = load(target, factors, codes, taken, found.scale, found.zero)
+    while solved.rounds < stages.rounds and bool(live.any()):
+        if solved.rounds:
+            taken = start(target, factors, stages, solved.scale, solved.zero)
+            rows = load(target, factors, codes, taken, solved.scale, solved.zero)
         rows.active = live
-        found.moves = found.moves + descend(rows, factors.matrix, stages)
-        less = live & (rows.loss < found.settled)
-        live = live & is_gain(rows.loss, found.settled)
+        solved.moves = solved.moves + descend(rows, factors.matrix, stages)
+        less = live & (rows.loss < solved.settled)
+        live = live & is_gain(rows.loss, solved.settled)
         now = codes.code_of(rows.steps, spread(codes, rows.zero, d))
-        found.codes = torch.where(less[..., None], now, found.codes)
-        found.scale = torch.where(less[..., None], rows.scale, found.scale)
-        found.settled = torch.where(less, rows.loss, found.settled)
-        found.rounds += 1
-    return found
+        solved.codes = torch.where(less[..., None], now, solved.codes)
+        solved.scale = torch.where(less[..., None], rows.scale, solved.scale)
+        solved.settled = torch.where(less, rows.loss, solved.settled)
+        solved.rounds += 1
+    return solved
 
 
 def joined(parts: Sequence[Solved]) -> Solved:
     """Join independent parts of the rows."""
     arrays = ("codes", "scale", "zero", "swept", "settled", "moves")
-    found = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in arrays}
-    return Solved(**found, rounds=max(part.rounds for part in parts))
+    whole = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in arrays}
+    return Solved(**whole, rounds=max(part.rounds for part in parts))
 
 
 def fitted(target: Tensor, factors: Factors, codes: Codes, names: Sequence[str]) -> tuple[Tensor, Tensor]:

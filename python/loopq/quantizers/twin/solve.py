@@ -38,12 +38,12 @@ class LayerBatch:
     @property
     def problems(self) -> list[Problem]:
         """All layers of the batch."""
-        return [p for own in self.inputs for p in own]
+        return [p for layers in self.inputs for p in layers]
 
     @property
     def names(self) -> list[str]:
         """A layer of each input."""
-        return [own[0].name for own in self.inputs]
+        return [layers[0].name for layers in self.inputs]
 
     @property
     def device(self) -> torch.device:
@@ -58,12 +58,12 @@ class LayerBatch:
         NonFiniteError
             A weight is NaN or infinite.
         """
-        rows = [torch.from_numpy(np.concatenate([p.target for p in own])) for own in self.inputs]
-        found = torch.stack(rows).to(self.device)
-        if not bool(found.isfinite().all()):
+        rows = [torch.from_numpy(np.concatenate([p.target for p in layers])) for layers in self.inputs]
+        stacked = torch.stack(rows).to(self.device)
+        if not bool(stacked.isfinite().all()):
             bad = next(p.name for p in self.problems if not np.isfinite(p.target).all())
             raise NonFiniteError(f"layer {bad}: W has an entry that is NaN or infinite")
-        return found
+        return stacked
 
     def codes(self, search: ScaleSearch, signed: bool) -> Codes:
         """Return the layers' grid as codes."""
@@ -74,10 +74,10 @@ class LayerBatch:
         self, hessians: Sequence[NDArray[np.float64]], damping: Damping, order: Order, precision: str
     ) -> Factors:
         """Factor S of each input."""
-        made = torch.stack([torch.from_numpy(h).to(self.device) for h in hessians])
+        stack = torch.stack([torch.from_numpy(h).to(self.device) for h in hessians])
         mu = np.stack([damping.vector(h) for h in hessians])
         kind = {"float64": torch.float64, "float32": torch.float32}[precision]
-        return Factors.of(made, torch.from_numpy(mu).to(self.device), order, self.names, kind)
+        return Factors.of(stack, torch.from_numpy(mu).to(self.device), order, self.names, kind)
 
     def found(self, codes: Codes, taken: Tensor, scale: Tensor, zero: Tensor) -> list[Found]:
         """Return the arrays of each layer in the core's form."""
@@ -94,8 +94,8 @@ class LayerBatch:
 
     def _by_layer(self, rows: Tensor) -> list[NDArray[Any]]:
         host, out = rows.cpu().numpy(), []
-        for own, of_input in zip(self.inputs, host, strict=True):
-            ends = np.cumsum([len(p.target) for p in own])
+        for layers, of_input in zip(self.inputs, host, strict=True):
+            ends = np.cumsum([len(p.target) for p in layers])
             out += [np.ascontiguousarray(part) for part in np.split(of_input, ends[:-1])]
         return out
 
@@ -129,7 +129,7 @@ class Twin:
             This process rounds float32 products.
         """
         require_float32()
-        found: dict[int, Found] = {}
+        results: dict[int, Found] = {}
         for batch in batches(problems, joined=self.joined):
             try:
                 with torch.no_grad():
@@ -140,8 +140,8 @@ class Twin:
                     f"layer {batch.names[0]} and {len(batch.problems) - 1} more: {reason}: end other programs on "
                     f"{batch.device}, or give --device cpu"
                 ) from cause
-            found.update((id(p), one) for p, one in zip(batch.problems, solved, strict=True))
-        return [found[id(p)] for p in problems]
+            results.update((id(p), one) for p, one in zip(batch.problems, solved, strict=True))
+        return [results[id(p)] for p in problems]
 
     @property
     def joined(self) -> bool:
@@ -162,13 +162,13 @@ class Gptq(Twin):
 
     def run(self, batch: LayerBatch) -> list[Found]:
         """Solve the layers of a batch."""
-        hessians = [own[0].require_observed() for own in batch.inputs]
+        hessians = [layers[0].require_observed() for layers in batch.inputs]
         factors = batch.factors(hessians, self.damping, self.order, self.precision)
         codes, target = batch.codes(self.search, signed=False), batch.target()
         known = fitted(target, factors, codes, batch.names) if self.scales == "static" else None
         swept = sweep(factors.in_order(target), factors, codes, known)
         refuse_scales(swept.scale, batch.names, codes)
-        found = batch.found(codes, factors.back(swept.codes), swept.scale, swept.zero)
+        results = batch.found(codes, factors.back(swept.codes), swept.scale, swept.zero)
         facts = [
             {
                 "damping_abs": float(mu.max()),
@@ -176,13 +176,13 @@ class Gptq(Twin):
                 "min_pivot": float(pivots.min()),
                 "max_pivot": float(pivots.max()),
             }
-            for own, h, mu, pivots in zip(batch.inputs, hessians, factors.mu, factors.pivots, strict=True)
-            for _ in own
+            for layers, h, mu, pivots in zip(batch.inputs, hessians, factors.mu, factors.pivots, strict=True)
+            for _ in layers
         ]
         losses = zip(batch.sums(swept.damped), batch.sums(swept.added), strict=True)
         return [
-            one | told | {"proxy": max(damped - added, 0.0), "proxy_damped": damped}
-            for one, told, (damped, added) in zip(found, facts, losses, strict=True)
+            one | more | {"proxy": max(damped - added, 0.0), "proxy_damped": damped}
+            for one, more, (damped, added) in zip(results, facts, losses, strict=True)
         ]
 
 
@@ -208,7 +208,7 @@ class GptqCd(Twin):
         stages = Stages(codes, self.n_paths, self.sweeps, self.rounds, self.refit, batch.names)
         if self.passes is not None:
             return self._coupled(batch, stages, self.passes)
-        hessians = [own[0].require_observed() for own in batch.inputs]
+        hessians = [layers[0].require_observed() for layers in batch.inputs]
         factors = batch.factors(hessians, self.damping, self.order, "float64")
         target = batch.target()
         height = max(1, _room(batch.device) // (ROW_BYTES * target[:, 0].numel()))
@@ -232,7 +232,7 @@ class GptqCd(Twin):
         factors = batch.factors([s for _, s, _ in sides], self.damping, self.order, "float64")
         blocks = [torch.from_numpy(np.stack(b)).to(device) for b in zip(*(a for *_, a in sides), strict=True)]
         solved = coupled(batch.target(), factors, Left.of(blocks, batch.names), stages, passes)
-        told = zip(batch.problems, solved.swept, solved.settled, solved.replaced, strict=True)
+        losses = zip(batch.problems, solved.swept, solved.settled, solved.replaced, strict=True)
         facts = [
             {
                 "coupled_swept": float(swept),
@@ -241,10 +241,10 @@ class GptqCd(Twin):
                 "metric": "loop",
                 "metric_gradients": p.metric.n_gradients if p.metric else 0,
             }
-            for p, swept, settled, replaced in told
+            for p, swept, settled, replaced in losses
         ]
-        found = batch.found(stages.codes, solved.codes, solved.scale, solved.zero)
-        return [one | more for one, more in zip(found, facts, strict=True)]
+        results = batch.found(stages.codes, solved.codes, solved.scale, solved.zero)
+        return [one | more for one, more in zip(results, facts, strict=True)]
 
 
 def _sides(problem: Problem) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
@@ -258,18 +258,18 @@ def batches(problems: Sequence[Problem], *, joined: bool) -> Iterator[LayerBatch
     """Divide layers into batches. With `joined`, layers with the same Hessian form one input."""
     inputs: dict[tuple[int, Any], list[Problem]] = {}
     for p in problems:
-        own = id(p.hessian) if joined else id(p)
-        inputs.setdefault((own, (p.grid, p.settings.scale_bits, p.device)), []).append(p)
+        key = id(p.hessian) if joined else id(p)
+        inputs.setdefault((key, (p.grid, p.settings.scale_bits, p.device)), []).append(p)
     alike: dict[Any, list[list[Problem]]] = {}
     for (_, grid), layers in inputs.items():
         shape = sum(len(p.target) for p in layers), layers[0].target.shape[1]
         alike.setdefault((grid, shape), []).append(layers)
-    for ((*_, device), shape), found in alike.items():
+    for ((*_, device), shape), groups in alike.items():
         rows, columns = shape
         # S, its factor and temporaries; targets, errors and gradients.
         most = max(1, _room(torch.device(device)) // (8 * 6 * columns**2 + 72 * rows * columns))
-        for first in range(0, len(found), most):
-            yield LayerBatch(found[first : first + most])
+        for first in range(0, len(groups), most):
+            yield LayerBatch(groups[first : first + most])
 
 
 def _room(device: torch.device) -> int:

@@ -37,19 +37,19 @@ def sweep(target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, T
     damped = torch.zeros(n, rows, dtype=torch.float64, device=target.device)
     added, mu = torch.zeros_like(damped), factors.mu.gather(1, factors.order)
     levels = None if known is None else [factors.in_order(spread(codes, x, d)) for x in known]
-    found: list[tuple[Tensor, Tensor]] = []
+    groups: list[tuple[Tensor, Tensor]] = []
     for first in range(0, d, BLOCK_SIZE):
         last = min(d, first + BLOCK_SIZE)
         moved = wide[..., first:last] + errors[..., :first] @ factors.upper[:, :first, first:last]
         for j in range(first, last):
             if levels is None:
                 if j % codes.width == 0:
-                    found.append(_begin_group(wide, errors, factors, codes, j))
-                scale, zero = found[-1]
+                    groups.append(_begin_group(wide, errors, factors, codes, j))
+                scale, zero = groups[-1]
             else:
                 scale, zero = levels[0][..., j], levels[1][..., j]
-            own = moved[..., j - first]
-            updated = own.double()
+            column = moved[..., j - first]
+            updated = column.double()
             code = codes.code(updated / scale.double(), zero.double())
             value = codes.step(code.float(), zero) * scale
             error = wide[..., j] - value.to(kind)
@@ -57,7 +57,7 @@ def sweep(target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, T
             added += mu[:, j, None] * error.double() ** 2
             out[..., j], errors[..., j] = code, error
             moved[..., j - first + 1 :] += error[..., None] * factors.upper[:, None, j, j + 1 : last]
-    scale, zero = known or (torch.stack(x, -1) for x in zip(*found, strict=True))
+    scale, zero = known or (torch.stack(x, -1) for x in zip(*groups, strict=True))
     return Swept(out, scale, zero, damped, added)
 
 
@@ -66,10 +66,10 @@ def _begin_group(
 ) -> tuple[Tensor, Tensor]:
     """Scales from the best real-valued continuation, w + (E A) A_gg^-1; A_gg is the group's unit upper triangle."""
     last = min(wide.shape[2], first + codes.width)
-    own = wide[..., first:last]
+    group = wide[..., first:last]
     shift = errors[..., :first] @ factors.upper[:, :first, first:last]
     square = factors.upper[:, first:last, first:last]
-    lines = own + torch.linalg.solve_triangular(square, shift, upper=True, left=False, unitriangular=True)
+    lines = group + torch.linalg.solve_triangular(square, shift, upper=True, left=False, unitriangular=True)
     weights = factors.pivots[:, None, None, first:last]
     scale, zero = codes.fit(lines.double()[..., None, :], weights)
     return scale[..., 0], zero[..., 0]

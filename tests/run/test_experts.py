@@ -353,7 +353,7 @@ def test_an_expert_without_rows_is_solved_on_those_of_others(loaded, tokens, sha
     assert done == {"gate": "gptq-cd", "up": "gptq-cd", "down": "rtn"}
 
 
-def test_shared_gradient_sums_are_those_of_all_experts_on_average(loaded, tokens, monkeypatch):
+def test_shared_gradient_sums_are_those_of_all_experts(loaded, tokens, monkeypatch):
     """Products of two experts have random signs, so they vanish on average over seeds."""
     config, traces = QuantConfig.of(metric="loop", **GRID), []
     for few in (0.0, 100.0):

@@ -39,7 +39,7 @@ from loopq.systems.base import Batch, LoopedSystem, differentiable
 
 FOLDER = ROOT / ".cache" / "mixture"
 #: Prompts of the calibration, and seeds of the loop metric.
-N_PROMPTS, SEEDS = (2, 4, 8), (0, 1, 2, 3, 4, 5)
+N_PROMPTS, SEEDS = (2, 4), (0, 1, 2, 3, 4, 5)
 LENGTH, BATCH, RATE = 128, 16, 3e-3
 
 

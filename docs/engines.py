@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopq.formats.rules import RULES
+from loopq.formats.rules import rules
 from loopq.formats.support import DATE, ENTRIES, NOWHERE, READS
 from loopq.systems import SYSTEMS
 
@@ -21,12 +21,12 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 loopq refuses a file that no engine reads right, with the reasons, before the work. `quantize --format` does so too. A
 file that one engine reads wrong without an error is written only for an engine that you name: `--engine NAME`. That
 option also refuses what the engine is known to refuse or to load wrongly. `--force` writes the file all the
-same, and says so in it. Files of loopq's embedded models are written: only loopq has their classes. Scales of AWQ are
-[folded into the layers before](scales.md#scales-of-awq-in-other-formats), so no engine needs to know them.
+same, and says so in it. loopq itself is the engine of its embedded models, and its reading is the comparison. Scales of
+AWQ are [folded into the layers before](scales.md#scales-of-awq-in-other-formats), so no engine needs to know them.
 
 Then every engine that reads the format and is installed here loads the file in a process of its own. Its logits of
-random tokens must be those of loopq at the model's own depth, up to rounding, or the file is removed. `--verify no`
-asks no engine.
+random tokens must be those of loopq at the model's own depth, up to rounding, or the file is removed. Both sides begin
+with the same first states where the model draws them (Huginn, R-Llama). `--verify no` asks no engine.
 
 Engines change. The tables are of {date}, and say how each line is known. "Run" means loaded by the library
 itself and compared. "Source read" means that nobody has run it here. No GPU has run any of these files. `python
@@ -57,7 +57,7 @@ def page() -> str:
     ]
     lines += [
         f"| {', '.join(r.engines)} | {', '.join(f'`{f}`' for f in r.formats)} | {r.what} | {r.instead} | {r.known} |"
-        for r in RULES
+        for r in rules()
     ]
     lines += [
         "| llama.cpp | `gguf` | what is no type of llama.cpp | "

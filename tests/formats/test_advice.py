@@ -67,7 +67,7 @@ class Asked:
         target = FORMATS.get(self.form)
         if self.engine is not None:
             ragged = self.ragged if isinstance(target, QuantizedFolder) else None
-            check_engine(self.engine, self.form, layers, None, ragged)
+            check_engine(self.engine, self.form, layers, None, None, {"ragged": ragged})
         if isinstance(target, QuantizedFolder):
             target.stored(layers, ragged=self.ragged)
         elif self.form == "gguf":

@@ -8,7 +8,7 @@ import pytest
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.fused import loaded_names
+from loopq.formats.layouts import layout_of
 from loopq.formats.record import Export
 from loopq.layers.layer import TensorReader
 from loopq.storage.files import RawTensor, read_json, read_tensors
@@ -54,12 +54,12 @@ def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
     ],
 )
 def test_targets_and_ignored_modules_have_transformers_names_too(kind, file, loaded):
-    assert loaded_names({"model_type": kind}, [file]) == ({} if loaded is None else {file: loaded})
+    assert layout_of({"model_type": kind}).loaded([file]) == ({} if loaded is None else {file: loaded})
     weight = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
     names = (file, "model.experts.0.up", "z")
     two = {n: models.rounded(f"{n}.weight", weight, bits=8 if n == file else 4, group_size=32) for n in names}
     config = FORMATS.get("compressed-tensors").config(
-        Export(two, (file,), {}, loaded_names({"model_type": kind}, names))
+        Export(two, (file,), {}, layout_of({"model_type": kind}).loaded(names))
     )
     groups = [group["targets"] for group in config["config_groups"].values()]
     also = [] if loaded is None else [loaded]

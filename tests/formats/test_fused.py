@@ -54,9 +54,9 @@ def test_published_names_have_the_same_rows_and_come_back(settings: dict[str, An
 def test_an_engine_takes_its_own_names_alone(tmp_path: Path) -> None:
     layers = quantized(tmp_path / "m").layers
     for engine, names, other in (("vllm", "published", None), ("transformers", None, "published")):
-        check_engine(engine, "compressed-tensors", layers, "hrm_text", names=names)
+        check_engine(engine, "compressed-tensors", layers, "hrm_text", None, {"names": names})
         with pytest.raises(CheckpointError, match="names"):
-            check_engine(engine, "compressed-tensors", layers, "hrm_text", names=other)
+            check_engine(engine, "compressed-tensors", layers, "hrm_text", None, {"names": other})
 
 
 def test_parts_of_unlike_grids_or_dense_ones_are_refused(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_parts_of_unlike_grids_or_dense_ones_are_refused(tmp_path: Path) -> None
 
 def test_other_models_and_uneven_rows_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     result = loopq.quantize(tiny_folder, method="rtn", group_size=16)
-    with pytest.raises(ConfigError, match="'published' is for HrmTextForCausalLM"):
+    with pytest.raises(ConfigError, match="'published' is for hrm_text"):
         write_as(tmp_path / "c", result, "compressed-tensors", names="published")
     with pytest.raises(CheckpointError, match="3 rows are no 2 parts"):
         cut(RawTensor.of(np.zeros((3, 2), np.float32)), ["a", "b"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 
+import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
 from loopq.formats.convert import inspect_any, read_any, verify, write_as
 from loopq.formats.record import RECORD
-from loopq.storage.files import read_json
+from loopq.run.export import exported
+from loopq.run.gate import Gate
+from loopq.storage.files import float_to_raw, read_json
 from tests.support.formats import (
     V1,
 )
@@ -80,3 +85,17 @@ def test_an_export_gives_back_the_exported_checkpoint(tmp_path):
     reseal(record, lambda data: data.update(native_sha256="0" * 64))
     with pytest.raises(CheckpointError, match="does not give back"):
         read_any(tmp_path / "q")
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": None}, {"dtype": "float16"}, {"torch_dtype": "float16"}])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_config_without_a_type_gets_the_models(tmp_path, given, kind):
+    """Else transformers' "auto" takes float16, the type of the scales."""
+    weight = float_to_raw(np.ones((40, 8), np.float32), {"float32": "F32", "bfloat16": "BF16"}[kind])
+    source = checkpoint(layer(32, 32), dense={"embed.weight": weight, "early_exit_gate.weight": weight})
+    config = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **given}).encode()
+    source = dataclasses.replace(source, side_files={"config.json": config})
+    exported(source, tmp_path / "g", V1, Gate(force=True))
+    written = read_json(tmp_path / "g" / "config.json")
+    assert (written.get("dtype") or written["torch_dtype"]) == ("float16" if any(given.values()) else kind)
+    assert read_any(tmp_path / "g").side_files["config.json"] == config

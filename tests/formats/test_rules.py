@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
-from loopq.formats.rules import RULES, check_engine, readers
+from loopq.formats.rules import check_engine, readers, rules
 from loopq.formats.support import ENTRIES, KNOWN, NOWHERE, READS, entry_of
 from loopq.systems import SYSTEMS
 from tests.support.interop import models
@@ -72,38 +72,51 @@ def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
 
 
 @pytest.mark.parametrize(
-    ("form", "grids", "config", "match"),
+    ("form", "grids", "match"),
     [
-        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {"bits": 8}}, {}, "experts of unlike grids"),
-        ("compressed-tensors", {"experts__0__up": {}}, {}, "dense experts, all or some"),
-        ("compressed-tensors", {"o_proj": {}}, {}, "dense experts, all or some"),
-        ("compressed-tensors", {"experts__0__up": {}}, {"looped_layers": [0, 1, 2], "auto_map": {}}, "dense experts"),
-        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {}}, {}, ""),
-        ("compressed-tensors", {"experts__0__up": {}}, {"auto_map": {}}, ""),
+        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {"bits": 8}}, "experts of unlike grids"),
+        ("compressed-tensors", {"experts__0__up": {}, "experts__1__up": {}}, ""),
         (
             "compressed-tensors",
             {f"experts__{i}__up": {"levels": "nvfp4", "group_size": 16} for i in (0, 1)},
-            {},
             "experts in NVFP4",
         ),
-        ("gptq", {"experts__0__up": {}, "experts__1__up": {}}, {}, "quantized experts: it stacks them"),
-        ("gptq", {"o_proj": {}}, {}, ""),
+        ("gptq", {"experts__0__up": {}, "experts__1__up": {}}, "quantized experts: it stacks them"),
+        ("gptq", {"o_proj": {}}, ""),
     ],
 )  # fmt: skip
-def test_stacked_experts_have_one_grid_or_are_refused(form, grids, config, match):
-    config = {"num_experts": 2, **config}
+def test_stacked_experts_have_one_grid_or_are_refused(form, grids, match):
     found = layers(**grids)
     if not match:
-        check_engine("transformers", form, found, None, config=config)
+        check_engine("transformers", form, found, None, {"model_type": "olmoe"})
         return
     with pytest.raises(CheckpointError, match=match):
-        check_engine("transformers", form, found, None, config=config)
+        check_engine("transformers", form, found, None, {"model_type": "olmoe"})
+
+
+@pytest.mark.parametrize("quantized", ["experts.0.up", "o_proj"])
+@pytest.mark.parametrize(
+    "dense", ["layers.0.mlp.experts.1.up.weight", "layers.1.mlp.experts.0.up.weight", "mlp.x.weight"]
+)
+@pytest.mark.parametrize(
+    ("keys", "stacks"), [((), True), (("auto_map",), False), (("looped_layers", "auto_map"), True)]
+)  # fmt: skip
+def test_a_dense_expert_is_refused_in_any_layer(quantized, dense, keys, stacks):
+    config = {"model_type": "olmoe", **dict.fromkeys(keys)}
+    found = layers(**{quantized.replace(".", "__"): {}})
+    if not stacks or "experts" not in dense:
+        check_engine("transformers", "compressed-tensors", found, None, config, dense=[f"model.{dense}"])
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"dense experts, all or some of them.* \(layer model\.{dense}"
+    ):
+        check_engine("transformers", "compressed-tensors", found, None, config, dense=[f"model.{dense}"])
 
 
 def test_a_file_read_wrong_without_an_error_needs_a_named_engine():
     found = layers(experts__0__up={}, experts__1__up={})
     with pytest.raises(CheckpointError, match="gptqmodel can read gptq of this model: name the one"):
-        readers("gptq", found, "generic", {"num_experts": 2})
+        readers("gptq", found, "generic", {"model_type": "olmoe"})
 
 
 def test_a_rule_of_one_system_is_no_rule_of_another():
@@ -121,9 +134,10 @@ def test_what_no_rule_speaks_of_is_taken():
             grid = {"levels": "nvfp4", "group_size": 16} if form == "modelopt" else {}
             plain = layers(**{name: dict(grid) for name in names})
             systems = {s for e in ENTRIES if e.engine == engine for s in e.systems}
-            runs = [s for s in sorted(systems) if (entry := entry_of(engine, s, form)) and entry.runs]
+            of = {"model_type": "made"}
+            runs = [s for s in sorted(systems) if (entry := entry_of(engine, s, form, of)) and entry.runs]
             assert runs
-            check_engine(engine, form, plain, runs[0])
+            check_engine(engine, form, plain, runs[0], of)
 
 
 def test_systems_and_formats_unknown_to_an_engine_are_refused():
@@ -143,7 +157,7 @@ def test_the_tables_name_known_systems_engines_and_formats():
     assert own == KNOWN
     assert not set(NOWHERE) & {system for entry in ENTRIES for system in entry.systems}
     assert all(set(entry.formats) <= set(READS[entry.engine]) for entry in ENTRIES)
-    for rule in RULES:
+    for rule in rules():
         assert all(set(rule.formats) & set(READS[engine]) for engine in rule.engines)
 
 
@@ -166,16 +180,38 @@ def test_what_no_engine_reads_right_is_refused_with_every_reason():
     with pytest.raises(CheckpointError, match=r"as initialised.* without an error\. vllm can read gptq"):
         readers("gptq", plain, "dory", {"model_type": "dory"})
     with pytest.raises(CheckpointError, match="no engine reads gptq"):
-        readers("gptq", plain, "parcae", {})
+        readers("gptq", plain, "parcae", {"model_type": "parcae"})
 
 
-def test_embedded_and_unserved_models_are_not_refused():
+def test_a_model_without_a_type_is_opened_by_no_engine():
+    with pytest.raises(CheckpointError, match="vllm opens a model by the model_type"):
+        readers("compressed-tensors", layers(mlp__down_proj={}), "generic", {})
+
+
+def test_a_format_that_no_engine_opens_is_refused():
+    wide = np.zeros((256, 128), np.float32)
+    plain = {"a.weight": models.rounded("a.weight", wide, bits=4, group_size=128)}
+    with pytest.raises(
+        CheckpointError, match="no engine reads marlin of this model right: none opens the format"
+    ):
+        readers("marlin", plain, "generic", {"model_type": "llama"})
+
+
+def test_embedded_models_are_loopqs_own():
     plain = layers(mlp__down_proj={})
     assert readers("native", plain, "parcae", {}) == ()
-    assert readers("marlin", plain, "parcae", {}) == ()
-    assert readers("gptq", plain, "parcae", {"model_type": "loopq-zoo-parcae"}) == ()
+    embedded = {"model_type": "loopq-zoo-parcae"}
+    assert readers("gptq", plain, "parcae", embedded) == readers("marlin", plain, "parcae", embedded) == ()
+    # loopq does not read GGUF.
+    with pytest.raises(CheckpointError, match=r"llama\.cpp does not run parcae"):
+        readers("gguf", plain, "parcae", embedded)
     # Another package's system is tried by the engines themselves.
-    assert readers("gptq", plain, "mine", {}) == ("transformers", "vllm", "sglang", "gptqmodel")
+    assert readers("gptq", plain, "mine", {"model_type": "mine"}) == (
+        "transformers",
+        "vllm",
+        "sglang",
+        "gptqmodel",
+    )
 
 
 def test_the_page_is_what_the_rules_print():

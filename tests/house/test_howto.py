@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,13 +99,32 @@ def write_files(page: Path) -> None:
         Path(name).write_text(text, "utf-8")
 
 
+def cases() -> list[Any]:
+    """Commands of each page. A page with folders of models has a case for each model, which makes the folders."""
+    found = []
+    for page in PAGES:
+        by_model: dict[str, list[Any]] = {}
+        for words, lines in shown(page):
+            model = next((word.split("/")[1].split(".")[0] for word in words if word[1:2] == "/"), "")
+            by_model.setdefault("making" if "tests.support.shown" in words else model, []).append(
+                (words, lines)
+            )
+        making = by_model.pop("making", [])
+        if not making:
+            by_model = {"": [each for group in by_model.values() for each in group]}
+        for model, own in by_model.items():
+            name = f"{page.stem}-{model}" if model else page.stem
+            found.append(pytest.param(page, [*making, *own] if model else own, id=name))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_run(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "told"), cases())
+def test_commands_run(page, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_files(page)
-    assert commands(page)
-    for words, lines in shown(page):
+    assert told
+    for words, lines in told:
         with contextlib.suppress(pytest.skip.Exception):
             said = run(words).splitlines()[-1:]
             if "llama.cpp" in words:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 import loopq
 from loopq.errors import CheckpointError
@@ -12,6 +14,7 @@ from loopq.formats import FORMATS
 from loopq.formats.convert import read_any, verify, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
+from loopq.inference.restore import load_checkpoint
 from loopq.models.load import load_model
 from tests.support import pairs
 
@@ -154,13 +157,33 @@ def test_a_model_beyond_the_free_memory_is_not_shown(dory, tmp_path, engine, mon
     assert not asked
 
 
-def test_a_model_that_draws_its_first_state_is_not_shown(tmp_path, engine):
-    asked = engine()
+def test_an_engine_begins_with_the_first_states_of_loopq(tmp_path, engine):
+    asked = engine(Reading("transformers 5", 1e-7, 1e-4))
     pairs.save("R-Llama", tmp_path / "m")
     loaded = load_model(tmp_path / "m", trust_remote_code=True)
     result = loopq.quantize(loaded, PROMPTS, **GRID)
     done = loopq.export(
         result, tmp_path / "ct", "compressed-tensors", engine="transformers", trust_remote_code=True
     )
-    assert "was not asked: the model draws its first state" in done.lines()[-1]
+    assert done.lines()[-1].startswith("transformers 5 read it")
+    ((_, (question,)),) = asked
+    assert question.states.shape == (*question.ids.shape, 64)
+    # Those that vLLM's plugin draws: by position, alike in every prompt.
+    assert np.array_equal(question.states[0], question.states[1])
+    assert not np.array_equal(question.states[0, 0], question.states[0, 1])
+    system = load_checkpoint(result, trust_remote_code=True).system
+    states, ids = (torch.from_numpy(array) for array in (question.states, question.ids))
+    given = system.model(ids, num_steps=system.n_steps, input_states=states, use_cache=False).logits
+    assert torch.equal(given, torch.from_numpy(question.expected))
+
+
+def test_a_first_state_that_no_system_tells_is_not_compared(tmp_path, engine, monkeypatch):
+    asked = engine()
+    pairs.save("R-Llama", tmp_path / "m")
+    result = loopq.quantize(load_model(tmp_path / "m", trust_remote_code=True), PROMPTS, **GRID)
+    monkeypatch.setattr("loopq.run.export.expected", lambda *a: None)
+    done = loopq.export(
+        result, tmp_path / "ct", "compressed-tensors", engine="transformers", trust_remote_code=True
+    )
+    assert done.lines()[-1].startswith("only loopq read it: the model draws its first state")
     assert not asked

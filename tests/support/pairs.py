@@ -27,10 +27,11 @@ from loopq.formats.support import READS, entry_of
 from loopq.inference.restore import load_checkpoint
 from loopq.models.load import load_model
 from loopq.run.config import Override, QuantConfig
-from loopq.run.export import round_weights
+from loopq.run.export import expected
 from loopq.run.gate import Gate
 from loopq.systems.base import Batch
 from tests.support import coded, systems, vendors
+from tests.support.experts import routed_loop
 from tests.support.interop import models
 from tests.support.interop.environments import interpreter
 
@@ -134,6 +135,9 @@ MODELS: dict[str, Model] = {
     "Parcae": Model(_zoo("parcae", **_DEEP)),
     "COCONUT": Model(_zoo("coconut", intermediate_size=256)),
     "Ponder": Model(_zoo("ponder", pondering_steps=3)),
+    "LoopUS": Model(systems.CASES["LoopUS"].build),
+    "TRM": Model(systems.CASES["TRM"].build),
+    "any torch module": Model(routed_loop),
     **{
         name: Model(systems.CASES[f"transformers {name}"].build)
         for name in ("ALBERT, head", "Mamba", "Zamba", "Zamba2", "GPT-NeoX Ponder")
@@ -141,8 +145,8 @@ MODELS: dict[str, Model] = {
 }
 
 
-def save(name: str, folder: Path) -> None:
-    """Write a model with a loop that matters, and a tokenizer."""
+def save(name: str, folder: Path) -> Any:
+    """Write a model with a loop that matters, and a tokenizer; return the folder, or the model of a class without."""
     torch.manual_seed(0)
     model = MODELS[name].build().eval()
     with torch.no_grad():
@@ -153,11 +157,14 @@ def save(name: str, folder: Path) -> None:
                 value.mul_(4)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
+    elif not hasattr(getattr(model, "config", None), "to_dict"):
+        return model
     else:
         coded.save(model, folder)
     rows = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
     for file, content in models.tokenizer_files(rows).items():
         (folder / file).write_bytes(content)
+    return folder
 
 
 def vocabulary(path: Path, n: int) -> Path:
@@ -192,24 +199,26 @@ class Pair:
 
 def written(work: Path, name: str, only: tuple[str, ...] = tuple(FORMATS)) -> list[Pair]:
     """Quantize a model and write it in each format, also where the gate refuses it on the word of a run."""
-    save(name, work / "m")
-    return [_pair(work, name, form) for form in only]
+    source = save(name, work / "m")
+    return [_pair(work, source, name, form) for form in only]
 
 
-def _pair(work: Path, name: str, form: str) -> Pair:
+def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
     grid, options = FORMATS[form]
-    if form == "gguf":
-        rows = json.loads((work / "m" / "config.json").read_text("utf-8"))["vocab_size"]
+    saved, length = isinstance(source, Path), getattr(getattr(source, "config", None), "seq_len", 8)
+    if form == "gguf" and saved:
+        rows = json.loads((source / "config.json").read_text("utf-8"))["vocab_size"]
         options = {"vocabulary": str(vocabulary(work / "vocabulary.gguf", rows))}
     else:
         options = {**options, **MODELS[name].options}
     pair, out = Pair(name, form), work / form
     try:
-        loaded = load_model(work / "m", trust_remote_code=True)
-        result = loopq.quantize(loaded, IDS.tolist(), threads=1, **{**grid, **MODELS[name].settings})
+        loaded = load_model(source, trust_remote_code=True) if saved else source
+        prompts = np.resize(IDS, (2, length)).tolist()
+        result = loopq.quantize(loaded, prompts, threads=1, **{**grid, **MODELS[name].settings})
         pair.system = result.settings["system"]
         files = looped_files(result.side_files, bool(options.get("remote_code")))
-        config = json.loads(files["config.json"])
+        config = json.loads(files.get("config.json", "{}"))
         pair.engines = Gate().of(form, result, options)[0]
     except LoopqError as error:
         pair.refused = str(error)
@@ -226,15 +235,11 @@ def _pair(work: Path, name: str, form: str) -> Pair:
     except LoopqError as error:
         pair.refused, pair.engines, pair.wrong, pair.named = str(error), (), (), ()
         return pair
-    loaded = load_checkpoint(result, trust_remote_code=True)
-    if loaded.system.state_is_random:
+    if not saved:
         return pair
-    with torch.no_grad():
-        logits = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
-        round_weights(loaded.model)
-        rounded = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), loaded.system.n_steps)
-    slack = float((rounded - logits).abs().max())
-    pair.question = Question(out, form, IDS, logits.float().numpy(), True, slack)
+    told = expected(load_checkpoint(result, trust_remote_code=True), torch.from_numpy(IDS))
+    assert told is not None
+    pair.question = Question(out, form, **told, trust_remote_code=True)
     return pair
 
 

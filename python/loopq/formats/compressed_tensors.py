@@ -116,7 +116,7 @@ class CompressedTensors(QuantizedFolder):
         config_groups = {}
         for number, ((name, weights), modules) in enumerate(groups):
             # With several groups, a class name would also match the layers of the others.
-            targets = ["Linear"] if len(groups) == 1 else export.names(modules)
+            targets = ["Linear"] if len(groups) == 1 and not export.groups else export.names(modules)
             config_groups[f"group_{number}"] = {
                 "targets": targets,
                 "weights": weights,
@@ -124,7 +124,8 @@ class CompressedTensors(QuantizedFolder):
                 "output_activations": None,
                 "format": name,
             }
-        formats = {name for (name, _), _ in groups}
+        config_groups |= export.groups
+        formats = {group["format"] for group in config_groups.values()}
         return {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",

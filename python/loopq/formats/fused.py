@@ -1,4 +1,4 @@
-"""Modules of a model's published files that hold several of the model's own, by rows, or have other names.
+"""Modules of a model's published files that hold several of the model's own, by rows.
 
 A row has codes and scales of its own, so joined rows of one grid are exact.
 """
@@ -7,54 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats.layouts import LAYOUTS, Parts, layout_of
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import RawTensor
 
-#: Parts of a published module, in the order of its rows.
-Parts = Mapping[str, tuple[str, ...]]
-#: HRM-Text: what transformers splits at loading, and vLLM and SGLang take as one matrix.
-HRM_TEXT: Parts = {
-    "attn.gqkv_proj": ("self_attn.gate_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_PUBLISHED: Mapping[str, Parts] = {"HrmTextForCausalLM": HRM_TEXT}
-
-
-def _of_pairs(found: re.Match[str]) -> str:
-    """A block of Dory's published files: attention and MLP of a layer have numbers of their own."""
-    block = int(found[1])
-    return f"layers.{block // 2}.{('self_attn', 'mlp')[block % 2]}."
-
-
 #: One expert among those of a layer. transformers 5 stacks them at loading.
 EXPERT = re.compile(r"\.experts\.\d+\.")
-#: How transformers renames modules of a file at loading, by `model_type`.
-_RENAMED: Mapping[str, Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]] = {
-    "hrm_text": ((r"\.attn\.o_proj$", ".self_attn.o_proj"),),
-    "dory": (
-        (r"^backbone\.(?=layers\.)", "model."),
-        (r"layers\.(\d+)\.mixer\.", _of_pairs),
-        (r"\.self_attn\.g_proj$", ".self_attn.gate_proj"),
-    ),
-}
-
-
-def loaded_names(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, str]:
-    """Return the names of modules in transformers' class, where it renames those of its files."""
-    found = {}
-    for module in modules:
-        name = module
-        for pattern, new in _RENAMED.get(str(config.get("model_type")), ()):
-            name = re.sub(pattern, new, name)
-        if name != module:
-            found[module] = name
-    return found
 
 
 def published_parts(config: Mapping[str, Any]) -> Parts:
@@ -63,15 +27,15 @@ def published_parts(config: Mapping[str, Any]) -> Parts:
     Raises
     ------
     ConfigError
-        If the files of the architecture have no such modules, as far as loopq knows.
+        If the files of the model have no such modules, as far as loopq knows.
     """
-    names = config.get("architectures") or []
-    found = next((_PUBLISHED[str(name)] for name in names if str(name) in _PUBLISHED), None)
-    if found is None:
+    parts = layout_of(config).parts
+    if not parts:
+        known = ", ".join(name for name, layout in LAYOUTS if layout.parts)
         raise ConfigError(
-            f"names: 'published' is for {', '.join(_PUBLISHED)}, and config.json says {names}; leave it away"
+            f"names: 'published' is for {known}, and config.json says {config.get('model_type')}; leave it away"
         )
-    return found
+    return parts
 
 
 def joined_layers(layers: Mapping[str, QuantizedLayer], parts: Parts) -> dict[str, QuantizedLayer]:

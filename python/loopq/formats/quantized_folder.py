@@ -31,7 +31,8 @@ from loopq.formats.base import (
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, costs, is_ragged, restore, split
 from loopq.formats.float_codes import plain
-from loopq.formats.fused import joined_dense, joined_layers, loaded_names, published_parts, taken_apart
+from loopq.formats.fused import joined_dense, joined_layers, published_parts, taken_apart
+from loopq.formats.layouts import layout_of
 from loopq.formats.record import (
     RECORD,
     Export,
@@ -39,6 +40,7 @@ from loopq.formats.record import (
     config_of,
     dense_modules,
     facts_of,
+    float_type,
     modules_of,
     owners_of,
     read_record,
@@ -239,40 +241,39 @@ class QuantizedFolder(Format):
         """Write the folder. `ragged` selects the policy for a last group shorter than the others.
 
         The record holds `forced`. With `remote_code` the folder has the code of the loop (`hf_folder.looped_files`).
-        With `names` "published" it has the names of the model's published files (`loopq.formats.fused`).
+        With `names` "published" it has the names of the model's published files (`loopq.formats.fused`). With
+        "typed" config.json names the model's type.
         """
         files = hf_folder.looped_files(source.side_files, bool(remote_code))
-        source = dataclasses.replace(source, side_files=files)
+        source, config = dataclasses.replace(source, side_files=files), config_of(files)
         owners = owners_of(source)
         prepared = self._prepared(source, ragged)
         layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
         dense = dict(source.dense)
         if names is not None:
-            parts = published_parts(config_of(source.side_files))
+            parts = published_parts(config)
             layers, dense = joined_layers(layers, parts), joined_dense(dense, parts)
         joined = sorted({*layers} - {m for found in owners.values() for m in found})
         joined += sorted(name.removesuffix(".weight") for name in {*dense} - {*source.dense})
-        tensors: dict[str, RawTensor] = {}
-        for module, layer in layers.items():
-            tensors.update(self.tensors(module, layer))
+        tensors = {n: t for module, layer in layers.items() for n, t in self.tensors(module, layer).items()}
         n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
         clash = sorted(set(tensors) & set(dense))
         if clash:
             raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
-        tensors.update(dense)
+        layout = layout_of(config)
+        tensors = dict(layout.stacked({**tensors, **dense}))
         unchanged = dense_modules(dense, source.ties)
-        loaded = loaded_names(config_of(source.side_files), (*layers, *unchanged))
-        export = Export(layers, unchanged, facts_of(source), loaded)
+        loaded = layout.loaded((*layers, *unchanged))
+        export = Export(layers, unchanged, facts_of(source), loaded, layout.groups)
+        more = float_type(config, dense) if options.get("typed") else {}
         notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
         for name, (_, *copies) in owners.items():
             if copies:
                 notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
-        files, record = self._files(source, ragged, self.config(export))
-        record |= {"forced": forced} if forced else {}
-        record |= {"joined": joined} if joined else {}
-        n_bytes_all = sum(t.data.size for t in tensors.values())
+        files, record = self._files(source, ragged, self.config(export), more)
+        record |= {key: found for key, found in (("forced", forced), ("joined", joined)) if found}
         fill = partial(write_sealed, tensors=tensors, files=files, record=record)
-        write_folder(self, out, source, n_bytes_all, fill, also)
+        write_folder(self, out, source, sum(t.data.size for t in tensors.values()), fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
         return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
 
@@ -282,12 +283,12 @@ class QuantizedFolder(Format):
         return self.prepare_all(checkpoint.layers, ragged)
 
     def _files(
-        self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object
+        self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object, more: Object
     ) -> tuple[dict[str, bytes], Object]:
         """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
         side = dict(checkpoint.side_files)
         original = side.pop(hf_folder.CONFIG, None)
-        config = config_of(checkpoint.side_files) | {hf_folder.KEY: quantization}
+        config = config_of(checkpoint.side_files) | more | {hf_folder.KEY: quantization}
         record = {
             "loopq_version": _native.__version__,
             "target": self.name,
@@ -326,7 +327,7 @@ class QuantizedFolder(Format):
         record = read_record(path) if (path / RECORD).exists() else None
         config, quantization = hf_folder.read_config(path)
         quantization = quantization or {}
-        stored = hf_folder.read_all_tensors(path)
+        stored = layout_of(config).unstacked(hf_folder.read_all_tensors(path))
         reader = TensorReader(str(path), self.plain(stored, path))
         layers = {}
         for module in self.modules(list(reader.tensors)):

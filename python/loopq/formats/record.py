@@ -13,7 +13,7 @@ from loopq.formats import hf_folder
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import Ragged
 from loopq.layers.layer import LayerSettings, QuantizedLayer
-from loopq.storage.files import RawTensor, inside, read_json, write_json
+from loopq.storage.files import DTYPES, RawTensor, inside, read_json, write_json
 from loopq.storage.model_files import FileEntry, check_files, write_files
 from loopq.storage.schema import Name, Object, Sha256, checked, parse_json, sealed, unsealed
 
@@ -27,13 +27,14 @@ class Export:
 
     Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
     that stays unchanged. Further facts: version of loopq, damping. `loaded` has the names of modules in transformers'
-    class, where it renames them.
+    class, where it renames them. `groups` as of `Layout`.
     """
 
     layers: Mapping[str, QuantizedLayer]
     dense: tuple[str, ...]
     report: Mapping[str, Any] = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self, modules: Iterable[str]) -> list[str]:
         """Return modules by their names in the file, then by those of transformers' class that differ."""
@@ -126,3 +127,15 @@ def dense_modules(dense: Mapping[str, RawTensor], ties: Mapping[str, str]) -> tu
     names = {n for n, t in dense.items() if len(t.shape) == 2}
     names |= {tied for tied, source in ties.items() if source in names}
     return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))
+
+
+def float_type(config: Mapping[str, Any], dense: Mapping[str, RawTensor]) -> dict[str, str]:
+    """Return the "dtype" of a config.json of transformers without one: the type of most bytes that stay unchanged.
+
+    The type "auto" of transformers is that of the scales without it.
+    """
+    if "architectures" not in config or config.get("dtype") or config.get("torch_dtype"):
+        return {}
+    kinds = ("float32", "float16", "bfloat16")
+    sizes = {k: sum(t.data.size for t in dense.values() if DTYPES[t.dtype] == k) for k in kinds}
+    return {"dtype": max(sizes, key=sizes.__getitem__)}

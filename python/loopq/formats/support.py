@@ -94,11 +94,7 @@ ENTRIES = (
         _PAIRS, (*_GPTQ, *_CT), runs=False,
     ),
     Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
-    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name,)),
-    Support(
-        "transformers", ("inkling",), "no place for codes of one expert, and the padded head is lost", "5.24: run",
-        _PAIRS, _CT, runs=False,
-    ),
+    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name, *_CT)),
     Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
     Support(
         "transformers", ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint",
@@ -125,6 +121,10 @@ ENTRIES = (
     Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
     Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
     Support("vllm", ("mamba",), "its own class", "source read"),
+    *(
+        Support(engine, ("generic",), "code of a checkpoint is not known to it", "source read", code=True, runs=False)
+        for engine in ("vllm", "sglang")
+    ),
     Support("vllm", ("generic",), "where vLLM has the class", "source read"),
     Support("vllm", ("hrm_text",), "its own class, files with --names published", "0.33: source read"),
     Support(

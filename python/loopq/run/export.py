@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq._native import __version__
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
@@ -34,7 +35,7 @@ from loopq.systems.base import Batch
 from loopq.systems.capabilities import FixedLength
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from loopq.run.keywords import ExportKeywords
 
@@ -174,11 +175,11 @@ def exported(
             raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
     written = target.write(
-        out, source, also=compare_logits, **given, **({"forced": forced} if forced else {})
+        out, source, also=compare_logits, typed=True, **given, **({"forced": forced} if forced else {})
     )
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
     if not (engines or forced or target.own):
-        lines = ("only loopq reads it: no engine opens this format or has this class",)
+        lines = (f"loopq {__version__} read it: no other engine has the class",)
     if asked is not None and not reason:
         lines += asked.lines(out, source, compute, force=gate.force)
     read = not reason and target.reads
@@ -279,7 +280,7 @@ def refuse_early(
     target.refuse(planned, **given)
     refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
-    (gate or Gate()).readers(format_name, layers, system.name, loaded.side_files, given)
+    (gate or Gate()).readers(format_name, layers, system.name, loaded.side_files, given, dense)
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -316,26 +317,41 @@ def round_weights(model: nn.Module) -> None:
 
 
 def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArray[Any]:
-    """Logits at the depth of the checkpoint. `asked` gets the prompts, and the logits at the model's own depth."""
+    """Logits at the depth of the checkpoint. `asked` gets what its engines must say."""
     torch = require("torch")
     loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
     batch = _random_batch(loaded, proof.n_prompts, proof.seq_len)
-    own = int(loaded.system.n_steps)
-    n_steps = int(checkpoint.settings.get("n_steps") or own)
+    with torch.no_grad():
+        logits = loaded.system.rollout(
+            batch, int(checkpoint.settings.get("n_steps") or loaded.system.n_steps)
+        )
+    before: NDArray[Any] = logits.float().cpu().numpy()
+    if asked is not None:
+        asked.expected = expected(loaded, batch.input_ids)
+    return before
 
-    def at(depth: int) -> NDArray[Any]:
+
+def expected(loaded: LoadedModel, ids: Tensor) -> dict[str, Any] | None:
+    """Return what a `Question` says of a model at its own depth, and round its weights.
+
+    None if the model draws a first state that its system does not tell, so that no engine can begin with it.
+    """
+    torch, system = require("torch"), loaded.system
+    # An engine is given the first states, or draws them itself: token by token, those of prompt 0.
+    batch, draw = Batch(ids, (0,) * len(ids), by_token=True), getattr(system, "noise", None)
+    if system.state_is_random and draw is None:
+        return None
+
+    def run() -> NDArray[Any]:
         with torch.no_grad():
-            logits = loaded.system.rollout(batch, depth)
-        found: NDArray[Any] = logits.float().cpu().numpy()
+            found: NDArray[Any] = system.rollout(batch, system.n_steps).float().cpu().numpy()
         return found
 
-    before = at(n_steps)
-    if asked is not None:
-        asked.random = loaded.system.state_is_random
-        asked.ids, asked.expected = batch.input_ids.numpy(), before if own == n_steps else at(own)
-        round_weights(loaded.model)
-        asked.slack = float(np.abs(at(own) - asked.expected).max())
-    return before
+    states = draw(batch).float().cpu().numpy() if system.state_is_random and draw else None
+    logits = run()
+    round_weights(loaded.model)
+    slack = float(np.abs(run() - logits).max())
+    return {"ids": ids.numpy(), "expected": logits, "slack": slack, "states": states}
 
 
 def _random_batch(loaded: LoadedModel, n_prompts: int, seq_len: int) -> Batch:

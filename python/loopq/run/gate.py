@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ class Gate(Settings):
     ) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""
         system = source.settings.get("system")
-        return self.readers(format_name, source.layers, system, source.side_files, given)
+        return self.readers(format_name, source.layers, system, source.side_files, given, source.dense)
 
     def readers(
         self,
@@ -53,11 +53,12 @@ class Gate(Settings):
         system: str | None,
         side_files: Mapping[str, bytes],
         given: Mapping[str, Any],
+        dense: Collection[str],
     ) -> tuple[tuple[str, ...], str]:
         """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
 
-        `given` has the options of the format. The config.json is the one that the file will have: with `remote_code`
-        it names the code of the loop.
+        `given` has the options of the format, `dense` the tensors that stay unchanged. The config.json is the one that
+        the file will have: with `remote_code` it names the code of the loop.
 
         Raises
         ------
@@ -65,11 +66,10 @@ class Gate(Settings):
             The engine, or every engine, is known to refuse it or to load it wrongly.
         """
         config = json.loads(looped_files(side_files, bool(given.get("remote_code"))).get(CONFIG, b"{}"))
-        ragged, names = given.get("ragged"), given.get("names")
         try:
             if self.engine is None:
-                return readers(format_name, layers, system, config, ragged, names), ""
-            check_engine(self.engine, format_name, layers, system, ragged, config, names)
+                return readers(format_name, layers, system, config, given, dense), ""
+            check_engine(self.engine, format_name, layers, system, config, given, dense)
             return (self.engine,), ""
         except CheckpointError as cause:
             if not self.force:
@@ -98,22 +98,19 @@ class Proof(Settings):
 
 @dataclass
 class Asked:
-    """Engines that a written file is shown to, and the logits that they must give."""
+    """Engines that a written file is shown to, and what they must say (`loopq.run.export.expected`)."""
 
     format: str
     engines: tuple[str, ...]
     trust_remote_code: bool
-    ids: Any = None
-    expected: Any = None
-    slack: float = 0.0
-    random: bool = False
+    expected: Mapping[str, Any] | None = None
 
     def lines(
         self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
     ) -> tuple[str, ...]:
         """Ask the engines that are installed, and say who read the file.
 
-        `compute` sets the logits if they are absent, or returns why it cannot.
+        `compute` sets what they must say if it is absent, or returns why it cannot.
 
         Raises
         ------
@@ -129,18 +126,16 @@ class Asked:
             return (
                 f"only loopq read it: an engine needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free",
             )
-        reason = (
-            "the model draws its first state, so two programs give different logits" if self.random else ""
-        )
-        why = {engine.name: engine.unasked(out) or reason for engine in here}
+        why = {engine.name: engine.unasked(out) for engine in here}
         readings = [
             Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
         ]
         if not all(why.values()):
             reason = "" if self.expected is not None else compute()
-            if reason:
+            if self.expected is None:
+                reason = reason or "the model draws its first state, and its system does not tell it"
                 return (f"only loopq read it: {reason}",)
-            question = Question(out, self.format, self.ids, self.expected, self.trust_remote_code, self.slack)
+            question = Question(out, self.format, **self.expected, trust_remote_code=self.trust_remote_code)
             readings += [ask(name, [question])[0] for name, reason in why.items() if not reason]
         wrong = [reading for reading in readings if not (reading.same or reading.skipped)]
         if wrong and not force:

@@ -19,12 +19,14 @@ def answer(work: Path) -> Reading:
     engine = ENGINES.get(job["engine"])
     name = engine.version(job["format"])
     with np.load(work / "question.npz") as question:
-        ids, expected = question["ids"], question["expected"]
+        ids, expected, states = question["ids"], question["expected"], question.get("states")
     try:
-        found, positions, kind = engine.logits(Path(job["path"]), ids, job["trust"])
+        found, positions, kind = engine.logits(Path(job["path"]), ids, job["trust"], states)
     except Exception as cause:  # noqa: BLE001  # what an engine raises on a file is what is asked
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
-        return Reading(name, problem=text[:300], skipped="trust_remote_code" in text)
+        # A class that takes no first state cannot be compared.
+        skipped = any(word in text for word in ("trust_remote_code", "input_states"))
+        return Reading(name, problem=text[:300], skipped=skipped)
     return compared(name, found, expected[:, list(positions)], kind, job["slack"])
 
 

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.errors import require
+
 #: Largest difference that rounding explains, as a part of the largest logit, by the type that an engine computes in.
 #: "int8": products with activations rounded to 8 bits.
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.15}
@@ -59,6 +61,12 @@ class Reading:
         return f"{self.engine} {'was not asked' if self.skipped else 'cannot read it'}: {self.problem}"
 
 
+def begun(states: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Return the argument by which published classes take first states, with a reason to take no cache."""
+    torch = require("torch")
+    return {} if states is None else {"input_states": torch.from_numpy(states), "use_cache": False}
+
+
 class Engine(ABC):
     """A program that runs a file.
 
@@ -82,7 +90,9 @@ class Engine(ABC):
     def version(self, format_name: str) -> str:
         """Return package and version."""
         package = self.needs[format_name][0]
-        return f"{package} {importlib.metadata.version(package)}"
+        # vLLM's build for processors has another name.
+        name = importlib.metadata.packages_distributions().get(package, [package])[0]
+        return f"{name} {importlib.metadata.version(name)}"
 
     def unasked(self, path: Path) -> str:
         """Return why it cannot be asked about a file, which says nothing about the file. It is empty if it can."""
@@ -90,7 +100,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(
-        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
     ) -> tuple[NDArray[Any], Sequence[int], str]:
         """Load a file and run it, in a process of its own.
 
@@ -102,6 +112,8 @@ class Engine(ABC):
             Token ids.
         trust_remote_code : bool
             Allow code of the folder to run.
+        states : array of float32, shape (n_prompts, seq_len, width), optional
+            First states of a model that draws them. It starts from these.
 
         Returns
         -------
@@ -119,7 +131,7 @@ class Question:
     """A written file, token ids of shape (n_prompts, seq_len), and the logits that loopq expects of it.
 
     `slack` is the largest difference that weights in float16 make in loopq itself. In a mixture of experts it is large:
-    rounding sends a token to another expert.
+    rounding sends a token to another expert. `states` as of `Engine.logits`.
     """
 
     path: Path
@@ -128,11 +140,13 @@ class Question:
     expected: NDArray[np.float32]
     trust_remote_code: bool = False
     slack: float = 0.0
+    states: NDArray[np.float32] | None = None
 
     def put(self, work: Path, engine: str) -> None:
         """Write the question into a folder."""
         work.mkdir()
-        np.savez(work / "question.npz", ids=self.ids, expected=self.expected)
+        arrays: dict[str, Any] = {} if self.states is None else {"states": self.states}
+        np.savez(work / "question.npz", ids=self.ids, expected=self.expected, **arrays)
         job = {
             "engine": engine, "path": str(self.path.absolute()), "format": self.format,
             "trust": self.trust_remote_code, "slack": self.slack,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine
+from loopq.formats.engines.base import Engine, begun
 
 
 class GPTQModel(Engine):
@@ -26,7 +26,7 @@ class GPTQModel(Engine):
         return "" if any(path.glob("tokenizer*")) else "the folder has no tokenizer"
 
     def logits(
-        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
     ) -> tuple[NDArray[Any], Sequence[int], str]:
         """Run the model in float16."""
         # It measures its threads at import, and compiles its reference kernel unless told not to.
@@ -38,7 +38,7 @@ class GPTQModel(Engine):
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         with torch.no_grad():
-            values = loaded.model.eval()(torch.from_numpy(ids)).logits
+            values = loaded.model.eval()(torch.from_numpy(ids), **begun(states)).logits
         return values.float().numpy(), range(ids.shape[1]), "float16"
 
 

@@ -27,7 +27,7 @@ class LlamaCpp(Engine):
         return "the file has no tokenizer" if tokens is None else ""
 
     def logits(
-        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
     ) -> tuple[NDArray[Any], Sequence[int], str]:
         """Run a few beginnings of each prompt. llama.cpp rounds activations to 8 bits."""
         reader = open_gguf(path)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine
+from loopq.formats.engines.base import Engine, begun
 
 _GPTQ = ("transformers", "optimum", "gptqmodel")
 
@@ -27,7 +27,7 @@ class Transformers(Engine):
     }
 
     def logits(
-        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
     ) -> tuple[NDArray[Any], Sequence[int], str]:
         """Run the model in the type of its file."""
         torch, transformers = require("torch"), require("transformers")
@@ -38,16 +38,16 @@ class Transformers(Engine):
             own if own is not None and not hasattr(config, "auto_map") else transformers.AutoModelForCausalLM
         )
         quantization = getattr(config, "quantization_config", {})
-        # compressed-tensors multiplies by floats of 4 bits in bfloat16 alone.
+        # compressed-tensors unpacks floats of 4 bits to bfloat16, which holds them exactly.
         groups = [*quantization.get("config_groups", {}).values()]
         floats = any(str(g.get("format", "")).startswith(("nvfp4", "mxfp4")) for g in groups)
-        model = found.from_pretrained(
-            path, dtype=torch.bfloat16 if floats else "auto", trust_remote_code=trust_remote_code
-        ).eval()
+        model = found.from_pretrained(path, dtype="auto", trust_remote_code=trust_remote_code).eval()
+        if floats:
+            torch.nn.Module.float(model)
         with torch.no_grad():
-            out = model(torch.from_numpy(ids))
+            out = model(torch.from_numpy(ids), **begun(states))
         values = out.logits if hasattr(out, "logits") else out[0]
-        kind = "bfloat16" if floats else str(values.dtype).removeprefix("torch.")
+        kind = str(values.dtype).removeprefix("torch.")
         # optimum's products and stacks of dequantized experts have the type of the scales.
         stacks = any(p.ndim == 3 and "experts" in name for name, p in model.named_parameters())
         rounded = stacks or quantization.get("quant_method") == "gptq"

@@ -24,10 +24,12 @@ class VLLM(Engine):
     )
 
     def logits(
-        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool
+        self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
     ) -> tuple[NDArray[Any], Sequence[int], str]:
-        """Run the prompts at once, in bfloat16."""
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        """Run the prompts at once, in bfloat16. loopq's plugin draws the states itself, those of prompt 0."""
+        # On a processor it would take nearly all memory for its caches.
+        for name, value in ("ENABLE_V1_MULTIPROCESSING", "0"), ("CPU_KVCACHE_SPACE", "1"):
+            os.environ.setdefault(f"VLLM_{name}", value)
         vllm = require("vllm", "hf")
         model = vllm.LLM(
             model=str(path), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from loopq.formats.fused import HRM_TEXT
 from loopq.formats.gguf.shape import ARCHITECTURES, MODULES, Shape
+from loopq.formats.layouts.hrm_text import PARTS
 
 #: Numbers that say how the stacks run.
 _CYCLES = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "L_cycles": "l_cycles"}
@@ -19,7 +19,7 @@ class HRMTextShape(Shape):
     classes: ClassVar[tuple[str, ...]] = ("HrmTextForCausalLM",)
     needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps", *_CYCLES)
     modules: ClassVar[Mapping[str, str]] = MODULES | {"attn.o_proj": "attn_output"}
-    fused: ClassVar[Mapping[str, tuple[str, ...]]] = HRM_TEXT
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = PARTS
     pairs: ClassVar[bool] = False
 
     @property

@@ -1,0 +1,23 @@
+"""Dory: attention and MLP of a layer have numbers of their own in its files."""
+
+from __future__ import annotations
+
+import re
+
+from loopq.formats.layouts import LAYOUTS, Layout
+
+
+def _of_pairs(found: re.Match[str]) -> str:
+    block = int(found[1])
+    return f"layers.{block // 2}.{('self_attn', 'mlp')[block % 2]}."
+
+
+LAYOUTS.register("dory")(
+    Layout(
+        renamed=(
+            (r"^backbone\.(?=layers\.)", "model."),
+            (r"layers\.(\d+)\.mixer\.", _of_pairs),
+            (r"\.self_attn\.g_proj$", ".self_attn.gate_proj"),
+        )
+    )
+)

@@ -59,7 +59,7 @@ def curve(reset: float, natural: float, first: float, last: float) -> dict[str, 
     }
 
 
-def test_the_share_of_feedback_and_the_loudest_layer_have_verdicts() -> None:
+def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
     parts = {
         "all columns": curve(0.7, 0.1, 0.5, 1.0),
         "state columns": curve(0.9, 0.8, 0.1, 0.15),

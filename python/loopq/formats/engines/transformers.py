@@ -38,16 +38,20 @@ class Transformers(Engine):
             own if own is not None and not hasattr(config, "auto_map") else transformers.AutoModelForCausalLM
         )
         quantization = getattr(config, "quantization_config", {})
-        # compressed-tensors unpacks floats of 4 bits to bfloat16, which holds them exactly.
+        # compressed-tensors multiplies by floats of 4 bits in bfloat16 alone. Inkling-2 loads stacks of them itself.
         groups = [*quantization.get("config_groups", {}).values()]
-        floats = any(str(g.get("format", "")).startswith(("nvfp4", "mxfp4")) for g in groups)
-        model = found.from_pretrained(path, dtype="auto", trust_remote_code=trust_remote_code).eval()
-        if floats:
-            torch.nn.Module.float(model)
+        floats = any(
+            str(g.get("format", "")).startswith(("nvfp4", "mxfp4"))
+            for g in groups
+            if not all(".experts." in name for name in g["targets"])
+        )
+        model = found.from_pretrained(
+            path, dtype=torch.bfloat16 if floats else "auto", trust_remote_code=trust_remote_code
+        ).eval()
         with torch.no_grad():
             out = model(torch.from_numpy(ids), **begun(states))
         values = out.logits if hasattr(out, "logits") else out[0]
-        kind = str(values.dtype).removeprefix("torch.")
+        kind = "bfloat16" if floats else str(values.dtype).removeprefix("torch.")
         # optimum's products and stacks of dequantized experts have the type of the scales.
         stacks = any(p.ndim == 3 and "experts" in name for name, p in model.named_parameters())
         rounded = stacks or quantization.get("quant_method") == "gptq"

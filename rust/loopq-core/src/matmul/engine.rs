@@ -4,7 +4,7 @@ use super::activations::Order;
 use super::portable::Portable;
 use super::streams::Part;
 use super::tile::{panel, Panel};
-use super::versions::{for_bits_and_limbs, for_limbs};
+use super::versions::{for_bits_and_limbs, for_words};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::amx;
 use crate::simd::Answer;
@@ -133,7 +133,7 @@ impl Engine {
     pub(super) fn run_streams(self, p: &Part<'_>, out: &mut [f32]) {
         match self.0 {
             // SAFETY: plain Rust runs anywhere.
-            Kind::Portable => unsafe { for_limbs!(Portable, 1, p, out) },
+            Kind::Portable => unsafe { for_words!(Portable, 1, p, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: such a value is made only after asking the machine.
             Kind::Avx2 => unsafe { super::x86::streams_avx2(p, out) },

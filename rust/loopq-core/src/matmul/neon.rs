@@ -226,6 +226,21 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
+    unsafe fn byte_sums(c: Self::Codes) -> Self::Codes {
+        // SAFETY: see above.
+        c.map(|c| unsafe { vreinterpretq_u8_u32(vpaddlq_u16(vpaddlq_u8(c))) })
+    }
+
+    #[inline(always)]
+    unsafe fn dot_sums(sum: Self::Ints, sums: Self::Codes, x: *const [i16; 2]) -> Self::Ints {
+        // SAFETY: see above.
+        unsafe {
+            let x = i32::from((*x)[0]);
+            from_fn(|i| vmlaq_n_s32(sum[i], vreinterpretq_s32_u8(sums[i]), x))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch of any address is allowed.
         unsafe { asm!("prfm pldl1keep, [{0}]", in(reg) at, options(readonly, nostack, preserves_flags)) }

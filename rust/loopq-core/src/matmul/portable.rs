@@ -149,5 +149,21 @@ impl Lanes for Portable {
         from_fn(|i| mixed[i / 4][i % 4])
     }
 
+    unsafe fn byte_sums(c: [u8; LINE]) -> [u8; LINE] {
+        let sums: [[u8; 4]; LANES] =
+            from_fn(|lane| (0..4).map(|i| u32::from(c[lane * 4 + i])).sum::<u32>().to_le_bytes());
+        from_fn(|i| sums[i / 4][i % 4])
+    }
+
+    #[inline(never)]
+    unsafe fn dot_sums(sum: [i32; LANES], sums: [u8; LINE], x: *const [i16; 2]) -> [i32; LANES] {
+        // SAFETY: two numbers.
+        let [x, _] = unsafe { x.read() };
+        from_fn(|lane| {
+            let bytes = from_fn(|i| sums[lane * 4 + i]);
+            sum[lane].wrapping_add(i32::from_le_bytes(bytes) * i32::from(x))
+        })
+    }
+
     unsafe fn prefetch(_: *const u8) {}
 }

@@ -68,6 +68,10 @@ pub(super) trait Lanes {
     unsafe fn store(to: *mut f32, values: Self::Floats);
     /// Sixteen states, each mixed into four bytes: `34038481 state + 76625530`. They are found in the sixteen bytes at `at`.
     unsafe fn mixed(at: *const u8, windows: &Windows) -> Self::Codes;
+    /// The sum of each lane's four bytes, whole or as two numbers of 16 bits.
+    unsafe fn byte_sums(c: Self::Codes) -> Self::Codes;
+    /// A number, given twice and the same for all lanes, times each lane's [`Lanes::byte_sums`], added to its sum.
+    unsafe fn dot_sums(sum: Self::Ints, sums: Self::Codes, x: *const [i16; 2]) -> Self::Ints;
     /// Asks for the cache line of an address that may lie outside of any slice.
     unsafe fn prefetch(at: *const u8);
     /// Adds the products of a block: [`multiply`], or the same sums in another way.

@@ -32,19 +32,18 @@ macro_rules! for_bits_and_limbs {
 }
 pub(in crate::matmul) use for_bits_and_limbs;
 
-/// Calls `streams` for a part's limbs, with tiles of so many tokens.
-macro_rules! for_limbs {
+/// Calls `streams` for a part's words, with tiles of so many tokens.
+macro_rules! for_words {
     ($lanes:ty, $tokens:literal, $part:expr, $out:expr) => {{
         use $crate::matmul::streams::streams as run;
         let part = $part;
-        match part.limbs() {
+        match part.words() {
             1 => run::<$lanes, 1, $tokens>(part, $out),
-            2 => run::<$lanes, 2, $tokens>(part, $out),
-            _ => run::<$lanes, 3, $tokens>(part, $out),
+            _ => run::<$lanes, 2, $tokens>(part, $out),
         }
     }};
 }
-pub(super) use for_limbs;
+pub(super) use for_words;
 
 // Used on architectures with more than the portable version.
 /// A function for each number of bits and limbs.
@@ -60,14 +59,14 @@ macro_rules! versions {
 }
 pub(super) use versions;
 
-/// A function for each number of limbs.
+/// A function for each number of words.
 macro_rules! stream_versions {
     ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
         /// Multiplies part of a stream.
         #[target_feature(enable = $features)]
         pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
             // SAFETY: this function's features are those that the lanes need.
-            unsafe { $crate::matmul::versions::for_limbs!($lanes, $tokens, p, out) }
+            unsafe { $crate::matmul::versions::for_words!($lanes, $tokens, p, out) }
         }
     };
 }

@@ -172,6 +172,18 @@ impl Lanes for Vnni {
     }
 
     #[inline(always)]
+    unsafe fn byte_sums(c: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_maddubs_epi16(c, _mm512_set1_epi8(1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_sums(sum: __m512i, sums: __m512i, x: *const [i16; 2]) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_dpwssd_epi32(sum, sums, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
@@ -480,6 +492,21 @@ impl Lanes for Avx2 {
                 let times = _mm256_mullo_epi32(states, _mm256_set1_epi32(FACTOR as i32));
                 _mm256_add_epi32(times, _mm256_set1_epi32(OFFSET as i32))
             })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn byte_sums(c: [__m256i; 2]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|c| _mm256_maddubs_epi16(c, _mm256_set1_epi8(1))) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_sums(sum: [__m256i; 2], sums: [__m256i; 2], x: *const [i16; 2]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+            both!(|sum, sums| _mm256_add_epi32(sum, _mm256_madd_epi16(sums, x)))
         }
     }
 

@@ -92,10 +92,10 @@ class CompressedTensors(QuantizedFolder):
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """The native checkpoint's tensors under the module's name. Floating codes have no separate shape."""
-        found = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
+        stored = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
         if not layer.grid.portable:
-            del found["weight_shape"]
-        return {f"{module}.{key}": t for key, t in found.items()}
+            del stored["weight_shape"]
+        return {f"{module}.{key}": t for key, t in stored.items()}
 
     def config(self, export: Export) -> dict[str, Any]:
         """One config group per kind of grid, that of experts first. `ignore` names every dense matrix.
@@ -108,7 +108,7 @@ class CompressedTensors(QuantizedFolder):
         for module, layer in ordered:
             scheme = layer.grid.compressed
             assert scheme is not None
-            known = next((modules for found, modules in groups if found == scheme), None)
+            known = next((modules for kind, modules in groups if kind == scheme), None)
             if known is None:
                 groups.append((scheme, [module]))
             else:
@@ -145,7 +145,7 @@ class CompressedTensors(QuantizedFolder):
         group, name = _group_of(module, where, config)
         if name != "pack-quantized":
             return _floats(module, where, name, reader)
-        found = _scheme(group, where)
+        weights = _scheme(group, where)
         if f"{module}.weight_g_idx" in reader.tensors:
             raise CheckpointError(
                 f"{reader.where}: tensor '{module}.weight_g_idx': groups that are not runs of columns are not "
@@ -154,15 +154,15 @@ class CompressedTensors(QuantizedFolder):
         scale = reader.get(f"{module}.weight_scale", ("F16", "BF16", "F32"), (None, None))
         shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
         grid = even(
-            bits=found.num_bits,
-            group_size=found.group_size or -1,
-            symmetric=found.symmetric,
+            bits=weights.num_bits,
+            group_size=weights.group_size or -1,
+            symmetric=weights.symmetric,
             scale_dtype=DTYPES[scale.dtype],
         )
         settings = {"name": f"{module}.weight", "shape": shape, **grid.described()}
         where = f"{reader.where}: tensor '{module}.weight_shape'"
         return QuantizedLayer.from_tensors(
-            checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}
+            checked(LayerSettings, settings, where), _packed_zeros(module, reader, weights.num_bits), {}
         )
 
 
@@ -214,13 +214,13 @@ def _group_of(module: str, where: str, config: Mapping[str, Any]) -> tuple[_Grou
 
 
 def _scheme(group: _Group, where: str) -> _Weights:
-    found = checked(_Weights, group.weights, where, others=True)
-    if (found.strategy == "group") != (found.group_size not in (None, -1)):
+    weights = checked(_Weights, group.weights, where, others=True)
+    if (weights.strategy == "group") != (weights.group_size not in (None, -1)):
         raise CheckpointError(
-            f"{where}: strategy {found.strategy!r} with group_size {found.group_size!r}; loopq reads group with a "
+            f"{where}: strategy {weights.strategy!r} with group_size {weights.group_size!r}; loopq reads group with a "
             "size, and channel"
         )
-    return found
+    return weights
 
 
 def _applies(target: str, module: str, where: str) -> bool:

@@ -46,7 +46,7 @@ def joined_layers(layers: Mapping[str, QuantizedLayer], parts: Parts) -> dict[st
     CheckpointError
         If one of them is dense, or their grids differ.
     """
-    found = dict(layers)
+    joined = dict(layers)
     for whole, members in _wholes(layers, parts):
         missing = [name for name in members if name not in layers]
         first = layers.get(members[0])
@@ -57,7 +57,7 @@ def joined_layers(layers: Mapping[str, QuantizedLayer], parts: Parts) -> dict[st
                 f"{', '.join(members)}: one matrix under published names, but {why}; give them one setting, or leave "
                 "the names as they are"
             )
-        rows = [found.pop(name) for name in members]
+        rows = [joined.pop(name) for name in members]
         stacked: dict[str, Any] = {
             key: np.concatenate([getattr(row, key) for row in rows]) for key in ("codes", "scales")
         }
@@ -66,19 +66,19 @@ def joined_layers(layers: Mapping[str, QuantizedLayer], parts: Parts) -> dict[st
             if first.zeros is None
             else np.concatenate([row.zeros for row in rows if row.zeros is not None])
         )
-        found[whole] = dataclasses.replace(first, name=f"{whole}.weight", zeros=zeros, report={}, **stacked)
-    return found
+        joined[whole] = dataclasses.replace(first, name=f"{whole}.weight", zeros=zeros, report={}, **stacked)
+    return joined
 
 
 def joined_dense(dense: Mapping[str, RawTensor], parts: Parts) -> dict[str, RawTensor]:
     """Return tensors with the weights of one published module joined where all of them are there."""
-    found = dict(dense)
+    joined = dict(dense)
     modules = [name.removesuffix(".weight") for name in dense if name.endswith(".weight")]
     for whole, members in _wholes(modules, parts):
         names = [f"{member}.weight" for member in members]
-        if all(name in found for name in names):
-            found[f"{whole}.weight"] = _stacked([found.pop(name) for name in names])
-    return found
+        if all(name in joined for name in names):
+            joined[f"{whole}.weight"] = _stacked([joined.pop(name) for name in names])
+    return joined
 
 
 def taken_apart(
@@ -121,13 +121,13 @@ def cut(tensor: RawTensor, names: list[str]) -> dict[str, RawTensor]:
 
 def _wholes(modules: Iterable[str], parts: Parts) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Published modules of which a part is there, each with all its parts."""
-    found = {}
+    wholes = {}
     for module in modules:
         for kind, members in parts.items():
             stem = next((module.removesuffix(m) for m in members if module.endswith(f".{m}")), None)
             if stem is not None:
-                found[f"{stem}{kind}"] = tuple(f"{stem}{member}" for member in members)
-    return iter(found.items())
+                wholes[f"{stem}{kind}"] = tuple(f"{stem}{member}" for member in members)
+    return iter(wholes.items())
 
 
 def _stacked(tensors: list[RawTensor]) -> RawTensor:

@@ -136,8 +136,8 @@ class QuantizedFolder(Format):
         """Return tensors, with weights outside loopq's grids as plain numbers. The same object without any."""
         if not self.has_floats or (path / RECORD).exists():
             return tensors
-        found = plain(tensors, path)
-        return tensors if found.keys() == tensors.keys() else found
+        dense = plain(tensors, path)
+        return tensors if dense.keys() == tensors.keys() else dense
 
     def holds(self, path: Path) -> bool:
         """Whether the folder's config.json names this format."""
@@ -204,7 +204,7 @@ class QuantizedFolder(Format):
         self, layers: Mapping[str, QuantizedLayer], *, ragged: Ragged | None = None, **options: Any
     ) -> Mapping[str, QuantizedLayer]:
         """Return layers in the form that the format stores."""
-        return {name: found.layer for name, found in self.prepare_all(layers, ragged).items()}
+        return {name: prepared.layer for name, prepared in self.prepare_all(layers, ragged).items()}
 
     def refuse(
         self,
@@ -224,7 +224,7 @@ class QuantizedFolder(Format):
         stored = self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
         if names is not None:
             parts = published_parts(config_of(planned.side_files))
-            joined_layers({found.layer.module: found.layer for found in stored.values()}, parts)
+            joined_layers({prepared.layer.module: prepared.layer for prepared in stored.values()}, parts)
 
     def write(
         self,
@@ -253,7 +253,7 @@ class QuantizedFolder(Format):
         if names is not None:
             parts = published_parts(config)
             layers, dense = joined_layers(layers, parts), joined_dense(dense, parts)
-        joined = sorted({*layers} - {m for found in owners.values() for m in found})
+        joined = sorted({*layers} - {m for modules in owners.values() for m in modules})
         joined += sorted(name.removesuffix(".weight") for name in {*dense} - {*source.dense})
         tensors = {n: t for module, layer in layers.items() for n, t in self.tensors(module, layer).items()}
         n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
@@ -271,7 +271,7 @@ class QuantizedFolder(Format):
             if copies:
                 notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
         files, record = self._files(source, ragged, self.config(export), more)
-        record |= {key: found for key, found in (("forced", forced), ("joined", joined)) if found}
+        record |= {key: modules for key, modules in (("forced", forced), ("joined", joined)) if modules}
         fill = partial(write_sealed, tensors=tensors, files=files, record=record)
         write_folder(self, out, source, sum(t.data.size for t in tensors.values()), fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
@@ -299,15 +299,15 @@ class QuantizedFolder(Format):
             "config": None if original is None else original.decode(),
             "native_sha256": checkpoint.digest(),
         }
-        own = {
+        files = {
             hf_folder.CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
             store.REPORT: store.report_lines(checkpoint.layers.values()).encode(),
             **self.more_files(quantization),
         }
-        clash = sorted({*own, RECORD, hf_folder.SHARDS} & set(side))
+        clash = sorted({*files, RECORD, hf_folder.SHARDS} & set(side))
         if clash:
             raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {self.name} uses itself")
-        return side | own, record
+        return side | files, record
 
     def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Compare the folder with a checkpoint. The code of a loop (`remote_code`) is the folder's alone."""
@@ -363,9 +363,9 @@ class QuantizedFolder(Format):
         if record.joined:
             config = config_of({hf_folder.CONFIG: (record.config or "{}").encode()})
             layers, dense = taken_apart(layers, dense, record.joined, published_parts(config))
-        own = {f"{module}.weight": name for name, module in modules_of(record.settings).items()}
+        names = {f"{module}.weight": name for name, module in modules_of(record.settings).items()}
         layers = {
-            own.get(n, n): dataclasses.replace(layer, name=own.get(n, n)) for n, layer in layers.items()
+            names.get(n, n): dataclasses.replace(layer, name=names.get(n, n)) for n, layer in layers.items()
         }
         restored = {}
         for settings in record.layers:
@@ -385,13 +385,13 @@ class QuantizedFolder(Format):
                 )
         if record.config is not None:
             side = {hf_folder.CONFIG: record.config.encode(), **side}
-        made = Checkpoint(restored, dense, record.ties, record.settings, side)
-        if record.native_sha256 not in (None, made.digest()):
+        checkpoint = Checkpoint(restored, dense, record.ties, record.settings, side)
+        if record.native_sha256 not in (None, checkpoint.digest()):
             raise CheckpointError(
                 f"{folder}: does not give back the checkpoint that was exported: its SHA-256 differs from the one in "
                 f"{RECORD}; export again"
             )
-        return made
+        return checkpoint
 
     def read_settings(self, path: Path) -> Object:
         """Return the settings stored by an export of loopq."""

@@ -183,7 +183,7 @@ def readers(
     except CheckpointError:
         # The format itself refuses it, and says why.
         return ()
-    found, reasons, silent = [], [], []
+    able, reasons, silent = [], [], []
     for engine in (engine for engine, formats in READS.items() if format_name in formats):
         try:
             check_engine(engine, format_name, layers, system, config, given, dense)
@@ -191,8 +191,8 @@ def readers(
             reasons.append(str(cause))
             silent += [str(cause)] if isinstance(cause, _Silent) else []
         else:
-            found.append(engine)
-    if not found:
+            able.append(engine)
+    if not able:
         why = "; ".join(reasons) or "none opens the format"
         raise CheckpointError(
             f"no engine reads {format_name} of this model right: {why}. Keep loopq's own format, or "
@@ -200,7 +200,7 @@ def readers(
         )
     if silent:
         raise CheckpointError(
-            f"{'; '.join(silent)}, without an error. {', '.join(found)} can read {format_name} of this model: name the "
+            f"{'; '.join(silent)}, without an error. {', '.join(able)} can read {format_name} of this model: name the "
             "one that it is for by --engine (engine=...), or give --force (force=True)"
         )
-    return tuple(found)
+    return tuple(able)

@@ -21,13 +21,13 @@ def answer(work: Path) -> Reading:
     with np.load(work / "question.npz") as question:
         ids, expected, states = question["ids"], question["expected"], question.get("states")
     try:
-        found, positions, kind = engine.logits(Path(job["path"]), ids, job["trust"], states)
+        logits, positions, kind = engine.logits(Path(job["path"]), ids, job["trust"], states)
     except Exception as cause:  # noqa: BLE001  # what an engine raises on a file is what is asked
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
         # A class that takes no first state cannot be compared.
         skipped = any(word in text for word in ("trust_remote_code", "input_states"))
         return Reading(name, problem=text[:300], skipped=skipped)
-    return compared(name, found, expected[:, list(positions)], kind, job["slack"])
+    return compared(name, logits, expected[:, list(positions)], kind, job["slack"])
 
 
 if __name__ == "__main__":

@@ -176,14 +176,14 @@ def ask(engine: str, questions: Sequence[Question], python: str = sys.executable
 
 
 def compared(
-    engine: str, found: NDArray[Any], expected: NDArray[Any], kind: str, slack: float = 0.0
+    engine: str, logits: NDArray[Any], expected: NDArray[Any], kind: str, slack: float = 0.0
 ) -> Reading:
     """Compare logits up to a constant for each position, which no probability shows; `slack` as of `Question`."""
-    if found.shape != expected.shape:
-        problem = f"its logits have the shape {list(found.shape)}, and {list(expected.shape)} are expected"
+    if logits.shape != expected.shape:
+        problem = f"its logits have the shape {list(logits.shape)}, and {list(expected.shape)} are expected"
         return Reading(engine, problem=problem)
-    found, expected = (x - x.mean(-1, keepdims=True) for x in (found.astype(np.float64), expected))
-    difference = float(np.abs(found - expected).max())
+    logits, expected = (x - x.mean(-1, keepdims=True) for x in (logits.astype(np.float64), expected))
+    difference = float(np.abs(logits - expected).max())
     if not np.isfinite(difference):
         return Reading(engine, problem="its logits are not finite")
     allowed = TOLERANCE[kind] * float(np.abs(expected).max())

@@ -40,8 +40,8 @@ class LlamaCpp(Engine):
         server = xllamacpp.Server(settings)
         asked = {"n_predict": 1, "temperature": 0, "n_probs": len(tokens), "cache_prompt": False}
         positions = sorted({0, ids.shape[1] // 2, ids.shape[1] - 1})
-        found = [[_after(server, row[: n + 1], asked) for n in positions] for row in ids]
-        return np.array(found, np.float32), positions, "int8"
+        values = [[_after(server, row[: n + 1], asked) for n in positions] for row in ids]
+        return np.array(values, np.float32), positions, "int8"
 
 
 def _after(server: Any, ids: NDArray[np.int64], asked: Mapping[str, Any]) -> list[float]:

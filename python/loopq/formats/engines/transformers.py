@@ -33,9 +33,9 @@ class Transformers(Engine):
         torch, transformers = require("torch"), require("transformers")
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         # Classes without a causal head are loaded by the name in the file.
-        own = getattr(transformers, (config.architectures or [""])[0], None)
-        found = (
-            own if own is not None and not hasattr(config, "auto_map") else transformers.AutoModelForCausalLM
+        cls = getattr(transformers, (config.architectures or [""])[0], None)
+        loader = (
+            cls if cls is not None and not hasattr(config, "auto_map") else transformers.AutoModelForCausalLM
         )
         quantization = getattr(config, "quantization_config", {})
         # compressed-tensors multiplies by floats of 4 bits in bfloat16 alone. Inkling-2 loads stacks of them itself.
@@ -45,7 +45,7 @@ class Transformers(Engine):
             for g in groups
             if not all(".experts." in name for name in g["targets"])
         )
-        model = found.from_pretrained(
+        model = loader.from_pretrained(
             path, dtype=torch.bfloat16 if floats else "auto", trust_remote_code=trust_remote_code
         ).eval()
         with torch.no_grad():

@@ -41,14 +41,14 @@ class Layout:
 
     def loaded(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the names of modules in the class, where they differ."""
-        found = {}
+        renamed = {}
         for module in modules:
             name = module
             for pattern, new in self.renamed:
                 name = re.sub(pattern, new, name)
             if name != module:
-                found[module] = name
-        return found
+                renamed[module] = name
+        return renamed
 
 
 #: Layouts by `model_type`.

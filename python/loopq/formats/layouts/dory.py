@@ -7,8 +7,8 @@ import re
 from loopq.formats.layouts import LAYOUTS, Layout
 
 
-def _of_pairs(found: re.Match[str]) -> str:
-    block = int(found[1])
+def _of_pairs(match: re.Match[str]) -> str:
+    block = int(match[1])
     return f"layers.{block // 2}.{('self_attn', 'mlp')[block % 2]}."
 
 

@@ -60,7 +60,7 @@ def stacked(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
     CheckpointError
         Gate and up of an expert have different powers of NVFP4.
     """
-    found = dict(tensors)
+    joined = dict(tensors)
     numbers: dict[str, set[str]] = {}
     for name in tensors:
         expert = re.match(r"(.*\.experts\.)(\d+)\.", name)
@@ -69,21 +69,21 @@ def stacked(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
     for stem, known in numbers.items():
         for whole, parts in _STACKS.items():
             rows = [[f"{stem}{e}.{part}." for part in parts] for e in range(len(known))]
-            parts_have = [{k for k in (*_KINDS, _GLOBAL) if f"{n}{k}" in found} for row in rows for n in row]
+            parts_have = [{k for k in (*_KINDS, _GLOBAL) if f"{n}{k}" in joined} for row in rows for n in row]
             if parts_have[0] not in _WHOLE or any(kinds != parts_have[0] for kinds in parts_have):
                 continue
             for kind in parts_have[0] & _KINDS.keys():
-                stack = [[found.pop(f"{name}{kind}") for name in row] for row in rows]
-                found[f"{stem}{whole}{_KINDS[kind]}"] = _stack(stack)
+                stack = [[joined.pop(f"{name}{kind}") for name in row] for row in rows]
+                joined[f"{stem}{whole}{_KINDS[kind]}"] = _stack(stack)
             if _GLOBAL in parts_have[0]:
-                factors = [_factor(row, found) for row in rows]
-                found[f"{stem}{whole}{_AMAX}"] = RawTensor.of(np.array(factors, np.float32) * _LARGEST)
-                found[f"{stem}{whole}{_DENOMINATOR}"] = RawTensor.of(np.array(_LARGEST))
-    return found
+                factors = [_factor(row, joined) for row in rows]
+                joined[f"{stem}{whole}{_AMAX}"] = RawTensor.of(np.array(factors, np.float32) * _LARGEST)
+                joined[f"{stem}{whole}{_DENOMINATOR}"] = RawTensor.of(np.array(_LARGEST))
+    return joined
 
 
-def _factor(row: Sequence[str], found: dict[str, RawTensor]) -> float:
-    divisors = {float(found.pop(f"{name}{_GLOBAL}").array()[0]) for name in row}
+def _factor(row: Sequence[str], tensors: dict[str, RawTensor]) -> float:
+    divisors = {float(tensors.pop(f"{name}{_GLOBAL}").array()[0]) for name in row}
     if len(divisors) > 1:
         raise CheckpointError(
             f"layers {', '.join(f'{name}weight' for name in row)}: NVFP4 with different powers, and an expert has one "
@@ -107,33 +107,33 @@ def unstacked(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
     CheckpointError
         A stack has another shape than its experts give it.
     """
-    found = dict(tensors)
+    apart = dict(tensors)
     for name in tensors:
         stack = re.match(rf"(.*\.experts\.)({'|'.join(_STACKS)})$", name)
         if not stack:
             continue
         stem, parts = stack[1], _STACKS[stack[2]]
-        amax = found.pop(f"{name}{_AMAX}", None)
+        amax = apart.pop(f"{name}{_AMAX}", None)
         kinds = {"": "weight"} if amax is None else {"": "weight_packed", "_scale": "weight_scale"}
         for end, kind in kinds.items():
-            for place, tensor in _apart(found.pop(f"{name}{end}", None), f"{name}{end}", parts).items():
-                found[f"{stem}{place}.{kind}"] = tensor
+            for place, tensor in _apart(apart.pop(f"{name}{end}", None), f"{name}{end}", parts).items():
+                apart[f"{stem}{place}.{kind}"] = tensor
         if amax is not None:
-            denominator = found.pop(f"{name}{_DENOMINATOR}", amax)
+            denominator = apart.pop(f"{name}{_DENOMINATOR}", amax)
             if (amax.dtype, denominator.dtype, denominator.data.size) != ("F32", "F32", 4):
                 raise CheckpointError(
                     f"tensor {name!r}: {_AMAX} and {_DENOMINATOR} are no float32 numbers of it"
                 )
             for e, most in enumerate(amax.array().reshape(-1)):
                 divisor = denominator.array().reshape(-1) / (most or np.float32(np.nan))
-                found |= {f"{stem}{e}.{part}.{_GLOBAL}": RawTensor.of(divisor) for part in parts}
-    return found
+                apart |= {f"{stem}{e}.{part}.{_GLOBAL}": RawTensor.of(divisor) for part in parts}
+    return apart
 
 
 def _apart(stack: RawTensor | None, name: str, parts: Sequence[str]) -> dict[str, RawTensor]:
     if stack is None or len(stack.shape) != 3 or not all(stack.shape) or stack.shape[1] % len(parts):
-        found = "missing" if stack is None else f"of shape {list(stack.shape)}"
-        raise CheckpointError(f"tensor {name!r}: {found}; expected experts by {len(parts)} * rows by columns")
+        what = "missing" if stack is None else f"of shape {list(stack.shape)}"
+        raise CheckpointError(f"tensor {name!r}: {what}; expected experts by {len(parts)} * rows by columns")
     n, height, width = stack.shape
     rows = stack.data.reshape(n, height // len(parts), len(parts), -1)
     shape = (height // len(parts), width)

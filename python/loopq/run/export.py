@@ -119,9 +119,9 @@ def export(
         The format or the engine does not exist, or the format does not read an option.
     """
     out = Path(out)
-    own = set(Gate().flat()) | set(Proof().flat())
-    gate, proof = divided({k: v for k, v in options.items() if k in own}, Gate(), Proof())
-    rest = {k: v for k, v in options.items() if k not in own}
+    keys = set(Gate().flat()) | set(Proof().flat())
+    gate, proof = divided({k: v for k, v in options.items() if k in keys}, Gate(), Proof())
+    rest = {k: v for k, v in options.items() if k not in keys}
     target = FORMATS.get(format_name)
     given = target.taken(rest)
     opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
@@ -344,8 +344,8 @@ def expected(loaded: LoadedModel, ids: Tensor) -> dict[str, Any] | None:
 
     def run() -> NDArray[Any]:
         with torch.no_grad():
-            found: NDArray[Any] = system.rollout(batch, system.n_steps).float().cpu().numpy()
-        return found
+            logits: NDArray[Any] = system.rollout(batch, system.n_steps).float().cpu().numpy()
+        return logits
 
     states = draw(batch).float().cpu().numpy() if system.state_is_random and draw else None
     logits = run()

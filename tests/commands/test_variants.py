@@ -69,15 +69,15 @@ def test_tutorial_shows_what_the_demo_prints(whole):
         r"^\| ([^|]+?) \| \**([\d.]+)(?: ± ([\d.]+))?\** \| ([\d.]+) % \|", TUTORIAL.read_text("utf-8"), re.M
     )
     shown = {name: figures for name, *figures in rows}
-    made = {variant["name"]: variant for variant in whole["grids"][0]["variants"]}
+    by_name = {variant["name"]: variant for variant in whole["grids"][0]["variants"]}
     assert len(shown) == 6
     for key, (kl, sd, agreement) in shown.items():
         drawn = key.startswith("loopq")
         assert drawn == bool(sd), key
         margin = DRAW * float(sd) if drawn else ROUNDING["kl"] * float(kl)
-        assert made[key]["kl"] == pytest.approx(float(kl), abs=margin), key
+        assert by_name[key]["kl"] == pytest.approx(float(kl), abs=margin), key
         points = DRAW * AGREEMENT_SD if drawn else ROUNDING["agreement"]
-        assert 100 * made[key]["agreement"] == pytest.approx(float(agreement), abs=points), key
+        assert 100 * by_name[key]["agreement"] == pytest.approx(float(agreement), abs=points), key
 
 
 def test_the_loop_metric_needs_a_draw():
@@ -90,8 +90,8 @@ def test_the_spread_over_draws_is_that_of_its_rows(monkeypatch):
     # One without the metric, and the default with it.
     monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[0], ("loopq", {})))
     few = {"calibration": CalibrationTake(2, 64), "evaluation": Take(2, 64), "metric_seeds": (0, 1)}
-    found = variants.run(**SMALL | few)
-    other, default = found["grids"][0]["variants"]
+    result = variants.run(**SMALL | few)
+    other, default = result["grids"][0]["variants"]
     assert "kl_sd" not in other
     a, b = default["kl_by_metric_seed"]
     assert a != b

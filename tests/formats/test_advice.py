@@ -147,11 +147,11 @@ def settled(asked, seen=()):
     error = refused(asked)
     if error is None:
         return True
-    found = [(m, act) for pattern, act in ADVICE if (m := re.search(pattern, str(error)))]
-    assert found, f"{asked}: no advice that can be followed: {error}"
+    advice = [(m, act) for pattern, act in ADVICE if (m := re.search(pattern, str(error)))]
+    assert advice, f"{asked}: no advice that can be followed: {error}"
     if reason(error) in seen or len(seen) == 4:
         return False
-    return any(settled(act(asked, m), (*seen, reason(error))) for m, act in found)
+    return any(settled(act(asked, m), (*seen, reason(error))) for m, act in advice)
 
 
 FORMS = [name for name, target in FORMATS if isinstance(target, QuantizedFolder) or name == "gguf"]

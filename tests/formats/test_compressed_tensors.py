@@ -26,9 +26,9 @@ from ..support.interop import models
 
 
 def test_spec_example_of_the_bit_stream():
-    made = layer(1, 11, 3, -1, False)
-    made.codes[0] = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 6]
-    assert as_words(made.tensors()["a.b.weight_packed"]).tolist() == [[0x88FAC688, 0x00000001]]
+    quantized = layer(1, 11, 3, -1, False)
+    quantized.codes[0] = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 6]
+    assert as_words(quantized.tensors()["a.b.weight_packed"]).tolist() == [[0x88FAC688, 0x00000001]]
 
 
 def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
@@ -77,38 +77,38 @@ def test_an_engines_extra_keys_in_list_entries_are_ignored(tmp_path):
 
 
 def test_bits_beyond_the_last_code_are_refused(tmp_path):
-    made = layer(5, 13, 3, -1, False)
+    quantized = layer(5, 13, 3, -1, False)
     top = lambda a: a.__setitem__((2, -1), a[2, -1] | -(1 << 31))  # noqa: E731
     with pytest.raises(
         CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after its last code: 13 codes"
     ):
-        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_packed", top), source=made))
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_packed", top), source=quantized))
     last = lambda a: a.__setitem__((-1, 0), -1)  # noqa: E731
     with pytest.raises(
         CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after its last code"
     ):
-        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_zero_point", last), source=made))
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_zero_point", last), source=quantized))
     with pytest.raises(CheckpointError, match=r"'a\.b\.qweight'"):
-        read_any(broken(tmp_path / "d", V2, edit("a.b.qweight", last), source=made))
-    write_as(tmp_path / "n", checkpoint(made), "native")
+        read_any(broken(tmp_path / "d", V2, edit("a.b.qweight", last), source=quantized))
+    write_as(tmp_path / "n", checkpoint(quantized), "native")
     tensors = read_tensors(tmp_path / "n" / "model.safetensors")
     edit("a.b.weight_packed", top)(tensors)
     with pytest.raises(CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after"):
-        type(made).from_tensors(stored_settings(made), TensorReader("file", tensors), {})
+        type(quantized).from_tensors(stored_settings(quantized), TensorReader("file", tensors), {})
     tensors = read_tensors(tmp_path / "n" / "model.safetensors")
     edit("a.b.weight_zero_point", last)(tensors)
     with pytest.raises(CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after"):
-        type(made).from_tensors(stored_settings(made), TensorReader("file", tensors), {})
+        type(quantized).from_tensors(stored_settings(quantized), TensorReader("file", tensors), {})
 
 
 def test_zero_points_in_bytes_of_older_files():
-    made = layer(40, 64, 4, 32, False)
-    tensors = made.tensors()
-    tensors["a.b.weight_zero_point"] = RawTensor.of((made.zeros.astype(np.int16) - 8).astype(np.int8))
+    quantized = layer(40, 64, 4, 32, False)
+    tensors = quantized.tensors()
+    tensors["a.b.weight_zero_point"] = RawTensor.of((quantized.zeros.astype(np.int16) - 8).astype(np.int8))
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     config = {"format": "pack-quantized", "config_groups": {"g": {"targets": ["re:a.*"], "weights": weights}}}
     read = FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)
-    assert read.same_as(made)
+    assert read.same_as(quantized)
     tensors["a.b.weight_zero_point"] = RawTensor.of(np.full((40, 2), 9, np.int8))
     with pytest.raises(CheckpointError, match="zero points outside 4 bits"):
         FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)

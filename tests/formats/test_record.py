@@ -58,8 +58,8 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "marlin"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "report.jsonl", RECORD])
 def test_one_flipped_bit_of_an_export_is_refused(tmp_path, form, name):
-    made = layer(64, 128, 4, 128, name="x.a.weight")
-    write_as(tmp_path / form, checkpoint(made), form)
+    quantized = layer(64, 128, 4, 128, name="x.a.weight")
+    write_as(tmp_path / form, checkpoint(quantized), form)
     file = tmp_path / form / name
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
@@ -70,18 +70,18 @@ def test_one_flipped_bit_of_an_export_is_refused(tmp_path, form, name):
 
 
 def test_an_export_before_checksums_still_opens(tmp_path):
-    made = layer(64, 64, 4, 32, name="x.a.weight")
-    write_as(tmp_path / "q", checkpoint(made), "compressed-tensors")
+    quantized = layer(64, 64, 4, 32, name="x.a.weight")
+    write_as(tmp_path / "q", checkpoint(quantized), "compressed-tensors")
     record = tmp_path / "q" / RECORD
     reseal(record, lambda data: [data.pop(key) for key in ("files", "native_sha256")])
-    assert read_any(tmp_path / "q").layers["x.a.weight"].same_as(made)
+    assert read_any(tmp_path / "q").layers["x.a.weight"].same_as(quantized)
 
 
 def test_an_export_gives_back_the_exported_checkpoint(tmp_path):
-    made = layer(64, 64, 4, 32, name="x.a.weight")
-    write_as(tmp_path / "q", checkpoint(made), "compressed-tensors")
+    quantized = layer(64, 64, 4, 32, name="x.a.weight")
+    write_as(tmp_path / "q", checkpoint(quantized), "compressed-tensors")
     record = tmp_path / "q" / RECORD
-    assert read_json(record)["native_sha256"] == checkpoint(made).digest()
+    assert read_json(record)["native_sha256"] == checkpoint(quantized).digest()
     reseal(record, lambda data: data.update(native_sha256="0" * 64))
     with pytest.raises(CheckpointError, match="does not give back"):
         read_any(tmp_path / "q")

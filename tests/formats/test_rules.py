@@ -20,12 +20,12 @@ _DOCS = Path(__file__).parents[2] / "docs"
 def layers(**grids):
     """Layers of 64 columns by name, each with another grid."""
     weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    found = {}
+    rounded = {}
     for name, grid in grids.items():
         full = f"model.layers.0.{name.replace('__', '.')}.weight"
         rows = grid.pop("rows", 64)
-        found[full] = models.rounded(full, weight[:rows], **{"bits": 4, "group_size": 32, **grid})
-    return found
+        rounded[full] = models.rounded(full, weight[:rows], **{"bits": 4, "group_size": 32, **grid})
+    return rounded
 
 
 ODD = {
@@ -86,12 +86,12 @@ def test_gptqmodel_refuses_a_layer_outside_numbered_blocks():
     ],
 )  # fmt: skip
 def test_stacked_experts_have_one_grid_or_are_refused(form, grids, match):
-    found = layers(**grids)
+    experts = layers(**grids)
     if not match:
-        check_engine("transformers", form, found, None, {"model_type": "olmoe"})
+        check_engine("transformers", form, experts, None, {"model_type": "olmoe"})
         return
     with pytest.raises(CheckpointError, match=match):
-        check_engine("transformers", form, found, None, {"model_type": "olmoe"})
+        check_engine("transformers", form, experts, None, {"model_type": "olmoe"})
 
 
 @pytest.mark.parametrize("quantized", ["experts.0.up", "o_proj"])
@@ -103,20 +103,20 @@ def test_stacked_experts_have_one_grid_or_are_refused(form, grids, match):
 )  # fmt: skip
 def test_a_dense_expert_is_refused_in_any_layer(quantized, dense, keys, stacks):
     config = {"model_type": "olmoe", **dict.fromkeys(keys)}
-    found = layers(**{quantized.replace(".", "__"): {}})
+    experts = layers(**{quantized.replace(".", "__"): {}})
     if not stacks or "experts" not in dense:
-        check_engine("transformers", "compressed-tensors", found, None, config, dense=[f"model.{dense}"])
+        check_engine("transformers", "compressed-tensors", experts, None, config, dense=[f"model.{dense}"])
         return
     with pytest.raises(
         CheckpointError, match=rf"dense experts, all or some of them.* \(layer model\.{dense}"
     ):
-        check_engine("transformers", "compressed-tensors", found, None, config, dense=[f"model.{dense}"])
+        check_engine("transformers", "compressed-tensors", experts, None, config, dense=[f"model.{dense}"])
 
 
 def test_a_file_read_wrong_without_an_error_needs_a_named_engine():
-    found = layers(experts__0__up={}, experts__1__up={})
+    experts = layers(experts__0__up={}, experts__1__up={})
     with pytest.raises(CheckpointError, match="gptqmodel can read gptq of this model: name the one"):
-        readers("gptq", found, "generic", {"model_type": "olmoe"})
+        readers("gptq", experts, "generic", {"model_type": "olmoe"})
 
 
 def test_a_rule_of_one_system_is_no_rule_of_another():
@@ -153,8 +153,8 @@ def test_systems_and_formats_unknown_to_an_engine_are_refused():
 
 
 def test_the_tables_name_known_systems_engines_and_formats():
-    own = {name for name, system in SYSTEMS if system.__module__.startswith("loopq.")}
-    assert own == KNOWN
+    systems = {name for name, system in SYSTEMS if system.__module__.startswith("loopq.")}
+    assert systems == KNOWN
     assert not set(NOWHERE) & {system for entry in ENTRIES for system in entry.systems}
     assert all(set(entry.formats) <= set(READS[entry.engine]) for entry in ENTRIES)
     for rule in rules():

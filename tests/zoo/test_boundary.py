@@ -14,10 +14,10 @@ def test_growth_of_a_linear_step_is_its_largest_factor() -> None:
     basis = torch.linalg.qr(torch.randn(8, 8)).Q
     matrix = basis @ torch.diag(torch.tensor([1.5, *[0.3] * 7])) @ basis.T
     state = torch.randn(4, 64, 8) * 10
-    found = boundary.growth(lambda s: s @ matrix, state, 3)
+    factors = boundary.growth(lambda s: s @ matrix, state, 3)
     # One position in sixteen is changed.
-    assert 4 < len(found) < 40
-    assert found.tolist() == pytest.approx([1.5] * len(found), rel=1e-2)
+    assert 4 < len(factors) < 40
+    assert factors.tolist() == pytest.approx([1.5] * len(factors), rel=1e-2)
     assert float(boundary.penalty(lambda s: s @ matrix, state, 3, 1.5)) == pytest.approx(0, abs=1e-3)
 
 

@@ -18,11 +18,11 @@ QUICK = (("Dory", "compressed-tensors"), ("looped Llama", "gptq_v2"))
 def walked(request, tmp_path_factory):
     """The result of every tested pair."""
     wanted = running(request, "model", "form")
-    found = []
+    asked = []
     for model in dict.fromkeys(model for model, _ in wanted):
         forms = tuple(form for other, form in wanted if other == model)
-        found += pairs.written(tmp_path_factory.mktemp("pair"), model, forms)
-    return {(pair.model, pair.format): pair for pair in pairs.ask_all(found)}
+        asked += pairs.written(tmp_path_factory.mktemp("pair"), model, forms)
+    return {(pair.model, pair.format): pair for pair in pairs.ask_all(asked)}
 
 
 @pytest.mark.parametrize(("model", "form"), slow_unless(QUICK.__contains__, CASES))

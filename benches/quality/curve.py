@@ -91,7 +91,7 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def page(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
+def page(args: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     """The record."""
     texts = [file.name if file else "the text that ships" for file in (args.calibration, args.text)]
     lines = [
@@ -102,9 +102,11 @@ def page(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
         "| model | prompts | draws | collect | gradients | solve, even | uneven | all, even | KL, even | KL, uneven |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    keys = dict.fromkeys((r["model"], r["n_prompts"], r["n_draws"]) for r in found)
+    keys = dict.fromkeys((r["model"], r["n_prompts"], r["n_draws"]) for r in results)
     for model, n_prompts, n_draws in keys:
-        same = [r for r in found if (r["model"], r["n_prompts"], r["n_draws"]) == (model, n_prompts, n_draws)]
+        same = [
+            r for r in results if (r["model"], r["n_prompts"], r["n_draws"]) == (model, n_prompts, n_draws)
+        ]
 
         def mean(levels: str, part: str, rows: list[dict[str, Any]] = same) -> float:
             chosen = [r["parts"].get(part, r.get(part)) for r in rows if r["levels"] == levels]
@@ -122,11 +124,11 @@ def page(args: argparse.Namespace, found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     args = parse()
-    found = rows(args)
-    text = page(args, found)
+    results = rows(args)
+    text = page(args, results)
     stem = args.out / f"curve-int{args.grid.replace(':', '-g')}-{datetime.date.today()}"
     stem.with_suffix(".md").write_text(text, "utf-8")
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     print(text)
 
 

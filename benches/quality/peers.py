@@ -223,8 +223,8 @@ class Bench:
             weights = {}
             for number, line in enumerate(lines):
                 if "refused" not in line:
-                    with np.load(path.with_name(f"{number}.npz")) as found:
-                        weights[number] = dict(found)
+                    with np.load(path.with_name(f"{number}.npz")) as arrays:
+                        weights[number] = dict(arrays)
         return self.measured(lines, weights)
 
     def measured(self, lines: list[dict[str, Any]], weights: dict[int, Any]) -> list[dict[str, Any]]:
@@ -245,12 +245,12 @@ class Bench:
         named = {str(n): w for n, w in weights.items()}
         for what, (tokens, n_steps, states) in asked.items():
             try:
-                found = compare(self.system, named, tokens, n_steps=n_steps, seeds=states)
+                measurements = compare(self.system, named, tokens, n_steps=n_steps, seeds=states)
             except LoopqError as error:
                 for number in weights:
                     lines[number][f"{what}_refused"] = str(error)
                 continue
-            for number, one in zip(weights, found[1:], strict=True):
+            for number, one in zip(weights, measurements[1:], strict=True):
                 lines[number][what] = float(one.kl.mean())
                 if what == "kl":
                     interval = one.kl_interval()
@@ -292,8 +292,8 @@ class Saved:
             json.dumps(key | row | {"loopq": __version__, "cpu": processor()}, indent=1)
         )
         path.with_suffix(".part").rename(path)
-        told = "mean" if "values" in row else "kl"
-        print(*(key.get(k, "") for k in KEY), row.get(told, row.get("refused")), flush=True)
+        column = "mean" if "values" in row else "kl"
+        print(*(key.get(k, "") for k in KEY), row.get(column, row.get("refused")), flush=True)
 
     def weights(self, key: dict[str, Any]) -> Path:
         """The file of a result's weights, which are kept for tasks."""
@@ -304,7 +304,7 @@ def asked_of(
     name: str, draw: int, grids: list[tuple[int, int]], chosen: list[str]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Every requested result with its tool."""
-    found = []
+    wanted = []
     for tool in chosen:
         for variant in OURS if tool == "loopq" else TOOLS[tool]:
             for bits, group in grids:
@@ -321,8 +321,8 @@ def asked_of(
                     unsaid = GPTQCD().flat()
                     descends = settings.get("method", "gptq-cd") == "gptq-cd"
                     key["settings"] = [settings, unsaid] if descends else settings
-                found.append((tool, key))
-    return found
+                wanted.append((tool, key))
+    return wanted
 
 
 def measure(

@@ -143,11 +143,11 @@ def readme(rows: Rows) -> str:
 def loop(rows: Rows) -> str:
     """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
     lines = []
-    found = {(r["calibration"], r["variant"]): r for r in rows}
-    for text in dict.fromkeys(text for text, _ in found):
+    by_variant = {(r["calibration"], r["variant"]): r for r in rows}
+    for text in dict.fromkeys(text for text, _ in by_variant):
         for scales, rtn in (("paper", "RTN, paper"), ("searched scales", "RTN")):
             one, every = (
-                found.get((text, f"GPTQ, {steps}, {scales}")) for steps in ("one step", "trajectory")
+                by_variant.get((text, f"GPTQ, {steps}, {scales}")) for steps in ("one step", "trajectory")
             )
             if one is None or every is None:
                 continue
@@ -158,7 +158,7 @@ def loop(rows: Rows) -> str:
                 "one": spread(one), "all": spread(every),
                 "ratio": f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
             }  # fmt: skip
-            lines.append(line | ({"rtn": spread(found[text, rtn])} if (text, rtn) in found else {}))
+            lines.append(line | ({"rtn": spread(by_variant[text, rtn])} if (text, rtn) in by_variant else {}))
     columns = [
         ("text", "calibration", ""),
         ("scales", "scales", ""),
@@ -224,7 +224,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     """Each table by its page and its mark."""
     smol, alone = of(data, SMOLLM2), data.get(PARTS[LOOP], [])
     first, others = ([r for r in smol if (r["draw"] == 0) == is_first] for is_first in (True, False))
-    made = {
+    texts = {
         (PAGE, "peers"): peers(first),
         (PAGE, "draws"): peers(others),
         (PAGE, "loop"): loop(alone),
@@ -238,7 +238,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (ZOO, "loop"): loop(alone),
     }
     # A table without a row is its head alone.
-    return {place: text for place, text in made.items() if text.count("\n") > 1}
+    return {place: text for place, text in texts.items() if text.count("\n") > 1}
 
 
 def main() -> None:

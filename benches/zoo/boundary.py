@@ -39,8 +39,8 @@ def growth(step: Callable[[Tensor], Tensor], state: Tensor, seed: int) -> Tensor
         for _ in range(N_TURNS):
             change = step(state + scaled(change)) - end
     moved = step(state + scaled(change)) - step(state)
-    found: Tensor = (moved.norm(dim=-1, keepdim=True) / size)[chosen]
-    return found
+    factors: Tensor = (moved.norm(dim=-1, keepdim=True) / size)[chosen]
+    return factors
 
 
 def penalty(step: Callable[[Tensor], Tensor], state: Tensor, seed: int, target: float) -> Tensor:

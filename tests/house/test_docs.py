@@ -54,18 +54,18 @@ def _blocks(kinds: str) -> list[tuple[Path, str]]:
 
 
 def _examples() -> list[object]:
-    found = []
+    examples = []
     for page, block in _blocks("python"):
         if not any(page.name == name and words in block for name, words in ELSEWHERE):
             marks = [pytest.mark.slow] if any(words in block for words in LONG) else []
             line = page.read_text("utf-8")[: page.read_text("utf-8").index(block)].count("\n")
-            found.append(pytest.param(block, id=f"{page.name}:{line}", marks=marks))
-    return found
+            examples.append(pytest.param(block, id=f"{page.name}:{line}", marks=marks))
+    return examples
 
 
 def _commands() -> list[tuple[str, str]]:
     """Every `loopq` command on a page, without its comment; the tutorial's are run, the others read."""
-    found = []
+    commands = []
     for page, block in _blocks("console|sh"):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             # In a console, what follows no prompt was printed; in a script every line is a command.
@@ -75,8 +75,8 @@ def _commands() -> list[tuple[str, str]]:
             for _, command in itertools.groupby(words, lambda word: word == "&&"):
                 name, *rest = command
                 if name == "loopq":
-                    found.append((page.name, shlex.join(rest)))
-    return found
+                    commands.append((page.name, shlex.join(rest)))
+    return commands
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def _same(line: str, printed: str) -> bool:
 
     words, numbers = split(line)
     others = map(split, printed.splitlines())
-    return any(words == other and found == pytest.approx(numbers, rel=0.02) for other, found in others)
+    return any(words == other and values == pytest.approx(numbers, rel=0.02) for other, values in others)
 
 
 def test_lines_are_compared_by_their_numbers():

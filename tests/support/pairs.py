@@ -225,10 +225,10 @@ def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
         if not pair.system:
             return pair
         reading = [engine for engine in KINDS if form in READS[engine]]
-        found = {engine: entry_of(engine, pair.system, form, config) for engine in reading}
+        entries = {engine: entry_of(engine, pair.system, form, config) for engine in reading}
         pair.named = tuple(engine for engine in READS if _reads(engine, form, result, options))
         pair.wrong = tuple(
-            e for e, entry in found.items() if entry and not entry.runs and "run" in entry.known
+            e for e, entry in entries.items() if entry and not entry.runs and "run" in entry.known
         )
     try:
         loopq.export(result, out, form, verify=False, force=True, **options)
@@ -276,8 +276,8 @@ def without_loop(pair: Pair) -> float:
     assert pair.question is not None
     loaded = loopq.load(pair.question.path, trust_remote_code=True)
     with torch.no_grad():
-        found = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), 1).float().numpy()
-    reading = compared("loopq", found, pair.question.expected, "float32")
+        logits = loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1)), 1).float().numpy()
+    reading = compared("loopq", logits, pair.question.expected, "float32")
     assert reading.difference is not None
     return reading.difference / reading.allowed
 
@@ -305,12 +305,12 @@ def main(*only: str) -> None:
         for number, name in enumerate(only or MODELS):
             (Path(place) / str(number)).mkdir()
             pairs += written(Path(place) / str(number), name)
-        found: dict[str, dict[str, Any]] = {}
+        walked: dict[str, dict[str, Any]] = {}
         for pair in ask_all(pairs):
             before = record.get(pair.model, {}).get(pair.format, {})
-            found.setdefault(pair.model, {})[pair.format] = recorded(pair, before)
-    found = {name: found.get(name, record.get(name, {})) for name in MODELS}
-    text = json.dumps(found, indent=1).replace(place, "FOLDER")
+            walked.setdefault(pair.model, {})[pair.format] = recorded(pair, before)
+    walked = {name: walked.get(name, record.get(name, {})) for name in MODELS}
+    text = json.dumps(walked, indent=1).replace(place, "FOLDER")
     RECORD.write_text(text + "\n", "utf-8")
 
 

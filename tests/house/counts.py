@@ -27,6 +27,8 @@ MAX_ARGUMENTS = 7
 FIRST_FRAME = 34_167
 #: Requirements of `import loopq`; all else from outside is an extra.
 REQUIRED = {"numpy", "safetensors"}
+#: Names that say where a value came from, not what it is.
+VAGUE = {"found", "own", "made", "told", "some"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Graph = dict[str, set[str]]
@@ -300,6 +302,18 @@ def loose_dicts(of: Iterable[Module]) -> int:
     return sum(module.text.count("dict[str, Any]") for module in of)
 
 
+def vague_names(of: Iterable[Module]) -> set[str]:
+    """Variables and arguments in functions that are called by a name of `VAGUE`."""
+    return {
+        f"{module.name}:{node.lineno}"
+        for module in of
+        for function in module.functions()
+        for node in ast.walk(function)
+        if (isinstance(node, ast.arg) and node.arg in VAGUE)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE)
+    }
+
+
 def mirrored_test(name: str) -> Path | None:
     """Test file at the mirrored path of a module: `loopq/a/b.py` has `tests/a/test_b.py`."""
     *folders, last = name.split(".")
@@ -365,6 +379,7 @@ def measures() -> tuple[Measure, ...]:
         Measure("dict[str, Any] in the package", loose_dicts(modules()), 250),
         Measure("imports inside functions, extras apart", len(hidden_imports(modules())), 0),
         Measure("classes defined twice in the frame", len(defined_twice()), 0),
+        Measure("variables called found, own, made, told or some", len(vague_names(modules())), 0),
         Measure("% of modules with a test at the mirrored path", round(mirrored), 90, least=True),
     )
 
@@ -406,6 +421,7 @@ def main() -> None:
         ),
         ("imports inside functions, extras apart", hidden_imports(modules())),
         ("classes defined twice in the frame", defined_twice().items()),
+        ("variables called found, own, made, told or some", sorted(vague_names(modules()))),
         ("no test at the mirrored path", without_mirrored_test()),
         ("not imported by the mirrored test", not_imported_by_test()),
     ):

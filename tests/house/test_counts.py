@@ -73,6 +73,11 @@ def test_arguments_are_counted_without_self():
     assert counts.lengths([module("x", text)]) == {"x.f": 1}
 
 
+def test_vague_names_are_found_in_functions():
+    text = "found = 1\n\n\ndef f(own, x):\n    return [made for made in x if own.found]\n"
+    assert counts.vague_names([module("a", text)]) == {"a:4", "a:5"}
+
+
 def test_rust_arguments_are_counted_without_self():
     text = "impl A { pub fn f<T: Into<u8>>(&mut self, a: Vec<(u8, T)>, b: fn(u8) -> u8) {} }\nfn g() {}\n"
     assert list(rust.arguments(text)) == [("f", 2), ("g", 0)]

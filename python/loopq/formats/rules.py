@@ -75,7 +75,7 @@ LIMITS: Registry[tuple[Rule, ...]] = Registry("limit", "loopq.formats.limits")
 
 def rules() -> Iterator[Rule]:
     """Return all limits."""
-    return (rule for _, found in LIMITS for rule in found)
+    return (rule for _, limits in LIMITS for rule in limits)
 
 
 class _Silent(CheckpointError):

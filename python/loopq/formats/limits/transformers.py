@@ -27,12 +27,12 @@ def _mixed(key: Callable[[QuantizedLayer], object]) -> Broken:
 
 def _stacked(names: Iterable[str], config: Config) -> dict[str, list[str]]:
     """Matrices of experts by what transformers 5 stacks, unless files have stacks or the class is the checkpoint's."""
-    found: dict[str, list[str]] = {}
-    own = ("auto_map" in config and LOOP not in config) or layout_of(config).groups
-    for name in () if own else names:
+    stacks: dict[str, list[str]] = {}
+    kept = ("auto_map" in config and LOOP not in config) or layout_of(config).groups
+    for name in () if kept else names:
         if EXPERT.search(name):
-            found.setdefault(EXPERT.sub(".experts.", name), []).append(name)
-    return found
+            stacks.setdefault(EXPERT.sub(".experts.", name), []).append(name)
+    return stacks
 
 
 def _experts(layers: Layers, config: Config, dense: Collection[str] = ()) -> list[str]:

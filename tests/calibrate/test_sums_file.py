@@ -20,7 +20,7 @@ from loopq.calibrate.sums_file import (
 from loopq.errors import DumpError
 from loopq.storage.files import read_tensors
 
-PARAMETER = SimpleNamespace(in_features=3, out_features=5)
+PARAMETER = SimpleNamespace(in_features=3, out_features=5, routed_in="")
 
 
 def summed(per_step):
@@ -68,7 +68,9 @@ def test_gradient_sums_are_read_and_checked(tmp_path):
     assert [a.tolist() for a in again.left] == [a.tolist() for a in sums.left]
     assert again.right.tolist() == sums.right.tolist()
     with pytest.raises(DumpError, match=r"here: blocks of \[2, 3\] outputs; the layer has 6"):
-        gradient_sums_from(read_tensors(path), SimpleNamespace(in_features=3, out_features=6), "here")
+        gradient_sums_from(
+            read_tensors(path), SimpleNamespace(in_features=3, out_features=6, routed_in=""), "here"
+        )
     for left, right in ((-np.eye(5), np.eye(3)), (np.eye(5), np.full((3, 3), np.nan))):
         write_gradient_sums(path, GradientSums((left,), right))
         with pytest.raises(DumpError, match="no sum of squares can have"):

@@ -66,8 +66,8 @@ def test_the_suites_of_units_stay_green(copy):
 
 def test_the_units_pass_the_rules_of_the_house(copy):
     files = [f"tests/house/test_{name}.py" for name in ("counts", "messages", "house")]
-    # Rules that read the package.
-    rules = "counts or messages or measure or frame or mirrored or parameter or two_classes"
+    # Rules that read the package. The recipes' own messages are raised by `use.py`, not by a test.
+    rules = "(counts or messages or measure or frame or mirrored or parameter or two_classes) and not a_new_message"
     assert " passed" in pytest_there(copy, *files, "-k", rules)
 
 

@@ -51,6 +51,11 @@ class Selection:
         """One parameter for each distinct input."""
         return tuple(p for p in self.observed if self.input_groups[p.name] == p.name)
 
+    def pooled(self, n_tokens: int) -> Selection:
+        """Let experts with few rows of `n_tokens` tokens share sums."""
+        groups, shares = shared(self.observed, self.input_groups, self.shares, n_tokens)
+        return dataclasses.replace(self, input_groups=groups, shares=shares)
+
 
 def treat(
     parameters: Sequence[SharedParameter], include: Sequence[str], exclude: Sequence[str]
@@ -118,7 +123,6 @@ def select(
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
     input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
-    input_groups, shares = shared(observed, input_groups, shares, tokens.n_tokens)
     return Selection(parameters, input_groups, depth, shares)
 
 

@@ -115,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
             rounded=True,
             seed=how.seed,
         )
+        if args.hessian:
+            selection = selection.pooled(tokens.n_tokens)
         job = Collection(loaded.system, tokens, selection, how, loaded.side_files)
         out = Path(args.out)
         if args.hessian:

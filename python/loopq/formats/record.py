@@ -27,7 +27,7 @@ class Export:
 
     Layers in the format's form, by module (a tied weight appears under each of its modules). Modules with a matrix
     that stays unchanged. Further facts: version of loopq, damping. `loaded` has the names of modules in transformers'
-    class, where it renames them. `groups` as of `Layout`.
+    class, where it renames them. `groups` as of `FileLayout`.
     """
 
     layers: Mapping[str, QuantizedLayer]

@@ -77,7 +77,7 @@ class ModelSource(Source):
             # Only the inputs of tasks are summed. An override may calibrate layers that the run's method rounds.
             rounded=True,
             seed=execution.seed,
-        )
+        ).pooled(tokens.n_tokens)
         if config.outside is not None:
             # From here on, a table with another layout in files has the model's own name.
             outside(system, selection.parameters)

@@ -17,7 +17,7 @@ Turn = Callable[[Mapping[str, RawTensor]], Mapping[str, RawTensor]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How transformers turns the tensors of a file into those of its class.
 
     Parameters
@@ -52,10 +52,10 @@ class Layout:
 
 
 #: Layouts by `model_type`.
-LAYOUTS: Registry[Layout] = Registry("layout", "loopq.formats.layouts")
+LAYOUTS: Registry[FileLayout] = Registry("layout", "loopq.formats.layouts")
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
+def layout_of(config: Mapping[str, Any]) -> FileLayout:
     """Return the layout of a model's files by its config.json."""
     kind = str(config.get("model_type"))
-    return LAYOUTS.get(kind) if kind in LAYOUTS.names() else Layout()
+    return LAYOUTS.get(kind) if kind in LAYOUTS.names() else FileLayout()

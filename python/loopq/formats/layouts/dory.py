@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from loopq.formats.layouts import LAYOUTS, Layout
+from loopq.formats.layouts import LAYOUTS, FileLayout
 
 
 def _of_pairs(match: re.Match[str]) -> str:
@@ -13,7 +13,7 @@ def _of_pairs(match: re.Match[str]) -> str:
 
 
 LAYOUTS.register("dory")(
-    Layout(
+    FileLayout(
         renamed=(
             (r"^backbone\.(?=layers\.)", "model."),
             (r"layers\.(\d+)\.mixer\.", _of_pairs),

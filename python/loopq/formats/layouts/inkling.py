@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from loopq.errors import CheckpointError
-from loopq.formats.layouts import LAYOUTS, Layout
+from loopq.formats.layouts import LAYOUTS, FileLayout
 from loopq.storage.files import RawTensor
 
 #: Stacks, and the parts of an expert whose rows alternate in each.
@@ -145,4 +145,6 @@ def _apart(stack: RawTensor | None, name: str, parts: Sequence[str]) -> dict[str
 
 
 for kind, inside in {"inkling2_loop_text": "model.", "inkling2_loop": "model.language_model."}.items():
-    LAYOUTS.register(kind)(Layout(((r"^model\.llm\.", inside), *_RENAMED), {}, _GROUPS, stacked, unstacked))
+    LAYOUTS.register(kind)(
+        FileLayout(((r"^model\.llm\.", inside), *_RENAMED), {}, _GROUPS, stacked, unstacked)
+    )

@@ -105,9 +105,8 @@ const fn words_of(limbs: usize) -> usize {
 /// Limbs of such a number: the last one has two if there are two.
 fn limbs_of(limbs: usize, word: usize) -> std::ops::Range<usize> {
     match (limbs, word) {
-        (1, _) => 0..1,
         (2, _) => 0..2,
-        (_, 0) => 0..1,
+        (1, _) | (_, 0) => 0..1,
         _ => 1..3,
     }
 }

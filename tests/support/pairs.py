@@ -102,6 +102,9 @@ MODELS: dict[str, Model] = {
     "Inkling-2, an expert left out": Model(
         lambda: vendors.inkling(hidden_size=64, head_dim=32, swa_head_dim=32), {"exclude": ("*experts*1*",)}
     ),
+    "Inkling-2, dense experts": Model(
+        lambda: vendors.inkling(hidden_size=64, head_dim=32, swa_head_dim=32), {"exclude": ("*experts*",)}
+    ),
     "HRM-Text": Model(_hrm_text),
     "HRM-Text, two grids and a dense layer": Model(_hrm_text, {**_TWO_GRIDS, "exclude": ("*o_proj*",)}),
     "looped Llama": Model(_class("Llama", **LOOP)),

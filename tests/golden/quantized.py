@@ -86,7 +86,9 @@ def machine():
         for line in (info.read_text().splitlines() if info.is_file() else [])
         if line.startswith("model name")
     ]
-    return f"{names[0] if names else platform.processor()}, torch {torch.__version__}, numpy {np.__version__}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    processor = f"{names[0] if names else platform.processor()}, {instructions}"
+    return f"{processor}, torch {torch.__version__}, numpy {np.__version__}"
 
 
 PAPER = {"method": "gptq", "scale_search": "max"}

@@ -91,15 +91,16 @@ LQ_DEVICE void unpack(Table<Act>, const Vec4& table, u32 word, u32 (&a)[4]) {
 }
 
 struct Arguments {
-    const void* x;             // [m, k] activations, row stride x_stride elements
+    const void* x;             // [m, k_end - k_begin] activations, row stride x_stride elements
     const void* weights;       // [n/16, k_tiles, 128] words
     const void* scales;        // [scale_rows, n]
     void* out;                 // [m, n], row stride out_stride elements
     const void* bias;          // [n] float32, or null
+    const void* addend;        // [m, n] float32, row stride addend_stride, or null
     void* partials;            // [slices, units, 256 * kMt] float32, unused with one slice
     void* counters;            // [units] u32, zero before and after, unused with one slice
-    int m, n, k_tiles, k;
-    int x_stride, out_stride;
+    int m, n, k_tiles, k_begin, k_end;
+    int x_stride, out_stride, addend_stride;
     int group_shift, scale_rows, flags;
     Vec4 table;                // of levels, unused with even ones
 };
@@ -249,6 +250,9 @@ struct PairOfStrips {
     }
 
     LQ_DEVICE_METHOD void store_one(int token, int column, float value) const {
+        if (p.addend) {
+            value += bits_to_float(ld_global1((const float*)p.addend + (long long)token * p.addend_stride + column));
+        }
         const long long at = (long long)token * p.out_stride + column;
         if (p.flags & kOutFloat32) {
             st_global1((float*)p.out + at, float_to_bits(value));

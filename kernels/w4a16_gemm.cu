@@ -1,4 +1,4 @@
-// out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias)    for int4 weights q and 1 <= M <= 32 tokens per launch.
+// out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias) (+ addend)    for int4 weights q and 1 <= M <= 32 tokens per launch.
 //
 // Contract, layout and limits: kernels/README.md. How it works, in the order of the code:
 //
@@ -47,13 +47,14 @@ LQ_DEVICE int run_owner(const Share& s, int stage) {
 LQ_DEVICE Share make_share(const Arguments& p) {
     Share s;
     const int all_pairs = (p.n / 16 + 1) / 2;
-    const int end_tile = (p.k + kTileRows - 1) / kTileRows;
-    const int all_stages = (end_tile + kStageTiles - 1) / kStageTiles;
+    const int first_tile = p.k_begin / kTileRows / kStageTiles * kStageTiles;
+    const int end_tile = (p.k_end + kTileRows - 1) / kTileRows;
+    const int all_stages = (end_tile - first_tile + kStageTiles - 1) / kStageTiles;
     const int stage0 = all_stages * block_y() / grid_y();
     s.stages = all_stages * (block_y() + 1) / grid_y() - stage0;
     s.pair0 = all_pairs * block_x() / grid_x();
     s.pairs = all_pairs * (block_x() + 1) / grid_x() - s.pair0;
-    s.tile0 = stage0 * kStageTiles;
+    s.tile0 = first_tile + stage0 * kStageTiles;
     s.tiles = smaller(s.stages * kStageTiles, end_tile - s.tile0);
     s.half_last = s.tiles % kStageTiles != 0;
     s.warps = thread_count() / 32;
@@ -187,7 +188,7 @@ struct Gemm {
         }
     }
 
-    // Copies x of the slice, with zeros from k on: weights there are padding.
+    // Copies x of the slice, with zeros outside [k_begin, k_end): weights there are padding or belong to another range.
     LQ_DEVICE_METHOD void stage_activations() const {
         const int pieces = s.tiles * (kTileRows / 8);
         const int first_k = s.tile0 * kTileRows;
@@ -201,8 +202,8 @@ struct Gemm {
             for (int j = 0; j < kBatch; ++j) {
                 const int k = first_k + next.column * 8;
                 v[j] = Vec4{0, 0, 0, 0};
-                if (next.row < p.m && k < p.k) {
-                    v[j] = ld_global4((const u16*)p.x + (long long)next.row * p.x_stride + k);
+                if (next.row < p.m && k >= p.k_begin && k < p.k_end) {
+                    v[j] = ld_global4((const u16*)p.x + (long long)next.row * p.x_stride + (k - p.k_begin));
                 }
                 advance(next, step, pieces);
             }
@@ -375,13 +376,13 @@ struct Gemm {
 // One entry per compilation; the host emulation instantiates the template itself.
 #ifdef LQ_ACT
 LQ_KERNEL void __launch_bounds__(LQ_THREADS, 1) loopq_w4a16_gemm(
-    const void* x, const void* weights, const void* scales, void* out, const void* bias,
-    void* partials, void* counters, int m, int n, int k_tiles, int k,
-    int x_stride, int out_stride, int group_shift, int scale_rows, int flags,
+    const void* x, const void* weights, const void* scales, void* out, const void* bias, const void* addend,
+    void* partials, void* counters, int m, int n, int k_tiles, int k_begin, int k_end,
+    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags,
     int levels0, int levels4, int levels8, int levels12) {
-    const loopq::Arguments arguments = {x, weights, scales, out, bias, partials, counters,
-                                        m, n, k_tiles, k,
-                                        x_stride, out_stride, group_shift, scale_rows, flags,
+    const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
+                                        m, n, k_tiles, k_begin, k_end,
+                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags,
                                         {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
     loopq::Gemm<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_MT, LQ_FOLD, LQ_STAGES> gemm(arguments);
     gemm.run();

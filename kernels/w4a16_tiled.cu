@@ -1,4 +1,4 @@
-// out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias)    for int4 weights q and more tokens than w4a16_gemm.cu takes.
+// out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias) (+ addend)    for int4 weights q and more tokens than w4a16_gemm.cu takes.
 //
 // Contract, layout and limits: kernels/README.md. Codes, groups and sums are those of w4a16_gemm.cu (w4a16.cuh). The differences:
 //
@@ -65,9 +65,10 @@ struct Tiled {
 
     LQ_DEVICE_METHOD Tiled(const Arguments& arguments) : p(arguments) {
         me = place_of(thread_index(), block_x());
-        const int tiles = (p.k + kTileRows - 1) / kTileRows;
-        begin = tiles * block_y() / grid_y();
-        end = tiles * (block_y() + 1) / grid_y();
+        const int first_tile = p.k_begin / kTileRows;
+        const int tiles = (p.k_end + kTileRows - 1) / kTileRows - first_tile;
+        begin = first_tile + tiles * block_y() / grid_y();
+        end = first_tile + tiles * (block_y() + 1) / grid_y();
         ring = shared_base();
         scale_pitch = (u32)p.n << Scale::kShift;
 #pragma unroll
@@ -105,7 +106,7 @@ struct Tiled {
         }
     }
 
-    // Zeros from k on: weights there are padding.
+    // Zeros outside [k_begin, k_end): weights there are padding or belong to another range.
     LQ_DEVICE_METHOD void fetch_x(int tile, int slot) const {
         // Worked out at each stage: there are no registers to keep it in.
         const u32 thread = (u32)thread_index_anew();
@@ -114,8 +115,8 @@ struct Tiled {
         const u32 to = stage(slot) + (u32)column * 16;
         // One branch around all pieces. Predicated one by one, NVRTC 13.0 to 13.3 gives the copies of some variants a descriptor in an
         // odd uniform register, which is an illegal instruction (tests/cuda/test_nvrtc.py looks for those).
-        if (k < p.k) {
-            const u32 from = (u32)(k / 8);
+        if (k >= p.k_begin && k < p.k_end) {
+            const u32 from = (u32)((k - p.k_begin) / 8);
 #pragma unroll
             for (int j = 0; j < kXPieces; ++j) {
                 const int row = (int)(thread / 8) + j * (kThreads / 8);
@@ -235,13 +236,13 @@ struct Tiled {
 
 #ifdef LQ_TOKEN_WARPS
 LQ_KERNEL void __launch_bounds__(256, 1) loopq_w4a16_tiled(
-    const void* x, const void* weights, const void* scales, void* out, const void* bias,
-    void* partials, void* counters, int m, int n, int k_tiles, int k,
-    int x_stride, int out_stride, int group_shift, int scale_rows, int flags,
+    const void* x, const void* weights, const void* scales, void* out, const void* bias, const void* addend,
+    void* partials, void* counters, int m, int n, int k_tiles, int k_begin, int k_end,
+    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags,
     int levels0, int levels4, int levels8, int levels12) {
-    const loopq::Arguments arguments = {x, weights, scales, out, bias, partials, counters,
-                                        m, n, k_tiles, k,
-                                        x_stride, out_stride, group_shift, scale_rows, flags,
+    const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
+                                        m, n, k_tiles, k_begin, k_end,
+                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags,
                                         {(u32)levels0, (u32)levels4, (u32)levels8, (u32)levels12}};
     loopq::Tiled<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_TOKEN_WARPS, LQ_FOLD, LQ_STAGES> tiled(arguments);
     tiled.run();

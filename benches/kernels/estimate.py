@@ -30,7 +30,7 @@ SCALE_BYTES = 2
 def row(layer: Projection, tokens: int) -> tuple[str, ...]:
     """One line of the table."""
     tiles = planner.token_tiles_for(tokens)
-    shape = planner.GemmShape(layer.out_features, layer.in_features, 128, tiles)
+    shape = planner.GemmShape(layer.out_features, 0, layer.in_features, 128, tiles)
     plan = planner.make_plan(shape, planner.H200)
     variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, "bf16")
     registers = nvrtc.resources(_cubin(variant), "loopq_w4a16_gemm").registers

@@ -129,14 +129,14 @@ class Int4Layer:
         plan: NarrowPlan | None = None,
     ) -> None:
         in_features = self.projection.in_features
-        product = Product(x, self.qweight, self.scales, None, in_features, self.group_size)
+        product = Product(x, self.qweight, self.scales, None, None, in_features, self.group_size)
         launch_gemm(backend, product, out, workspace, plan=plan)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """The product of the stored integers and scales in float64."""
         in_features = self.projection.in_features
         ones = torch.ones_like(self.scales[:1], dtype=torch.float32)
-        codes = dequantize_packed(Product(x, self.qweight, ones, None, in_features, -1)).double()
+        codes = dequantize_packed(Product(x, self.qweight, ones, None, None, in_features, -1)).double()
         weight = codes * spread_scales(self.scales, in_features, self.group_size).double()
         return x.double() @ weight.t()
 
@@ -182,7 +182,7 @@ def verify_products(
     for layer in layers:
         for call in range(layer.calls):
             weights = Int4Layer.random(layer, group_size, device, seed + 1000 * call, torch.bfloat16)
-            shape = (layer.out_features, layer.in_features, group_size)
+            shape = (layer.out_features, 0, layer.in_features, group_size)
             workspace = Workspace.allocate(*workspace_size(backend, shape, largest), device)
             x = draw(largest, layer.in_features, device, seed + call, torch.bfloat16)
             exact = weights.exact(x)

@@ -56,7 +56,7 @@ def record_int4(
     """Graph of int4 products over copies of the weight that do not fit the L2 together."""
     layer, group_size = copies[0].projection, copies[0].group_size
     x, out = _operands(layer, tokens, backend.device)
-    shape = (layer.out_features, layer.in_features, group_size)
+    shape = (layer.out_features, 0, layer.in_features, group_size)
     workspace = Workspace.allocate(*workspace_size(backend, shape, tokens), backend.device)
     if plan is not None:
         floats = plan.slices * ((layer.out_features // 16 + 1) // 2) * 256 * token_tiles_for(tokens)
@@ -71,7 +71,7 @@ def record_pieces(
     """Graph of int4 products by the kernel of few tokens, which reads the weights once for every 32."""
     layer, group_size = copies[0].projection, copies[0].group_size
     x, out = _operands(layer, tokens, backend.device)
-    shape = (layer.out_features, layer.in_features, group_size)
+    shape = (layer.out_features, 0, layer.in_features, group_size)
     workspace = Workspace.allocate(*workspace_size(backend, shape, TOKENS_PER_LAUNCH), backend.device)
 
     def run(copy: Int4Layer) -> None:
@@ -100,7 +100,7 @@ def record_dequantized(
     weight = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16, device=backend.device)
 
     def run(copy: Int4Layer) -> None:
-        operands = x, copy.qweight, copy.scales, None, layer.in_features, group_size
+        operands = x, copy.qweight, copy.scales, None, None, layer.in_features, group_size
         launch_dequantize(backend, Product(*operands), weight)
         torch.mm(x, weight.t(), out=out)
 
@@ -290,7 +290,7 @@ def _plans(
     depths: Sequence[int],
 ) -> dict[NarrowPlan, bool]:
     """Plans to try, and whether the planner picks them."""
-    shape = GemmShape(layer.out_features, layer.in_features, group_size, token_tiles_for(tokens))
+    shape = GemmShape(layer.out_features, 0, layer.in_features, group_size, token_tiles_for(tokens))
     plans = {make_plan(shape, backend.limits, backend.ring_stages): True}
     for n_slices in slices:
         try:

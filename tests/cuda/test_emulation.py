@@ -98,9 +98,9 @@ def test_other_ring_depths_with_many_tokens(stages: int) -> None:
         assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-def test_bias_and_rounding_with_many_tokens() -> None:
+def test_bias_addend_rounding_and_a_range_of_k_with_many_tokens() -> None:
     for tokens in (33, 140):
-        case = Case(k=736, n=48, tokens=tokens, slices=2, bias=True)
+        case = Case(k=832, n=48, tokens=tokens, k_begin=96, k_end=736, slices=2, bias=True, addend=True)
         exact, problem = solve(case)
         assert relative_l2(exact, problem.expected) < TOLERANCE
         rounded, _ = solve(case, out_float32=False)
@@ -180,8 +180,16 @@ def test_sixteen_bit_output_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 3])
-def test_a_bias_joins_the_sum(slices: int) -> None:
-    result, problem = solve(Case(k=416, n=48, tokens=5, slices=slices, bias=True))
+def test_bias_and_addend(slices: int) -> None:
+    result, problem = solve(Case(k=416, n=48, tokens=5, slices=slices, bias=True, addend=True))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("k_begin", "k_end"), [(0, 416), (416, 832), (0, 96), (96, 832), (32, 64)])
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_range_of_k_keeps_the_groups_of_the_whole(k_begin: int, k_end: int, group: int) -> None:
+    case = Case(k=832, n=48, tokens=3, group=group, k_begin=k_begin, k_end=k_end, slices=2, warps=3)
+    result, problem = solve(case)
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 

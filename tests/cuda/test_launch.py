@@ -88,7 +88,7 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
     expected = layer.float().forward(x.float())
     assert torch.linalg.norm(out - expected) < 1e-6 * torch.linalg.norm(expected)
     assert backend.launches == {"loopq_w4a16_gemm" if tokens <= 32 else "loopq_w4a16_tiled": 1}
-    shape = GemmShape(48, 4128, 128, 1)
+    shape = GemmShape(48, 0, 4128, 128, 1)
     assert make_plan(shape, backend.limits, 4).slices > 1, "this case is meant to split K"
 
 

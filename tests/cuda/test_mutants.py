@@ -43,7 +43,7 @@ MUTANTS = {
         "stream(next);\n        let_next",
         "unwritten",
     ),
-    "x read beyond its end": ("k < p.k)", "true)", "outside memory"),
+    "x read beyond its end": ("k >= p.k_begin && k < p.k_end", "k >= p.k_begin", "outside memory"),
     "second half of the last pair not clamped": (
         "smaller(strip + 1, p.n / 16 - 1)",
         "(strip + 1)",
@@ -70,7 +70,7 @@ MANY_MUTANTS = {
         "",
     ),
     "refill of the stage in use": ("slot == 0 ? kStages - 1 : slot - 1;", "slot;", "unwritten or in-flight"),
-    "x read beyond its end": ("k < p.k)", "true)", "outside memory"),
+    "x read beyond its end": ("k >= p.k_begin && k < p.k_end", "k >= p.k_begin", "outside memory"),
     "zeros beyond K left out": ("st_shared4(at, Vec4{0, 0, 0, 0});", ";", "unwritten"),
     "tokens beyond the last not clamped": (
         "smaller(me.token0 + row, p.m - 1)",

@@ -16,7 +16,7 @@ from tests.support.cuda.plans import ADA, SHAPES
 def test_every_layer_fits_every_device(name: str, device: DeviceLimits, group: int) -> None:
     n, k = SHAPES[name]
     for tiles in (1, 2, 4):
-        shape = GemmShape(n, k, group, tiles)
+        shape = GemmShape(n, 0, k, group, tiles)
         plan = make_plan(shape, device)
         assert plan.blocks * plan.slices <= device.multiprocessors, "every block must be resident at once"
         assert plan.shared_bytes(tiles * 8, tiles) <= device.shared_bytes
@@ -29,7 +29,7 @@ def test_every_layer_fits_every_device(name: str, device: DeviceLimits, group: i
 @pytest.mark.parametrize("name", SHAPES)
 def test_up_to_16_tokens_share_one_cut(name: str, device: DeviceLimits) -> None:
     n, k = SHAPES[name]
-    cuts = [make_plan(GemmShape(n, k, 128, tiles), device) for tiles in (1, 2)]
+    cuts = [make_plan(GemmShape(n, 0, k, 128, tiles), device) for tiles in (1, 2)]
     assert {(cut.blocks, cut.slices, cut.warps) for cut in cuts} == {
         (cuts[0].blocks, cuts[0].slices, cuts[0].warps)
     }
@@ -40,7 +40,7 @@ def test_a_hopper_chip_has_its_queue_filled(name: str) -> None:
     """48 KB of weights on their way per multiprocessor, warps to keep up, blocks within 10 % of evenly loaded."""
     n, k = SHAPES[name]
     for tiles in (1, 2):
-        plan = make_plan(GemmShape(n, k, 128, tiles), H200)
+        plan = make_plan(GemmShape(n, 0, k, 128, tiles), H200)
         assert (plan.stages - 1) * 2048 * plan.warps >= 48 * 1024
         pairs, all_tiles = n // 32, -(-k // 64)
         largest = -(-pairs // plan.blocks) * plan.slice_tiles
@@ -60,12 +60,12 @@ def test_token_tiles() -> None:
 
 
 def test_refusals() -> None:
-    shape = GemmShape(5280, 5280, 128, 1)
+    shape = GemmShape(5280, 0, 5280, 128, 1)
     with pytest.raises(ConfigError, match=r"no cut of .* fits a device with 20000 bytes"):
         make_plan(shape, DeviceLimits(108, 20_000, (8, 0)))
     with pytest.raises(
         ConfigError, match=r"no ring of a product of 100 tokens fits a device with 20000 bytes"
     ):
-        make_tiled_plan((5280, 5280, 128), 100, DeviceLimits(108, 20_000, (8, 0)))
-    with pytest.raises(ConfigError, match=r"no cut of .*in_features=96"):
-        make_plan(GemmShape(32, 96, 128, 1), H200, slices=2)
+        make_tiled_plan((5280, 0, 5280, 128), 100, DeviceLimits(108, 20_000, (8, 0)))
+    with pytest.raises(ConfigError, match=r"no cut of .*k_end=96"):
+        make_plan(GemmShape(32, 0, 96, 128, 1), H200, slices=2)

@@ -44,13 +44,13 @@ def test_reference_with_a_table() -> None:
 def test_opcheck() -> None:
     codes, scales = layer_parts()
     packed, rows = torch.from_numpy(pack_w4(codes)), torch.from_numpy(scales.T.copy())
-    bias = torch.randn(48)
+    bias, addend = torch.randn(48), torch.randn(2, 3, 48)
     op = torch.ops.loopq.w4a16_linear.default
     for args in (
-        (torch.randn(3, 160), packed, rows, None, 160, 64),
-        (torch.randn(2, 3, 160).bfloat16(), packed, rows, bias, 160, 64, torch.float32),
-        (torch.randn(5, 160).half(), packed, rows.half(), bias, 160, 64),
-        (torch.randn(3, 160), packed, rows, None, 160, 64, None, list(TABLE)),
+        (torch.randn(3, 160), packed, rows, None, None, 160, 64),
+        (torch.randn(2, 3, 160).bfloat16(), packed, rows, bias, addend, 160, 64, 0, torch.float32),
+        (torch.randn(5, 96).half(), packed, rows.half(), bias, None, 160, 64, 64),
+        (torch.randn(3, 160), packed, rows, None, None, 160, 64, 0, None, list(TABLE)),
     ):
         torch.library.opcheck(op, args)
 
@@ -67,12 +67,14 @@ def test_opcheck() -> None:
         ({"scales": torch.ones(48, 3)}, r"expected \(3, 48\), group by output"),
         ({"group_size": 48}, "group sizes 32, 64, 128"),
         ({"x": torch.ones(3, 160, dtype=torch.int32)}, "a floating-point type is needed"),
-        ({"x": torch.ones(3, 150)}, "x has 150 features; the layer has 160 inputs"),
-        ({"x": torch.ones(3, 192)}, "x has 192 features; the layer has 160 inputs"),
+        ({"x": torch.ones(3, 150)}, "150 features from input 0 on"),
+        ({"x": torch.ones(3, 192)}, "192 features from input 0 on"),
+        ({"k_begin": 16}, "160 features from input 16 on"),
         ({"levels": range(15)}, "a table has 16 levels"),
         ({"levels": range(-128, -112)}, "of -127..127"),
         ({"bias": torch.ones(48).bfloat16()}, "bias is torch.bfloat16"),
         ({"bias": torch.ones(47)}, r"expected float32 \(48,\)"),
+        ({"addend": torch.ones(2, 48)}, r"addend is torch.float32 \(2, 48\); expected float32 \(3, 48\)"),
         ({"qweight": torch.zeros(3, 384, dtype=torch.int32, device="meta")}, "qweight is on meta, x on cpu"),
     ],
 )

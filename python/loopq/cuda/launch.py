@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from loopq.cuda.layout import N_STEP, TILE_K, WORDS_PER_TILE, level_bytes, pack_w4, packed_shape
+from loopq.cuda.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, level_bytes, pack_w4, packed_shape
 from loopq.cuda.load import Backend, Kernel
 from loopq.cuda.plan import (
     TOKENS_PER_LAUNCH,
@@ -64,8 +64,10 @@ class Product:
     qweight: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
+    addend: torch.Tensor | None
     in_features: int
     group_size: int
+    k_begin: int = 0
     out_dtype: torch.dtype | None = None
     levels: Sequence[int] | None = None
 
@@ -83,9 +85,9 @@ class Product:
         return self.x.dtype if self.out_dtype is None else self.out_dtype
 
     @property
-    def layer(self) -> tuple[int, int, int]:
-        """Layer of a cut: outputs, inputs and group size."""
-        return self.out_features, self.in_features, self.group_size
+    def layer(self) -> tuple[int, int, int, int]:
+        """Layer of a cut: outputs, K range and group size."""
+        return self.out_features, self.k_begin, self.k_begin + self.width, self.group_size
 
     def checked(self) -> Product:
         """Return the product itself if its operands fit together.
@@ -105,12 +107,12 @@ class Product:
         self._check_shapes()
         self._check_extras()
         for name, tensor in self._constants().items():
-            if not tensor.is_contiguous():
+            if name != "addend" and not tensor.is_contiguous():
                 raise refuse(f"{name} is not contiguous: .contiguous() it once, when the layer is built")
         return self
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        constants = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias}
+        constants = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
         return {name: tensor for name, tensor in constants.items() if tensor is not None}
 
     def _check_types(self) -> None:
@@ -146,13 +148,21 @@ class Product:
             raise refuse(
                 f"scales of shape {tuple(self.scales.shape)}; expected ({groups}, {self.out_features}), group by output"
             )
-        if self.width != self.in_features:
-            raise refuse(f"x has {self.width} features; the layer has {self.in_features} inputs")
+        begin, width = self.k_begin, self.width
+        if begin < 0 or begin % K_STEP or width == 0 or width % K_STEP or begin + width > self.in_features:
+            raise refuse(
+                f"x has {width} features from input {begin} on; a range of the layer's {self.in_features} inputs "
+                f"that begins and ends at a multiple of {K_STEP} is needed"
+            )
 
     def _check_extras(self) -> None:
-        bias = self.bias
+        bias, addend = self.bias, self.addend
         if bias is not None and (tuple(bias.shape) != (self.out_features,) or bias.dtype != torch.float32):
             raise refuse(f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 ({self.out_features},)")
+        if addend is not None:
+            expected = (*self.x.shape[:-1], self.out_features)
+            if tuple(addend.shape) != expected or addend.dtype != torch.float32:
+                raise refuse(f"addend is {addend.dtype} {tuple(addend.shape)}; expected float32 {expected}")
 
 
 def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
@@ -167,8 +177,8 @@ def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
             )
 
 
-def workspace_size(backend: Backend, layer: tuple[int, int, int], rows: int) -> tuple[int, int]:
-    """Count partial sums and counters for (out_features, in_features, group_size) at 1 to `rows` tokens."""
+def workspace_size(backend: Backend, layer: tuple[int, int, int, int], rows: int) -> tuple[int, int]:
+    """Count partial sums and counters for (out_features, k_begin, k_end, group_size) at 1 to `rows` tokens."""
     floats = counters = 0
     for tiles in (1, 2, 4):
         shape = GemmShape(*layer, tiles)
@@ -222,7 +232,8 @@ def launch_gemm(
     flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
     if launched.reads_weights_once and p.qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
         flags |= _EVICT_FIRST
-    numbers = (rows, layer[0], -(-p.in_features // TILE_K), p.in_features, x.stride(0), out.stride(0))
+    strides = (x.stride(0), out.stride(0), 0 if p.addend is None else p.addend.stride(0))
+    numbers = (rows, layer[0], -(-p.in_features // TILE_K), *layer[1:3], *strides)
     backend.launch(
         launched.kernel,
         launched.grid,
@@ -230,7 +241,7 @@ def launch_gemm(
         launched.shared_bytes,
         (
             *(t.data_ptr() for t in (x, p.qweight, p.scales, out)),
-            0 if p.bias is None else p.bias.data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in (p.bias, p.addend)),
             *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
             *(np.int32(v) for v in (*numbers, launched.group_shift, p.scales.shape[0], flags)),
             *level_bytes(p.levels),
@@ -301,7 +312,7 @@ _GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 
 
 def _cut_in_two(
-    variant: Variant | TiledVariant, layer: tuple[int, int, int], backend: Backend
+    variant: Variant | TiledVariant, layer: tuple[int, int, int, int], backend: Backend
 ) -> tuple[int, NarrowPlan | TiledPlan, Workspace]:
     """Tokens that fill a block of the variant, a cut into two slices, and their workspace."""
     if isinstance(variant, TiledVariant):
@@ -331,7 +342,7 @@ def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
     rng = np.random.default_rng(0)
     codes = rng.permutation(np.arange(n * k) % 16 - 8).reshape(n, k).astype(np.int8)
     scales = torch.from_numpy(rng.integers(1, 5, (-(-k // group), n)).astype(np.float32))
-    tokens, plan, workspace = _cut_in_two(variant, (n, k, group), backend)
+    tokens, plan, workspace = _cut_in_two(variant, (n, 0, k, group), backend)
     x = torch.from_numpy(rng.integers(-8, 9, (tokens, k)).astype(np.float32))
     kind, _, table = variant.activation.partition("-")
     levels = _LEVELS if table else None
@@ -344,7 +355,7 @@ def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
     activations = {name: dtype for dtype, name in ACTIVATIONS.items()}[kind]
     kept = scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales])
     words = torch.from_numpy(pack_w4(codes)).to(backend.device)
-    product = Product(x.to(backend.device, activations), words, kept, None, k, group, levels=levels)
+    product = Product(x.to(backend.device, activations), words, kept, None, None, k, group, levels=levels)
     launch_gemm(backend, product, out, workspace, plan=plan)
     wrong = int((out.cpu().double() != expected).sum())
     if wrong:

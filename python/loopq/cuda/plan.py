@@ -73,10 +73,11 @@ def chip_of(device: DeviceLimits) -> Chip:
 
 @dataclass(frozen=True)
 class GemmShape:
-    """One product: outputs and inputs of a layer, and its group size (-1: per channel)."""
+    """One product: K range `k_begin..k_end` of a layer, its outputs and its group size (-1: per channel)."""
 
     out_features: int
-    in_features: int
+    k_begin: int
+    k_end: int
     group_size: int
     token_tiles: int
 
@@ -86,8 +87,9 @@ class GemmShape:
 
     @property
     def tiles(self) -> int:
-        """Number of 64-row tiles."""
-        return -(-self.in_features // TILE_ROWS)
+        """Number of 64-row tiles. A range begins at a stage, so at an even tile."""
+        first = self.k_begin // (TILE_ROWS * _STAGE_TILES) * _STAGE_TILES
+        return -(-self.k_end // TILE_ROWS) - first
 
     @property
     def stages(self) -> int:

@@ -132,7 +132,7 @@ def _clocks(plan: TiledPlan, tiles: int, weight_bytes: float, device: DeviceLimi
 
 @lru_cache(maxsize=4096)
 def make_tiled_plan(
-    layer: tuple[int, int, int],
+    layer: tuple[int, int, int, int],
     tokens: int,
     device: DeviceLimits,
     activation: str = "bf16",
@@ -142,7 +142,7 @@ def make_tiled_plan(
 ) -> TiledPlan:
     """The cheapest cut that fits the device.
 
-    `layer` has its outputs, inputs and group size. `stages` and `slices` fix the
+    `layer` has its outputs, the first and last input of the range and the group size. `stages` and `slices` fix the
     ring depth and the number of K slices (for measurements and tests).
 
     Raises
@@ -150,12 +150,12 @@ def make_tiled_plan(
     ConfigError
         If no cut fits.
     """
-    out_features, in_features, group_size = layer
+    out_features, k_begin, k_end, group_size = layer
     fold, shift = fold_of(group_size)
     pairs = (out_features // 16 + 1) // 2
-    tiles = -(-in_features // TILE_ROWS)
+    tiles = -(-k_end // TILE_ROWS) - k_begin // TILE_ROWS
     groups = -(-tokens // WARP_TOKENS)
-    weight_bytes = out_features * in_features / 2
+    weight_bytes = out_features * (k_end - k_begin) / 2
     best: tuple[float, TiledPlan] | None = None
     wide = 1 if groups == 1 else 2
     blocks = -(-pairs * wide // WARPS) * -(-groups // wide)

@@ -71,9 +71,11 @@ def spread_scales(scales: torch.Tensor, in_features: int, group_size: int) -> to
 def w4a16_linear_ref(p: Product) -> torch.Tensor:
     """Reference version of the kernel: float32 weights, float32 product, one rounding at the end."""
     weight = dequantize_packed(p)
-    out = p.x.float() @ weight.t()
+    out = p.x.float() @ weight[:, p.k_begin : p.k_begin + p.width].t()
     if p.bias is not None:
         out = out + p.bias
+    if p.addend is not None:
+        out = out + p.addend
     return out.to(p.dtype)
 
 
@@ -81,7 +83,7 @@ _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def _eager_workspace(
-    backend: Backend, layer: tuple[int, int, int], rows: int, device: torch.device
+    backend: Backend, layer: tuple[int, int, int, int], rows: int, device: torch.device
 ) -> Workspace:
     floats, pairs = workspace_size(backend, layer, rows)
     if torch.cuda.is_current_stream_capturing():
@@ -97,25 +99,30 @@ def _eager_workspace(
 def run_linear(backend: Backend, p: Product, workspace: Workspace | None = None) -> torch.Tensor:
     """The product on a backend. Above INT4_KERNEL_TOKENS tokens it dequantises and multiplies."""
     rows = _rows(p.x, "x")
+    addend = None if p.addend is None else _rows(p.addend, "addend")
     out = torch.empty((rows.shape[0], p.out_features), dtype=p.dtype, device=rows.device)
     if rows.shape[0] > INT4_KERNEL_TOKENS:
-        out.copy_(_multiply_dequantized(backend, p, rows))
+        out.copy_(_multiply_dequantized(backend, p, rows, addend))
     elif rows.shape[0] > 0:
         space = workspace or _eager_workspace(backend, p.layer, rows.shape[0], rows.device)
-        launch_gemm(backend, replace(p, x=rows), out, space)
+        launch_gemm(backend, replace(p, x=rows, addend=addend), out, space)
     return out.view(*p.x.shape[:-1], p.out_features)
 
 
-def _multiply_dequantized(backend: Backend, p: Product, rows: torch.Tensor) -> torch.Tensor:
+def _multiply_dequantized(
+    backend: Backend, p: Product, rows: torch.Tensor, addend: torch.Tensor | None
+) -> torch.Tensor:
     weight = torch.empty((p.out_features, p.in_features), dtype=rows.dtype, device=rows.device)
     launch_dequantize(backend, p, weight)
-    product = torch.nn.functional.linear(rows, weight)
-    return product if p.bias is None else product.float() + p.bias
+    product = torch.nn.functional.linear(rows, weight[:, p.k_begin : p.k_begin + p.width])
+    if p.bias is None and addend is None:
+        return product
+    return product.float() + (0 if p.bias is None else p.bias) + (0 if addend is None else addend)
 
 
 _SCHEMA = (
-    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? bias, int in_features, "
-    "int group_size, ScalarType? out_dtype=None, int[]? levels=None) -> Tensor"
+    "w4a16_linear(Tensor x, Tensor qweight, Tensor scales, Tensor? bias, Tensor? addend, int in_features, "
+    "int group_size, int k_begin=0, ScalarType? out_dtype=None, int[]? levels=None) -> Tensor"
 )
 _library = torch.library.Library("loopq", "FRAGMENT")
 _library.define(_SCHEMA)
@@ -147,26 +154,28 @@ def w4a16_linear(
     qweight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
     *,
     in_features: int,
     group_size: int,
+    k_begin: int = 0,
     out_dtype: torch.dtype | None = None,
     levels: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """``x @ (s q)^T (+ bias)`` for int4 weights, as the operator ``loopq::w4a16_linear``.
+    """``x @ (s q)^T (+ bias) (+ addend)`` for int4 weights, as the operator ``loopq::w4a16_linear``.
 
     Parameters
     ----------
-    x : torch.Tensor, bfloat16 or float16 (any floating type on the CPU), shape (..., in_features)
-        The layer's inputs, a multiple of 32. A GPU needs unit stride along the width, 16-byte
+    x : torch.Tensor, bfloat16 or float16 (any floating type on the CPU), shape (..., width)
+        Inputs ``k_begin .. k_begin + width``, multiples of 32. A GPU needs unit stride along the width, 16-byte
         alignment, and a uniform row stride that is a multiple of 8.
     qweight : torch.Tensor, int32, shape (out / 16, ceil(in / 64) * 128)
         See `loopq.cuda.layout.pack_w4`.
     scales : torch.Tensor, float32, bfloat16 or float16, shape (ceil(in / group_size), out)
-    bias : torch.Tensor or None, float32, shape (out,)
+    bias, addend : torch.Tensor or None, float32, shapes (out,) and (..., out)
         Added to the float32 sum before it is rounded.
-    in_features : int
-        Inputs of the layer.
+    in_features, k_begin : int
+        Width of the whole layer, and the first input in x, which may cover a part of it.
     group_size : int
         32, 64, 128 or a larger power of two. -1 for one scale per output.
     out_dtype : torch.dtype or None
@@ -196,6 +205,6 @@ def w4a16_linear(
         known = ", ".join(_DEVICES)
         raise refuse(f"x is on {x.device}; there are implementations for {known}: move x and the layer")
     out: torch.Tensor = torch.ops.loopq.w4a16_linear(
-        x, qweight, scales, bias, in_features, group_size, out_dtype, levels
+        x, qweight, scales, bias, addend, in_features, group_size, k_begin, out_dtype, levels
     )
     return out

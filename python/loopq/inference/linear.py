@@ -299,7 +299,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def product(self, x: torch.Tensor) -> Product:
         """The operands of the int4 kernel for a layer in its layout."""
-        operands = x, self.qweight, self.scales, self.bias, self.in_features, self.group_size
+        operands = x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size
         return Product(*operands, levels=_sixteenths(self.held.grid))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class EmulatedBackend:
         packed_integers = (ctypes.c_int * len(integers))(*integers)
         seed = ctypes.c_uint64(self.launches.total())
         if kernel.entry in ("loopq_w4a16_gemm", "loopq_w4a16_tiled"):
-            assert (len(pointers), len(integers), len(floats)) == (7, 13, 0)
+            assert (len(pointers), len(integers), len(floats)) == (8, 15, 0)
             warps = int(defines.get("LQ_TOKEN_WARPS", 0))
             tiles = 8 * warps or int(defines["LQ_MT"])
             numbers = [int(defines.get(name, 0)) for name in ("LQ_FOLD", "LQ_STAGES")]

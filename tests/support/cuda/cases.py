@@ -46,11 +46,18 @@ class Case:
     slices: int = 1
     warps: int = 4
     stages: int = 4
+    k_begin: int = 0
+    k_end: int | None = None
     bias: bool = False
+    addend: bool = False
     out_float32: bool = True
     x_gap: int = 8
     out_gap: int = 3
     seed: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.k if self.k_end is None else self.k_end
 
     @property
     def levels(self) -> tuple[int, ...] | None:
@@ -74,10 +81,10 @@ class Case:
         """The case's own cut; of a tiled product only its slices and its ring are free."""
         fold, shift = fold_of(self.group)
         if self.tiled:
-            layer = (self.n, self.k, self.group)
+            layer = (self.n, self.k_begin, self.end, self.group)
             types = (self.activation, self.scales)
             return make_tiled_plan(layer, self.tokens, H200, *types, self.stages, self.slices)
-        shape = GemmShape(self.n, self.k, self.group, 1)
+        shape = GemmShape(self.n, self.k_begin, self.end, self.group, 1)
         slices = min(self.slices, shape.stages)
         tiles = min(2 * -(-shape.stages // slices), shape.tiles)
         return NarrowPlan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift)
@@ -93,6 +100,7 @@ class Problem:
     scale_bits: np.ndarray
     x: np.ndarray
     bias: np.ndarray | None
+    addend: np.ndarray | None
     expected: np.ndarray
 
 
@@ -112,16 +120,23 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
         "fp16": (to_fp16, from_fp16),
     }[case.scales]
     scale_bits = to_bits(raw)
-    x = np.full((case.tokens, case.k + case.x_gap), POISON, np.uint16)
+    width = case.end - case.k_begin
+    x = np.full((case.tokens, width + case.x_gap), POISON, np.uint16)
     # The largest stream of all tokens, drawn once, so that fewer tokens are a prefix of more.
-    x[:, : case.k] = encode(rng.standard_normal((max(64, case.tokens), case.k)))[: case.tokens]
+    x[:, :width] = encode(rng.standard_normal((max(64, case.tokens), case.k)))[
+        : case.tokens, case.k_begin : case.end
+    ]
     size = case.k if case.group == -1 else case.group
     weights = values * np.repeat(to_float(scale_bits).T.astype(np.float64), size, axis=1)[:, : case.k]
-    expected = decode(x[:, : case.k]).astype(np.float64) @ weights.T
+    expected = decode(x[:, :width]).astype(np.float64) @ weights[:, case.k_begin : case.end].T
     bias = rng.standard_normal(case.n).astype(np.float32) if case.bias else None
+    addend = rng.standard_normal((case.tokens, case.n + 5)).astype(np.float32) if case.addend else None
     if bias is not None:
         expected = expected + bias
-    return Problem(case, codes, values, scale_bits, x, bias, expected)
+    if addend is not None:
+        addend[:, case.n :] = np.nan
+        expected = expected + addend[:, : case.n]
+    return Problem(case, codes, values, scale_bits, x, bias, addend, expected)
 
 
 def run(
@@ -137,9 +152,11 @@ def run(
         case.tokens,
         case.n,
         -(-case.k // 64),
-        case.k,
+        case.k_begin,
+        case.end,
         problem.x.shape[1],
         stride,
+        0 if problem.addend is None else problem.addend.shape[1],
         case.plan.group_shift,
         problem.scale_bits.shape[0],
         flags,
@@ -154,6 +171,7 @@ def run(
         out=out,
         scalars=scalars,
         bias=problem.bias,
+        addend=problem.addend,
         seed=case.seed,
         shared_bytes=shared_bytes,
     )

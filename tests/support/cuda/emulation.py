@@ -134,6 +134,7 @@ def run_gemm(
     out: np.ndarray,
     scalars: tuple[int, ...],
     bias: np.ndarray | None = None,
+    addend: np.ndarray | None = None,
     seed: int = 0,
     shared_bytes: int | None = None,
 ) -> np.ndarray:
@@ -148,6 +149,7 @@ def run_gemm(
         memory.place(scales, "scales"),
         memory.place(out, "out", writable=True),
         memory.place(bias, "bias"),
+        memory.place(addend, "addend"),
         memory.place(partials, "partials", writable=True),
         memory.place(counters, "counters", writable=True),
     ]
@@ -165,11 +167,11 @@ def run_gemm(
         (ctypes.c_int * 5)(*choice),
         (ctypes.c_longlong * 4)(*sizes.grid, sizes.threads, shared_bytes),
         ctypes.c_uint64(seed),
-        (ctypes.c_void_p * 7)(*(address for address, _ in placed)),
+        (ctypes.c_void_p * 8)(*(address for address, _ in placed)),
         (ctypes.c_int * len(scalars))(*scalars),
     )
     memory.check(status)
-    left_over = placed[6][1]
+    left_over = placed[7][1]
     assert left_over is not None
     assert not left_over.any(), "the kernel must leave its counters at zero"
     written = placed[3][1]

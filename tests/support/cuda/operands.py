@@ -15,6 +15,7 @@ def operands(group_size: int = 64, tokens: int = 3, dtype: torch.dtype = torch.b
         "qweight": torch.from_numpy(pack_w4(codes)),
         "scales": torch.from_numpy(scales.T.copy()),
         "bias": None,
+        "addend": None,
         "in_features": 160,
         "group_size": group_size,
     }

@@ -137,11 +137,11 @@ int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 se
     }
     loopq::Arguments a;
     a.x = pointers[0], a.weights = pointers[1], a.scales = pointers[2], a.out = pointers[3];
-    a.bias = pointers[4], a.partials = pointers[5], a.counters = pointers[6];
-    a.m = scalars[0], a.n = scalars[1], a.k_tiles = scalars[2], a.k = scalars[3];
-    a.x_stride = scalars[4], a.out_stride = scalars[5];
-    a.group_shift = scalars[6], a.scale_rows = scalars[7], a.flags = scalars[8];
-    memcpy(&a.table, scalars + 9, 16);
+    a.bias = pointers[4], a.addend = pointers[5], a.partials = pointers[6], a.counters = pointers[7];
+    a.m = scalars[0], a.n = scalars[1], a.k_tiles = scalars[2], a.k_begin = scalars[3], a.k_end = scalars[4];
+    a.x_stride = scalars[5], a.out_stride = scalars[6], a.addend_stride = scalars[7];
+    a.group_shift = scalars[8], a.scale_rows = scalars[9], a.flags = scalars[10];
+    memcpy(&a.table, scalars + 11, 16);
     return launch((int)launch_shape[0], (int)launch_shape[1], (int)launch_shape[2], (size_t)launch_shape[3], seed,
                   [body, &a] { body(&a); });
 }

@@ -86,7 +86,7 @@ _PLUGIN = "loopq's plugin (loopq.integrations.vllm)"
 #: The first entry of an engine, a system and a format holds; without one the engine does not run the system.
 ENTRIES = (
     Support(
-        "transformers", ("huginn",), "optimum leaves its buffers without data", "5.24 with optimum 2.3: run", _PAIRS, _GPTQ,
+        "transformers", ("huginn",), "optimum leaves buffers without data", "5.24 with optimum 2.3: run", _PAIRS, _GPTQ,
         runs=False,
     ),
     Support(

@@ -47,7 +47,9 @@ def _steps_matter_less(result: Found) -> Claim:
     )
     text = "the step of calibration matters less to AWQ than to GPTQ"
     why = unresolved(max(float(np.ptp([k.mean() for k in half])) for half in (kl[:3], kl[3:])))
-    return Claim(result["model"], text, numbers, interval, 1.0, below=True, why_open=why, differs="the method")
+    return Claim(
+        result["model"], text, numbers, interval, 1.0, below=True, why_open=why, differs="the method"
+    )
 
 
 def claims(result: Found) -> list[Claim]:

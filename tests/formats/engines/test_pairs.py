@@ -35,7 +35,8 @@ def test_a_pair_gives_equal_logits_or_is_refused(walked, model, form):
             assert reading.same or reading.skipped, reading.line()
     # A refusal that names a run is one: the forced file is read wrong.
     for engine in pair.wrong:
-        if engine in pair.readings:
+        # A tolerance as large as the logits shows nothing: rounding sent a token to another expert.
+        if engine in pair.readings and pair.readings[engine].allowed < 1:
             assert not pair.readings[engine].same, f"{engine} reads {model} in {form}: the table refuses it"
 
 

@@ -86,9 +86,7 @@ def machine():
         for line in (info.read_text().splitlines() if info.is_file() else [])
         if line.startswith("model name")
     ]
-    instructions = torch.backends.cpu.get_cpu_capability()
-    processor = f"{names[0] if names else platform.processor()}, {instructions}"
-    return f"{processor}, torch {torch.__version__}, numpy {np.__version__}"
+    return f"{names[0] if names else platform.processor()}, torch {torch.__version__}, numpy {np.__version__}"
 
 
 PAPER = {"method": "gptq", "scale_search": "max"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.calibrate.hessian_set import HessianSet
-from loopq.errors import ConfigError
+from loopq.errors import CalibrationError, ConfigError, OutOfMemoryError
 from tests.support.runs import job_of, run_of
 
 
@@ -56,9 +56,27 @@ def test_rounded_sums_have_the_bits_of_the_exact_ones(tiny, tokens):
         assert [summed.n_rows(t) for t in summed.steps] == [one.n_rows(t) for t in one.steps]
         assert summed.trace() == pytest.approx(one.trace())
         assert summed.upper.nbytes <= sums.n_bytes(group) / 2
+        np.testing.assert_array_equal(summed.matrix(list(summed.steps)), one.matrix())
+        for ask in (lambda x: x.matrix([0]), lambda x: x.diagonal([0]), lambda x: x.trace(0)):
+            if len(summed.steps) > 1:
+                with pytest.raises(CalibrationError, match="were rounded as one"):
+                    ask(summed)
+        with pytest.raises(CalibrationError, match="were rounded as one"):
+            summed.matrix(weights=[1.0] * len(summed.steps))
     sums.drop(groups[0])
     with pytest.raises(KeyError):
         sums.accumulator(groups[0], sums.steps[groups[0]])
+
+
+def test_want_of_memory_for_rounding_names_the_layer(tiny, tokens, monkeypatch):
+    def none(parts):
+        raise MemoryError("Unable to allocate 4.00 MiB")
+
+    sums = run_of(tiny, tokens).sums()
+    sums.run_pass(list(sums.steps))
+    monkeypatch.setattr(np, "concatenate", none)
+    with pytest.raises(OutOfMemoryError, match=r"^layer [\w.]+weight: no memory: Unable .* --memory bounds"):
+        sums.round(list(sums.steps))
 
 
 def test_separate_steps_are_not_rounded(tiny, tokens):

@@ -15,7 +15,7 @@ from loopq.calibrate.hessians import StepHessians
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.calibrate.select import pools
-from loopq.errors import ConfigError
+from loopq.errors import CalibrationError, ConfigError, naming
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal, Snapshots
 from loopq.terminal.progress import Progress, Silent
@@ -119,8 +119,9 @@ class HessianSet:
 
     def round(self, input_groups: Sequence[str]) -> None:
         """Round finished sums over all steps to double precision, in which layers are solved. Nothing can be added."""
-        if not self.per_step:
-            self._rounded |= {g: _Rounded(self.accumulators.pop(g)) for g in input_groups}
+        for group in () if self.per_step else input_groups:
+            with naming(group):
+                self._rounded[group] = _Rounded(self.accumulators.pop(group))
 
     def share_pass(
         self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
@@ -207,16 +208,25 @@ class _Rounded:
         return self._rows[step]
 
     def trace(self, step: int | None = None) -> float:
-        return float(self.diagonal().sum())
+        return float(self.diagonal(None if step is None else [step]).sum())
 
     def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
-        return np.diag(self.matrix()).copy()
+        self._check(steps, None)
+        return np.take(self.upper, np.cumsum(np.arange(self.dim, 0, -1)) - np.arange(self.dim, 0, -1))
 
     def matrix(
         self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
     ) -> NDArray[np.float64]:
+        self._check(steps, weights)
         whole, first = np.empty((self.dim, self.dim)), 0
         for i in range(self.dim):
             whole[i, i:] = whole[i:, i] = self.upper[first : first + self.dim - i]
             first += self.dim - i
         return whole
+
+    def _check(self, steps: Sequence[int] | None, weights: Sequence[float] | None) -> None:
+        if weights is not None or (steps is not None and sorted(steps) != self.steps):
+            raise CalibrationError(
+                f"the sums over steps {self.steps} were rounded as one; steps {steps} with weights {weights} need "
+                "separate sums"
+            )

@@ -226,7 +226,4 @@ class _Rounded:
 
     def _check(self, steps: Sequence[int] | None, weights: Sequence[float] | None) -> None:
         if weights is not None or (steps is not None and sorted(steps) != self.steps):
-            raise CalibrationError(
-                f"the sums over steps {self.steps} were rounded as one; steps {steps} with weights {weights} need "
-                "separate sums"
-            )
+            raise CalibrationError(f"steps {steps}, weights {weights}: {self.steps} were rounded as one")

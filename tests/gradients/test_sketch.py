@@ -96,3 +96,18 @@ def test_sums_of_bfloat16_rows_are_those_in_float64(n_gradients, n_steps):
     assert all(x.dtype == torch.float32 for x in parts)
     for value, expected in zip(parts, [*blocks, right, spread], strict=True):
         assert float((value - expected).norm() / expected.norm()) < 0.03
+
+
+def test_sums_of_bfloat16_rows_have_no_negative_direction():
+    """One direction is a thousand times as strong as the others."""
+    generator = torch.Generator().manual_seed(6)
+    side = Both({}, {}, {}, {"w": torch.ones(64)}, Sketch({"w": torch.eye(64)}, 3, 64, 0, 1))
+    task = Task(SharedParameter("w", ("w",), 64, 64, "out_in", 1, "mlp"), LayerConfig(), (), None)
+    for number in range(30):
+        side.begin(number, 0)
+        x, d = ((30 + torch.randn(4, 64, generator=generator)).bfloat16() for _ in range(2))
+        side.take("w", side.keep(task, x), d)
+        side.end()
+    for found in (side.right["w"], *side.left["w"]):
+        values = torch.linalg.eigvalsh(found.double())
+        assert values[0] > -1e-6 * values[-1]

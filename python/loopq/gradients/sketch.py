@@ -110,11 +110,9 @@ def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], f
 
 
 def _add_square(to: Tensor, part: Tensor) -> None:
-    """Add P P^T to a sum in float32, where P may be in bfloat16."""
-    if part.dtype == to.dtype:
-        to.addmm_(part, part.T)
-    else:
-        to.add_(part @ part.T)
+    """Add P P^T to a sum in float32, where P may be in bfloat16: a product rounded to bfloat16 is not semidefinite."""
+    part = part.to(to.dtype)
+    to.addmm_(part, part.T)
 
 
 Kept = tuple[Tensor, ...]

@@ -38,7 +38,7 @@ $(VENV)/torch.stamp: $(VENV)/base.stamp
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
 	@sh tools/toolchain.sh $(PY)
 	@echo 'compiling the Rust core: about a minute on two cores'
-	CARGO_TERM_QUIET=true PIP_QUIET=1 nice $(BIN)/maturin develop --release --quiet
+	VIRTUAL_ENV=$(abspath $(VENV)) CARGO_TERM_QUIET=true PIP_QUIET=1 nice $(BIN)/maturin develop --release --quiet
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp

@@ -2,7 +2,7 @@
 
 import loopq
 
-loopq.quantize("huginn_small", out="Q", group_size=32, n_prompts=4)
+loopq.quantize("huginn_small", out="Q", group_size=32, levels="even", n_prompts=4)
 
 # compressed-tensors is what transformers, vLLM and SGLang read. The export is read back and compared.
 loopq.export("Q", "C", "compressed-tensors")

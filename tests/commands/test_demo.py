@@ -20,7 +20,7 @@ def test_demo_command(capsys, monkeypatch, small_demo, tmp_path):
         "GPTQ, trajectory",
         "GPTQ, llm-compressor's rules",
         "loopq",
-        "loopq, uneven levels",
+        "loopq, even levels",
         "loopq, preset best",
         "KL (nats)",
         "bits/byte",

@@ -126,7 +126,7 @@ def test_patterns_and_presets_change_the_settings():
     assert read("--preset", "fast") == QuantConfig().changed(**PRESETS["fast"])
     # An option is stronger than the preset.
     assert read("--preset", "paper", "--scale-search", "mse") == QuantConfig().changed(
-        method="gptq", scale_search="mse"
+        method="gptq", scale_search="mse", levels="even"
     )
     base = QuantConfig().changed(bits=3, exclude=("x",), include=("y",))
     args = PARSER.parse_args([*BASE, "--exclude", "z", "--include", "w"])

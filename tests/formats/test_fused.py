@@ -70,7 +70,7 @@ def test_parts_of_unlike_grids_or_dense_ones_are_refused(tmp_path: Path) -> None
             write_as(tmp_path / "c", result, "compressed-tensors", names="published")
     # Before the run, too.
     with pytest.raises(CheckpointError, match="k_proj is dense"):
-        config = QuantConfig(exclude=("*.k_proj.weight",))
+        config = QuantConfig.of(levels="even", exclude=("*.k_proj.weight",))
         refuse_early(load_model(tmp_path / "m"), config, "compressed-tensors", names="published")
 
 

@@ -91,7 +91,14 @@ def machine():
 
 PAPER = {"method": "gptq", "scale_search": "max"}
 G = {**PAPER, "group_size": 16}
-CD = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "group_size": 16, "bits": 3}
+CD = {
+    "method": "gptq-cd",
+    "metric": "inputs",
+    "damping_kind": "diagonal",
+    "group_size": 16,
+    "bits": 3,
+    "levels": "even",
+}
 LOOP = {**CD, "metric": "loop", "metric_draws": 4}
 EXACT = {
     **{f"rtn-{b}": {**G, "method": "rtn", "bits": b} for b in (2, 3, 4, 8)},
@@ -126,7 +133,8 @@ EXACT = {
             loopq.Override("adapter.weight", {"bits": 8, "steps": "first"}),
             loopq.Override("re:^[qkv]", {"method": "rtn", "group_size": 8}),
             loopq.Override(
-                "fc.weight", {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal"}
+                "fc.weight",
+                {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "levels": "even"},
             ),
             loopq.Override("proj.weight", {"symmetric": False, "step_weights": "balanced"}),
         ),

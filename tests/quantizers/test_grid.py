@@ -9,6 +9,7 @@ from loopq.layers.grids.asymmetric import Asymmetric
 from loopq.layers.grids.fp4 import MXFP4
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.table import Fitted, uneven
+from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.grid import GridSettings
 
 
@@ -19,9 +20,6 @@ from loopq.quantizers.grid import GridSettings
         (GridSettings(3, 32, scale_dtype="float32"), Integer(3, 32, "float32")),
         (GridSettings(2, -1, symmetric=False), Asymmetric(2, -1, "float16")),
         (GridSettings(4, 32, levels="uneven"), uneven(4, 32, "float16")),
-        (GridSettings(3, 32, levels="auto"), uneven(3, 32, "float16")),
-        (GridSettings(8, 32, levels="auto"), Integer(8, 32, "float16")),
-        (GridSettings(4, 32, symmetric=False, levels="auto"), Asymmetric(4, 32, "float16")),
     ],
 )
 def test_settings_give_their_grid(settings, grid):
@@ -38,13 +36,16 @@ def test_some_levels_bring_bits_groups_or_a_fit():
 
 def test_auto_is_uneven_where_a_table_exists():
     chosen = {
-        (bits, s): GridSettings(bits, 32, s, "auto").chosen for bits in (2, 4, 8) for s in (True, False)
+        (bits, s): LayerConfig.of(bits=bits, symmetric=s).decided().grid.levels
+        for bits in (2, 4, 8)
+        for s in (True, False)
     }
     assert chosen == {
         (2, True): "uneven", (4, True): "uneven", (8, True): "even",
         (2, False): "even", (4, False): "even", (8, False): "even",
     }  # fmt: skip
-    assert GridSettings(levels="even").chosen == "even"
+    for given in ("even", "fitted"):
+        assert LayerConfig.of(levels=given).decided().grid.levels == given
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
         grid = config.for_layer(name).grid
         assert facts["layers"][name] == {k: getattr(grid, k) for k in ("bits", "group_size", "levels")}
         assert (grid.bits, grid.group_size) == (layer.grid.bits, layer.grid.group_size)
-        assert config.for_layer(f"{name}.more") == FULL.layer
+        assert config.for_layer(f"{name}.more") == FULL.layer.decided()
         assert again.layers[name].same_as(layer)
     loaded = loopq.load(tmp_path / "q")
     name = "transformer.adapter.weight"

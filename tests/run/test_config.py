@@ -63,18 +63,27 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
     assert layer.method.damping.kind == "diagonal"
 
 
-def test_preset_best_has_a_table_of_levels_in_native_files_alone():
-    best = QuantConfig.of(preset="best")
+@pytest.mark.parametrize("preset", [None, "best"])
+def test_native_files_alone_have_a_table_of_levels(preset):
+    best = QuantConfig.of(preset=preset)
     for changes, name in (
         ({}, "table"), ({"bits": 3}, "table"), ({"bits": 8}, "integer"), ({"symmetric": False}, "asymmetric"),
     ):  # fmt: skip
         changed = best.changed(**changes)
-        assert changed.layer.grid.make().name == name
+        assert changed.for_layer("any").grid.make().name == name
         assert changed.for_format(native=True) == changed
         assert changed.for_format(native=False).layer.grid.levels == "even"
     one = QuantConfig.of(Override("*", {"levels": "auto"})).for_format(native=False)
     assert [o.changes for o in one.overrides] == [{"levels": "even"}]
     assert best.changed(levels="fitted").for_format(native=False).layer.grid.levels == "fitted"
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq-fold", "trellis"])
+def test_other_methods_have_even_levels_by_default(method):
+    config = QuantConfig.of(Override("a.*", {"method": "gptq-cd"}), method=method)
+    assert config.for_layer("b.weight").grid.levels == "even"
+    assert config.for_layer("a.weight").grid.levels == "uneven"
+    assert config.preset("fast").for_layer("a.weight").grid.levels == "even"
 
 
 def test_awq_folds_in_formats_of_other_tools():

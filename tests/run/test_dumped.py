@@ -41,7 +41,7 @@ def test_solve_reaches_preset_best(loaded, tokens, dump):
 
 def test_metric_auto_takes_what_the_dump_holds(dump, tmp_path):
     result = loopq.solve(dump, bits=3, group_size=20, threads=1, out=tmp_path / "q")
-    same(result, loopq.solve(dump, threads=1, **BEST | {"beam": 16, "rounds": 1, "levels": "even"}))
+    same(result, loopq.solve(dump, threads=1, **BEST | {"beam": 16, "rounds": 1}))
     method = read(tmp_path / "q").settings["quantization"]["layer"]["method"]
     assert method["metric"] == {"kind": "loop", "draws": 2, "prompts": 3}
     inputs = loopq.solve(dump, preset="fast", bits=3, group_size=20, threads=1)

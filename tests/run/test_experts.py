@@ -157,7 +157,7 @@ def test_an_expert_without_rows_is_rounded_and_said_so(loaded, tokens, method):
             assert layer.report["method_done"] == method
             continue
         weight = loaded.model.get_parameter(name).detach().numpy()
-        config = QuantConfig.of(method=method, **options, **GRID).layer
+        config = QuantConfig.of(method=method, **options, **GRID).for_layer(name)
         search = getattr(config.method, "scale_search", "mse")
         rounded = RTN(scale_search=search).quantize(Problem(name, weight, None, config.grid))
         np.testing.assert_array_equal(layer.codes, rounded.codes)

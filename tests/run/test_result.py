@@ -33,6 +33,7 @@ def test_checkpoint_holds_what_was_solved(loaded, tokens, checkpoint_folder):
 
 def worker(dump, out, *more):
     argv = [sys.executable, "-m", "loopq", "solve", dump, "--out", out, "--bits", "3", "--group-size", "20"]
+    argv += ["--levels", "even"]
     return subprocess.Popen(
         [*map(str, argv), "--method", "gptq", "--scale-search", "max", *(more or ["--worker"])],
         stdout=subprocess.PIPE,

@@ -189,10 +189,10 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
         "--preset",
         choices=tuple(PRESETS),
         help="best: closest to full precision, with four gradients of every prompt and layers one after the other; "
-        "small: the same with 3 bits on a trellis, 8 outside the loop; fast: without gradients; paper: GPTQ over the "
-        "trajectory as published (default: one gradient of every prompt)"
+        "small: the same with 3 bits on a trellis, 8 outside the loop; fast: even levels, no gradients; paper: GPTQ "
+        "over the trajectory as published (default: one gradient of every prompt)"
         if model
-        else "best: widest search and uneven levels; small: 3 bits on a trellis; fast: without the dump's gradients; "
+        else "best: widest search; small: 3 bits on a trellis; fast: even levels, without the dump's gradients; "
         "paper: GPTQ over the trajectory as published",
     )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)

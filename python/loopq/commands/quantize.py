@@ -200,7 +200,7 @@ class _Command:
     def is_plain(self) -> bool:
         """Whether the settings are the default ones of their bits and groups."""
         grid = self.config.layer.grid
-        plain = LayerConfig.of(bits=grid.bits, group_size=grid.group_size)
+        plain = LayerConfig.of(bits=grid.bits, group_size=grid.group_size, levels=grid.levels)
         return self.config.layer == plain and self.config.fit is None
 
     def quantize(self, progress: Progress, ranks: Ranks | None) -> tuple[Checkpoint, list[str]]:

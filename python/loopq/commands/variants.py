@@ -31,8 +31,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("GPTQ, one step", {**PRESETS["paper"], "steps": "first"}),
     ("GPTQ, trajectory", dict(PRESETS["paper"])),
     ("GPTQ, llm-compressor's rules", LLM_COMPRESSOR),
+    ("loopq, even levels", {"levels": "even"}),
     ("loopq", {}),
-    ("loopq, uneven levels", {"levels": "uneven"}),
 )
 BEST = ("loopq, preset best", dict(PRESETS["best"]))
 GRIDS = ((4, 32), (3, 32))

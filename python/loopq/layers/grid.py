@@ -97,7 +97,7 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
-    instead: ClassVar[str] = "with --levels even"
+    instead: ClassVar[str] = "with --levels even (`quantize --format` has them by itself)"
     #: Whether a scale may be any number of its type, independent of other groups.
     own_scales: ClassVar[bool] = True
     #: Type of zero points, or of offsets.

@@ -16,7 +16,7 @@ from loopq.errors import SolveError, naming
 from loopq.layers.grid import SCALE_DTYPES, Grid, ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.damping import Damping
-from loopq.quantizers.grid import GridSettings
+from loopq.quantizers.grid import EVEN, GridSettings
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.settings.declare import Chosen
 
@@ -145,8 +145,8 @@ class Problem:
         `grid` is a grid of the method's own, instead of the one that the settings give.
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-        if grid is None and self.settings.chosen != "even":
-            report["levels"] = self.settings.chosen
+        if grid is None and self.settings.levels not in EVEN:
+            report["levels"] = self.settings.levels
         return QuantizedLayer(
             name=self.name,
             grid=grid or self.grid,
@@ -178,6 +178,8 @@ class Method(Chosen):
         Whether layers of one input share a transform, which the layer before takes in an export.
     has_twin : bool
         Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
+    prefers_uneven : bool
+        Whether levels "auto" are uneven.
     """
 
     needs_hessian: ClassVar[bool] = True
@@ -185,6 +187,7 @@ class Method(Chosen):
     transforms: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     has_twin: ClassVar[bool] = False
+    prefers_uneven: ClassVar[bool] = False
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:

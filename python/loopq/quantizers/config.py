@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loopq.errors import ConfigError
+from loopq.layers.grids.table import UNEVEN
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import Rotation, RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.quantizers.grid import GridSettings
+from loopq.quantizers.grid import AUTO, GridSettings
 from loopq.settings.declare import Settings, block, check, choice, leaves
 from loopq.settings.patterns import check_syntax, matches
 from loopq.settings.registry import did_you_mean
@@ -47,6 +48,11 @@ class LayerConfig(Settings):
     def of(cls, **changes: Any) -> LayerConfig:
         """Return the default settings with some flat names ("bits", "method", "damping", ...) changed."""
         return cls().changed(**changes)
+
+    def decided(self) -> LayerConfig:
+        """Return the settings with levels for "auto": uneven where the method prefers these and a table exists."""
+        tabled = self.method.prefers_uneven and self.grid.symmetric and self.grid.bits in UNEVEN
+        return self.changed(levels="uneven" if tabled else "even") if self.grid.levels == AUTO else self
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer, in the rotated basis if the settings have a rotation.

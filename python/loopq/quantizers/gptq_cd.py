@@ -82,6 +82,7 @@ class GPTQCD(Method):
 
     rounds_as_published: ClassVar[bool] = False
     has_twin: ClassVar[bool] = True
+    prefers_uneven: ClassVar[bool] = True
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")

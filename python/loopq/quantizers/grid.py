@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from loopq.errors import ConfigError
 from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleType
 from loopq.layers.grids import LEVELS, even
-from loopq.layers.grids.table import UNEVEN
 from loopq.settings.declare import Settings, setting
 
-#: Levels that the format decides: those of preset best.
+#: Levels that the method and the format decide.
 AUTO = "auto"
+#: Levels of whole numbers, and of what nothing has decided.
+EVEN = ("even", AUTO)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class GridSettings(Settings):
         Signed codes without a zero point; else unsigned codes, with a zero point for each group.
     levels : str
         Values of the codes, in units of the scale. `even` has whole numbers. The other names have values, and often
-        bits and groups, of their own (docs/formats/levels.md). `auto`, part of preset best, is `uneven` in loopq's own
+        bits and groups, of their own (docs/formats/levels.md). `auto` is `uneven` with method gptq-cd in loopq's own
         format for symmetric codes of 2, 3 or 4 bits. Elsewhere it is `even`.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales. Scales are rounded to it before any code is computed.
@@ -41,7 +42,7 @@ class GridSettings(Settings):
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
     symmetric: bool = setting(True, off="asymmetric")
-    levels: str = setting("even", names=LEVELS)
+    levels: str = setting(AUTO, names=LEVELS)
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
 
@@ -49,7 +50,7 @@ class GridSettings(Settings):
         super().__post_init__()
         if self.group_size != PER_CHANNEL and self.group_size < 1:
             raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
-        if self.levels not in ("even", AUTO):
+        if self.levels not in EVEN:
             if not self.symmetric:
                 raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
             self._check_levels(self.make())
@@ -70,20 +71,10 @@ class GridSettings(Settings):
                     f"{asked}: leave --{name.replace('_', '-')} away"
                 )
 
-    @property
-    def chosen(self) -> str:
-        """The levels in loopq's own format."""
-        if self.levels != AUTO:
-            return self.levels
-        return "uneven" if self.symmetric and self.bits in UNEVEN else "even"
-
     def make(self) -> Grid:
         """Return the grid of the codes."""
-        if self.chosen != "even":
-            return LEVELS.get(self.chosen)(self.bits, self.group_size, self.scale_dtype)
+        if self.levels not in EVEN:
+            return LEVELS.get(self.levels)(self.bits, self.group_size, self.scale_dtype)
         return even(
-            bits=self.bits,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            scale_dtype=self.scale_dtype,
+            bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype
         )

@@ -14,7 +14,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings, sides
-from loopq.quantizers.grid import AUTO, GridSettings
+from loopq.quantizers.grid import EVEN, GridSettings
 from loopq.quantizers.loop_metric import BLOCK
 from loopq.settings.declare import block, setting
 
@@ -96,7 +96,7 @@ class TrellisMethod(Method):
         ConfigError
             Unsupported bits or symmetry, or too few state bits.
         """
-        if grid.bits == 8 or not grid.symmetric or grid.levels not in ("even", AUTO):
+        if grid.bits == 8 or not grid.symmetric or grid.levels not in EVEN:
             kind = (
                 f"{grid.bits} bits, {'symmetric' if grid.symmetric else 'asymmetric'}, levels {grid.levels}"
             )

@@ -23,10 +23,10 @@ from loopq.settings.registry import did_you_mean
 _TOP: Mapping[str, Any] = {"metric": "loop", "metric_draws": 4, "inputs": "asymmetric"}
 #: Named settings: closest to full precision, with gradients; the smallest file; without gradients; the paper's method.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {"method": "gptq-cd", **_TOP, "beam": 64, "rounds": 4, "levels": AUTO},
+    "best": {"method": "gptq-cd", **_TOP, "beam": 64, "rounds": 4},
     "small": {"method": "trellis", "state_bits": 14, **_TOP, "rotation": "hadamard", "bits": 3, "outside": 8},
-    "fast": {"method": "gptq-cd", "metric": "inputs"},
-    "paper": {"method": "gptq", "scale_search": "max"},
+    "fast": {"method": "gptq-cd", "metric": "inputs", "levels": "even"},
+    "paper": {"method": "gptq", "scale_search": "max", "levels": "even"},
 }
 #: A preset's settings of calibration prompts, which do not belong to a run's settings.
 PROMPTS: Mapping[str, Mapping[str, Any]] = {"paper": {"random_tokens": 0.0}}
@@ -137,7 +137,7 @@ class QuantConfig(Settings):
         return dataclasses.replace(self, layer=layer, overrides=overrides, outside=chosen)
 
     def for_layer(self, name: str) -> LayerConfig:
-        """Return the settings of the layer called `name`.
+        """Return the settings of the layer called `name`, with its levels decided.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class QuantConfig(Settings):
                     config = config.changed(**override.changes)
                 except ConfigError as error:
                     raise ConfigError(f"override {override.pattern!r}, layer {name}: {error}") from error
-        return config
+        return config.decided()
 
 
 def flat_names() -> set[str]:

@@ -76,10 +76,10 @@ def tasks_outside(config: QuantConfig, job: Collection) -> tuple[Task, ...]:
 
 def _grid(config: QuantConfig, columns: int) -> GridSettings | None:
     """Return the grid of a matrix outside the loop. None if no type of GGUF has such rows."""
-    grid, asked = config.layer.grid, config.outside
+    grid, asked = config.layer.decided().grid, config.outside
     if isinstance(asked, int):
         # Tables and floats have at most 4 bits.
-        levels = grid.chosen if asked == 4 else "even"
+        levels = grid.levels if asked == 4 else "even"
         grid = dataclasses.replace(grid, bits=asked, symmetric=True, levels=levels)
         # A type of GGUF has bits of its own.
         return grid if grid.make().bits == asked else dataclasses.replace(grid, levels="even")

@@ -31,10 +31,11 @@ from loopq.run.solving import solve
 
 PEER = "llm-compressor, mse"
 ROWS: dict[str, dict[str, Any]] = {
-    "paper": dict(PRESETS["paper"]), "fast": dict(PRESETS["fast"]), "default": {}, "best": dict(PRESETS["best"]),
+    "paper": dict(PRESETS["paper"]), "fast": dict(PRESETS["fast"]), "even": {"levels": "even"}, "default": {},
+    "best": dict(PRESETS["best"]),
 }  # fmt: skip
 #: Most cost over the peer's.
-BARS = {"paper": 0.6, "fast": 0.9, "default": 2.5, "best": 6.0}
+BARS = {"paper": 0.6, "fast": 0.9, "even": 2.5, "default": 2.5, "best": 6.0}
 OURO = "Ouro-pair"
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 

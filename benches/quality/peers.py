@@ -30,7 +30,7 @@ import numpy as np
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import FULL, PLAIN, SMALL, TRELLIS, UNEVEN, answers, page, processor, report
+from benches.quality.peers_table import EVEN, FULL, PLAIN, SMALL, TRELLIS, answers, page, processor, report
 from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
@@ -65,9 +65,9 @@ OURS: dict[str, dict[str, Any]] = {
     # The same algorithm as the tool's, in our code: how far the two agree.
     "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),
     "loopq fast": {**PRESETS["fast"], **_RANDOM},
+    EVEN: {"levels": "even", **_RANDOM},
     "loopq default": dict(_RANDOM),
     PLAIN: {},
-    UNEVEN: {"levels": "uneven", **_RANDOM},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},

@@ -39,13 +39,13 @@ TRELLIS = "loopq best, trellis"
 SMALL = "loopq small"
 PLAIN = "loopq default, no random tokens"
 FULL = "full precision"
-UNEVEN = "loopq default, uneven levels"
+EVEN = "loopq default, even levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", UNEVEN, PLAIN, "loopq best, inputs open", "loopq best", TRELLIS, SMALL,
+    "loopq fast", EVEN, "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS, SMALL,
 )  # fmt: skip
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (

@@ -60,8 +60,8 @@ BARS = (
     ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
     ("auto-round", "auto-round"),
     ("loopq fast", "loopq, fast"),
+    ("loopq default, even levels", "loopq, even levels"),
     ("loopq default", "loopq"),
-    ("loopq default, uneven levels", "loopq, uneven levels"),
     ("loopq small", "loopq, small"),
 )
 NEEDED = ("loopq default", "llm-compressor")

@@ -16,7 +16,7 @@ import numpy as np
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peers import OURS
-from benches.quality.peers_table import FULL, UNEVEN, Rows, answers, by_grid, table
+from benches.quality.peers_table import EVEN, FULL, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
 
@@ -38,8 +38,8 @@ NAMES = {
     "GPTQModel": "GPTQModel",
     "auto-round": "auto-round",
     "loopq fast": "loopq, `--preset fast`",
+    EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",
-    UNEVEN: "loopq, `--levels uneven`",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
 }
 #: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
@@ -182,7 +182,7 @@ def near(rows: Rows, bits: float) -> str:
     grids = {b + 16 / g: here for (b, g), here in by_grid(rows).items()}
     size = min(grids, key=lambda b: abs(b - bits))
     found = {r["variant"]: f"{r['kl']:.3f}" for r in grids[size]}
-    return f"{size:g} bits: {found['loopq default']}, uneven {found[UNEVEN]}"
+    return f"{size:g} bits: {found[EVEN]}, uneven {found['loopq default']}"
 
 
 def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benches.quality.peers_table import EVEN
 from loopq.cli import main, parse, parser
 
 ROOT = Path(__file__).parents[2]
@@ -189,9 +190,9 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     assert f"loopq has {iq4_nl['loopq']:.3f}." in text
     assert f"importance matrix has {iq4_nl['tool, importance']:.3f}." in text
     right = [r["values"].count("1") / len(r["values"]) for r in record["scores"]]
-    full, tool, default, uneven = (f"{100 * share:.1f} %" for share in right)
+    full, tool, even, default = (f"{100 * share:.1f} %" for share in right)
     assert f"full precision has {full} right, and llm-compressor at its best {tool}. " in text
-    assert f"loopq has {default}, with uneven levels {uneven}." in text
+    assert f"loopq has {default}, with even levels {even}." in text
     error = {r["variant"]: r["kl"] for r in record["plbert"]}
     rtn, one, every = (error[f"{name}, paper"] for name in ("RTN", "GPTQ, one step", "GPTQ, trajectory"))
     best = min(kl for name, kl in error.items() if name.startswith("llm-compressor"))
@@ -199,4 +200,4 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
         f"rounding has an error of {rtn:.2f}. GPTQ has {one:.2f} from one step and {every:.2f} from all."
         in text
     )
-    assert f"best of llm-compressor has {best:.3f}, loopq {error['loopq default']:.3f}." in text
+    assert f"best of llm-compressor has {best:.3f}, loopq {error[EVEN]:.3f} with even levels." in text

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,6 +23,7 @@ from loopq.inference.linear import QuantLinear
 from loopq.inference.quantized import QuantEmbedding
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.models.stream import unfuse
+from loopq.systems.base import Batch
 from tests.support.interop import models
 from tests.support.systems import CASES, build
 
@@ -133,6 +137,43 @@ def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
     assert {n: saved[n].data.tobytes() == t.data.tobytes() for n, t in packed.items()} == dict.fromkeys(
         packed, True
     )
+
+
+#: The smallest files that `loopq quantize` writes, with fewer states than `--preset small` has.
+SMALLEST = {
+    "trellis": {"method": "trellis", "state_bits": 8, "rotation": "hadamard", "bits": 3, "outside": 8},
+    "uneven": {"preset": "fast", "levels": "uneven", "bits": 3},
+}
+LOAD = """
+import sys
+import numpy as np, torch
+import loopq.integrations.transformers
+from transformers import AutoModelForCausalLM
+folder, ids, out = sys.argv[1:]
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained(folder)(torch.from_numpy(np.load(ids)), use_cache=False).logits
+np.save(out, logits.numpy())
+"""
+
+
+@pytest.mark.parametrize("kind", SMALLEST)
+def test_the_smallest_files_of_a_loop_load_in_a_process(kind, tmp_path):
+    models.tiny_llama()[0].save_pretrained(tmp_path / "m")
+    ids = np.random.default_rng(0).integers(3, 64, (8, 12))
+    np.save(tmp_path / "ids.npy", ids)
+    spec = f"looped:{tmp_path / 'm'}[0:2]x3"
+    loopq.quantize(spec, ids.tolist(), out=tmp_path / "q", group_size=32, **SMALLEST[kind])
+    paths = [str(tmp_path / name) for name in ("q", "ids.npy", "logits.npy")]
+    subprocess.run([sys.executable, "-c", LOAD, *paths], check=True, capture_output=True)
+    loaded = loopq.load(tmp_path / "q", quantized=True)
+    grids = [module.held for module in loaded.model.modules() if isinstance(module, QuantLinear)]
+    assert any(not held.grid.plain if kind == "trellis" else held.grid.levels is not None for held in grids)
+    assert any(held.transformed for held in grids) == (kind == "trellis")
+    with torch.no_grad():
+        own = loaded.system.rollout(
+            Batch(torch.from_numpy(ids), tuple(range(len(ids)))), loaded.system.n_steps
+        )
+    assert np.array_equal(np.load(tmp_path / "logits.npy"), own.numpy())
 
 
 def test_a_table_on_a_trellis_is_dequantized(tmp_path):

@@ -41,6 +41,24 @@ def test_vllm_computes_every_loop(tmp_path, model):
         assert codes["generated"] < 5e-3
 
 
+#: The smallest files, in fewer states than `--preset small` has.
+SMALLEST = {
+    "Ouro": {"method": "trellis", "state_bits": 8, "rotation": "hadamard", "bits": 3, "outside": 8},
+    "Llama with a loop": {"preset": "fast", "levels": "uneven", "bits": 2, "exclude": ("*v_proj*",)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SMALLEST)
+def test_vllm_runs_the_codes_of_native_checkpoints(tmp_path, model):
+    python = interpreter("vllm")
+    codes = vllm.in_native(python, vllm.prepared(tmp_path), model, group_size=32, **SMALLEST[model])
+    # Each product rounds its input to 2^-22 of the block's largest value (docs/cpu.md).
+    assert abs(codes["prompt"]) < 1e-6
+    assert abs(codes["generated"]) < 1e-6
+    assert codes["agreement"] == 1.0
+
+
 def test_inkling_is_refused_with_the_version_that_it_needs(tmp_path):
     python = interpreter("vllm")
     vendors.inkling().save_pretrained(tmp_path / "inkling")

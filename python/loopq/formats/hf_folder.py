@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.layers.grids import without_kind
-from loopq.layers.layer import QuantizedLayer
+from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP, with_loop
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
 from loopq.storage.schema import Name, Object, checked, parse_json, shown
@@ -30,6 +31,8 @@ WEIGHTS = ("*.safetensors",)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 #: `quant_method` of loopq's own tensors, which `loopq.integrations.transformers` registers.
 METHOD = "loopq"
+#: Tensors that a layer of a native checkpoint may have.
+STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 #: Module and classes that run a loop in transformers without loopq.
 _CODE = "modeling_looped"
 LOOP_CODE = f"{_CODE}.py"
@@ -158,6 +161,21 @@ def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -
     stored = {name for members in names.values() for name in members}
     tied = {name: source for name, source in ties.items() if source in stored}
     return {"quant_method": METHOD, "groups": groups, "ties": tied}
+
+
+def by_layer(groups: Sequence[Object], where: str) -> Iterator[tuple[str, Object]]:
+    """Names of the weights that `describe_layers` described, each with its grid."""
+    for group in groups:
+        grid = {key: value for key, value in group.items() if key != "layers"}
+        for name in checked(tuple[str, ...], group.get("layers"), f"{where}: layers"):
+            yield name, grid
+
+
+def read_layer(name: str, grid: Object, reader: TensorReader) -> QuantizedLayer:
+    """Return a layer that `describe_layers` described. The file says its shape."""
+    shape = reader.get(f"{name.removesuffix('.weight')}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
+    settings = checked(LayerSettings, {**grid, "name": name, "shape": shape}, f"{reader.where}: {KEY}")
+    return QuantizedLayer.from_tensors(settings, reader, {})
 
 
 def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, require
-from loopq.formats.hf_folder import METHOD
+from loopq.formats.hf_folder import KEY, METHOD, STORED, by_layer, read_layer
 from loopq.inference.quantized import has_product, quantized_linear, stand_ins, why_kept
-from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.layer import QuantizedLayer
 from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.models.files import find_names
@@ -21,7 +21,7 @@ from loopq.models.stream import unfuse
 from loopq.storage.files import RawTensor, map_tensors
 from loopq.storage.model_files import TENSORS, to_torch
 from loopq.storage.names import names_of
-from loopq.storage.schema import Object, checked
+from loopq.storage.schema import Object
 
 transformers = require("transformers")
 
@@ -51,8 +51,6 @@ class _Config(LoopedConfig):
 
 transformers.AutoConfig.register(_Config.model_type, _Config, exist_ok=True)
 
-_STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
-
 
 @register_quantization_config(METHOD)
 class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -66,22 +64,9 @@ class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformer
         self.quant_method = METHOD
         self.groups, self.ties = list(groups), dict(ties or {})
 
-    def layers(self, reader: TensorReader) -> Iterator[QuantizedLayer]:
-        """Read the layers that the config names."""
-        where = f"{reader.where}: quantization_config"
-        for group in self.groups:
-            grid = {k: v for k, v in checked(Object, group, where).items() if k != "layers"}
-            for name in self.names(group):
-                shape = reader.get(f"{name.removesuffix('.weight')}.weight_shape", ("I64", "I32"), (2,))
-                settings = checked(
-                    LayerSettings, {**grid, "name": name, "shape": shape.array().tolist()}, where
-                )
-                yield QuantizedLayer.from_tensors(settings, reader, {})
-
-    @staticmethod
-    def names(group: Object) -> list[str]:
-        """Names of the weights that share a grid."""
-        return list(checked(tuple[str, ...], group.get("layers"), "quantization_config: layers"))
+    def by_layer(self) -> Iterator[tuple[str, Object]]:
+        """Names of the quantized weights, each with its grid."""
+        return by_layer(self.groups, KEY)
 
 
 class _Stored(torch.nn.Module):  # type: ignore[misc]
@@ -112,9 +97,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        layers = [
-            n for group in self.quantization_config.groups for n in self.quantization_config.names(group)
-        ]
+        layers = [name for name, _ in self.quantization_config.by_layer()]
         find_names(model, [*layers, *self._tensors()])
         names = names_of(model)
         self._placed: dict[str, list[str]] = {
@@ -141,7 +124,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         owned = {f"{owner}.weight" for owners in self._placed.values() for owner in owners}
         for name in [name for name, source in tied.items() if {name, source} & owned]:
             del tied[name]
-        patterns = [rf"\.{name}$" for name in _STORED]
+        patterns = [rf"\.{name}$" for name in STORED]
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         # transformers 4 adds a list to it, 5 a set.
         kind = list if transformers.__version__.startswith("4.") else set
@@ -161,7 +144,8 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         reader = TensorReader(str(self._files[0].parent), self._tensors())
-        for layer in self.quantization_config.layers(reader):
+        for name, grid in self.quantization_config.by_layer():
+            layer = read_layer(name, grid, reader)
             stored = model.get_submodule(self._placed[layer.name][0])
             if any(_keeps_weight(model.get_submodule(owner)) for owner in self._placed[layer.name]):
                 self._put_table(layer, model)
@@ -210,7 +194,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         files = {name.removesuffix(".weight") for name in (*self._placed, *self.quantization_config.ties)}
         for name, tensor in stored.items():
             module, last = name.rpartition(".")[::2]
-            if module in files and (last in _STORED or last == "bias"):
+            if module in files and (last in STORED or last == "bias"):
                 state[name] = to_torch(tensor)
         # The names already match the files.
         model._weight_conversions = []

@@ -106,9 +106,9 @@ class PlainFloats(nvfp4.NvFp4LinearKernel):
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LEVELS = torch.cat((LEVELS, -LEVELS))
 scheme.init_nvfp4_linear_kernel = lambda use_a16: PlainFloats(nvfp4.NvFp4LinearLayerConfig())
-folder, prompts, dtype, more, out, overrides = sys.argv[1:]
+folder, prompts, dtype, more, out, overrides, compiled = sys.argv[1:]
 prompts = np.load(prompts)
-model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=128,
+model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=not compiled, max_model_len=128,
             max_logprobs=512, hf_overrides=json.loads(overrides))
 asked = SamplingParams(max_tokens=int(more), prompt_logprobs=512, logprobs=512, temperature=0, detokenize=False,
                        ignore_eos=True)
@@ -207,11 +207,12 @@ def ours(folder: Path, tokens: NDArray[Any], n_steps: int | None = None) -> NDAr
 
 
 def served(
-    python: str, folder: Path, prompts: Path, dtype: str, depth: dict[str, int]
+    python: str, folder: Path, prompts: Path, dtype: str, depth: dict[str, int], compiled: bool = False
 ) -> dict[str, NDArray[Any]]:
     """Tokens and log-probabilities by vLLM."""
     out = folder.with_suffix(".npz")
     command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), str(out), json.dumps(depth)]
+    command.append("compiled" * compiled)
     env = os.environ | {"PYTHONPATH": str(Path(loopq.__file__).parents[1])}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -219,14 +220,15 @@ def served(
 
 
 def compared(
-    python: str, theirs: Path, folder: Path, work: Path, dtype: str, depth: dict[str, int] | None = None
-) -> dict[str, float]:
+    python: str, theirs: Path, folder: Path, work: Path, dtype: str, depth: dict[str, int] | None = None,
+    compiled: bool = False,
+) -> dict[str, float]:  # fmt: skip
     """KL and agreement of a folder in vLLM with one in loopq.
 
     `prompt` is over the tokens of the prompts, which vLLM computes at once, `generated` over those that it computes one
     by one from its caches. `depth` is a setting of ``config.json`` with another number of loops.
     """
-    got = served(python, theirs, work / "prompts.npy", dtype, depth or {})
+    got = served(python, theirs, work / "prompts.npy", dtype, depth or {}, compiled)
     expected = ours(folder, got["tokens"], *(depth or {}).values())
     kl = (np.exp(expected) * (expected - got["logits"])).sum(-1)
     same = expected.argmax(-1) == got["logits"].argmax(-1)
@@ -272,3 +274,12 @@ def in_codes(python: str, work: Path, model: str, grid: dict[str, Any]) -> dict[
     loopq.quantize(work / model, calibration, out=quantized, preset="fast", **grid)
     loopq.export(quantized, exported, "compressed-tensors", engine="vllm", verify=False)
     return compared(python, exported, quantized, work, "bfloat16")
+
+
+def in_native(python: str, work: Path, model: str, **settings: Any) -> dict[str, float]:
+    """Compare the native checkpoint of a model, float32 in both. vLLM compiles the model, as `vllm serve` does."""
+    make(work / model, MODELS[model])
+    calibration = np.load(work / "calibration.npy").tolist()
+    quantized = work / f"{model}-native"
+    loopq.quantize(work / model, calibration, out=quantized, **settings)
+    return compared(python, quantized, quantized, work, "float32", compiled=True)

@@ -45,6 +45,8 @@ def register() -> None:
 
     from loopq.integrations.vllm.configs import CONFIGS
 
+    # Native checkpoints.
+    importlib.import_module(f"{__name__}.codes")
     known = ModelRegistry.get_supported_archs()
     for name, configs in CONFIGS.items():
         for config in configs if name not in known else ():

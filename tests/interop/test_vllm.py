@@ -94,6 +94,8 @@ def test_the_entry_point_registers_classes_that_there_are(own, monkeypatch, own_
         get_supported_archs=lambda: known, register_model=lambda name, found: registered.update({name: found})
     )
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
+    # Its parts of vLLM are not here.
+    monkeypatch.setitem(sys.modules, "loopq.integrations.vllm.codes", types.ModuleType("codes"))
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="loopq")
     entry.load()()
     # A version of vLLM that has the class keeps it, or a class of loopq extends it.

@@ -24,6 +24,12 @@ STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")
 }  # fmt: skip
 
+#: vLLM's configuration while a model is made.
+CURRENT = types.SimpleNamespace(
+    device_config=types.SimpleNamespace(device_type="cpu"),
+    compilation_config=types.SimpleNamespace(static_forward_context={}),
+)
+
 
 class Product(nn.Linear):
     """A linear layer that gives its output and no bias, as vLLM's do."""
@@ -238,14 +244,25 @@ def modules() -> dict[str, types.ModuleType]:
     layers, models = "vllm.model_executor.layers", "vllm.model_executor.models"
     parts: dict[str, dict[str, Any]] = {
         "vllm.compilation.decorators": {"support_torch_compile": lambda dynamic_arg_dims: lambda cls: cls},
-        "vllm.config": {"VllmConfig": object},
+        "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: CURRENT},
         "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.forward_context": {
+            "get_forward_context": lambda: types.SimpleNamespace(
+                no_compile_layers=CURRENT.compilation_config.static_forward_context
+            )
+        },
         f"{layers}.activation": {"SiluAndMul": SiluAndMul},
         f"{layers}.attention": {"Attention": Attention},
         f"{layers}.layernorm": {"RMSNorm": RMSNorm},
         f"{layers}.linear": {
             "ColumnParallelLinear": lambda *args, gather_output=False, **more: Product(*args, **more),
             "MergedColumnParallelLinear": Merged, "QKVParallelLinear": QKV, "RowParallelLinear": Product,
+            "LinearBase": Product, "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
+        },
+        f"{layers}.quantization": {"register_quantization_config": lambda name: lambda cls: cls},
+        f"{layers}.quantization.base_config": {
+            "QuantizationConfig": type("QuantizationConfig", (), {}),
+            "QuantizeMethodBase": type("QuantizeMethodBase", (), {}),
         },
         f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
         f"{layers}.rotary_embedding": {"get_rope": get_rope},
@@ -276,7 +293,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     package = importlib.import_module("loopq.integrations.vllm")
-    imported = ("models", "dory", "loops", "packed")
+    imported = ("models", "dory", "loops", "packed", "codes")
     try:
         yield lambda name: importlib.import_module(f"loopq.integrations.vllm.{name}")
     finally:

@@ -47,6 +47,8 @@ def test_what_vllm_has_is_left_to_it(monkeypatch, known, missing, extended):
     registered, configured = {}, []
     registry = types.SimpleNamespace(get_supported_archs=lambda: known, register_model=registered.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
+    # Its parts of vLLM are not here.
+    monkeypatch.setitem(sys.modules, f"{vllm.__name__}.codes", types.ModuleType("codes"))
     monkeypatch.setattr(
         transformers.AutoConfig,
         "register",

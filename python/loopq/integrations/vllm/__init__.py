@@ -1,10 +1,10 @@
 """A vLLM plugin that serves looped models with all their loops. vLLM finds it once loopq is installed.
 
 ``vllm serve DIR`` takes Ouro, Huginn, R-Llama, Dory and dense decoders with a loop (`loopq.systems.looped`).
-Checkpoints may be full-precision or written by ``loopq export``. Each call of an attention layer in a forward pass has
-its own key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides`` changes it
-(``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'`` or ``'{"n_recurrent_loops": 2}'``). Checked with vLLM 0.32.
-For 0.33, which has Dory, the released source was read (docs/formats/interop.md).
+Checkpoints may be full-precision, written by ``loopq export``, or native on a CPU. Each call of an attention layer in a
+forward pass has its own key/value cache, unlike in vLLM's fallbacks. ``config.json`` sets the depth. ``--hf-overrides``
+changes it (``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'`` or ``'{"n_recurrent_loops": 2}'``). Checked with
+vLLM 0.32. For 0.33, which has Dory, the released source was read (docs/formats/interop.md).
 """
 
 from __future__ import annotations

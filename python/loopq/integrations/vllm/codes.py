@@ -67,7 +67,7 @@ class NativeConfig(QuantizationConfig):
         parts = [f"{parent}{dot}{part}.weight" for part in self.packed_modules_mapping.get(last, (last,))]
         grids = {part: self.grids.get(part) for part in parts}
         if any(grid is not None for grid in grids.values()):
-            return Codes(prefix, grids)
+            return NativeLayer(prefix, grids)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def get_name(self) -> str:
@@ -100,7 +100,7 @@ def _is_table(layer: nn.Module) -> bool:
     return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 
-class Codes(QuantizeMethodBase):
+class NativeLayer(QuantizeMethodBase):
     """Loads one layer of vLLM, of one or more matrices, and calls it."""
 
     def __init__(self, prefix: str, grids: dict[str, Object | None]) -> None:

@@ -47,7 +47,8 @@ def page() -> str:
     lines += [
         "",
         "`native` needs "
-        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint).",
+        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint). With loopq's "
+        "plugin [vLLM on a CPU](interop.md#vllm-on-a-cpu) serves it too; `--engine vllm` does not check such files.",
         "",
     ]
     lines += [

@@ -186,6 +186,21 @@ def test_each_statement_about_safety_names_a_test_that_exists():
 def test_sentences_of_the_readme_have_the_figures_of_the_record():
     record = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))
     text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    rows = {(r["variant"], r["bits"]): r for r in record["peers"] if r["draw"] == 0}
+    kls = {bits: [r["kl"] for (name, b), r in rows.items() if b == bits and "llm" in name] for bits in (4, 3)}
+    ours, plain = (
+        [f"{rows[name, bits]['kl'] / min(kls[bits]):.2f}" for bits in (4, 3)]
+        for name in ("loopq default", EVEN)
+    )
+    assert f"is {ours[0]} of that at 4 bits and {ours[1]} at 3. " in text
+    assert len(set(plain)) == 1, "the README has one number for both"
+    assert f"it is {plain[0]} at both." in text
+    peer = rows["llm-compressor, mse", 3]["seconds"]
+    times, even_times = (f"{rows[name, 3]['seconds'] / peer:.1f}" for name in ("loopq default", EVEN))
+    assert (
+        f"It takes {times} times the CPU seconds of llm-compressor with `mse`, and {even_times} times with"
+        in text
+    )
     iq4_nl = record["gguf"]["iq4_nl"]
     assert f"loopq has {iq4_nl['loopq']:.3f}." in text
     assert f"importance matrix has {iq4_nl['tool, importance']:.3f}." in text
@@ -193,6 +208,10 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     full, tool, even, default = (f"{100 * share:.1f} %" for share in right)
     assert f"full precision has {full} right, and llm-compressor at its best {tool}. " in text
     assert f"loopq has {default}, with even levels {even}." in text
+    tool4, _, default4 = (
+        f"{100 * r['values'].count('1') / 500:.1f} %" for r in record["scores"] if r["bits"] == 4
+    )
+    assert f"At 4 bits loopq has {default4} and llm-compressor {tool4}:" in text
     error = {r["variant"]: r["kl"] for r in record["plbert"]}
     rtn, one, every = (error[f"{name}, paper"] for name in ("RTN", "GPTQ, one step", "GPTQ, trajectory"))
     best = min(kl for name, kl in error.items() if name.startswith("llm-compressor"))

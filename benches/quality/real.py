@@ -16,7 +16,7 @@ import numpy as np
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, Rows, answers, by_grid, table
+from benches.quality.peers_table import EVEN, FULL, SMALL, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
 
@@ -41,7 +41,10 @@ NAMES = {
     EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
+    f"{SMALL}, inputs open": "loopq, `--preset small --inputs open --outside none`",
 }
+#: The tool and observer that cost is compared with, and the bits.
+COST, COST_BITS = "llm-compressor, mse", 3
 #: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
 N_WEIGHTS, REST = 106_168_320, 49_152 * 576 * 2 + 61 * 576 * 2
 TEXTS = {"calibration.txt": "Wikipedia's articles", "wiki.valid.raw": "WikiText-2, validation"}
@@ -140,6 +143,25 @@ def readme(rows: Rows) -> str:
     return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
 
 
+def cost(rows: Rows) -> str:
+    """CPU seconds and KL of loopq's presets over those of another tool, at one grid."""
+    here = {r["variant"]: r for r in rows if r["bits"] == COST_BITS}
+    peer = here[COST]
+    lines = [
+        {
+            "weights": NAMES[variant], "s": r["seconds"] / peer["seconds"], "kl": r["kl"] / peer["kl"],
+            "mib": r["memory_mib"],
+        }
+        for variant, r in here.items()
+        if variant in OURS and not variant.startswith("RTN")
+    ]  # fmt: skip
+    columns = [
+        ("weights", "weights", ""), ("s", f"CPU seconds over {NAMES[COST]}", ".2f"), ("kl", "KL over it", ".2f"),
+        ("mib", f"MiB above the model ({NAMES[COST]}: {peer['memory_mib']:,.0f})", ",.0f"),
+    ]  # fmt: skip
+    return table(lines, columns)
+
+
 def loop(rows: Rows) -> str:
     """Plain GPTQ on the six layers that loop: all steps over one step, paired over prompts."""
     lines = []
@@ -230,6 +252,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "loop"): loop(alone),
         (PAGE, "gguf"): gguf(data["gguf"], first),
         (COMPARISON, "gguf"): gguf(data["gguf"], first),
+        (COMPARISON, "cost"): cost(first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),

@@ -41,13 +41,14 @@ NAMES = {
     EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
-    f"{SMALL}, inputs open": "loopq, `--preset small --inputs open --outside none`",
+    f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
 }
 #: The tool and observer that cost is compared with, and the bits.
 COST, COST_BITS = "llm-compressor, mse", 3
 #: Weights in the 210 matrices, and bytes of the tensors beside them: norms, and the table of tokens in bfloat16.
 N_WEIGHTS, REST = 106_168_320, 49_152 * 576 * 2 + 61 * 576 * 2
 TEXTS = {"calibration.txt": "Wikipedia's articles", "wiki.valid.raw": "WikiText-2, validation"}
+TASKS = {"lambada": "LAMBADA", "arc_easy": "ARC-easy", "hellaswag": "HellaSwag"}
 ROWS = ("model", "names", "calibration", "draw", "bits", "group", "variant", "task", "limit")
 
 
@@ -143,6 +144,27 @@ def readme(rows: Rows) -> str:
     return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
 
 
+def scored(data: dict[str, Any]) -> Rows:
+    """Scores in the order of the tables."""
+    order = [FULL, *NAMES]
+    return sorted(
+        data["scores"],
+        key=lambda r: (list(TASKS).index(r["task"]), -(r["bits"] or 99), order.index(r["variant"])),
+    )
+
+
+def right(data: dict[str, Any]) -> str:
+    """Right answers on the first page: one row for each method and grid, one column for each task."""
+    lines: dict[tuple[int, str], dict[str, str]] = {}
+    for r in scored(data):
+        grid = f"{r['bits']} bits: " if r["bits"] else ""
+        line = lines.setdefault(
+            (r["bits"], r["variant"]), {"weights": grid + NAMES.get(r["variant"], r["variant"])}
+        )
+        line[r["task"]] = percent(r["values"].count("1") / len(r["values"]))
+    return table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])
+
+
 def cost(rows: Rows) -> str:
     """CPU seconds and KL of loopq's presets over those of another tool, at one grid."""
     here = {r["variant"]: r for r in rows if r["bits"] == COST_BITS}
@@ -236,7 +258,7 @@ def scores(data: dict[str, Any]) -> str:
     """Tables of tasks, with the names of the other tables."""
     rows = [
         r | {"variant": NAMES.get(r["variant"], r["variant"]), "values": [float(v) for v in r["values"]]}
-        for r in data["scores"]
+        for r in scored(data)
     ]
     records = [r | {"variant": NAMES[r["variant"]]} for r in of(data, SMOLLM2)]
     return answers(records, rows, [NAMES[v] for v in OURS if v in NAMES] + [FULL]).rstrip()
@@ -256,6 +278,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (README, "smollm2"): readme(smol),
+        (README, "answers"): right(data),
         (ZOO, "smollm2"): peers(first),
         (ZOO, "answers"): scores(data),
         (ZOO, "loop"): loop(alone),

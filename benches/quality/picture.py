@@ -62,8 +62,10 @@ BARS = (
     ("loopq fast", "loopq, fast"),
     ("loopq default, even levels", "loopq, even levels"),
     ("loopq default", "loopq"),
-    ("loopq small", "loopq, small"),
+    ("loopq small, inputs open", "loopq, small"),
 )
+#: Rows of loopq's own code.
+OURS = ("loopq", "GPTQ,", "RTN")
 NEEDED = ("loopq default", "llm-compressor")
 
 
@@ -243,20 +245,37 @@ def place_names(axes: Any, drawn: Mapping[str, Sequence[float]], theme: Theme) -
 
 
 def draw_bars(axes: Any, records: Rows, bits: int, theme: Theme) -> None:
-    """A bar with its KL for each tool that has a row at some bits, from the first draw of prompts."""
-    kl = {r["variant"]: r["kl"] for r in records if r["bits"] == bits and r["draw"] == 0}
-    shown = [(variant, name) for variant, name in BARS if variant in kl]
+    """A bar with its KL for each tool at some bits, from the first draw of prompts; both panels have the same rows."""
+    first = [r for r in records if r["draw"] == 0]
+    shown = [(variant, name) for variant, name in BARS if any(r["variant"] == variant for r in first)]
+    kl = {r["variant"]: r["kl"] for r in first if r["bits"] == bits}
     for y, (variant, _) in enumerate(shown):
+        if variant not in kl:
+            axes.text(0, y, " not measured", va="center", ha="left", color=theme.soft, fontsize=8)
+            continue
         ours = variant.startswith("loopq")
         colour = theme.colour("blue") if ours else theme.soft
         axes.barh(y, kl[variant], color=colour, height=0.72)
-        axes.text(
-            kl[variant], y, f" {kl[variant]:.3f}", va="center", ha="left", color=theme.ink, fontsize=9,
-            weight="bold" if ours else "normal",
+        axes.annotate(
+            f"{kl[variant]:.3f}", (kl[variant], y), xytext=(4, 0), textcoords="offset points",
+            va="center", ha="left", color=theme.ink, fontsize=9,
+            weight="bold" if ours else "normal", bbox={"color": theme.page, "pad": 0},
         )  # fmt: skip
     axes.set_yticks(range(len(shown)), [name for _, name in shown])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(kl[variant] for variant, _ in shown))
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, 1.25 * max(kl[variant] for variant, _ in shown if variant in kl))
+    if bits == 3:
+        least = min(r["kl"] for r in first if r["bits"] == 4 and not r["variant"].startswith(OURS))
+        axes.axvline(least, color=theme.ink, linewidth=0.9, linestyle=(0, (3, 3)), zorder=0)
+        axes.text(
+            least,
+            len(shown) - 0.42,
+            " other tool's best with 4 bits",
+            va="top",
+            ha="left",
+            color=theme.soft,
+            fontsize=8,
+        )
     axes.xaxis.set_major_locator(NullLocator())
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -30,7 +30,18 @@ import numpy as np
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import EVEN, FULL, PLAIN, SMALL, TRELLIS, answers, page, processor, report
+from benches.quality.peers_table import (
+    EVEN,
+    FULL,
+    PLAIN,
+    ROTATED,
+    SMALL,
+    TRELLIS,
+    answers,
+    page,
+    processor,
+    report,
+)
 from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
@@ -68,11 +79,13 @@ OURS: dict[str, dict[str, Any]] = {
     EVEN: {"levels": "even", **_RANDOM},
     "loopq default": dict(_RANDOM),
     PLAIN: {},
+    ROTATED: {"rotation": "hadamard", **_RANDOM},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
     SMALL: _SMALL,
     f"{SMALL}, inputs open": {**_SMALL, "inputs": "open"},
+    f"{SMALL}, inputs open, 12 state bits": {**_SMALL, "inputs": "open", "state_bits": 12},
 }
 Result = tuple[str, int, int]
 KEY = ("model", "draw", "bits", "group", "variant", "task")

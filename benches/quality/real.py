@@ -16,7 +16,7 @@ import numpy as np
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, SMALL, Rows, answers, by_grid, table
+from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
 
@@ -40,8 +40,10 @@ NAMES = {
     "loopq fast": "loopq, `--preset fast`",
     EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",
+    ROTATED: "loopq, `--rotation hadamard`",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
     f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
+    f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --state-bits 12`",
 }
 #: The tool and observer that cost is compared with, and the bits.
 COST, COST_BITS = "llm-compressor, mse", 3
@@ -109,9 +111,9 @@ def peers(rows: Rows, size: bool = True) -> str:
             lines.append(
                 {
                     "grid": f"INT{bits} g{group}", "draw": r["draw"], "weights": NAMES[r["variant"]], "kl": spread(r),
-                    "agreement": percent(r["agreement"]), "over": r["kl"] / least, "s": r["seconds"],
-                    "mb": megabytes(bits + 16 / group),
+                    "agreement": percent(r["agreement"]), "s": r["seconds"], "mb": megabytes(bits + 16 / group),
                 }
+                | ({"over": r["kl"] / least} if np.isfinite(least) else {})
             )  # fmt: skip
     columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
     columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
@@ -121,8 +123,9 @@ def peers(rows: Rows, size: bool = True) -> str:
 
 
 def readme(rows: Rows) -> str:
-    """The table of the first page: one row for each method, with both grids."""
+    """The table of the first page: one row for each method, with the grids that another tool has."""
     grids = by_grid([r for r in rows if r["draw"] == 0])
+    grids = {key: here for key, here in grids.items() if np.isfinite(best(here))}
     first = {key: min(r["kl"] for r in here) for key, here in grids.items()}
     lines = []
     for variant, name in NAMES.items():

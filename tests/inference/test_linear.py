@@ -132,7 +132,7 @@ def test_types_survive_a_change_of_the_models_type():
         assert tensor.dtype == before[name][0]
         assert torch.equal(tensor, before[name][1])
     assert {n: str(t[0]).removeprefix("torch.") for n, t in before.items()} == {
-        "qweight": "uint8", "scales": "float16", "zeros": "uint8", "transform.rotation_4": "float32",
+        "qweight": "uint8", "scales": "float16", "zeros": "uint8", "transform.rotation_4_0": "float32",
     }  # fmt: skip
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 import pytest
 import torch
 
+from loopq.inference.transforms import InputTransform
 from loopq.layers.transforms import ChannelScale, Rotation
 from tests.support.linear import asymmetric, linear_of
 
@@ -33,3 +36,17 @@ def test_the_input_is_transformed_at_each_call(transform, symmetric):
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), layer(x))
     assert str(transform.describe()["type"]) in repr(layer)
+
+
+@pytest.mark.parametrize("dim", [96, 160, 256, 576])
+def test_factors_of_a_rotation_multiply_as_its_matrix(dim):
+    rotation = Rotation(dim, "hadamard", dim)
+    whole = reduce(np.kron, rotation.factors(dim))
+    np.testing.assert_allclose(whole, rotation.matrix(dim), atol=1e-12)
+    x = torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(1))
+    first, second = InputTransform(rotation), InputTransform(rotation)
+    expected = x.double().numpy() @ rotation.matrix(dim).T
+    np.testing.assert_allclose(first(x).numpy(), expected, atol=1e-5)
+    shared = {buffer.data_ptr() for buffer in first.buffers()}
+    assert shared == {buffer.data_ptr() for buffer in second.buffers()}, "layers share the matrices"
+    assert sum(buffer.numel() for buffer in first.buffers()) < dim**2 / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -9,6 +11,12 @@ from loopq.errors import ConfigError
 from loopq.layers.transforms import ChannelScale, Rotation, Transform
 
 __all__ = ["InputTransform"]
+
+
+@cache
+def _factors(rotation: Rotation, size: int) -> tuple[torch.Tensor, ...]:
+    """Factors of a block in float32. Layers on the processor share them."""
+    return tuple(torch.from_numpy(np.ascontiguousarray(m, dtype=np.float32)) for m in rotation.factors(size))
 
 
 class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -23,14 +31,17 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
     def __init__(self, transform: Transform) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.n_factors: dict[int, int] = {}
         if isinstance(transform, ChannelScale):
             self.register_buffer("input_scale", torch.from_numpy(np.array(transform.scale, dtype=np.float32)))
         elif isinstance(transform, Rotation):
             self.sizes = transform.sizes()
             for size in sorted(set(self.sizes)):
-                block = torch.from_numpy(transform.matrix(size).T.astype(np.float32))
-                # Recreated from its description, so a saved state needs no copy.
-                self.register_buffer(f"rotation_{size}", block.contiguous(), persistent=False)
+                factors = _factors(transform, size)
+                self.n_factors[size] = len(factors)
+                for number, factor in enumerate(factors):
+                    # Recreated from its description, so a saved state needs no copy.
+                    self.register_buffer(f"rotation_{size}_{number}", factor, persistent=False)
         else:
             raise ConfigError(f"no module applies an input transform of type {type(transform).__name__}")
         self.described = transform.describe()
@@ -41,7 +52,16 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         if not self.sizes:
             return x / self.input_scale
         parts = zip(x.split(self.sizes, dim=-1), self.sizes, strict=True)
-        return torch.cat([part @ getattr(self, f"rotation_{size}") for part, size in parts], dim=-1)
+        return torch.cat([self._rotated(part, size) for part, size in parts], dim=-1)
+
+    def _rotated(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        """``(A x B x ..) x`` for a Kronecker product: each factor multiplies its own axis."""
+        shape, after = x.shape, size
+        for number in range(self.n_factors[size]):
+            factor = getattr(self, f"rotation_{size}_{number}")
+            after //= len(factor)
+            x = torch.nn.functional.linear(x.reshape(-1, len(factor), after).mT, factor).mT
+        return x.reshape(shape)
 
     def extra_repr(self) -> str:
         """Description of the transform for `print(model)`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +77,26 @@ def _paley(n: int) -> NDArray[np.int8] | None:
 
 
 @cache
+def hadamard_factors(n: int) -> tuple[NDArray[np.int8], ...] | None:
+    """Hadamard matrices, int8, whose Kronecker product in this order is `hadamard(n)`; None if that is None."""
+    if n == 1:
+        return ()
+    if n % 2 or (n > 2 and n % 4):
+        return None
+    if n & (n - 1) == 0:
+        return (np.array([[1, 1], [1, -1]], dtype=np.int8),) * (n.bit_length() - 1)
+    paley = _paley(n)
+    if paley is not None:
+        return (paley,)
+    for factor in range(n // 2, 1, -1):
+        if n % factor == 0:
+            first, second = hadamard_factors(factor), hadamard_factors(n // factor)
+            if first is not None and second is not None:
+                return first + second
+    return None
+
+
+@cache
 def hadamard(n: int) -> NDArray[np.int8] | None:
     """Return a Hadamard matrix: entries +-1, rows orthogonal.
 
@@ -91,23 +111,8 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
     >>> [hadamard(n) is not None for n in (1, 2, 12, 20, 160, 320, 5280, 6, 92)]
     [True, True, True, True, True, True, True, False, False]
     """
-    if n == 1:
-        return np.ones((1, 1), dtype=np.int8)
-    if n % 2 or (n > 2 and n % 4):
-        return None
-    if n & (n - 1) == 0:
-        smaller = hadamard(n // 2)
-        assert smaller is not None
-        return np.kron(np.array([[1, 1], [1, -1]], dtype=np.int8), smaller)
-    paley = _paley(n)
-    if paley is not None:
-        return paley
-    for factor in range(n // 2, 1, -1):
-        if n % factor == 0:
-            first, second = hadamard(factor), hadamard(n // factor)
-            if first is not None and second is not None:
-                return np.kron(first, second)
-    return None
+    factors = hadamard_factors(n)
+    return None if factors is None else reduce(np.kron, factors, np.ones((1, 1), dtype=np.int8))
 
 
 def random_orthogonal(n: int, seed: int) -> Matrix:
@@ -152,6 +157,19 @@ class Rotation:
     def matrix(self, size: int) -> Matrix:
         """Rotation of a block of the given size, float64, shape (size, size)."""
         return _block(self.kind, size, self.seed)
+
+    def factors(self, size: int) -> list[Matrix]:
+        """Matrices whose Kronecker product in this order is `matrix(size)`: neighbours are joined up to 64 rows."""
+        found = hadamard_factors(size) if self.kind == "hadamard" else None
+        if not found:
+            return [self.matrix(size)]
+        joined: list[NDArray[np.int8]] = []
+        for factor in found:
+            if joined and len(joined[-1]) * len(factor) <= 64:
+                joined[-1] = np.kron(joined[-1], factor)
+            else:
+                joined.append(factor)
+        return [m / np.sqrt(len(m)) for m in joined]
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
         out = np.empty(rows.shape, dtype=np.float64)

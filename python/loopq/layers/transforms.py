@@ -160,16 +160,13 @@ class Rotation:
 
     def factors(self, size: int) -> list[Matrix]:
         """Matrices whose Kronecker product in this order is `matrix(size)`: neighbours are joined up to 64 rows."""
-        found = hadamard_factors(size) if self.kind == "hadamard" else None
-        if not found:
-            return [self.matrix(size)]
         joined: list[NDArray[np.int8]] = []
-        for factor in found:
+        for factor in (self.kind == "hadamard" and hadamard_factors(size)) or ():
             if joined and len(joined[-1]) * len(factor) <= 64:
                 joined[-1] = np.kron(joined[-1], factor)
             else:
                 joined.append(factor)
-        return [m / np.sqrt(len(m)) for m in joined]
+        return [m / np.sqrt(len(m)) for m in joined] or [self.matrix(size)]
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
         out = np.empty(rows.shape, dtype=np.float64)

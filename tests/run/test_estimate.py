@@ -6,7 +6,12 @@ import dataclasses
 
 import pytest
 
+import loopq._native as native
+from loopq.quantizers import base
+from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.twin import solve as twin
 from loopq.run import estimate as module
+from loopq.run import solver
 from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
@@ -66,7 +71,57 @@ def test_durations(seconds, text):
 
 
 def test_rates_are_those_of_the_models_device(tiny, tokens, monkeypatch):
+    fast = run_of(tiny, tokens, QuantConfig.of(preset="fast"))
+    monkeypatch.setattr(module, "_column_seconds", lambda *_: 1 / 0)
+    assert fast.estimate().seconds < 1e5
     monkeypatch.setattr(module, "core_rate", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "_column_seconds", lambda *_: 1e6)
     with accelerator():
         tiny.model.to(DEVICE)
-        assert run_of(tiny, tokens).estimate().seconds > 0
+        seconds = run_of(tiny, tokens, fast.config).estimate().seconds
+        groups = solver.together(fast.tasks, DEVICE, None)
+    assert seconds == pytest.approx(module.launch_seconds(groups, DEVICE, 8), abs=1e5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "gptq"}, {"metric": "inputs"}, {"metric": "loop", "passes": 0}]
+)
+def test_columns_are_counted_as_often_as_devices_go_through(tiny, tokens, monkeypatch, settings):
+    plain = {} if settings.get("method") else {"beam": 1, "descent": 0}
+    run = run_of(tiny, tokens, QuantConfig.of(bits=3, group_size=16, **settings, **plain))
+    for place in (base, solver):
+        monkeypatch.setattr(place, "has_twins", lambda device: True)
+    # Some layers run together, but not all.
+    monkeypatch.setattr(solver, "ROWS_TOGETHER", 150)
+    monkeypatch.setattr(module, "_column_seconds", lambda *_: 1.0)
+    columns = []
+
+    def counted(solve):
+        def call(target, *more):
+            # Under the loop metric, places of a block are solved one tile after the other.
+            places = more[1].row.shape[2] if solve is coupled else 1
+            columns.append(target.shape[2] * -(-places // native.TOGETHER))
+            return solve(target, *more)
+
+        return call
+
+    coupled = twin.coupled
+    for name in ("sweep", "settle", "coupled"):
+        monkeypatch.setattr(twin, name, counted(getattr(twin, name)))
+    run.solve()
+    groups = solver.together(run.tasks, "cpu", run.execution.memory)
+    assert 1 < len(groups) < len(run.tasks)
+    assert module.launch_seconds(groups, "cpu", 8) == sum(columns)
+
+
+@pytest.mark.parametrize("metric", ["inputs", "loop"])
+def test_a_narrow_layer_is_solved_on_the_device(monkeypatch, metric):
+    config, solved = LayerConfig.of(metric=metric, group_size=16), []
+    monkeypatch.setattr(type(config.method), "twin", lambda self, problems: solved.extend(problems))
+    with accelerator():
+        assert module._column_seconds(config.method, config.grid, 24, DEVICE) > 0
+    assert {p.device for p in solved} == {DEVICE}
+    assert {p.target.shape for p in solved} == {(native.TOGETHER, 24)}
+    assert {p.metric is not None for p in solved} == {metric == "loop"}
+    rounded = LayerConfig.of(method="awq", group_size=16)
+    assert module._column_seconds(rounded.method, rounded.grid, 24, DEVICE) == 0.0

@@ -9,9 +9,15 @@ import pytest
 
 from loopq.errors import ConfigError, SolveError
 from loopq.run.config import QuantConfig
-from loopq.run.step_weights import alpha_weights, balanced_weights, combine, relative
+from loopq.run.step_weights import alpha_weights, balanced_weights, relative
 from tests.support.problems import accumulate, solve, step_rows
 from tests.support.runs import run_of
+
+
+def balanced_sum(sums):
+    """The four steps' Hessians, added with equal shares of the channels."""
+    chosen, scaled, _ = relative(range(4), balanced_weights(sums, range(4)))
+    return sums.matrix(chosen, weights=scaled)
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptq-cd"])
@@ -74,7 +80,7 @@ def test_a_spike_in_step_zero_changes_no_code(method):
 
     def codes(kappa, spec):
         acc = accumulate([rows[0] * np.sqrt(kappa), *rows[1:]])
-        balanced = combine(acc, range(4), balanced_weights(acc, range(4)))
+        balanced = balanced_sum(acc)
         hessian = acc.matrix() if spec == "sum" else balanced
         return solve(method, weight, hessian, bits=3, group_size=8).codes
 
@@ -92,7 +98,7 @@ def test_equivariant_damping_makes_codes_ignore_a_channel_spike():
     def codes(kappa, kind):
         factor = np.where(np.arange(24) == 5, kappa, 1.0)
         acc = accumulate([r * factor for r in rows])
-        hessian = combine(acc, range(4), balanced_weights(acc, range(4)))
+        hessian = balanced_sum(acc)
         turned = (weight / factor).astype(np.float32)
         settings = {"damping_kind": kind, "damping": 0.01}
         return solve("gptq-cd", turned, hessian, bits=3, group_size=8, **settings).codes

@@ -207,9 +207,6 @@ class _Rounded:
     def n_rows(self, step: int) -> int:
         return self._rows[step]
 
-    def trace(self, step: int | None = None) -> float:
-        return float(self.diagonal(None if step is None else [step]).sum())
-
     def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
         self._check(steps, None)
         return np.take(self.upper, np.cumsum(np.arange(self.dim, 0, -1)) - np.arange(self.dim, 0, -1))

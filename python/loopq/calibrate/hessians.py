@@ -27,9 +27,6 @@ class StepHessians(Protocol):
     def n_rows(self, step: int) -> int:
         """Rows of X_t."""
 
-    def trace(self, step: int | None = None) -> float:
-        """tr H_t, or of the sum over all steps."""
-
     def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
         """Diagonal of the sum over steps, shape (d,)."""
 

@@ -76,6 +76,11 @@ class Task:
         return dataclasses.replace(self, config=self.config.changed(metric="inputs"), pool=None)
 
     @property
+    def as_solved(self) -> Task:
+        """The task as its solver sees it: experts that share their inputs' side are solved row by row."""
+        return self.plain() if self.side == "inputs" and self.gradients else self
+
+    @property
     def metric_key(self) -> MetricKey:
         """Key of a loop metric within one collection: layer, steps, prompts and draws."""
         return self.metric_name, self.steps, self.gradients

@@ -140,12 +140,10 @@ class _GroupSolver:
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
         threads = self.source.execution.threads
-        layer = task.config.method.quantize(
-            Problem(task.name, weight, None, task.config.grid, task.parameter.orientation, threads)
-        )
-        return layer.with_report(
-            **account(task, layer, weight, None, threads), rank=None, rank_threshold=None
-        )
+        problem = Problem(task.name, weight, None, task.config.grid, task.parameter.orientation, threads)
+        layer = task.config.method.quantize(problem)
+        report = account(task, layer, weight, None, threads)
+        return layer.with_report(**report, rank=None, rank_threshold=None)
 
     def _problem(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> Problem:
         """Return the problem of a layer, with the shifted target."""
@@ -190,16 +188,10 @@ class _GroupSolver:
 
 def _weighted(task: Task, paired: PairedSums) -> tuple[Moments, WeightedHessian]:
     """Weight the steps by the full-precision rollout and add them."""
-    reference = paired.reference()
-    weights = step_weights(reference, task)
-    rows = {t: reference.n_rows(t) for t in task.steps}
-    if weights is None:
-        moments = paired.of(task.steps)
-        return moments, WeightedHessian(moments.reference, rows, None)
-    chosen, scaled = relative(task.steps, weights)
+    reference = ReferenceSums(paired.sums, paired.dim)
+    chosen, scaled, shares = relative(task.steps, step_weights(reference, task))
     moments = paired.of(chosen, scaled)
-    total = float(sum(weights))
-    return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in weights])
+    return moments, WeightedHessian(moments.reference, {t: reference.n_rows(t) for t in task.steps}, shares)
 
 
 @dataclass(frozen=True)
@@ -220,10 +212,7 @@ class PairedSums:
 
     def of(self, steps: Sequence[int], weights: Sequence[float] | None = None) -> Moments:
         """Return the weighted sum over steps."""
-        chosen = list(steps)
-        both = (
-            self.sums.matrix(chosen) if weights is None else self.sums.matrix(chosen, weights=list(weights))
-        )
+        both = self.sums.matrix(list(steps), weights=weights)
         d = self.dim
         quantized = np.ascontiguousarray(both[d:, d:])
         return Moments(
@@ -231,10 +220,6 @@ class PairedSums:
             quantized=quantized,
             cross=np.ascontiguousarray(both[:d, d:] - quantized),
         )
-
-    def reference(self) -> ReferenceSums:
-        """Return the sums of the full-precision rollout alone, step by step."""
-        return ReferenceSums(self.sums, self.dim)
 
 
 @dataclass(frozen=True)
@@ -266,10 +251,6 @@ class ReferenceSums:
         """Rows of X_t."""
         return self.sums.n_rows(step)
 
-    def trace(self, step: int | None = None) -> float:
-        """tr H_t, or of the sum over all steps."""
-        return float(self.diagonal(None if step is None else [step]).sum())
-
     def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
         """Diagonal of the sum over steps, shape (d,)."""
         return np.ascontiguousarray(self.sums.diagonal(steps)[: self.dim])
@@ -278,7 +259,7 @@ class ReferenceSums:
         self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
     ) -> NDArray[np.float64]:
         """Weighted sum over steps, shape (d, d)."""
-        both = self.sums.matrix(steps) if weights is None else self.sums.matrix(steps, weights=weights)
+        both = self.sums.matrix(steps, weights=weights)
         return np.ascontiguousarray(both[: self.dim, : self.dim], dtype=np.float64)
 
 

@@ -121,9 +121,8 @@ class DumpSource(Source):
             if measured and task.parameter.routed_in and task.metric_name not in measured:
                 metrics[task.metric_key] = None
                 continue
-            metric = loop_metric(self.dump, task.metric_name, task.steps)
+            metrics[task.metric_key] = loop_metric(self.dump, task.metric_name, task.steps)
             self._check_counts(task)
-            metrics[task.metric_key] = metric
         return metrics
 
     def _check_counts(self, task: Task) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,13 @@ import loopq._native as native
 from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
+from loopq.quantizers.base import Method, Problem, has_twins
+from loopq.quantizers.grid import GridSettings
+from loopq.quantizers.loop_metric import BLOCK, LoopMetric
+from loopq.quantizers.task import Task
 from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes
-from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
+from loopq.run.plan import Plan, alike, hessian_work, solve_work, steps_apart
+from loopq.run.solver import together
 from loopq.settings.execution import resident_bytes
 from loopq.storage.weights import ModelWeights
 
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Sums of paired moments: those of both rollouts, and those between them.
 PAIRED = 3.5
+#: Inputs of a layer whose solve on a device takes launches and hardly any arithmetic.
+PROBED = 256
 
 
 @dataclass(frozen=True)
@@ -109,9 +117,15 @@ def estimate(plan: Plan, job: Collection, weights: ModelWeights, probe_seconds: 
     metric_seconds = seconds_of(metric, probe_seconds, device) if metric.n_gradients else 0.0
     work = hessian_work(tasks, tokens.n_tokens, shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
-    rate = core_rate(widest, job.execution.threads) if device.type == "cpu" else _product_rate(device)
+    rate = core_rate(widest, job.execution.threads) if device.type == "cpu" else product_rate(device)
     peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + work / rate
+    if has_twins(str(device)):
+        chosen = ([t for t in tasks if t.input_group in part] for part in parts)
+        groups = [g for each in chosen for g in together(each, str(device), job.execution.memory)]
+        # Inputs of two rollouts are solved one by one.
+        groups = alike(tasks) if plan.config.inputs.pairs else groups
+        seconds += launch_seconds(groups, str(device), min(widest, PROBED))
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, job, probe_seconds))
 
 
@@ -153,7 +167,37 @@ def seconds_of(metric: MetricCost, rollout: float, device: torch.device) -> floa
     """Seconds of loop metrics on a device, given those of one prompt's rollout."""
     # One forward pass with a graph per prompt; one backward pass, of activations only, per draw.
     passes = metric.n_gradients / metric.n_draws + metric.n_gradients
-    return rollout * passes + metric.multiply_adds / _product_rate(device)
+    return rollout * passes + metric.multiply_adds / product_rate(device)
+
+
+def launch_seconds(groups: Sequence[Sequence[Task]], device: str, probed: int) -> float:
+    """Seconds for which the solves of groups of layers wait for a device's launches, besides their arithmetic.
+
+    A twin launches the same operations for a column of one layer or of all that run together. So a layer of `probed`
+    columns is timed for each method and grid. Both are added: sweeps wait for launches, and factors for arithmetic.
+    """
+    rows: Counter[tuple[int, str | None, Method, GridSettings, int]] = Counter()
+    for number, group in enumerate(groups):
+        for task in (t.as_solved for t in group if t.input_group):
+            p, config = task.parameter, task.config
+            # Layers of one input run as one, unless each has a metric of its own.
+            same = task.name if task.gradients else task.input_group
+            rows[number, same, config.method, config.grid, p.in_features] += p.out_features
+    columns: Counter[tuple[Method, GridSettings]] = Counter()
+    for _, method, grid, width, n in dict.fromkeys((key[0], *key[2:], n) for key, n in rows.items()):
+        # Under a metric on both sides the rows of a block wait for each other.
+        columns[method, grid] += width * (-(-min(n, BLOCK) // native.TOGETHER) if method.gradients else 1)
+    return sum(n * _column_seconds(*kind, probed, device) for kind, n in columns.items())
+
+
+def _column_seconds(method: Method, grid: GridSettings, width: int, device: str) -> float:
+    """Seconds of a column when a layer of few rows is solved on a device; 0 if the processor solves it."""
+    values = np.random.default_rng(0).standard_normal((native.TOGETHER + width, width), dtype=np.float32)
+    hessian = np.asarray(values.T @ values, dtype=np.float64)
+    metric = LoopMetric((np.eye(native.TOGETHER),), hessian, 1) if method.gradients else None
+    problem = Problem("probe", values[: native.TOGETHER], hessian, grid, metric=metric, device=device)
+    solves = method.has_twin and problem.is_common
+    return _fastest(lambda: method.twin([problem]), 2) / width if solves else 0.0
 
 
 def _extra(plan: Plan, job: Collection, probe_seconds: float) -> str:
@@ -183,21 +227,21 @@ def core_rate(widest: int, threads: int) -> float:
     return rows * width * width / _fastest(work)
 
 
-def _product_rate(device: torch.device) -> float:
+def product_rate(device: torch.device | str = "cpu") -> float:
     """Multiply-adds per second of a product of single-precision matrices, measured for a few milliseconds."""
     import torch  # lazy: loopq imports without torch
 
     # A GPU finishes a CPU's millisecond of work faster than it launches it.
-    rows, width = (256, 512) if device.type == "cpu" else (2048, 2048)
+    rows, width = (256, 512) if torch.device(device).type == "cpu" else (2048, 2048)
     left, right = torch.ones(rows, width, device=device), torch.ones(width, width, device=device)
     # Reading a number waits for the product.
     return rows * width * width / _fastest(lambda: float((left @ right)[0, 0]))
 
 
-def _fastest(work: Callable[[], object]) -> float:
-    """Least seconds of three runs. The first run is never the fastest, and other programs may interfere."""
+def _fastest(work: Callable[[], object], n_runs: int = 3) -> float:
+    """Least seconds of some runs. The first run is never the fastest, and other programs may interfere."""
     times = []
-    for _ in range(3):
+    for _ in range(n_runs):
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from loopq.layers.shared import SharedParameter
 from loopq.models.stream import layers_of
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import core_rate, duration
+from loopq.run.estimate import core_rate, duration, product_rate
 from loopq.run.memory import solve_bytes
 from loopq.run.plan import Plan, hessian_work, solve_work
 from loopq.settings.execution import PLANNED, Execution, available_bytes
@@ -134,7 +133,8 @@ def forecast(
     largest = max(sums.values(), default=0)
     solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
     weights, layer = _weights(system)
-    limit = _limit(execution, weights)
+    free = available_bytes()
+    limit = execution.memory or (weights if free is None else int(PLANNED * free))
     held, at_once = weights, 1
     if weights + solve + largest + _largest_metric(tasks, tokens, 1) > limit:
         held, at_once = layer, execution.batch_size if layer < weights else 1
@@ -148,7 +148,7 @@ def forecast(
     seconds = _seconds(products, tasks, n_tokens, n_passes, shares, execution.threads)
     # Forward and backward. If weights are read again for the backward pass, there is one more forward pass.
     gradient = seconds["rollouts"] / len(tokens.sequences) * metric.n_gradients
-    seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / _product_rate()
+    seconds["gradients"] = (2 + (held < weights)) * gradient + metric.multiply_adds / product_rate()
     if held < weights:
         read = weights + _read_again(system, parameters)
         visits = -(-len(tokens.sequences) // execution.batch_size)
@@ -167,12 +167,6 @@ def _room(limit: int, held: int, largest: int, solve: int) -> int:
             f"together above the limit of {size(limit)}; raise --memory"
         )
     return room
-
-
-def _limit(execution: Execution, weights: int) -> int:
-    free = available_bytes()
-    planned = weights if free is None else int(PLANNED * free)
-    return planned if execution.memory is None else execution.memory
 
 
 def _largest_metric(tasks: Sequence[Task], tokens: TokenSet, at_once: int) -> int:
@@ -208,7 +202,7 @@ def _seconds(
 ) -> dict[str, float]:
     core = core_rate(max((t.parameter.in_features for t in tasks), default=512), threads)
     return {
-        "rollouts": n_passes * n_tokens * products / _product_rate(),
+        "rollouts": n_passes * n_tokens * products / product_rate(),
         "Hessians": hessian_work(tasks, n_tokens, shares) / core,
         "solves": solve_work(tasks) / core,
     }
@@ -243,16 +237,3 @@ def _weights(system: LoopedSystem) -> tuple[int, int]:
     everything = total(system.model)
     layers = [total(layer) for layer in layers_of(system.model).values()]
     return everything, min(everything, everything - sum(layers) + 2 * max(layers, default=0))
-
-
-def _product_rate() -> float:
-    """Multiply-adds per second of torch's product of matrices, measured for some milliseconds."""
-    import torch  # lazy: loopq imports without torch
-
-    left, right = torch.ones(256, 1024), torch.ones(1024, 1024)
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        left @ right
-        times.append(time.perf_counter() - began)
-    return 256 * 1024 * 1024 / max(min(times), 1e-6)

@@ -165,9 +165,7 @@ class ModelSource(Source):
         chosen = plan if tasks is None else dataclasses.replace(plan, tasks=tuple(tasks))
         return chosen.sums(self.job, per_step=per_step)
 
-    def all_steps(
-        self, plan: Plan, name: str | None = None, input_groups: Sequence[str] | None = None
-    ) -> HessianSet:
+    def all_steps(self, plan: Plan, name: str | None = None) -> HessianSet:
         """Collect Hessians with separate steps, for use by several solves.
 
         Parameters
@@ -176,12 +174,9 @@ class ModelSource(Source):
             Layers with inputs to collect.
         name : str, optional
             Folder for saved sums within the work folder. Nothing is saved when absent.
-        input_groups : sequence of str, optional
-            Inputs to collect; all when absent.
         """
         sums = self.sums(plan, per_step=True)
-        chosen = list(sums.steps) if input_groups is None else input_groups
-        sums.run_pass(chosen, work=self.execution.folder(name) if name else None)
+        sums.run_pass(list(sums.steps), work=self.execution.folder(name) if name else None)
         return sums
 
     def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:

@@ -126,9 +126,7 @@ def solve_work(tasks: Sequence[Task]) -> float:
     factors: dict[tuple[str | None, Method], float] = {}
     rest = 0.0
     for task in tasks:
-        # Experts that share their inputs' side are solved row by row.
-        plain = task.plain() if task.side == "inputs" and task.gradients else task
-        per_factor, per_column, per_weight = plain.config.method.work
+        per_factor, per_column, per_weight = task.as_solved.config.method.work
         width, rows = task.parameter.in_features, task.parameter.out_features
         factors[task.input_group, task.config.method] = per_factor * width**3
         rest += rows * width * (per_column * width + per_weight)

@@ -67,7 +67,7 @@ class Solver:
         progress = self.execution.progress
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
-        for group in self._together(tasks):
+        for group in together(tasks, self.device, self.execution.memory):
             for layer, new in self.each(group):
                 solved[layer.name] = save_layer(self.journal, layer) if new else layer
                 progress.advance()
@@ -97,20 +97,6 @@ class Solver:
                 [self._prepare(t, shared.setdefault(_group_of(t), _Shared())) for t in missing]
             ):
                 yield layer, True
-
-    def _together(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Return groups to solve together: single ones on the CPU, else similar ones within a quarter of the memory."""
-        groups = groups_of(tasks)
-        if not has_twins(self.device):
-            return groups
-        room = (self.execution.memory or available_bytes() or 1 << 34) // 4
-        batches: list[list[Task]] = [[]]
-        for group in sorted(groups, key=_shapes):
-            both = [*batches[-1], *group]
-            fits = sum(map(solve_bytes, both)) <= room
-            fits &= sum(t.parameter.out_features for t in both) <= ROWS_TOGETHER
-            batches[-1:] = [both] if fits or not batches[-1] else [batches[-1], group]
-        return batches
 
     def _prepare(self, task: Task, shared: _Shared) -> _Prepared:
         weight = self.weights.oriented(task.parameter)
@@ -158,15 +144,10 @@ class Solver:
             )
 
     def _rank(self, problem: Problem, summed: WeightedHessian) -> int | None:
-        threshold = self.rank_threshold
-        if threshold is None:
+        if self.rank_threshold is None:
             return None
-
-        def rank() -> int:
-            _, (above,) = native.count_above(summed.matrix, [threshold], problem.threads)
-            return above
-
-        return problem.once("rank", rank)
+        above = [self.rank_threshold]
+        return problem.once("rank", lambda: native.count_above(summed.matrix, above, problem.threads)[1][0])
 
 
 def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -> Task:
@@ -198,16 +179,29 @@ class _Shared:
     cache: dict[Any, Any] = field(default_factory=dict)
 
 
+def together(tasks: Sequence[Task], device: str, memory: int | None) -> list[list[Task]]:
+    """Return groups to solve together: single ones on the CPU, else similar ones within a quarter of the memory."""
+    groups = groups_of(tasks)
+    if not has_twins(device):
+        return groups
+    room = (memory or available_bytes() or 1 << 34) // 4
+    batches: list[list[Task]] = [[]]
+    for group in sorted(
+        groups, key=lambda g: [(t.parameter.in_features, t.parameter.out_features) for t in g]
+    ):
+        both = [*batches[-1], *group]
+        fits = sum(map(solve_bytes, both)) <= room
+        fits &= sum(t.parameter.out_features for t in both) <= ROWS_TOGETHER
+        batches[-1:] = [both] if fits or not batches[-1] else [batches[-1], group]
+    return batches
+
+
 def groups_of(tasks: Sequence[Task]) -> list[list[Task]]:
     """Group tasks with the same input, steps and weighting, in order of first appearance. Others stay alone."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
         groups.setdefault(_group_of(task), []).append(task)
     return list(groups.values())
-
-
-def _shapes(group: Sequence[Task]) -> list[tuple[int, int]]:
-    return [(t.parameter.in_features, t.parameter.out_features) for t in group]
 
 
 def _group_of(task: Task) -> tuple[Any, ...]:

@@ -61,12 +61,14 @@ def step_weights(hessians: StepHessians, task: Task) -> Weighting | None:
 
 
 def weighted(hessians: StepHessians, task: Task, weights: Weighting | None) -> WeightedHessian:
-    """Add the Hessians of a task's steps."""
-    rows = {t: hessians.n_rows(t) for t in task.steps}
-    if weights is None:
-        return WeightedHessian(np.asarray(hessians.matrix(list(task.steps)), dtype=np.float64), rows, None)
-    total = float(sum(weights))
-    return WeightedHessian(combine(hessians, task.steps, weights), rows, [float(w) / total for w in weights])
+    """Return sum_t w_t H_t over a task's steps, up to a positive factor.
+
+    Steps of equal weight are summed exactly. Equal weights and a single step therefore give the same bits as the plain
+    sum.
+    """
+    chosen, scaled, shares = relative(task.steps, weights)
+    matrix = np.asarray(hessians.matrix(chosen, weights=scaled), dtype=np.float64)
+    return WeightedHessian(matrix, {t: hessians.n_rows(t) for t in task.steps}, shares)
 
 
 def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
@@ -112,30 +114,16 @@ def balanced_weights(hessians: StepHessians, steps: Sequence[int]) -> list[float
     return [float(v) for v in out]
 
 
-def combine(
-    hessians: StepHessians, steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
-) -> NDArray[np.float64]:
-    """Return sum_t w_t H_t up to a positive factor, float64, shape (d, d).
-
-    Steps of equal weight are summed exactly. Equal weights and a single step therefore give the same bits as the plain
-    sum.
-    """
-    chosen, scaled = relative(steps, weights)
-    if scaled is None:
-        return np.asarray(hessians.matrix(chosen), dtype=np.float64)
-    return np.asarray(hessians.matrix(chosen, weights=scaled), dtype=np.float64)
-
-
 def relative(
-    steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
-) -> tuple[list[int], list[float] | None]:
-    """Return steps of positive weight, and their weights over the largest; None for equal weights."""
+    steps: Sequence[int], weights: Weighting | None
+) -> tuple[list[int], list[float] | None, list[float] | None]:
+    """Return steps of positive weight, their weights over the largest (None if equal), and all over their sum."""
+    if weights is None:
+        return list(steps), None, None
     values: list[Any] = list(weights)
     kept = [(t, w) for t, w in zip(steps, values, strict=True) if w != 0]
     if not kept:
         raise ConfigError(f"step_weights leave no step of {list(steps)}")
-    chosen = [t for t, _ in kept]
-    if len({w for _, w in kept}) == 1:
-        return chosen, None
-    largest = max(w for _, w in kept)
-    return chosen, [float(w / largest) for _, w in kept]
+    total, largest = float(sum(values)), max(w for _, w in kept)
+    scaled = None if len({w for _, w in kept}) == 1 else [float(w / largest) for _, w in kept]
+    return [t for t, _ in kept], scaled, [float(w) / total for w in values]

@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from loopq.errors import ConfigError
 from loopq.formats.limits.plugin import embedding_is_scaled, refuse_config
-from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
+from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, Weights, complete, table
 from loopq.layers.loop_spec import LOOP, layer_order
 from loopq.systems.base import Batch
 from loopq.systems.raven import initial_noise
@@ -319,6 +319,10 @@ class _Looped:
         name = f"{maybe_prefix(prefix, 'model')}.layers"
         inner.layers = LoopedBlocks(inner.layers, order, name, n, vllm_config)
         inner.start_layer, inner.end_layer = 0, len(order)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the tensors of a checkpoint."""
+        return super().load_weights(complete(self, weights))  # type: ignore[misc,no-any-return]
 
 
 class LoopedLlama(_Looped, LlamaForCausalLM):

@@ -101,6 +101,15 @@ def test_matrices_of_one_layer_keep_their_own_codes(method, kinds, dtype):
     torch.testing.assert_close(more.float(), x.float() @ weight.T + 1, **within)
 
 
+def test_a_file_may_hold_the_matrices_of_a_layer_as_one(method):
+    layer, coded = Product(32, 32, bias=False), _layer("a.Wqkv.weight", 32)
+    taken = method(layer, "a.Wqkv", [coded])
+    _load(layer, coded.tensors())
+    taken.process_weights_after_loading(layer)
+    x, weight = torch.randn(5, 32), torch.from_numpy(coded.dequantize())
+    torch.testing.assert_close(taken.apply(layer, x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_without_codes_are_vllms_own(parts):
     codes = parts("codes")
     config = codes.NativeConfig.from_config(describe_layers([_layer("a.q_proj.weight", 16)], {}))

@@ -63,7 +63,7 @@ LIMITS.register("plugin")((
     ),
     Rule(
         ("vllm",), (NATIVE.name,), "Dory under transformers' names",
-        "a folder with the published names as the model", "loopq's plugin: source read",
+        "a folder with the published names as the model", "vLLM 0.32 on a CPU: run",
         named(r"\.(self_attn|mlp)\."), ("dory",),
     ),
     Rule(

@@ -46,9 +46,10 @@ def page() -> str:
     lines += [f"| {engine} | {', '.join(f'`{f}`' for f in formats)} |" for engine, formats in READS.items()]
     lines += [
         "",
-        "`native` needs "
-        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint). With loopq's "
-        "plugin [vLLM on a CPU](interop.md#vllm-on-a-cpu) serves it too; `--engine vllm` does not check such files.",
+        "`native` needs loopq installed beside the engine: "
+        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint), or its plugin "
+        "for [vLLM on a CPU](interop.md#vllm-on-a-cpu), with one process. The plugin ran Ouro and a looped Llama. "
+        "`--engine NAME` checks such files before the work. They are not shown to the engine afterwards.",
         "",
     ]
     lines += [

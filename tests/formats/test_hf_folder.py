@@ -168,32 +168,6 @@ def test_a_config_with_a_loop_gets_its_type_and_code_on_request():
     assert hf_folder.looped_files(code, remote_code=True) == code
 
 
-def test_layers_of_one_grid_are_described_together():
-    layers = [
-        layer(8, 32, name="a.weight"),
-        layer(8, 64, name="b.weight"),
-        layer(8, 32, bits=2, name="c.weight"),
-    ]
-    description = hf_folder.describe_layers(layers, {"d.weight": "a.weight", "e.weight": "dense.weight"})
-    assert (description["quant_method"], description["ties"]) == ("loopq", {"d.weight": "a.weight"})
-    assert [(group["bits"], group["layers"]) for group in description["groups"]] == [
-        (4, ["a.weight", "b.weight"]), (2, ["c.weight"])
-    ]  # fmt: skip
-    assert {"name", "shape"}.isdisjoint(description["groups"][0])
-
-
-@pytest.mark.parametrize("end", [b"\n}", b"}", b"\n}\n"])
-def test_a_config_grows_at_its_end_and_shrinks_again(end):
-    config = b'{\n  "architectures": ["A"],\n  "n": {"a": 1}' + end
-    grown = hf_folder.add_own(config, {"quant_method": "loopq", "groups": []})
-    assert json.loads(grown)["quantization_config"] == {"quant_method": "loopq", "groups": []}
-    assert grown.endswith(end)
-    assert hf_folder.without_own(grown) == config
-    assert hf_folder.add_own(grown, {"quant_method": "loopq"}) == grown
-    for other in (b'{"n": 1}', b"", b'"architectures"'):
-        assert hf_folder.add_own(other, {"quant_method": "loopq"}) == other
-
-
 def test_a_folder_needs_weights_that_may_be_read(tmp_path):
     with pytest.raises(CheckpointError, match="no weights in it"):
         hf_folder.check_weight_files(tmp_path, allow_pickle=True)

@@ -156,3 +156,47 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path, change, match):
     reseal(tmp_path / "q" / "loopq.json", change)
     with pytest.raises(CheckpointError, match=match):
         store.read_index(tmp_path / "q")
+
+
+def test_layers_of_one_grid_are_described_together():
+    layers = [
+        layer(8, 32, name="a.weight"),
+        layer(8, 64, name="b.weight"),
+        layer(8, 32, bits=2, name="c.weight"),
+    ]
+    description = store.describe_layers(layers, {"d.weight": "a.weight", "e.weight": "dense.weight"})
+    assert (description["quant_method"], description["ties"]) == ("loopq", {"d.weight": "a.weight"})
+    assert [(group["bits"], group["layers"]) for group in description["groups"]] == [
+        (4, ["a.weight", "b.weight"]), (2, ["c.weight"])
+    ]  # fmt: skip
+    assert {"name", "shape"}.isdisjoint(description["groups"][0])
+
+
+@pytest.mark.parametrize("end", [b"\n}", b"}", b"\n}\n"])
+def test_a_config_grows_at_its_end_and_shrinks_again(end):
+    config = b'{\n  "architectures": ["A"],\n  "n": {"a": 1}' + end
+    grown = store.add_own(config, {"quant_method": "loopq", "groups": []})
+    assert json.loads(grown)["quantization_config"] == {"quant_method": "loopq", "groups": []}
+    assert grown.endswith(end)
+    assert store.without_own(grown) == config
+    assert store.add_own(grown, {"quant_method": "loopq"}) == grown
+    for other in (b'{"n": 1}', b"", b'"architectures"'):
+        assert store.add_own(other, {"quant_method": "loopq"}) == other
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"ties": {"d.weight": "b.weight"}}, r"'d\.weight' is tied to 'b\.weight', which is no layer there"),
+        ({"groups": [{"layers": ["a.weight"]}] * 2}, r"layer 'a\.weight' stands twice"),
+        ({"groups": None}, "config.json: quantization_config"),
+        ({"groups": [{}]}, "layers"),
+    ],
+)
+def test_a_damaged_description_of_layers_is_refused(change, match):
+    description = store.describe_layers([layer(8, 32, name="a.weight")], {"d.weight": "a.weight"})
+    grids, ties = store.described(description)
+    assert [*grids] == ["a.weight"]
+    assert ties == {"d.weight": "a.weight"}
+    with pytest.raises(CheckpointError, match=match):
+        store.described({**description, **change})

@@ -52,6 +52,7 @@ ODD = {
     "optimum mixed": ("transformers", "gptq", {"a": {}, "b": {"bits": 8}}, "optimum knows one setting"),
     "optimum groups": ("transformers", "gptq", {"a": {"group_size": 16}}, "not 32, 64, 128 or 256"),
     "3 bits, odd outputs": ("gptqmodel", "gptq", {"a": {"bits": 3, "rows": 20}}, "no multiple of 32"),
+    "experts in loopq's plugin": ("vllm", "native", {"experts__0__up": {"bits": 2}}, "experts in codes"),
     "small groups": ("gptqmodel", "gptq_v2", {"a": {"group_size": 8}}, "groups of fewer than 16"),
 }
 
@@ -127,6 +128,45 @@ def test_a_rule_of_one_system_is_no_rule_of_another():
         check_engine("vllm", "gptq", plain, "iquest")
 
 
+@pytest.mark.parametrize("form", READS["vllm"])
+@pytest.mark.parametrize(
+    ("system", "config", "match"),
+    [
+        ("huginn", {"state_init": "zero"}, "another state_init than like-init"),
+        ("huginn", {"test_time_noise": 0.1}, "test_time_noise"),
+        (
+            "rllama",
+            {"init_values": {"embed_scale": 1.0}, "auto_map": {"AutoConfig": "olmo.C"}},
+            "Recurrent-OLMo-2",
+        ),
+        ("dory", {"recurrent_kv_cache_mode": "last_loop"}, "another recurrent_kv_cache_mode"),
+    ],
+)
+def test_settings_that_the_plugin_refuses_are_known(form, system, config, match):
+    grid = {"levels": "nvfp4", "group_size": 16} if form == "modelopt" else {}
+    plain, config = layers(mixer__o_proj=grid), {"model_type": "made", **config}
+    check_engine("vllm", form, plain, system, {"model_type": "made"})
+    with pytest.raises(CheckpointError, match=match):
+        check_engine("vllm", form, plain, system, config)
+
+
+def test_native_files_for_vllm_are_those_of_the_plugin():
+    unlike = layers(self_attn__q_proj={"bits": 2, "levels": "uneven"}, self_attn__k_proj={"symmetric": False})
+    looped = {"model_type": "loopq_looped", "looped_base": "llama"}
+    check_engine("vllm", "native", unlike, "looped", looped)
+    check_engine("vllm", "native", unlike, "ouro", {"model_type": "ouro"})
+    check_engine("vllm", "native", layers(mixer__q_proj={}), "dory", {"model_type": "dory"})
+    with pytest.raises(
+        CheckpointError, match=r"Dory under transformers' names \(layer model\.layers\.0\.self_attn"
+    ):
+        check_engine("vllm", "native", unlike, "dory", {"model_type": "dory"})
+    with pytest.raises(CheckpointError, match=r"looped \(olmoe\): no support is known"):
+        check_engine("vllm", "native", unlike, "looped", {"model_type": "olmoe"})
+    for system in ("iquest", "nanbeige", "mamba", "zamba", "hrm_text", "inkling"):
+        with pytest.raises(CheckpointError, match=f"vllm does not run {system}"):
+            check_engine("vllm", "native", unlike, system, {"model_type": "made"})
+
+
 def test_what_no_rule_speaks_of_is_taken():
     names = ("self_attn__q_proj", "self_attn__k_proj", "self_attn__v_proj", "mlp__down_proj")
     for engine, formats in READS.items():
@@ -137,7 +177,8 @@ def test_what_no_rule_speaks_of_is_taken():
             of = {"model_type": "made"}
             runs = [s for s in sorted(systems) if (entry := entry_of(engine, s, form, of)) and entry.runs]
             assert runs
-            check_engine(engine, form, plain, runs[0], of)
+            # Dory's names are others.
+            check_engine(engine, form, plain, runs[-1], of)
 
 
 def test_systems_and_formats_unknown_to_an_engine_are_refused():
@@ -148,7 +189,9 @@ def test_systems_and_formats_unknown_to_an_engine_are_refused():
         check_engine("sglang", "gptq", plain, "ouro")
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run huginn: no support is known"):
         check_engine("llama.cpp", "gguf", plain, "huginn")
-    with pytest.raises(CheckpointError, match=r"vllm reads compressed-tensors, gptq, modelopt, not marlin"):
+    with pytest.raises(
+        CheckpointError, match=r"vllm reads native, compressed-tensors, gptq, modelopt, not marlin"
+    ):
         check_engine("vllm", "marlin", plain, None)
 
 

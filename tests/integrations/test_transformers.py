@@ -192,6 +192,10 @@ def test_a_table_on_a_trellis_is_dequantized(tmp_path):
     assert type(reloaded.get_input_embeddings()) is torch.nn.Embedding
     assert torch.equal(reloaded.lm_head.weight, model.get_input_embeddings().weight)
     torch.testing.assert_close(_logits(reloaded), _logits(model), rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        CheckpointError, match=r"embed_tokens\.weight: of shape \[96, 64\], the model has \[80, 64\]"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32, vocab_size=80)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -183,6 +183,7 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     packed_modules_mapping = STACKED
     hf_to_vllm_mapper = WeightsMapper()
+    quant_config: Any = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -201,10 +202,13 @@ class LlamaForCausalLM(nn.Module):
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
-class Head(nn.Embedding):
+class Table(nn.Embedding):
     def __init__(self, n: int, width: int, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(n, width)
+        self.org_vocab_size = n
 
+
+class Head(Table):
     def tie_weights(self, table: nn.Embedding) -> nn.Embedding:
         return table
 
@@ -266,8 +270,8 @@ def modules() -> dict[str, types.ModuleType]:
         },
         f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
         f"{layers}.rotary_embedding": {"get_rope": get_rope},
-        f"{layers}.vocab_parallel_embedding": {"ParallelLMHead": Head, "VocabParallelEmbedding": Head},
-        f"{models}.interfaces": {"SupportsQuant": type("SupportsQuant", (), {})},
+        f"{layers}.vocab_parallel_embedding": {"ParallelLMHead": Head, "VocabParallelEmbedding": Table},
+        f"{models}.interfaces": {"SupportsQuant": type("SupportsQuant", (), {"quant_config": None})},
         f"{models}.llama": {
             "LlamaAttention": LlamaAttention, "LlamaForCausalLM": LlamaForCausalLM, "LlamaMLP": LlamaMLP,
             "LlamaModel": LlamaModel,

@@ -5,17 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grids import without_kind
-from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP, with_loop
-from loopq.layers.reader import TensorReader
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
 from loopq.storage.schema import Name, Object, checked, parse_json, shown
@@ -31,13 +28,10 @@ WEIGHTS = ("*.safetensors",)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 #: `quant_method` of loopq's own tensors, which `loopq.integrations.transformers` registers.
 METHOD = "loopq"
-#: Tensors that a layer of a native checkpoint may have.
-STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 #: Module and classes that run a loop in transformers without loopq.
 _CODE = "modeling_looped"
 LOOP_CODE = f"{_CODE}.py"
 _CLASSES = {"AutoConfig": "LoopedConfig", "AutoModelForCausalLM": "LoopedForCausalLM"}
-_OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
 
 
 @dataclass(frozen=True)
@@ -149,51 +143,6 @@ def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, byt
     if looped == config and code.items() <= files.items():
         return dict(files)
     return {**files, CONFIG: (json.dumps(looped, indent=2, ensure_ascii=False) + "\n").encode(), **code}
-
-
-def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
-    """Return the layers of a native checkpoint by their grid, for `loopq.integrations.transformers`."""
-    names: dict[str, list[str]] = {}
-    for layer in layers:
-        rest = {k: v for k, v in without_kind(layer.settings()).items() if k not in ("name", "shape")}
-        names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
-    groups = [{**json.loads(grid), "layers": members} for grid, members in names.items()]
-    stored = {name for members in names.values() for name in members}
-    tied = {name: source for name, source in ties.items() if source in stored}
-    return {"quant_method": METHOD, "groups": groups, "ties": tied}
-
-
-def by_layer(groups: Sequence[Object], where: str) -> Iterator[tuple[str, Object]]:
-    """Names of the weights that `describe_layers` described, each with its grid."""
-    for group in groups:
-        grid = {key: value for key, value in group.items() if key != "layers"}
-        for name in checked(tuple[str, ...], group.get("layers"), f"{where}: layers"):
-            yield name, grid
-
-
-def read_layer(name: str, grid: Object, reader: TensorReader) -> QuantizedLayer:
-    """Return a layer that `describe_layers` described. The file says its shape."""
-    shape = reader.get(f"{name.removesuffix('.weight')}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
-    settings = checked(LayerSettings, {**grid, "name": name, "shape": shape}, f"{reader.where}: {KEY}")
-    return QuantizedLayer.from_tensors(settings, reader, {})
-
-
-def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
-    """Append a `quantization_config` to the config.json of a transformers model and keep its other bytes.
-
-    A model of another library has no "architectures", so its config.json does not change.
-    """
-    head, brace, tail = config.rpartition(b"}")
-    body = head.rstrip()
-    if not brace or b'"architectures"' not in body or f'"{KEY}"'.encode() in body:
-        return config
-    space = head[len(body) :]
-    return body + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
-
-
-def without_own(config: bytes) -> bytes:
-    """Undo `add_own`."""
-    return _OWN.sub(b"", config)
 
 
 def check_weight_files(folder: Path, allow_pickle: bool) -> None:

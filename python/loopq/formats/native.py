@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, WrittenLayers, write_folder
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
+from loopq.formats.hf_folder import CONFIG, KEY, METHOD
+from loopq.layers.grids import without_kind
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.settings.execution import available_bytes
@@ -31,6 +33,9 @@ from loopq.terminal.table import size
 FORMAT = "loopq-checkpoint"
 INDEX = "loopq.json"
 REPORT = "report.jsonl"
+#: Tensors that a layer of a native checkpoint may have.
+STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
+_OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,69 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         "files": files,
     }
     write_json(folder / INDEX, sealed(FORMAT, index))
+
+
+def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
+    """Return the layers of a native checkpoint by their grid, for `loopq.integrations.transformers`."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        rest = {k: v for k, v in without_kind(layer.settings()).items() if k not in ("name", "shape")}
+        names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
+    groups = [{**json.loads(grid), "layers": members} for grid, members in names.items()]
+    stored = {name for members in names.values() for name in members}
+    tied = {name: source for name, source in ties.items() if source in stored}
+    return {"quant_method": METHOD, "groups": groups, "ties": tied}
+
+
+def described(description: Mapping[str, Any]) -> tuple[dict[str, Object], dict[str, str]]:
+    """Read what `describe_layers` wrote: the grid of each layer by the name of its weight, and the ties.
+
+    Raises
+    ------
+    CheckpointError
+        A layer stands twice, or a tie names no layer.
+    """
+    where, grids = f"{CONFIG}: {KEY}", dict[str, Object]()
+    for group in checked(tuple[Object, ...], description.get("groups"), where):
+        for name in checked(tuple[str, ...], group.get("layers"), f"{where}: layers"):
+            if name in grids:
+                raise CheckpointError(f"{where}: layer {shown(name)} stands twice")
+            grids[name] = {key: value for key, value in group.items() if key != "layers"}
+    ties = checked(dict[str, str], description.get("ties", {}), where)
+    for name, source in ties.items():
+        if source not in grids:
+            raise CheckpointError(
+                f"{where}: {shown(name)} is tied to {shown(source)}, which is no layer there"
+            )
+    return grids, ties
+
+
+def read_layer(name: str, grid: Object, reader: TensorReader, shape: Sequence[int]) -> QuantizedLayer:
+    """Return a layer that `describe_layers` described, of the shape that the model has."""
+    module = name.removesuffix(".weight")
+    stored = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
+    if stored != [*shape]:
+        raise CheckpointError(f"layer {name}: of shape {stored}, the model has {[*shape]}")
+    settings = checked(LayerSettings, {**grid, "name": name, "shape": stored}, f"{reader.where}: {KEY}")
+    return QuantizedLayer.from_tensors(settings, reader, {})
+
+
+def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
+    """Append a `quantization_config` to the config.json of a transformers model and keep its other bytes.
+
+    A model of another library has no "architectures", so its config.json does not change.
+    """
+    head, brace, tail = config.rpartition(b"}")
+    body = head.rstrip()
+    if not brace or b'"architectures"' not in body or f'"{KEY}"'.encode() in body:
+        return config
+    space = head[len(body) :]
+    return body + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
+
+
+def without_own(config: bytes) -> bytes:
+    """Undo `add_own`."""
+    return _OWN.sub(b"", config)
 
 
 def _packed(checkpoint: Checkpoint) -> tuple[dict[str, RawTensor], Callable[[str], RawTensor]]:

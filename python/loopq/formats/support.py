@@ -14,13 +14,16 @@ DATE = "2026-11-27"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
-    "vllm": ("compressed-tensors", "gptq", "modelopt"),
+    "vllm": (NATIVE.name, "compressed-tensors", "gptq", "modelopt"),
     "sglang": ("compressed-tensors", "gptq", "modelopt"),
     "gptqmodel": ("gptq", "gptq_v2"),
     "llama.cpp": ("gguf",),
 }
 _GPTQ = ("gptq", "gptq_v2")
 _CT = ("compressed-tensors",)
+_NATIVE = (NATIVE.name,)
+#: Formats that vLLM reads without loopq.
+_FOREIGN = ("compressed-tensors", "gptq", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Support:
 
 _PAIRS = "tests/formats/engines/test_pairs.py::test_a_pair_gives_equal_logits_or_is_refused"
 _VLLM = "tests/interop/test_vllm.py::test_vllm_computes_every_loop"
+_VLLM_NATIVE = "tests/interop/test_vllm.py::test_vllm_runs_the_codes_of_native_checkpoints"
 _LLAMA = "tests/formats/gguf/test_model.py::test_logits_of_llama_cpp"
 _ONCE = "it runs every layer once: it does not read looped_layers"
 #: Dense models whose layers the plugin runs in a loop.
@@ -98,7 +102,7 @@ ENTRIES = (
         _PAIRS, (*_GPTQ, *_CT), runs=False,
     ),
     Support("transformers", ("dory",), "its own class", "5.24: run", _PAIRS),
-    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (NATIVE.name, *_CT)),
+    Support("transformers", ("inkling",), "its own class", "5.24: run", _PAIRS, (*_NATIVE, *_CT)),
     Support("transformers", ("hrm_text", "zamba", "mamba", "albert"), "its own class", "5.24: run", _PAIRS),
     Support(
         "transformers", ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint",
@@ -113,6 +117,8 @@ ENTRIES = (
         "transformers", ("looped",), "it refuses the type; --remote-code puts the code of the loop into the folder",
         "5.24: run", _PAIRS, runs=False,
     ),
+    Support("vllm", ("ouro",), _PLUGIN, "0.32 on a CPU: run", _VLLM_NATIVE, _NATIVE),
+    Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM_NATIVE, _NATIVE, ("llama",)),
     Support("vllm", ("ouro", "huginn", "rllama"), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT),
     Support("vllm", ("looped",), _PLUGIN, "0.32 on a CPU: run", _VLLM, _CT, _LAYERS),
     Support(
@@ -121,16 +127,19 @@ ENTRIES = (
     ),
     Support("vllm", ("ouro", "huginn", "rllama", "dory"), _PLUGIN, "source read"),
     Support("vllm", ("looped",), _PLUGIN, "source read", kinds=_LAYERS),
-    Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071"),
-    Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run"),
-    Support("vllm", ("zamba",), "Zamba2, its own class", "source read"),
-    Support("vllm", ("mamba",), "its own class", "source read"),
+    Support("vllm", ("nanbeige",), "transformers backend", "vLLM #56071", formats=_FOREIGN),
+    Support("vllm", ("iquest",), "its own class (vLLM #31575)", "0.32 on a CPU: run", formats=_FOREIGN),
+    Support("vllm", ("iquest",), "its class does not name what it fuses", "source read", formats=_NATIVE, runs=False),
+    Support("vllm", ("zamba",), "Zamba2, its own class", "source read", formats=_FOREIGN),
+    Support("vllm", ("mamba",), "its own class", "source read", formats=_FOREIGN),
     *(
         Support(engine, ("generic",), "code of a checkpoint is not known to it", "source read", code=True, runs=False)
         for engine in ("vllm", "sglang")
     ),
     Support("vllm", ("generic",), "where vLLM has the class", "source read"),
-    Support("vllm", ("hrm_text",), "its own class, files with --names published", "0.33: source read"),
+    Support(
+        "vllm", ("hrm_text",), "its own class, files with --names published", "0.33: source read", formats=_FOREIGN
+    ),
     Support(
         "vllm", ("inkling",), "vLLM up to 0.33 has no class for it, and loopq's plugin none either", "0.32: run",
         "tests/interop/test_vllm.py::test_inkling_is_refused_with_the_version_that_it_needs", runs=False,

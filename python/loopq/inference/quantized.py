@@ -122,7 +122,7 @@ def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
         return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
     if len(others) < len(owners) and (not layer.grid.plain or layer.transform is not None):
         return "rows of a table are read from codes on a plain grid, without a transform"
-    if not all(has_product(layer, module.weight.device) for module in owners):
+    if not all(_has_product(layer, module.weight.device) for module in owners):
         return f"codes of {layer.grid.label}, whose products run on the processor"
     return ""
 
@@ -142,7 +142,21 @@ def stand_ins(
     return heads | {i: QuantEmbedding(head or quantized_linear(layer, m), m.weight.dtype) for i, m in tables}
 
 
-def has_product(layer: QuantizedLayer, device: Any) -> bool:
+def held(layer: QuantizedLayer, owners: Sequence[Any]) -> dict[int, Any]:
+    """Modules that hold a layer, by the `id` of those that they stand for: `stand_ins`, or the same, dequantized.
+
+    Of a weight only shape, type and device are used.
+    """
+    if not why_kept(layer, owners):
+        return stand_ins(layer, owners)
+    place = owners[0].weight
+    weight = torch.nn.Parameter(torch.from_numpy(layer.dequantize()).to(place), requires_grad=False)
+    for module in owners:
+        module.weight = weight
+    return {id(module): module for module in owners}
+
+
+def _has_product(layer: QuantizedLayer, device: Any) -> bool:
     """Whether a device multiplies by a layer's packed codes."""
     return layer.grid.plain or device.type == "cpu"
 

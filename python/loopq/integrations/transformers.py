@@ -6,14 +6,14 @@ A separate module because `import loopq` needs only numpy and safetensors. Check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, require
-from loopq.formats.hf_folder import KEY, METHOD, STORED, by_layer, read_layer
-from loopq.inference.quantized import has_product, quantized_linear, stand_ins, why_kept
-from loopq.layers.layer import QuantizedLayer
+from loopq.formats.hf_folder import METHOD
+from loopq.formats.native import STORED, described, read_layer
+from loopq.inference.quantized import held
 from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.models.files import find_names
@@ -64,17 +64,13 @@ class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformer
         self.quant_method = METHOD
         self.groups, self.ties = list(groups), dict(ties or {})
 
-    def by_layer(self) -> Iterator[tuple[str, Object]]:
-        """Names of the quantized weights, each with its grid."""
-        return by_layer(self.groups, KEY)
-
 
 class _Stored(torch.nn.Module):  # type: ignore[misc]
-    """Placeholder of a linear layer while transformers loads the rest of the model. It has the bias but no weight."""
+    """Placeholder of a linear layer while transformers loads the rest of the model: a bias, a shape, no weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.shape = tuple(linear.weight.shape)
+        self.weight = torch.empty(1, device="meta").expand(linear.weight.shape)
         self.bias = linear.bias
 
 
@@ -97,13 +93,13 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        layers = [name for name, _ in self.quantization_config.by_layer()]
-        find_names(model, [*layers, *self._tensors()])
+        self._grids, ties = described(vars(self.quantization_config))
+        find_names(model, [*self._grids, *self._tensors()])
         names = names_of(model)
         self._placed: dict[str, list[str]] = {
-            name: [names.in_model(name).removesuffix(".weight")] for name in layers
+            name: [names.in_model(name).removesuffix(".weight")] for name in self._grids
         }
-        for name, source in self.quantization_config.ties.items():
+        for name, source in ties.items():
             self._placed[source].append(names.in_model(name).removesuffix(".weight"))
         absent: list[str] = []
         for name, owners in self._placed.items():
@@ -144,35 +140,15 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         reader = TensorReader(str(self._files[0].parent), self._tensors())
-        for name, grid in self.quantization_config.by_layer():
-            layer = read_layer(name, grid, reader)
-            stored = model.get_submodule(self._placed[layer.name][0])
-            if any(_keeps_weight(model.get_submodule(owner)) for owner in self._placed[layer.name]):
-                self._put_table(layer, model)
-                continue
-            # Only shape and device are used.
-            stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
-            product = has_product(layer, model.device)
-            module = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
-            for owner in self._placed[layer.name]:
-                _put(model, owner, module)
-        return model
-
-    def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
-        """Replace an embedding table and the heads tied to it."""
-        owners = {name: model.get_submodule(name) for name in self._placed[layer.name]}
-        for owner in owners.values():
+        for name, grid in self._grids.items():
+            stored = {owner: model.get_submodule(owner) for owner in self._placed[name]}
+            shape = next(iter(stored.values())).weight.shape
             # Only shape, type and device are used.
-            place = torch.empty(1, dtype=owner.weight.dtype, device=model.device).expand(owner.weight.shape)
-            owner.weight = torch.nn.Parameter(place, requires_grad=False)
-        if why_kept(layer, list(owners.values())):
-            weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
-            for owner in owners.values():
-                owner.weight = weight
-            return
-        modules = stand_ins(layer, list(owners.values()))
-        for name, owner in owners.items():
-            _put(model, name, modules[id(owner)])
+            places = {id(module): _place(module, model, shape) for module in stored.values()}
+            modules = held(read_layer(name, grid, reader, shape), [*places.values()])
+            for owner, module in stored.items():
+                _put(model, owner, modules[id(places[id(module)])])
+        return model
 
     def get_state_dict_and_metadata(
         self, model: nn.Module, *_: Any
@@ -225,16 +201,14 @@ def _files(model: nn.Module) -> list[Path]:
     return sorted(Path(place).glob("*.safetensors")) or [Path(cached_file(place, TENSORS))]
 
 
-def _dense(layer: QuantizedLayer, stored: nn.Module, model: nn.Module) -> nn.Module:
-    """A linear layer with the dequantized weight, for codes without a product kernel."""
-    linear = torch.nn.Linear(*reversed(layer.shape), bias=False, device="meta")
-    linear.weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
-    linear.bias = stored.bias
-    return linear
-
-
-def _dequantized(layer: QuantizedLayer, model: nn.Module) -> Tensor:
-    return torch.from_numpy(layer.dequantize()).to(model.device, model.dtype)
+def _place(module: nn.Module, model: nn.Module, shape: Sequence[int]) -> nn.Module:
+    """A table, a linear layer, or one in the place of `_Stored`, with a weight without memory."""
+    if isinstance(module, _Stored):
+        bias, module = module.bias, torch.nn.Linear(1, 1, bias=False)
+        module.bias = bias
+    weight = torch.empty(1, dtype=model.dtype, device=model.device).expand(*shape)
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return module
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

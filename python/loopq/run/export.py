@@ -155,7 +155,7 @@ def exported(
     engines, forced = gate.of(format_name, source, given)
     # The code of a loop is loopq's own.
     trust = proof.trust_remote_code or bool(given.get("remote_code"))
-    asked = Asked(format_name, engines, trust) if gate.verify and engines else None
+    asked = Asked(format_name, engines, trust) if gate.verify and engines and not target.own else None
     before, difference, reason = np.zeros(0), 0.0, ""
 
     def compute() -> str:
@@ -258,9 +258,9 @@ def refuse_early(
     One row represents each layer. In GPTQ, Marlin and bfloat16 of GGUF the scales' values decide whether their type
     fits. This is known only after the run.
     """
-    target = quantized_format(format_name)
+    target, gate = quantized_format(format_name), gate or Gate()
     given = target.taken(options)
-    if target.own:
+    if target.own and gate.engine is None:
         return
     if not target.holds_tables:
         refuse_outside(config, f"{format_name} cannot hold", "leave it away, or keep loopq's own format")
@@ -278,9 +278,10 @@ def refuse_early(
         loaded.side_files,
     )
     target.refuse(planned, **given)
-    refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
+    if not target.own:
+        refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
-    (gate or Gate()).readers(format_name, layers, system.name, loaded.side_files, given, dense)
+    gate.readers(format_name, layers, system.name, loaded.side_files, given, dense)
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:

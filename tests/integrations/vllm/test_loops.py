@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from loopq.errors import CheckpointError
 from tests.support.vllm_parts import Attention
 
 CONFIG = SimpleNamespace(cache_config="cache", quant_config=None)
@@ -83,3 +85,22 @@ def test_an_inner_model_stands_where_its_class_says(parts):
     assert model.embedding is model.body.words
     assert loops.table(config, 4, "p").weight.shape == (8, 4)
     assert loops.BY_TOKEN == {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
+
+
+@pytest.mark.parametrize("method", ["loopq", "gptq", None])
+@pytest.mark.parametrize("absent", ["norm.weight", "qkv_proj.v_proj.weight", "mlp.weight", None])
+def test_only_native_files_without_a_tensor_are_refused(parts, method, absent):
+    model = nn.Module()
+    model.quant_config = method and SimpleNamespace(get_name=lambda: method)
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "v_proj"]}
+    model.norm, model.qkv_proj, model.mlp = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    # A place for codes.
+    model.mlp.weight = nn.Parameter(torch.empty(0))
+    names = ["norm.weight", "q_proj.weight", "v_proj.weight", "mlp.weight_packed"]
+    given = [(name, torch.ones(1)) for name in names if name != (absent or "").removeprefix("qkv_proj.")]
+    complete = parts("loops").complete(model, given)
+    if method == "loopq" and absent in ("norm.weight", "qkv_proj.v_proj.weight"):
+        with pytest.raises(CheckpointError, match=rf"'{absent.removeprefix('qkv_proj.')}' is missing"):
+            list(complete)
+    else:
+        assert list(complete) == given

@@ -6,7 +6,7 @@ all grids, trellises and transforms are served, and layers of one matrix may dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from loopq.errors import ConfigError
-from loopq.formats.hf_folder import METHOD, STORED, by_layer, read_layer
-from loopq.inference.quantized import stand_ins, why_kept
+from loopq.formats.hf_folder import METHOD
+from loopq.formats.native import STORED, described, read_layer
+from loopq.inference.quantized import held
 from loopq.layers.reader import TensorReader
+from loopq.storage.files import DTYPES
 from loopq.storage.model_files import raw
-from loopq.storage.schema import Object, checked
-
-_WHERE = "config.json: quantization_config"
+from loopq.storage.schema import Object
 
 
 @torch.library.custom_op("loopq::call", mutates_args=())
@@ -44,31 +44,47 @@ def _(x: Tensor, name: str, width: int, dtype: torch.dtype) -> Tensor:
 class NativeConfig(QuantizationConfig):
     """The `quantization_config` in the config.json of a native checkpoint. Grids are by module."""
 
-    def __init__(self, grids: Mapping[str, Object]) -> None:
+    def __init__(self, grids: Mapping[str, Object], ties: Iterable[str] = ()) -> None:
         super().__init__()
         self.grids = dict(grids)
+        #: Layers that no module of vLLM has taken.
+        self.left = {*grids} - {*ties}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NativeConfig:
         """Read the grids. A tied head has that of its table."""
-        grids = dict(by_layer(checked(tuple[Object, ...], config.get("groups"), _WHERE), _WHERE))
-        ties = checked(dict[str, str], config.get("ties", {}), _WHERE)
-        return cls(grids | {name: grids[source] for name, source in ties.items()})
+        grids, ties = described(config)
+        return cls(grids | {name: grids[source] for name, source in ties.items()}, ties)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Take over vLLM's names."""
         self.grids = hf_to_vllm_mapper.apply_dict(self.grids)
+        self.left = {*hf_to_vllm_mapper.apply_list([*self.left])}
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what loads and calls a layer. Dense layers are vLLM's."""
         if not isinstance(layer, LinearBase | VocabParallelEmbedding):
+            self.refuse(name for name in self.grids if name.startswith(f"{prefix}."))
             return None
+        if not prefix:
+            # Llama's class does not name its table.
+            tables = (name for name, grid in self.grids.items() if grid.get("orientation") == "table")
+            prefix = next(tables, "").removesuffix(".weight")
         parent, dot, last = prefix.rpartition(".")
         parts = [f"{parent}{dot}{part}.weight" for part in self.packed_modules_mapping.get(last, (last,))]
+        self.left -= {*parts}
         grids = {part: self.grids.get(part) for part in parts}
         if any(grid is not None for grid in grids.values()):
-            return NativeLayer(prefix, grids)
+            return NativeLayer(prefix, grids, self)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Refuse layers, if there are any, that vLLM's class cannot hold in loopq's codes."""
+        for name in sorted(names):
+            raise ConfigError(
+                f"layer {name}: vLLM's class of the model has no place for its codes; --exclude it, or take "
+                "loopq export --format compressed-tensors"
+            )
 
     def get_name(self) -> str:
         return METHOD
@@ -103,8 +119,8 @@ def _is_table(layer: nn.Module) -> bool:
 class NativeLayer(QuantizeMethodBase):
     """Loads one layer of vLLM, of one or more matrices, and calls it."""
 
-    def __init__(self, prefix: str, grids: dict[str, Object | None]) -> None:
-        self.prefix, self.grids = prefix, grids
+    def __init__(self, prefix: str, grids: dict[str, Object | None], config: NativeConfig) -> None:
+        self.prefix, self.grids, self.config = prefix, grids, config
         self.tensors: list[dict[str, Tensor]] = [{} for _ in grids]
 
     def create_weights(
@@ -121,6 +137,10 @@ class NativeLayer(QuantizeMethodBase):
             )
         self.dtype = params_dtype
         self.width = input_size if _is_table(layer) else output_size
+        # vLLM pads its tables. A file may have the matrices as one.
+        rows = [layer.org_vocab_size] if isinstance(layer, VocabParallelEmbedding) else output_partition_sizes
+        rows = [sum(rows)] if len(self.grids) == 1 else rows
+        self.shapes = [(n, input_size) for n in rows]
         for name in ("weight", *STORED):
             place = nn.Parameter(torch.empty(0), requires_grad=False)
             place.weight_loader = self._keep(name)
@@ -136,29 +156,27 @@ class NativeLayer(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the places by loopq's modules."""
+        self.config.refuse(self.config.left)
         for name in ("weight", *STORED):
             delattr(layer, name)
         kind = nn.Embedding if _is_table(layer) else nn.Linear
-        parts = zip(self.grids.items(), self.tensors, strict=True)
-        layer.codes = _Joined([self._part(*part, tensors, kind) for part, tensors in parts])
+        parts = zip(self.grids, self.tensors, self.shapes, strict=True)
+        layer.codes = _Joined([self._part(*part, kind) for part in parts])
         self.called[self.prefix], self.tensors = layer.codes, []
 
-    def _part(self, name: str, grid: Object | None, tensors: dict[str, Tensor], kind: Any) -> nn.Module:
+    def _part(self, name: str, tensors: dict[str, Tensor], shape: tuple[int, int], kind: Any) -> nn.Module:
         place = kind(1, 1, **({} if kind is nn.Embedding else {"bias": False}))
+        module, grid = name.removesuffix(".weight"), self.grids[name]
+        reader = TensorReader(
+            "model", {f"{module}.{last}": raw(t, copy=False) for last, t in tensors.items()}
+        )
         if grid is None:
-            place.weight = nn.Parameter(tensors["weight"].to(self.dtype), requires_grad=False)
-            return place
-        module = name.removesuffix(".weight")
-        files = {f"{module}.{last}": raw(tensor) for last, tensor in tensors.items()}
-        quantized = read_layer(name, grid, TensorReader("model", files))
-        # Only shape, type and device are used.
-        weight = torch.empty(1, dtype=self.dtype).expand(quantized.shape)
-        place.weight = nn.Parameter(weight, requires_grad=False)
-        if why_kept(quantized, [place]):
-            weight = torch.from_numpy(quantized.dequantize()).to(self.dtype)
-            place.weight = nn.Parameter(weight, requires_grad=False)
-            return place
-        return stand_ins(quantized, [place])[id(place)]
+            reader.get(name, tuple(DTYPES), shape)
+            weight = tensors["weight"]
+        else:
+            weight = torch.empty(1).expand(shape)
+        place.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        return place if grid is None else held(read_layer(name, grid, reader, shape), [place])[id(place)]
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs (n_tokens, n) of all matrices. The head is called outside of vLLM's forward context."""

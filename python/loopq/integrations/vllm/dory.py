@@ -23,6 +23,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 
 from loopq.errors import ConfigError
+from loopq.formats.limits.plugin import refuse_config
 from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
 
 
@@ -130,8 +131,7 @@ class DoryModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        if config.recurrent_kv_cache_mode != "per_loop":
-            raise ConfigError("config.json: recurrent_kv_cache_mode other than 'per_loop' is not served")
+        refuse_config(vars(config))
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             raise ConfigError("Dory: a norm is over all heads of a layer: use --tensor-parallel-size 1")
         self.embeddings = table(vllm_config, config.hidden_size, f"{prefix}.embeddings")

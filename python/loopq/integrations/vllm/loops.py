@@ -19,6 +19,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 
+from loopq.errors import CheckpointError
+from loopq.formats.hf_folder import METHOD
+
 Weights = Iterable[tuple[str, Tensor]]
 #: Arguments of an inner model whose dimension counts tokens.
 BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
@@ -89,6 +92,22 @@ def table(vllm_config: VllmConfig, width: int, prefix: str) -> VocabParallelEmbe
     return VocabParallelEmbedding(vocabulary, width, quant_config=vllm_config.quant_config, prefix=prefix)
 
 
+def complete(model: Any, weights: Weights) -> Weights:
+    """Pass tensors on. vLLM would not notice that a quantized checkpoint lacks one, so a native one is refused here."""
+    missing: set[str] = set()
+    if model.quant_config is not None and model.quant_config.get_name() == METHOD:
+        # Places for codes are empty, and look for their tensors themselves.
+        for name in (name for name, parameter in model.named_parameters() if parameter.numel()):
+            parent, kind, last = f".{name}".rsplit(".", 2)
+            parts = model.packed_modules_mapping.get(kind, (kind,))
+            missing |= {f"{parent}.{part}.{last}"[1:] for part in parts}
+    for name, tensor in weights:
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise CheckpointError(f"model: tensor {min(missing)!r} is missing")
+
+
 class Causal(nn.Module, SupportsQuant):
     """Interface of a causal model in vLLM.
 
@@ -143,4 +162,5 @@ class Causal(nn.Module, SupportsQuant):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load the tensors of a checkpoint."""
+        weights = complete(self, weights)
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)  # type: ignore[no-any-return]

@@ -26,7 +26,8 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from loopq.errors import ConfigError
-from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, table
+from loopq.formats.limits.plugin import embedding_is_scaled, refuse_config
+from loopq.integrations.vllm.loops import BY_TOKEN, Causal, LoopedBlocks, Weights, complete, table
 from loopq.layers.loop_spec import LOOP, layer_order
 from loopq.systems.base import Batch
 from loopq.systems.raven import initial_noise
@@ -232,17 +233,10 @@ class RavenModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        if getattr(config, "test_time_noise", 0) or getattr(config, "state_init", "like-init") != "like-init":
-            raise ConfigError(
-                "config.json: test_time_noise and another state_init than 'like-init' are not served"
-            )
+        refuse_config(vars(config))
         initial = getattr(config, "init_values", None) or {}
         self.scale = float(initial.get("embed_scale", config.n_embd**0.5))
-        self.huginn = self.scale != 1.0
-        if not self.huginn and "olmo" in str(getattr(config, "auto_map", "")):
-            raise ConfigError(
-                "config.json: Recurrent-OLMo-2, whose blocks have their norms elsewhere, is not served"
-            )
+        self.huginn = embedding_is_scaled(vars(config))
         rope = {"rope_type": "default", "rope_theta": float(config.rope_base)} if self.huginn else None
         rotary = get_rope(
             config.n_embd // config.n_heads,
@@ -325,6 +319,10 @@ class _Looped:
         name = f"{maybe_prefix(prefix, 'model')}.layers"
         inner.layers = LoopedBlocks(inner.layers, order, name, n, vllm_config)
         inner.start_layer, inner.end_layer = 0, len(order)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the tensors of a checkpoint."""
+        return super().load_weights(complete(self, weights))  # type: ignore[misc,no-any-return]
 
 
 class LoopedLlama(_Looped, LlamaForCausalLM):

@@ -158,7 +158,7 @@ def scored(data: dict[str, Any]) -> Rows:
 
 def right(data: dict[str, Any]) -> str:
     """Right answers on the first page: one row for each method and grid, one column for each task."""
-    lines: dict[tuple[int, str], dict[str, str]] = {}
+    lines: dict[tuple[int, str], dict[str, Any]] = {}
     for r in scored(data):
         grid = f"{r['bits']} bits: " if r["bits"] else ""
         line = lines.setdefault(

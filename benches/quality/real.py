@@ -162,7 +162,7 @@ def right(data: dict[str, Any]) -> str:
     for r in scored(data):
         grid = f"{r['bits']} bits: " if r["bits"] else ""
         line = lines.setdefault(
-            (r["bits"], r["variant"]), {"weights": grid + NAMES.get(r["variant"], r["variant"])}
+            (r["bits"], r["variant"]), {"weights": f"{grid}{NAMES.get(r['variant'], FULL)}"}
         )
         line[r["task"]] = percent(r["values"].count("1") / len(r["values"]))
     return table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])

@@ -55,9 +55,7 @@ def _residues(q: int) -> NDArray[np.int8]:
 
 
 def _paley(n: int) -> NDArray[np.int8] | None:
-    """Paley's constructions for prime fields: I if n - 1 = 3 mod 4, II if n / 2 - 1 = 1 mod 4."""
-    if n % 4:
-        return None
+    """Paley's constructions for prime fields, of a multiple of 4: I if n - 1 = 3 mod 4, II if n / 2 - 1 = 1 mod 4."""
     if _is_prime(n - 1) and (n - 1) % 4 == 3:
         core = _residues(n - 1)
         skew = np.ones((n, n), dtype=np.int8)
@@ -79,14 +77,11 @@ def _paley(n: int) -> NDArray[np.int8] | None:
 @cache
 def hadamard_factors(n: int) -> tuple[NDArray[np.int8], ...] | None:
     """Hadamard matrices, int8, whose Kronecker product in this order is `hadamard(n)`; None if that is None."""
-    if n == 1:
-        return ()
-    if n % 2 or (n > 2 and n % 4):
-        return None
     if n & (n - 1) == 0:
         return (np.array([[1, 1], [1, -1]], dtype=np.int8),) * (n.bit_length() - 1)
-    paley = _paley(n)
-    if paley is not None:
+    if n % 4:
+        return None
+    if (paley := _paley(n)) is not None:
         return (paley,)
     for factor in range(n // 2, 1, -1):
         if n % factor == 0:
@@ -216,9 +211,7 @@ class Rotation:
 @cache
 def _block(kind: str, size: int, seed: int) -> Matrix:
     exact = hadamard(size) if kind == "hadamard" else None
-    if exact is None:
-        return random_orthogonal(size, seed)
-    return np.asarray(exact.astype(np.float64) / np.sqrt(size))
+    return random_orthogonal(size, seed) if exact is None else exact / np.sqrt(size)
 
 
 @dataclass(frozen=True)

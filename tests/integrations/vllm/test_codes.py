@@ -223,3 +223,15 @@ def test_names_of_vllm_are_taken_over(method, parts):
     )
     assert config.left == {"c.q_proj.weight"}
     assert {*config.grids} == {"c.q_proj.weight", "d.weight"}
+
+
+@pytest.mark.parametrize("loop", [None, [1, 3, 2]])
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "LoopedQwen2ForCausalLM"])
+def test_a_loop_that_a_class_would_run_once_is_refused(parts, loop, name):
+    config = parts("codes").NativeConfig({})
+    read = SimpleNamespace(architectures=[name], looped_layers=loop)
+    if loop and name == "Qwen2ForCausalLM":
+        with pytest.raises(ConfigError, match="looped_layers beside the architectures"):
+            config.maybe_update_config("m", read)
+    else:
+        config.maybe_update_config("m", hf_config=read)

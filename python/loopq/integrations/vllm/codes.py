@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from loopq.errors import ConfigError
 from loopq.formats.hf_folder import METHOD
+from loopq.formats.limits.plugin import refuse_loop
 from loopq.formats.native import STORED, described, read_layer
 from loopq.inference.quantized import held
 from loopq.layers.reader import TensorReader
@@ -60,6 +61,10 @@ class NativeConfig(QuantizationConfig):
         """Take over vLLM's names."""
         self.grids = hf_to_vllm_mapper.apply_dict(self.grids)
         self.left = {*hf_to_vllm_mapper.apply_list([*self.left])}
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, **_: Any) -> None:
+        """Refuse a loop that the named class would run once."""
+        refuse_loop(vars(hf_config))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what loads and calls a layer. Dense layers are vLLM's."""

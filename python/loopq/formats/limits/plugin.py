@@ -9,6 +9,7 @@ from loopq.formats.fused import EXPERT
 from loopq.formats.native import NATIVE
 from loopq.formats.rules import LIMITS, Broken, Config, Rule, named, where
 from loopq.formats.support import READS
+from loopq.layers.loop_spec import LOOP
 
 _SYSTEMS = ("huginn", "rllama", "dory")
 #: Settings in a config.json that it does not serve.
@@ -46,6 +47,22 @@ def refuse_config(config: Config) -> None:
     for what, broken in _SETTINGS:
         if broken(config):
             raise ConfigError(f"config.json: {what}: loopq's plugin does not serve it; `loopq run` does")
+
+
+def refuse_loop(config: Config) -> None:
+    """Refuse a config.json whose architectures run each layer of its loop once.
+
+    Raises
+    ------
+    ConfigError
+        The message names them.
+    """
+    names = config.get("architectures") or ()
+    if config.get(LOOP) is not None and not any(name.startswith("Looped") for name in names):
+        raise ConfigError(
+            f"config.json: {LOOP} beside the architectures {list(names)}, which run every layer once; put 'Looped' "
+            "before the name, or use `loopq run`"
+        )
 
 
 def _of(broken: Callable[[Config], bool]) -> Broken:

@@ -20,9 +20,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from loopq.errors import ConfigError
 from loopq.formats.hf_folder import METHOD
+from loopq.formats.limits.plugin import refuse_loop
 from loopq.formats.native import STORED, described, read_layer
 from loopq.inference.quantized import held
-from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES
 from loopq.storage.model_files import raw
@@ -62,16 +62,9 @@ class NativeConfig(QuantizationConfig):
         self.grids = hf_to_vllm_mapper.apply_dict(self.grids)
         self.left = {*hf_to_vllm_mapper.apply_list([*self.left])}
 
-    def maybe_update_config(
-        self, model_name: str, hf_config: Any = None, revision: str | None = None
-    ) -> None:
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, **_: Any) -> None:
         """Refuse a loop that the named class would run once."""
-        names = getattr(hf_config, "architectures", None) or ()
-        if getattr(hf_config, LOOP, None) is not None and not any(n.startswith("Looped") for n in names):
-            raise ConfigError(
-                f"config.json: {LOOP} beside the architectures {list(names)}, which run every layer once; put "
-                "'Looped' before the name, or use `loopq run`"
-            )
+        refuse_loop(vars(hf_config))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what loads and calls a layer. Dense layers are vLLM's."""

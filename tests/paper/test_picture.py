@@ -57,7 +57,7 @@ def draw(tmp_path, monkeypatch, capsys):
         picture.main()
         assert (tmp_path / "picture-dark.svg").is_file()
         bars = (tmp_path / "claim-light.svg").read_text("utf-8")
-        assert [bars.count(f"<!--  {kl:.3f} -->") for kl in (0.031, 0.042, 0.062, 0.083, 0.125)] == [
+        assert [bars.count(f"<!-- {kl:.3f} -->") for kl in (0.031, 0.042, 0.062, 0.083, 0.125)] == [
             1,
             1,
             1,

@@ -189,17 +189,18 @@ def test_default_has_more_right_answers_at_3_bits_on_every_task():
     scores = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))[
         "scores"
     ]
-    right = {(r["task"], r["variant"]): np.array(list(r["values"])) == "1" for r in scores if r["bits"] == 3}
-    tasks = sorted({task for task, _ in right})
-    assert len(tasks) == 3
-    p_values = []
-    for task in tasks:
-        ours, theirs = right[task, "loopq default"], right[task, "llm-compressor, imatrix_mse"]
+    right = {(r["bits"], r["task"], r["variant"]): np.array(list(r["values"])) == "1" for r in scores}
+    p_values = {}
+    for bits, task in {(bits, task) for bits, task, _ in right if bits}:
+        ours, theirs = (right[bits, task, v] for v in ("loopq default", "llm-compressor, imatrix_mse"))
         gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
         assert gained > lost
-        p_values.append(mcnemar_exact(gained, lost))
+        p_values[bits, task] = mcnemar_exact(gained, lost)
+    assert len(p_values) == 6
+    three, four = ([p for (bits, _), p in p_values.items() if bits == b] for b in (3, 4))
     text = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert f"on all three tasks (p at most {max(p_values):.2g})" in text
+    assert f"on all three tasks (p at most {max(three):.2g})" in text
+    assert f"no task tells the two apart (p at least {min(four):.1g})" in text
 
 
 def test_sentences_of_the_readme_have_the_figures_of_the_record():

@@ -245,6 +245,8 @@ def test_embedded_models_are_loopqs_own():
     assert readers("native", plain, "parcae", {}) == ()
     embedded = {"model_type": "loopq-zoo-parcae"}
     assert readers("gptq", plain, "parcae", embedded) == readers("marlin", plain, "parcae", embedded) == ()
+    with pytest.raises(CheckpointError, match=r"vllm does not run huginn \(loopq-zoo-huginn\): no support"):
+        check_engine("vllm", "native", plain, "huginn", {"model_type": "loopq-zoo-huginn"})
     # loopq does not read GGUF.
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run parcae"):
         readers("gguf", plain, "parcae", embedded)

@@ -185,4 +185,6 @@ def entry_of(
     engine: str, system: str, format_name: str, config: Mapping[str, Any] | None = None
 ) -> Support | None:
     """Return what is known of an engine, a system, a format and a model's config.json. None if nothing is."""
+    if str((config or {}).get("model_type", "")).startswith(EMBEDDED) and engine != "llama.cpp":
+        return None
     return next((entry for entry in ENTRIES if entry.about(engine, system, format_name, config)), None)

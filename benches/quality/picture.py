@@ -64,8 +64,6 @@ BARS = (
     ("loopq default", "loopq"),
     ("loopq small, inputs open", "loopq, small"),
 )
-#: Rows of loopq's own code.
-OURS = ("loopq", "GPTQ,", "RTN")
 NEEDED = ("loopq default", "llm-compressor")
 
 
@@ -265,17 +263,11 @@ def draw_bars(axes: Any, records: Rows, bits: int, theme: Theme) -> None:
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, 1.25 * max(kl[variant] for variant, _ in shown if variant in kl))
     if bits == 3:
-        least = min(r["kl"] for r in first if r["bits"] == 4 and not r["variant"].startswith(OURS))
+        tools = [variant for variant, _ in shown if not variant.startswith("loopq")]
+        least = min(r["kl"] for r in first if r["bits"] == 4 and r["variant"] in tools)
         axes.axvline(least, color=theme.ink, linewidth=0.9, linestyle=(0, (3, 3)), zorder=0)
-        axes.text(
-            least,
-            len(shown) - 0.42,
-            " other tool's best with 4 bits",
-            va="top",
-            ha="left",
-            color=theme.soft,
-            fontsize=8,
-        )
+        what = " other tool's best with 4 bits"
+        axes.text(least, len(shown) - 0.42, what, va="top", ha="left", color=theme.soft, fontsize=8)
     axes.xaxis.set_major_locator(NullLocator())
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)

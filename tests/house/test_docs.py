@@ -215,6 +215,11 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     assert f"is {ours[0]} of that at 4 bits and {ours[1]} at 3. " in text
     assert len(set(plain)) == 1, "the README has one number for both"
     assert f"it is {plain[0]} at both." in text
+    for bits in (4, 3):
+        other = {r["variant"]: r["kl"] for r in record["peers"] if r["draw"] == 1 and r["bits"] == bits}
+        least = min(kl for name, kl in other.items() if "llm" in name)
+        for name in ("loopq default", EVEN):
+            assert abs(other[name] / least - rows[name, bits]["kl"] / min(kls[bits])) <= 0.02
     peer = rows["llm-compressor, mse", 3]["seconds"]
     times, even_times = (f"{rows[name, 3]['seconds'] / peer:.1f}" for name in ("loopq default", EVEN))
     assert (

@@ -9,7 +9,7 @@ from typing import Any
 
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.support import DATE, EMBEDDED, KNOWN, READS, entry_of
+from loopq.formats.support import DATE, KNOWN, READS, entry_of, is_embedded
 from loopq.layers.layer import QuantizedLayer
 from loopq.settings.registry import Registry
 
@@ -176,7 +176,7 @@ def readers(
         each.
     """
     target = FORMATS.get(format_name)
-    if target.own or (target.reads and str(config.get("model_type", "")).startswith(EMBEDDED)):
+    if target.own or (target.reads and is_embedded(config)):
         return ()
     try:
         target.stored(layers, **(given or {}))

@@ -181,10 +181,15 @@ KNOWN = frozenset(system for entry in ENTRIES for system in entry.systems) | fro
 EMBEDDED = "loopq-zoo-"
 
 
+def is_embedded(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of one of loopq's embedded models."""
+    return str(config.get("model_type", "")).startswith(EMBEDDED)
+
+
 def entry_of(
     engine: str, system: str, format_name: str, config: Mapping[str, Any] | None = None
 ) -> Support | None:
     """Return what is known of an engine, a system, a format and a model's config.json. None if nothing is."""
-    if str((config or {}).get("model_type", "")).startswith(EMBEDDED) and engine != "llama.cpp":
+    if is_embedded(config or {}) and engine != "llama.cpp":
         return None
     return next((entry for entry in ENTRIES if entry.about(engine, system, format_name, config)), None)

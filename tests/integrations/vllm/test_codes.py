@@ -229,6 +229,7 @@ def test_names_of_vllm_are_taken_over(method, parts):
 @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "LoopedQwen2ForCausalLM"])
 def test_a_loop_that_a_class_would_run_once_is_refused(parts, loop, name):
     config = parts("codes").NativeConfig({})
+    config.maybe_update_config("m")
     read = SimpleNamespace(architectures=[name], looped_layers=loop)
     if loop and name == "Qwen2ForCausalLM":
         with pytest.raises(ConfigError, match="looped_layers beside the architectures"):

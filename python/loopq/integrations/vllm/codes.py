@@ -64,7 +64,7 @@ class NativeConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, **_: Any) -> None:
         """Refuse a loop that the named class would run once."""
-        refuse_loop(vars(hf_config))
+        refuse_loop(vars(hf_config) if hf_config else {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what loads and calls a layer. Dense layers are vLLM's."""

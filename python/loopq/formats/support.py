@@ -177,13 +177,11 @@ ENTRIES = (
 NOWHERE = ("coconut", "loopformer", "loopus", "parcae", "trm")
 #: Systems that the table speaks of. Another package's are tried, not refused.
 KNOWN = frozenset(system for entry in ENTRIES for system in entry.systems) | frozenset(NOWHERE)
-#: `model_type` of loopq's embedded models begins so. They are loopq's alone: no engine has or needs their classes.
-EMBEDDED = "loopq-zoo-"
 
 
 def is_embedded(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of one of loopq's embedded models."""
-    return str(config.get("model_type", "")).startswith(EMBEDDED)
+    """Whether a config.json is that of an embedded model. These are loopq's alone: no engine has their class."""
+    return str(config.get("model_type", "")).startswith("loopq-zoo-")
 
 
 def entry_of(

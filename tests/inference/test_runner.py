@@ -19,8 +19,7 @@ from loopq.layers.transforms import Rotation
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.program import Branch
-from tests.support import core
-from tests.support.linear import linear_of
+from tests.support.linear import coded, linear_of
 from tests.support.looped import looped
 from tests.support.systems import CASES, open_system
 
@@ -34,28 +33,6 @@ _KNOWN = (
     "transformers HRM-Text",
 )
 _TEXT = [5, 9, 7, 30, 11, 12, 8, 21, 4, 17, 3, 2, 40]
-
-
-def coded(system, bits=4, **settings):
-    """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16."""
-    for shared in system.shared_parameters(system.n_steps):
-        name = shared.name.removesuffix(".weight")
-        linear = system.model.get_submodule(name)
-        weight = linear.weight.detach().float().numpy()
-        solved = core.rtn(weight, bits=bits, group_size=16)
-        parent, _, child = name.rpartition(".")
-        packed = linear_of(
-            solved["codes"],
-            solved["scales"],
-            16,
-            bits,
-            linear.bias,
-            layout="lq-cpu",
-            scale_dtype=torch.float32,
-            **settings,
-        )
-        setattr(system.model.get_submodule(parent), child, packed)
-    return system
 
 
 def rolled_out(system, ids, n_steps):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from loopq.inference.linear import QuantLinear
 from loopq.layers.grids import even
 from loopq.layers.grids.table import Table
 from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import QuantizedLayer
+from tests.support import core
 
 
 def linear_of(
@@ -39,3 +41,25 @@ def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
     return {
         "codes": codes, "scales": scales, "group_size": group_size, "bits": bits, "zeros": zeros,
     }, weight  # fmt: skip
+
+
+def coded(system, bits=4, **settings):
+    """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16."""
+    for shared in system.shared_parameters(system.n_steps):
+        name = shared.name.removesuffix(".weight")
+        linear = system.model.get_submodule(name)
+        weight = linear.weight.detach().float().numpy()
+        solved = core.rtn(weight, bits=bits, group_size=16)
+        parent, _, child = name.rpartition(".")
+        packed = linear_of(
+            solved["codes"],
+            solved["scales"],
+            16,
+            bits,
+            linear.bias,
+            layout="lq-cpu",
+            scale_dtype=torch.float32,
+            **settings,
+        )
+        setattr(system.model.get_submodule(parent), child, packed)
+    return system

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
     if not decoder.no_runner:
         cache = "loopq's runner"
+    elif loaded.system.device.type == "cuda":
+        cache += f"; no graph ({decoder.no_graph})" if decoder.no_graph else "; each step is one CUDA graph"
     _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {cache}")
     for piece in text:
         print(piece, end="", flush=True)

@@ -18,6 +18,7 @@ from loopq.systems.stepwise import single_steps, steps_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from loopq.inference.graph import Graph
     from loopq.inference.runner import Runner  # lazy: loopq imports without torch
 
 #: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
@@ -74,6 +75,8 @@ class Decoder:
         Why every token is computed from all earlier tokens. Empty if there is a cache.
     no_runner : str
         Why the model's modules are called. Empty if the core runs it as one program with its cache.
+    no_graph : str
+        Why the operations of a step are launched one by one. Empty if a recorded step is replayed.
     depths : list of int
         Number of steps of each call.
 
@@ -88,6 +91,7 @@ class Decoder:
         self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
         self.depths: list[int] = []
         self._runner: Runner | None = None
+        self._graph: Graph | None = None
         self._cache: Any = None
         self._seen: list[int] = []
         if system.output != "logits" or isinstance(system, FixedLength):
@@ -96,11 +100,12 @@ class Decoder:
         vocabulary = self._refuse_two_directions()
         if settings.exit is not None and not (isinstance(system, Exits) and steps_of(system)):
             raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
-        self.no_cache = self.no_runner = "left early"
+        self.no_cache = self.no_runner = self.no_graph = "left early"
         if settings.exit is None:
             texts = self._growing(vocabulary)
             self.no_runner = self._why_no_runner(texts)
-            self.no_cache = self._why_no_cache(texts) if self.no_runner else ""
+            self.no_graph = self._why_no_graph(texts) if self.no_runner else ""
+            self.no_cache = self._why_no_cache(texts) if self.no_runner and self.no_graph else ""
         if settings.kv is not None and self.no_runner:
             raise ConfigError(
                 f"kv: only loopq's runner keeps keys and values in fewer bits, and it is not used: {self.no_runner}"
@@ -146,6 +151,8 @@ class Decoder:
             logits = self._runner.extend(
                 batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
             )
+        elif self._graph is not None:
+            logits = self._graph.extend(batch, n_seen)
         else:
             extended = None
             if isinstance(self.system, Continues):
@@ -235,18 +242,31 @@ class Decoder:
             self.restart()
         return why
 
+    def _why_no_graph(self, texts: Sequence[Sequence[int]]) -> str:
+        """Test a recorded step, because a recording repeats choices that depend on the tokens."""
+        from loopq.inference.graph import RECORDERS, Graph  # lazy: loopq imports without torch
+
+        device = self.system.device.type
+        if device not in RECORDERS:
+            return f"loopq records steps on a GPU, not on {device}"
+        self._graph = Graph(self.system, self.n_steps, self.settings.n_tokens)
+        why = self._why_not(texts, "a recorded step")
+        self._graph = None if why else self._graph
+        return why
+
     def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
         """Test the model's cache. Published ones differ between versions, and some give other logits."""
+        served = isinstance(self.system, ServedByCache) and self.system.served_by_cache
+        return self._why_not(texts, "the model's own cache", served)
+
+    def _why_not(self, texts: Sequence[Sequence[int]], what: str, served: bool = False) -> str:
         try:
-            served = isinstance(self.system, ServedByCache) and self.system.served_by_cache
-            if self._as_rolled_out(texts) or served:
-                return ""
-            return "the model's own cache gives other logits"
+            return "" if self._as_rolled_out(texts) or served else f"{what} gives other logits"
         except LoopqError as cause:
             return str(cause)
-        # Any error of external code has the same meaning: this cache cannot be used here.
+        # Any error of external code has the same meaning: this cannot be used here.
         except Exception as cause:  # noqa: BLE001
-            return f"the model's own cache cannot be used ({type(cause).__name__}: {cause})"
+            return f"{what} cannot be used ({type(cause).__name__}: {cause})"
         finally:
             self.restart()
 

@@ -174,6 +174,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bias: torch.Tensor | None
+    levels: torch.Tensor | None
 
     def __init__(
         self,
@@ -196,6 +197,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.register_buffer("scales", scales)
         self.register_buffer("zeros", zeros)
         self.register_buffer("bias", bias)
+        levels = held.grid.levels if held.grid.plain else None
+        self.register_buffer("levels", None if levels is None else torch.from_numpy(levels), persistent=False)
         self.transform = transform
 
     @property
@@ -282,12 +285,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return self._values(LAYOUTS[self.layout].rows(self, ids), ids)
 
     def _values(self, codes: torch.Tensor, outputs: torch.Tensor | slice) -> torch.Tensor:
-        grid = self.held.grid
-        levels = grid.levels
-        if levels is None:
-            weight = codes.float()
-        else:
-            weight = torch.from_numpy(levels).to(codes.device)[codes.long() + grid.offset]
+        weight = codes.float() if self.levels is None else self.levels[codes.long() + self.held.grid.offset]
         points = None
         if self.zeros is not None:
             points = spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that runs on a GPU in one go, most important first, into one record: whether every command says on the device what it
-# says on the processor, seconds and memory of a quantization by phase, and the kernels.
+# says on the processor, the speed of decoding, seconds and memory of a quantization by phase, and the kernels.
 #
 #   benches/gpu.sh [--dry-run] [FOLDER [SECTION ...]]
 #
@@ -21,7 +21,7 @@ shift || true
 phases="smol ouro_two ouro smol_cpu"
 kernels="exact products"
 sections=
-for section in ${*:-check smol ouro_two ouro exact products smol_cpu sanitizer sweep}; do
+for section in ${*:-check decode smol ouro_two ouro exact products smol_cpu sanitizer sweep}; do
     case $section in
         phases) sections="$sections $phases" ;;
         kernels) sections="$sections $kernels" ;;
@@ -43,6 +43,7 @@ limit() {
     local most=60
     case $1 in
         check) most=120 ;;
+        decode) most=80 ;;
         smol | smol_cpu) most=90 ;;
         ouro | ouro_two) most=200 ;;
         threshold | sweep | models) most=150 ;;

@@ -18,16 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import check, phases
+from benches.gpu import check, decode, phases
 from benches.kernels import sections as kernels
 
 SECTIONS: dict[str, kernels.Section] = {
     "check": check.section,
+    "decode": decode.section,
     **{name: phases.section(name) for name in phases.RUNS},
     **{name: kernels.section(name) for name in kernels.SECTIONS},
 }
 ROWS: dict[str, Callable[[dict[str, Any]], kernels.Rows]] = {
     "check": check.rows,
+    "decode": decode.rows,
     **dict.fromkeys(phases.RUNS, phases.rows),
     **kernels.ROWS,
 }

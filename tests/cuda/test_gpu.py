@@ -10,7 +10,10 @@ from benches.kernels.procedure import verify_products
 from benches.kernels.shapes import HUGINN, Projection
 from loopq.cuda.load import cuda_backend
 from loopq.errors import KernelError
+from loopq.inference.generate import Decoder, Generation
+from loopq.systems.base import Batch
 from tests.support.linear import linear_of
+from tests.support.systems import CASES, open_system
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,3 +53,15 @@ def test_the_operator_agrees_with_the_reference_and_refuses() -> None:
         layer.cuda()(torch.ones(1, 416).bfloat16())
     with pytest.raises(KernelError, match="takes bfloat16 and float16"):
         layer.cuda()(torch.ones(1, 416, device="cuda"))
+
+
+def test_a_decoding_step_is_one_graph() -> None:
+    system = open_system(CASES["looped Llama"])
+    system.model.cuda().bfloat16()
+    decoder = Decoder(system, 2, Generation())
+    assert decoder.no_graph == ""
+    text = [5, 9, 7, 30, 11, 12]
+    for token in (8, 21, 4, 17):
+        expected = system.rollout(Batch(torch.tensor([text]), (0,), by_token=True), 2)[0, -1].float().cpu()
+        assert torch.linalg.norm(decoder(text) - expected) <= 5e-2 * torch.linalg.norm(expected)
+        text = [*text, token]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import benches.gpu.__main__ as bench
-from benches.gpu import phases
+from benches.gpu import decode, phases
 from benches.kernels import sections
 from tests.support.cuda.emulation import compiler
 
@@ -38,7 +38,7 @@ def test_every_section_runs_and_every_target_gets_its_row(
     assert set(data["sections"]) == set(sections.SECTIONS)
     assert bench.main(["note", str(record), "--note", "memcheck", "clean"]) == 0
     rows = bench.rows(json.loads(record.read_text()))
-    others = {"check", *phases.RUNS}
+    others = {"check", "decode", *phases.RUNS}
     assert {row[0] for row in rows if row[2] == "open"} == others
     verdicts = {row[0]: row[2] for row in rows}
     # Results that do not depend on a clock or on Huginn's size hold in emulation too.
@@ -124,6 +124,17 @@ def test_phases_are_timed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(stage["done"] == stage["of"] > 0 for stage in stages.values())
     assert bench.main(["rows", str(path)]) == 0
     assert "solve" in capsys.readouterr().out
+
+
+def test_every_way_of_decoding_is_timed(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert bench.main(["decode", str(path), "--dry-run"]) == 0
+    data = json.loads(path.read_text())["sections"]["decode"]
+    assert data["no_graph"] == {"bfloat16, graph": "", "int4, graph": ""}
+    assert all(data["tokens_per_s"][way] > 0 for way in decode.WAYS)
+    assert {row[2] for row in decode.rows(data)} == {"met", "reported"}
+    failed = decode.rows({**data, "no_graph": {"int4, graph": "a recorded step cannot be used"}})
+    assert failed[0][2] == "NOT MET"
 
 
 def test_a_run_whose_time_is_over_tells_what_it_did(tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ from loopq.quantizers.rtn import RTN
 from loopq.systems import find_system
 
 #: 4 layers, a core of 8 that runs four times, 4 layers.
-SIZE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
+SIZE: dict[str, Any] = {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 4, "vocab_size": 32000, "looped_layers": [4, 12, 4]}  # fmt: skip
-TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+TINY: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 64, "looped_layers": [1, 2, 3]}  # fmt: skip
 WAYS = ("bfloat16", "bfloat16, graph", "int4", "int4, graph")
 N_PROMPT = 64

@@ -190,8 +190,8 @@ def hqq() -> Method:
     return quantize
 
 
-def autoround() -> Method:
-    """SignRound of auto-round at its defaults, but for the samples: those that there are."""
+def autoround(n_iterations: int = 200) -> Method:
+    """SignRound of auto-round, on the samples that there are. 200 iterations are its default, 1,000 its recipe "best"."""
     from auto_round import AutoRound
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:
@@ -207,6 +207,7 @@ def autoround() -> Method:
                 dataset=data,
                 nsamples=len(data),
                 seqlen=data[0]["input_ids"].shape[1],
+                iters=n_iterations,
                 device_map="cpu",
             )
             tuned.quantize()
@@ -230,7 +231,7 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
         "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
     },
     "gptqmodel": {"GPTQModel": gptqmodel},
-    "autoround": {"auto-round": autoround},
+    "autoround": {"auto-round": autoround, "auto-round, best": partial(autoround, 1000)},
     "hqq": {"HQQ": hqq},
 }
 #: Floats of 4 bits by llm-compressor, for `benches.gguf`.

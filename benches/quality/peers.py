@@ -394,6 +394,7 @@ def scored(saved: Saved, name: str, asked: list[dict[str, Any]], tasks: list[str
 
 def main() -> None:
     args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
     settings = vars(sizes) | {
         k: str(v) for k, v in vars(args).items() if k in ("calibration", "text", "names") and v

@@ -37,6 +37,7 @@ NAMES = {
     "llm-compressor, imatrix_mse": "llm-compressor, `imatrix_mse`",
     "GPTQModel": "GPTQModel",
     "auto-round": "auto-round",
+    "auto-round, best": "auto-round, recipe `best`",
     "loopq fast": "loopq, `--preset fast`",
     EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",

@@ -191,7 +191,7 @@ def hqq() -> Method:
 
 
 def autoround(n_iterations: int = 200) -> Method:
-    """SignRound of auto-round, on the samples that there are. 200 iterations are its default, 1,000 its recipe "best"."""
+    """SignRound of auto-round, on the samples that there are: 200 iterations by default, 1,000 by its recipe "best"."""
     from auto_round import AutoRound
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:

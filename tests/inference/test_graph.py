@@ -136,12 +136,24 @@ def test_steps_are_launched_one_by_one_without_a_recorder():
     assert decoder.no_graph == "loopq records steps on a GPU, not on cpu"
 
 
-class _NoCopies(TorchDispatchMode):
-    """Refuses a copy from the processor, as a capture does."""
+#: Operations that wait for the device, because their result or its size is a number of the processor.
+_WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::equal",
+)
+
+
+class _AsCaptured(TorchDispatchMode):
+    """Refuses a copy from the processor and what waits for the device, as a capture does."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name
+        if name in _WAITS:
+            raise RuntimeError(f"{name} waits for the device")
         if name in ("aten::_to_copy", "aten::copy_"):
             devices = {x.device.type for x in args if isinstance(x, torch.Tensor)}
             devices.add(torch.device(kwargs.get("device") or next(iter(devices))).type)
@@ -150,30 +162,48 @@ class _NoCopies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _without_copies(step, undo):
+def _captured(step, undo):
     step()
     undo()
-    with _NoCopies():
+    with _AsCaptured():
         logits = step().clone()
     undo()
 
     def replay():
-        with _NoCopies():
+        with _AsCaptured():
             logits.copy_(step())
 
     return replay, logits
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_step_copies_nothing_from_the_processor(wrong, monkeypatch):
-    monkeypatch.setitem(graph.RECORDERS, DEVICE, _without_copies)
+def _copies(out):
+    return out * _ONE.to(out.device)
+
+
+def _waits(out):
+    return out * float(out.abs().max() > 0)
+
+
+_ONE = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (None, ""),
+        (_copies, "a recorded step cannot be used (RuntimeError: aten::_to_copy from the processor)"),
+        (
+            _waits,
+            "a recorded step cannot be used (RuntimeError: aten::_local_scalar_dense waits for the device)",
+        ),
+    ],
+)
+def test_a_step_does_not_touch_the_processor(change, reason, monkeypatch):
+    monkeypatch.setitem(graph.RECORDERS, DEVICE, _captured)
     monkeypatch.setattr(LAYOUTS["codes"], "devices", (DEVICE,))
     system = coded(open_system(CASES["looped Llama"]), 3, levels=(-64, -36, -20, -9, 0, 9, 20, 36))
     with accelerator():
         system.model.to(DEVICE)
-        if wrong:
-            one = torch.ones(())
-            system.model.model.norm.register_forward_hook(lambda _, args, out: out * one.to(out.device))
-        reason = Decoder(system, 2, Generation()).no_graph
-    refused = "a recorded step cannot be used (RuntimeError: aten::_to_copy from the processor)"
-    assert reason == (refused if wrong else "")
+        if change is not None:
+            system.model.model.norm.register_forward_hook(lambda _, args, out: change(out))
+        assert Decoder(system, 2, Generation()).no_graph == reason

@@ -36,7 +36,8 @@ def _capture(step: Step, undo: Callable[[], Any]) -> tuple[Callable[[], Any], to
             undo()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads may allocate meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = step()
     return graph.replay, logits
 

@@ -180,7 +180,7 @@ def test_what_was_asked_for_reaches_the_collection(saved_model, tmp_path, comman
 def test_one_of_several_processes_prints(saved_model, tmp_path, command, monkeypatch, rank):
     asked = []
     monkeypatch.setattr(
-        module.in_ranks, "collect_hessians", lambda ranks, job, out, **more: asked.append(ranks) or "manifest"
+        module.in_ranks, "collect_hessians", lambda ranks, dump: asked.append(ranks) or "manifest"
     )
     monkeypatch.setattr(module, "print_dump", lambda manifest: print("content"))
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -149,6 +149,6 @@ def test_a_map_shows_each_step_up_to_a_number_of_columns():
     assert first == f"<td class=h{shades.of_value(0.5)}>50</td><td>-</td>" + "<td></td>" * 22
     assert "is shown" not in html
     assert "<caption>t [%]</caption>" in html
-    thin = markup.heat_map("t", {"b": [0.01] * 26}, shades, "x")
+    thin = markup.heat_map("t", {"b": [0.01] * 26}, shades)
     assert re.findall(r"<th scope=col>(\w+)</th>", thin) == ["step", *map(str, range(0, 26, 2)), "25"]
-    assert "[x], 1 step of 2 is shown" in thin
+    assert "[%], 1 step of 2 is shown" in thin

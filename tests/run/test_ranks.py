@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from loopq.calibrate.hessian_dump import HessianDump
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import CalibrationError, ConfigError, LoopqError
 from loopq.run.ranks import Ranks, collect_hessians
@@ -76,4 +77,4 @@ def test_a_rank_that_fails_is_named(loaded, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(HessianSet, "share_pass", share_pass)
     ranks = SimpleNamespace(rank=0, world=2, meet=lambda key: None)
     with pytest.raises(CalibrationError, match="rank 0 of 2: no rows"):
-        collect_hessians(ranks, job_of(loaded, tokens), tmp_path / "d")
+        collect_hessians(ranks, HessianDump.of(job_of(loaded, tokens), tmp_path / "d"))

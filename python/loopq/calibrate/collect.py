@@ -43,11 +43,7 @@ class _Claim:
 
 
 def collect_rows(
-    job: Collection,
-    out: Path,
-    *,
-    rows_dtype: str | None = None,
-    shard_batches: int = 8,
+    job: Collection, out: Path, *, rows_dtype: str | None = None, shard_batches: int = 8
 ) -> Manifest:
     """Write an activation dump. An interrupted dump is resumed.
 

@@ -194,12 +194,12 @@ class Dump:
         check_files(folder, self.manifest.files, DumpError)
         check_files(folder, self.manifest.metrics, DumpError)
         check_files(folder, self.manifest.model, DumpError, within="model")
+        self._dims = {p.name: p.in_features for p in self.manifest.parameters}
         self._headers: dict[str, dict[str, Stored]] = {}
         if self.manifest.kind == "rows":
             self._check_rows()
 
     def _check_rows(self) -> None:
-        dims = {p.name: p.in_features for p in self.manifest.parameters}
         rows: Rows = {
             k: {step: 0 for step, n in steps.items() if not n} for k, steps in self.manifest.rows.items()
         }
@@ -211,10 +211,11 @@ class Dump:
                 input_group, _, step = name.rpartition("/")
                 if input_group not in rows or not re.fullmatch("[0-9]{1,9}", step):
                     raise DumpError(f"{path}: tensor {shown(name)} is not in the manifest")
-                if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[input_group],):
+                dim = self._dims[input_group]
+                if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dim,):
                     raise DumpError(
                         f"{path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; the manifest says "
-                        f"{self.manifest.rows_dtype} [rows, {dims[input_group]}]"
+                        f"{self.manifest.rows_dtype} [rows, {dim}]"
                     )
                 steps = rows[input_group]
                 steps[int(step)] = steps.get(int(step), 0) + stored.shape[0]
@@ -233,7 +234,7 @@ class Dump:
         """
         if self.manifest.kind == "hessian":
             return self._stored(input_group, steps)
-        dim = next(p.in_features for p in self.manifest.parameters if p.name == input_group)
+        dim = self._dims[input_group]
         acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=self._threads)
         for step in steps:
             for file, header in self._headers.items():
@@ -247,12 +248,8 @@ class Dump:
         if entry is None:
             raise DumpError(f"{self.folder}: no Hessian for layer {input_group}")
         acc = read_accumulator(self.folder / entry.file)
-        rows, dims = (
-            self.manifest.rows[input_group],
-            {p.name: p.in_features for p in self.manifest.parameters},
-        )
-        have = sorted(rows)
-        expected = (dims[input_group], have, entry.per_step, [rows[t] for t in have])
+        rows, have = self.manifest.rows[input_group], sorted(self.manifest.rows[input_group])
+        expected = (self._dims[input_group], have, entry.per_step, [rows[t] for t in have])
         if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != expected:
             raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
         if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):

@@ -101,10 +101,6 @@ class HessianDump:
             f"{at_most(most)}, {held / 2**20:.1f} of them for Hessians; passes over the text: {len(self.passes)}"
         )
 
-    def finish(self) -> Manifest:
-        """Clean up after a complete dump."""
-        return finish_dump(self.out)
-
     def write(self) -> Manifest:
         """Collect the missing sums, pass by pass, and write the dump."""
         sums, gradients, out = self.sums, self.gradients, self.out
@@ -155,6 +151,6 @@ def collect_hessians(
     dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
     with alone(out):
         if dump.begin():
-            return dump.finish()
+            return finish_dump(out)
         dump.tell()
         return dump.write()

@@ -209,12 +209,10 @@ class Observer:
             raise _AllSeen
 
     def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
-        import torch  # lazy: loopq imports without torch
-
-        finite = torch.isfinite(rows)
+        finite = rows.isfinite()
         if bool(finite.all()):
             return
-        row, column = (int(i) for i in torch.nonzero(~finite)[0])
+        row, column = (int(i) for i in (~finite).nonzero()[0])
         assert self._batch is not None
         per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]

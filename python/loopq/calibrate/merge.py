@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loopq.calibrate.dump import MANIFEST, Dump, DumpFile, Manifest, Rows
 from loopq.calibrate.sums_file import write_accumulator
@@ -15,9 +15,6 @@ from loopq.storage.files import sha256
 from loopq.storage.folders import new_folder
 from loopq.storage.lock import new_or_same
 from loopq.terminal.progress import Progress
-
-if TYPE_CHECKING:
-    pass
 
 
 def merge(parts: Sequence[Path], out: Path, progress: Progress | None = None) -> Manifest:

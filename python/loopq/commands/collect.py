@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from pathlib import Path
+from typing import Any
 
 from loopq.calibrate.collect import collect_rows
-from loopq.calibrate.hessian_dump import collect_hessians
+from loopq.calibrate.hessian_dump import HessianDump, collect_hessians
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
@@ -122,15 +122,15 @@ def run(args: argparse.Namespace) -> int:
         if args.hessian:
             most = max(p.invocations for p in selection.parameters)
             steps = None if args.steps is None else parse_steps(args.steps, most)
-            gradients = None
+            more: dict[str, Any] = {"steps": steps, "per_step": args.per_step, "gradients": None}
             if args.metric == "loop":
                 n_draws = args.metric_draws or _DRAWS
-                gradients = MetricOfDump.of(job, args.metric_prompts, n_draws)
-            collect = collect_hessians
-            if ranks is not None:
+                more["gradients"] = MetricOfDump.of(job, args.metric_prompts, n_draws)
+            if ranks is None:
+                manifest = collect_hessians(job, out, **more)
+            else:
                 waiting = dataclasses.replace(ranks, timeout=float(args.rank_timeout))
-                collect = functools.partial(in_ranks.collect_hessians, waiting)
-            manifest = collect(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
+                manifest = in_ranks.collect_hessians(waiting, HessianDump.of(job, out, **more))
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
     if ranks is None or ranks.rank == 0:

@@ -97,7 +97,7 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
     leaf = entries[0]
     how: dict[str, Any] = {"action": "store_const", "const": not leaf.default}
     if leaf.annotation is not bool:
-        how = {"type": _reader(leaf), "metavar": metavar_of(leaf)}
+        how = {"type": _reader(leaf.annotation, leaf.metadata), "metavar": metavar_of(leaf)}
     action: argparse.Action = group.add_argument(
         flag_of(leaf), dest=name, default=argparse.SUPPRESS, help=text_of(entries).replace("%", "%%"), **how
     )
@@ -114,13 +114,13 @@ def metavar_of(leaf: Leaf) -> str:
     )
 
 
-def _reader(leaf: Leaf) -> Any:
-    parse = leaf.metadata.get("parse")
+def _reader(annotation: Any, metadata: Mapping[str, Any]) -> Any:
+    parse = metadata.get("parse")
 
     def read(text: str) -> Any:
         try:
-            value = parse(text) if parse else parse_text(leaf.annotation, text)
-            check("", value, leaf.annotation, leaf.metadata)
+            value = parse(text) if parse else parse_text(annotation, text)
+            check("", value, annotation, metadata)
         except (ValueError, ConfigError) as cause:
             raise argparse.ArgumentTypeError(str(cause).strip()) from cause
         return value
@@ -130,16 +130,7 @@ def _reader(leaf: Leaf) -> Any:
 
 def whole(at_least: int, at_most: int) -> Any:
     """Return a reader of whole numbers for the text of an option."""
-
-    def read(text: str) -> int:
-        try:
-            value: int = parse_text(int, text)
-            check("", value, int, {"at_least": at_least, "at_most": at_most})
-        except (ValueError, ConfigError) as cause:
-            raise argparse.ArgumentTypeError(str(cause).strip()) from cause
-        return value
-
-    return read
+    return _reader(int, {"at_least": at_least, "at_most": at_most})
 
 
 def depths(text: str) -> int | tuple[int, ...]:

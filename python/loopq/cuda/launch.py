@@ -167,14 +167,10 @@ class Product:
 
 def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
     if x.shape[0] > 1 and x.stride(0) % 8:
-        raise KernelError(
-            f"w4a16_linear: x has a row stride of {x.stride(0)} elements; the kernel needs a multiple of 8"
-        )
+        raise refuse(f"x has a row stride of {x.stride(0)} elements; the kernel needs a multiple of 8")
     for name, tensor in named.items():
         if tensor.data_ptr() % 16:
-            raise KernelError(
-                f"w4a16_linear: {name} starts at an address that is not a multiple of 16: .clone() it"
-            )
+            raise refuse(f"{name} starts at an address that is not a multiple of 16: .clone() it")
 
 
 def workspace_size(backend: Backend, layer: tuple[int, int, int, int], rows: int) -> tuple[int, int]:

@@ -65,17 +65,14 @@ class TiledVariant:
         """Shared memory of a stage: 64 rows of K of the block's tokens and outputs, and their scales."""
         pairs = WARPS // self.token_warps
         x = WARP_TOKENS * self.token_warps * (TILE_ROWS * 2 + 16)
-        return x + 2 * pairs * _TILE_BYTES + self._scale_rows * pairs * 32 * _SCALE_BYTES[self.scales]
+        scale_rows = 2 if self.fold == 0 else 1
+        return x + 2 * pairs * _TILE_BYTES + scale_rows * pairs * 32 * _SCALE_BYTES[self.scales]
 
     @property
     def read_bytes(self) -> int:
         """Bytes of x and weights that a stage reads."""
         pairs = WARPS // self.token_warps
         return WARP_TOKENS * self.token_warps * TILE_ROWS * 2 + 2 * pairs * _TILE_BYTES
-
-    @property
-    def _scale_rows(self) -> int:
-        return 2 if self.fold == 0 else 1
 
 
 @dataclass(frozen=True)

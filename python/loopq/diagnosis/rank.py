@@ -149,13 +149,9 @@ def layer_ranks(
     """
     stored = list(hessians.steps)
     counted = sorted({stored[0], stored[-1], *(stored if steps is None else steps)})
-
-    def survey(part: slice) -> Object:
-        return _survey(hessians, part, counted, threads)
-
-    out = survey(slice(0, hessians.dim))
+    out = _survey(hessians, slice(0, hessians.dim), counted, threads)
     if blocks:
-        out["blocks"] = {name: survey(part) for name, part in blocks.items()}
+        out["blocks"] = {name: _survey(hessians, part, counted, threads) for name, part in blocks.items()}
     return out
 
 

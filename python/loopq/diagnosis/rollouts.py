@@ -73,9 +73,7 @@ def relative_error(value: Tensor, reference: Tensor) -> Floats:
 
 def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
     """KL(reference || other) in nats, mean over positions of each prompt, shape (n_prompts,)."""
-    torch = require("torch")
-    p = torch.log_softmax(reference.double(), dim=-1)
-    q = torch.log_softmax(logits.double(), dim=-1)
+    p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
     # Rounding can give a sum of about -1e-17, but a divergence is not negative.
     kl: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
     return kl

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemC
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
-from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.journal import Journal, fingerprint, version_of
 from loopq.storage.schema import Object
 from loopq.systems.base import LoopedSystem
 from loopq.systems.stepwise import steps_of
@@ -290,12 +289,8 @@ def _assemble(
 def versions() -> dict[str, str]:
     """Versions of the software that affect the numbers."""
     installed = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    for package in ("loopq", "numpy", "torch", "scipy", "transformers"):
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    packages = ("loopq", "numpy", "torch", "scipy", "transformers")
+    return installed | {name: known for name in packages if (known := version_of(name))}
 
 
 def clean(value: Any) -> Any:

@@ -31,19 +31,7 @@ def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
 
 
 def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str, Matrix]:
-    """Return weights in the orientation of the model, as `systems.replace.replaced` expects them.
-
-    Parameters
-    ----------
-    weights : mapping of str to float32 ndarray of shape (out_features, in_features)
-        New weights by the name of the shared parameter.
-    n_steps : int
-        Depth of the parameters' declaration.
-
-    Returns
-    -------
-    dict of str to ndarray, float32
-        The same values, transposed where the model stores (in_features, out_features).
+    """Return float32 weights (out_features, in_features) in the orientation of the model, for `Replaced`.
 
     Raises
     ------

@@ -113,9 +113,7 @@ def mcnemar_exact(b: int, c: int) -> float:
     return float(require("scipy.stats").binomtest(min(b, c), b + c).pvalue)
 
 
-def paired_proportion_difference(
-    b: int, c: int, n: int, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Interval:
+def paired_proportion_difference(b: int, c: int, n: int, n_resamples: int = N_RESAMPLES) -> Interval:
     """Paired bootstrap of a difference of two proportions measured on the same n items (Li, Table 10).
 
     Only the first got b items right, only the second c. The interval is of (b - c) / n. Resampling n items with
@@ -123,12 +121,10 @@ def paired_proportion_difference(
     """
     if min(b, c) < 0 or b + c > n or n < 1:
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
+    draws = np.random.default_rng(0).multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
     low, high = np.quantile((draws[:, 0] - draws[:, 1]) / n, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(
-        (b - c) / n, float(low), float(high), LEVEL, "paired bootstrap over answers", n, n_resamples, seed
-    )
+    method = "paired bootstrap over answers"
+    return Interval((b - c) / n, float(low), float(high), LEVEL, method, n, n_resamples, 0)
 
 
 def bootstrap(

@@ -250,11 +250,7 @@ def measure_tasks(
         for k, first in enumerate(scored[0][1][task].metrics):
             for name, scores in scored:
                 metric = scores[task].metrics[k]
-                head = {
-                    "task": task,
-                    "harness": find_task(task).harness,
-                    "weights": name,
-                    "n_cut": scores[task].n_cut,
-                }
+                harness, n_cut = find_task(task).harness, scores[task].n_cut
+                head = {"task": task, "harness": harness, "weights": name, "n_cut": n_cut}
                 rows.append(head | metric.to_json(None if metric is first else first))
     return rows

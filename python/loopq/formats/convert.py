@@ -9,7 +9,7 @@ from typing import Any
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS, hf_folder
 from loopq.formats import native as store
-from loopq.formats.base import Check, Format, Written
+from loopq.formats.base import Format, Written
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.loop_spec import parse_spec, with_loop
 from loopq.storage.folders import check_folder
@@ -97,13 +97,10 @@ def read_model(source: str | Path) -> Checkpoint:
     return Checkpoint({}, dense, {}, {"system": None}, side_files).check(folder)
 
 
-def write_as(
-    out: str | Path, checkpoint: Checkpoint, format_name: str, *, also: Check | None = None, **options: Any
-) -> Written:
+def write_as(out: str | Path, checkpoint: Checkpoint, format_name: str, **options: Any) -> Written:
     """Write a checkpoint in one of `FORMATS`.
 
-    It gets its name after it has been read back and compared, and `also` has checked the content. Options are those
-    that the format declares.
+    It gets its name after it has been read back and compared. Options are those that the format declares.
 
     Raises
     ------
@@ -115,7 +112,7 @@ def write_as(
     """
     target = FORMATS.get(format_name)
     target.refuse_checkpoint()
-    return target.write(Path(out), checkpoint, also=also, **target.taken(options))
+    return target.write(Path(out), checkpoint, **target.taken(options))
 
 
 def check_readable(path: str | Path) -> None:

@@ -19,15 +19,7 @@ from loopq import _native
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder
 from loopq.formats import native as store
-from loopq.formats.base import (
-    Check,
-    Format,
-    Option,
-    Planned,
-    WrittenLayers,
-    refuse_own,
-    write_folder,
-)
+from loopq.formats.base import Check, Format, Option, Planned, WrittenLayers, refuse_own, write_folder
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, costs, is_ragged, restore, split
 from loopq.formats.float_codes import plain
@@ -246,8 +238,9 @@ class QuantizedFolder(Format):
         """
         files = hf_folder.looped_files(source.side_files, bool(remote_code))
         source, config = dataclasses.replace(source, side_files=files), config_of(files)
-        owners = owners_of(source)
-        prepared = self._prepared(source, ragged)
+        if not source.layers:
+            raise ConfigError("nothing to export: the checkpoint has no quantized layer")
+        owners, prepared = owners_of(source), self.prepare_all(source.layers, ragged)
         layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
         dense = dict(source.dense)
         if names is not None:
@@ -276,11 +269,6 @@ class QuantizedFolder(Format):
         write_folder(self, out, source, sum(t.data.size for t in tensors.values()), fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
         return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
-
-    def _prepared(self, checkpoint: Checkpoint, ragged: Ragged | None) -> dict[str, StoredLayer]:
-        if not checkpoint.layers:
-            raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-        return self.prepare_all(checkpoint.layers, ragged)
 
     def _files(
         self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object, more: Object

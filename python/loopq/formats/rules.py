@@ -95,18 +95,12 @@ def check_engine(
 
     Parameters
     ----------
-    engine : str
-        A name in `READS`.
-    format_name : str
-        Format of the file.
     layers : mapping of str to QuantizedLayer
         Layers of the checkpoint, or one row of each.
     system : str or None
         Adapter's name. None if unknown.
-    config : mapping, optional
-        The model's config.json.
-    given : mapping, optional
-        Options of the format.
+    config, given : mapping, optional
+        The model's config.json, and options of the format.
     dense : collection of str
         Names of tensors that stay unchanged.
 
@@ -157,12 +151,7 @@ def readers(
     given: Mapping[str, Any] | None = None,
     dense: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Return the engines that read a checkpoint in a format right, as far as the table says.
-
-    Parameters
-    ----------
-    format_name, layers, system, config, given, dense
-        As of `check_engine`.
+    """Return the engines that read a checkpoint in a format right, as far as the table says. As `check_engine`.
 
     Returns
     -------

@@ -209,13 +209,9 @@ class _Collector:
     def __post_init__(self) -> None:
         self.n_prompts = len(self.tokens.sequences)
         self.rank = rank_of(self.n_prompts)
+        how = self.execution
         self.backward = Backward(
-            self.system,
-            self.tokens,
-            self.n_steps,
-            self.n_draws,
-            self.execution.seed,
-            self.execution.batch_size,
+            self.system, self.tokens, self.n_steps, self.n_draws, how.seed, how.batch_size
         )
         self._roots: dict[str, Tensor] = {}
         self._sizes: dict[str, Tensor] = {}
@@ -256,7 +252,7 @@ class _Collector:
             for done in gradients:
                 if done > sums.done:
                     sums.done = done
-                    if sums.due():
+                    if sums.snapshots.due():
                         sums.save()
                 self.execution.progress.advance()
         side.finish(n_prompts * self.n_draws)
@@ -339,10 +335,6 @@ class _Sums:
     round: int = 0
     done: int = 0
     snapshots: Snapshots = field(default_factory=Snapshots)
-
-    def due(self) -> bool:
-        """Whether it is time to save again."""
-        return self.snapshots.due()
 
     def save(self) -> None:
         """Save the complete sums and their number of prompts in this round."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
@@ -58,31 +57,27 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
             ) from cause
 
 
-def repair_buffers(
-    model: nn.Module, build: Callable[[nn.Module], dict[str, Tensor]] = fresh_buffers
-) -> tuple[str, ...]:
-    """Compare every unsaved buffer of a model with one of `build`, correct those that differ and return their names.
+def repair_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Compare every unsaved buffer of a model with a fresh one, correct those that differ and return their names.
 
     Raises
     ------
     CheckpointError
         If a buffer cannot be checked: the new one is random, not finite, or of another shape.
     """
-    import torch  # lazy: loopq imports without torch
-
     loaded = unsaved_buffers(model)
     if not loaded:
         return ()
-    fresh = build(model)
+    fresh = fresh_buffers(model)
     wrong = [name for name, value in loaded.items() if not _same(value, fresh.get(name))]
     if not wrong:
         return ()
-    again = build(model)
+    again = fresh_buffers(model)
     for name in wrong:
         value, target = fresh.get(name), loaded[name]
         if value is None or value.shape != target.shape:
             raise CheckpointError(f"buffer {name}: a freshly built model has another shape or no such buffer")
-        if not torch.equal(value, again[name]):
+        if not value.equal(again[name]):
             raise CheckpointError(f"buffer {name}: not in the checkpoint and not the same in two new models")
         prefix, _, last = name.rpartition(".")
         device = next(model.parameters()).device if target.is_meta else target.device
@@ -91,9 +86,7 @@ def repair_buffers(
 
 
 def _same(loaded: Tensor, fresh: Tensor | None) -> bool:
-    import torch  # lazy: loopq imports without torch
-
     if fresh is None or loaded.is_meta or loaded.shape != fresh.shape:
         return False
     # Casting the whole model has also cast its buffers.
-    return bool(torch.equal(loaded.cpu(), fresh.to(loaded.dtype).cpu()))
+    return bool(loaded.cpu().equal(fresh.to(loaded.dtype).cpu()))

@@ -123,7 +123,6 @@ class _Probe:
 
     def rolls_out(self) -> str:
         """One rollout gives finite numbers of the right shape."""
-        import torch  # lazy: loopq imports without torch
 
         def run() -> None:
             self.output = self.system.rollout(self.batch, self.n_steps)
@@ -134,17 +133,15 @@ class _Probe:
             raise _Failed(
                 f"output of shape {tuple(self.output.shape)} for {tuple(self.batch.input_ids.shape)} ids"
             )
-        if not bool(torch.isfinite(self.output).all()):
+        if not bool(self.output.isfinite().all()):
             raise _Failed("NaN or infinity in the output: run the model in bfloat16 or float32")
         return f"{self.n_steps} steps, {self.system.output} {tuple(self.output.shape)}, {self.output.dtype}"
 
     def reproducible(self) -> str:
         """The same seed gives the same bits, regardless of the global generator."""
-        import torch  # lazy: loopq imports without torch
-
         # Draws from the global generator differ from those of the first rollout.
         again = self.system.rollout(self.batch, self.n_steps)
-        if self.output is None or not torch.equal(self.output, again):
+        if self.output is None or not self.output.equal(again):
             raise _Failed("two rollouts from one seed differ: something in the model draws random numbers")
         return "two rollouts agree in every bit"
 
@@ -273,11 +270,8 @@ def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 
             f"{len(report.unexpected)} unexpected, {len(report.repaired)} buffers set right",
         )
     ]
-    needed: tuple[tuple[str, Callable[[], str]], ...] = (
-        ("weights of the loop", probe.declared),
-        ("rollout", probe.rolls_out),
-    )
-    further: tuple[tuple[str, Callable[[], str]], ...] = (
+    needed = (("weights of the loop", probe.declared), ("rollout", probe.rolls_out))
+    further = (
         ("same seed, same bits", probe.reproducible),
         ("calls", probe.counted),
         ("nothing forgotten", probe.complete),
@@ -285,8 +279,7 @@ def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 
         ("initial state", probe.state_is_paired),
         ("depth", probe.depth_matters),
     )
-    for name, run in needed:
-        verdicts.append(_judge(name, run))
+    verdicts += [_judge(name, run) for name, run in needed]
     if all(v.ok is not False for v in verdicts[1:]):
         verdicts += [_judge(name, run) for name, run in further]
     return CheckReport(system.name, depth, tuple(verdicts), probe.notes())

@@ -62,10 +62,8 @@ class Replaced(Generic[System]):
     def __init__(self, system: System, weights: Weights) -> None:
         from torch import nn  # lazy: loopq imports without torch
 
-        parameters, stream = (
-            {name: parameter_of(system.model, name) for name in weights},
-            source_of(system.model),
-        )
+        parameters = {name: parameter_of(system.model, name) for name in weights}
+        stream = source_of(system.model)
         self._stream = stream if isinstance(stream, Stream) else None
         ids = set() if self._stream is None else self._stream.visited()
         for name, parameter in parameters.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -133,12 +134,9 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         handles.append(model.get_submodule(name).register_forward_pre_hook(_here(count), with_kwargs=True))
     also = {n: p for n, p in model.named_parameters() if p.ndim > 1 and n not in weights}
     watch = Products(weights, uses.multiplied, uses.used, also)
-    try:
-        with torch.no_grad(), plain_attention(), watch, model_code(lambda: f"trial run, {uses.reached()}"):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_code = model_code(lambda: f"trial run, {uses.reached()}")
+    with _removed(handles), torch.no_grad(), plain_attention(), watch, run_code:
+        run()
     # A table of positions or steps is often read as `weight[...]`, so its rows are not outputs of a product.
     uses.looked_up |= {names[key] for key in tables if key in names}
     return uses.trace(list(weights))
@@ -153,6 +151,16 @@ def _here(hook: Callable[..., None]) -> Callable[..., None]:
             hook(*args)
 
     return call
+
+
+@contextlib.contextmanager
+def _removed(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks after the block."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
@@ -178,33 +186,24 @@ def first_not_finite(model: nn.Module, run: Callable[[], object]) -> str:
         for name, module in model.named_modules()
         if name
     ]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _removed(handles), torch.no_grad():
+        run()
     return places[0] if places else "no module"
 
 
 def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
     """Embedding tables that one run calls with the token ids themselves, not with positions or steps."""
-    import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
     called: list[nn.Embedding] = []
 
     def note(table: nn.Embedding, inputs: tuple[Any, ...]) -> None:
-        if inputs and torch.equal(inputs[0].cpu(), ids.cpu()):
+        if inputs and inputs[0].cpu().equal(ids.cpu()):
             called.append(table)
 
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    hooks = [table.register_forward_pre_hook(_here(note)) for table in tables]
-    try:
+    with _removed([table.register_forward_pre_hook(_here(note)) for table in tables]):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return called
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.diagnosis.config import DiagnoseConfig
 from loopq.diagnosis.context import Context
@@ -136,8 +135,8 @@ class Bench:
         """Hessians of every input, with separate steps."""
         return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
-    def context(self, tokens: TokenSet | None = None, work: Path | None = None, **changes: Any) -> Context:
-        """Context of `loopq.diagnosis.sections`, on held-out prompts or on the given ones. `work` keeps sections."""
+    def context(self, work: Path | None = None, **changes: Any) -> Context:
+        """Context of `loopq.diagnosis.sections`, on held-out prompts. `work` keeps sections."""
         config = DiagnoseConfig(
             bits=self.settings.bits,
             group_size=self.settings.group_size,
@@ -146,7 +145,7 @@ class Bench:
         ).changed(**changes)
         return Context(
             self.system,
-            tokens or self.model.evaluation,
+            self.model.evaluation,
             self.depth,
             config,
             execution=self.execution.changed(work=work),

@@ -160,10 +160,10 @@ def bits_per_byte(result: Found, name: str) -> list[float] | None:
     return None if nll is None or width is None else [v / width / float(np.log(2.0)) for v in nll]
 
 
-def closed(result: Found, name: str, rtn: str = RTN) -> float:
+def closed(result: Found, name: str) -> float:
     """Share of rounding's KL that a variant removes (Li, Table 2)."""
-    mean = {n: float(np.mean(result["variants"][n]["kl"])) for n in (name, rtn)}
-    return gap_closed(mean[name], mean[rtn], 0.0)
+    kl, rtn = (float(np.mean(result["variants"][n]["kl"])) for n in (name, RTN))
+    return gap_closed(kl, rtn, 0.0)
 
 
 def row(result: Found, name: str) -> tuple[str | None, ...]:

@@ -54,8 +54,8 @@ class Probe:
         return tokens
 
 
-def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
-    """Mask `MASK_SHARE` of each prompt's positions. The choice depends on the seed and the prompt's number.
+def masked(tokens: TokenSet) -> list[tuple[Batch, Ints]]:
+    """Mask `MASK_SHARE` of each prompt's positions. The choice depends on the prompt's number.
 
     Returns
     -------
@@ -66,11 +66,10 @@ def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
     batches = []
     for numbers in tokens.plan(_BATCH):
         ids = np.stack([tokens.sequences[i] for i in numbers])
-        picks = np.stack(
-            [np.random.default_rng([seed, i]).random(ids.shape[1]) < MASK_SHARE for i in numbers]
-        )
+        draws = [np.random.default_rng([0, i]).random(ids.shape[1]) for i in numbers]
+        picks = np.stack(draws) < MASK_SHARE
         hidden = torch.from_numpy(np.where(picks, MASK_ID, ids))
-        batches.append((Batch(hidden, tuple(numbers), seed), np.where(picks, ids, -1)))
+        batches.append((Batch(hidden, tuple(numbers)), np.where(picks, ids, -1)))
     return batches
 
 

@@ -50,9 +50,7 @@ def student(values: ArrayLike) -> Interval:
     return Interval(mean, mean - half, mean + half, LEVEL, "Student's t over repetitions", int(x.size))
 
 
-def cluster_rate(
-    hits: ArrayLike, sizes: ArrayLike, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Interval:
+def cluster_rate(hits: ArrayLike, sizes: ArrayLike, n_resamples: int = N_RESAMPLES) -> Interval:
     """Prompt-cluster bootstrap of a rate pooled over positions (Li, App. J).
 
     Parameters
@@ -64,8 +62,7 @@ def cluster_rate(
         [hits, sizes],
         lambda h, n, axis: h.sum(axis) / n.sum(axis),
         n_resamples,
-        seed,
-        "prompt-cluster bootstrap, positions pooled",
+        method="prompt-cluster bootstrap, positions pooled",
     )
 
 
@@ -75,19 +72,17 @@ def difference_in_differences(
     other_reference: ArrayLike,
     other_treated: ArrayLike,
     n_resamples: int = N_RESAMPLES,
-    seed: int = 0,
 ) -> Interval:
     """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (Li, App. K)."""
     return bootstrap(
         [plain_reference, plain_treated, other_reference, other_treated],
         lambda a, b, c, d, axis: (d - c).mean(axis) - (b - a).mean(axis),
         n_resamples,
-        seed,
-        "bootstrap over prompts of a difference in differences",
+        method="bootstrap over prompts of a difference in differences",
     )
 
 
-def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> float:
+def sign_flip(effects: ArrayLike, n_resamples: int = 99_999) -> float:
     """Two-sided sign-flip test that paired effects are symmetric around 0 (Li, App. K).
 
     Parameters
@@ -96,8 +91,6 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
         One signed effect for each prompt.
     n_resamples : int
         Number of random sign patterns. If there are at most as many patterns (2^n), all are counted.
-    seed : int
-        Seed of the patterns.
 
     Returns
     -------
@@ -116,7 +109,7 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
         n_resamples=n_resamples,
         batch=max(1, CHUNK // x.size),
         alternative="greater",
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     return float(result.pvalue)
 

@@ -136,13 +136,9 @@ class Override:
                 f"{did_you_mean(unknown[0], known)}; known: {', '.join(sorted(known))}"
             )
         for name, value in self.changes.items():
+            leaf = known[name][0]
             if not isinstance(value, Settings):
-                check(
-                    f"override {self.pattern!r}: {name}",
-                    value,
-                    known[name][0].annotation,
-                    known[name][0].metadata,
-                )
+                check(f"override {self.pattern!r}: {name}", value, leaf.annotation, leaf.metadata)
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches the layer called `name`."""

@@ -102,12 +102,7 @@ def _unavailable(d: Mapping[str, Any]) -> str:
 
 def again(d: Mapping[str, Any]) -> str:
     """Return the section with settings, data, versions and times."""
-    blocks = {
-        "Settings": d["settings"],
-        "Data": d["data"],
-        "Versions": d["versions"],
-        "Seconds": d["seconds"],
-    }
+    blocks = {name.capitalize(): d[name] for name in ("settings", "data", "versions", "seconds")}
     tables = "".join(
         f"<div><h3>{name}</h3>"
         + table(name, ["what", "value"], [[str(k), _plain(v)] for k, v in sorted(block.items())])

@@ -53,13 +53,10 @@ def draw(diagnosis: Mapping[str, Any]) -> Picture:
         for side in ("left", "bottom"):
             axes.spines[side].set_visible(False)
         label(axes, "block within one recurrence step [number]", "layers of the block [one box each]")
-        unit, logits = (
-            colours.unit,
-            any((layer.get("ablation") or {}).get("changed") is not None for layer in layers),
-        )
+        logits = any((layer.get("ablation") or {}).get("changed") is not None for layer in layers)
         if values:
             what = "predictions changed, rounded alone [%]" if logits else "output error, rounded alone [%]"
-            figure.colorbar(unit, ax=axes, label=what)
+            figure.colorbar(colours.unit, ax=axes, label=what)
     exposed = [layer for layer in layers if layer["exposed"]]
     caption = (
         f"One recurrence step, applied {diagnosis['model']['n_steps']} times; the state leaves on the right and "

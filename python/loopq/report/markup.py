@@ -78,11 +78,8 @@ def bar(share: float, css: str = "") -> Cell:
     """Return a cell with a bar of a share of its width. A share that is not finite has no bar."""
     if not math.isfinite(share):
         return Cell("", "plot", "")
-    return Cell(
-        f'<div class="bar" style="width:{100 * min(share, 1.0):.1f}%"></div>',
-        f"plot {css}".strip(),
-        repr(share),
-    )
+    width = f"{100 * min(share, 1.0):.1f}%"
+    return Cell(f'<div class="bar" style="width:{width}"></div>', f"plot {css}".strip(), repr(share))
 
 
 def table(
@@ -163,7 +160,7 @@ def percent(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.0995 else f"{value:.1g}"
 
 
-def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Shades, unit: str = "%") -> str:
+def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Shades) -> str:
     """Return a map of shares by row and step, as a table of numbers on shades. Rows may have different lengths.
 
     Compared maps have the same shades.
@@ -185,7 +182,7 @@ def heat_map(title: str, rows: Mapping[str, Sequence[float | None]], shades: Sha
     )
     note = f", 1 step of {every} is shown" if every > 1 else ""
     inner = (
-        f'<table class=heat data-unit="{unit}"><caption>{html.escape(title)} [{unit}]{note}</caption>'
+        f'<table class=heat data-unit="%"><caption>{html.escape(title)} [%]{note}</caption>'
         f"<thead><tr><th scope=col>step</th>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
     )
     readout = '<p class="readout action" aria-hidden="true">Point at a number, or use the arrow keys.</p>'

@@ -41,13 +41,9 @@ def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[Object]:
                "grid": layer.grid.label, "group_size": layer.grid.group_size}  # fmt: skip
         rows.append(row | solved(layer.report))
     for name, tensor in checkpoint.dense.items():
-        row = {
-            "name": name,
-            "shape": list(tensor.shape),
-            "n_bytes": int(tensor.data.size),
-            "dtype": tensor.dtype,
-        }
-        rows.append(row | {"reason": reasons.get(name) or _why_left(tensor.shape)})
+        row = {"name": name, "shape": list(tensor.shape), "n_bytes": int(tensor.data.size)}
+        reason = reasons.get(name) or _why_left(tensor.shape)
+        rows.append(row | {"dtype": tensor.dtype, "reason": reason})
     return rows
 
 
@@ -119,15 +115,9 @@ def _grid(row: Mapping[str, Any]) -> str:
     return f"{row['grid']}, {group}"
 
 
-def _name(short: str) -> Cell:
-    return Cell(short, "name")
-
-
 def _shape(row: Mapping[str, Any]) -> Cell:
-    n = 1
-    for length in row["shape"]:
-        n *= length
-    return Cell(" × ".join(f"{length:,}" for length in row["shape"]), "number", str(n))
+    shown = " × ".join(f"{length:,}" for length in row["shape"])
+    return Cell(shown, "number", str(math.prod(row["shape"])))
 
 
 def _alone(
@@ -141,7 +131,12 @@ def _alone(
     table_rows: list[list[Cell | str]] = []
     for name in names:
         row, error = rows[name], rows[name]["error"]
-        cells = [_name(short[name]), _shape(row), Cell(_grid(row), "short"), row["method"] or "not known"]
+        cells = [
+            Cell(short[name], "name"),
+            _shape(row),
+            Cell(_grid(row), "short"),
+            row["method"] or "not known",
+        ]
         if known:
             shown = (None if row[key] is None else 100 * row[key] for key in ("error_rtn", "error"))
             cells += [number(value, ".2f") for value in shown]
@@ -159,7 +154,7 @@ def _beside(
     table_rows: list[list[Cell | str]] = []
     for name in names:
         cells: list[Cell | str] = [
-            _name(short[name]),
+            Cell(short[name], "name"),
             _shape(next(r[name] for r in sets.values() if name in r)),
         ]
         for rows in sets.values():

@@ -104,12 +104,10 @@ class DumpSource(Source):
         yield tasks, self.dump, self.metrics(tasks)
 
     def metrics(self, tasks: Sequence[Task]) -> Metrics:
-        """Read the loop metric of every layer that has one.
+        """Read the loop metric of every layer that has one, as `loop_metric` does.
 
         Raises
         ------
-        DumpError
-            The dump lacks the metric of a layer, or has it over other steps.
         ConfigError
             The settings have other numbers of prompts or draws than the dump.
         """

@@ -1,4 +1,4 @@
-"""The loop metric in a dump, beside the Hessians; and the contents that a plan needs in a dump."""
+"""The loop metric in a dump, beside the Hessians; and the dump that a plan needs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loopq.calibrate.hessian_dump import HessianDump
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.sums_file import GradientSums
@@ -65,34 +66,18 @@ class MetricOfDump:
         }
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Contents that a plan needs in a dump.
+def dump_for(plan: Plan, job: Collection, out: Path) -> HessianDump:
+    """Plan the dump that a plan needs: the steps that some layer sums, and the loop metrics, if a layer has one.
 
-    Parameters
-    ----------
-    steps : tuple of int
-        Steps that some layer sums.
-    per_step : bool
-        Whether each step is kept separate. Weighted steps require it.
-    gradients : MetricOfDump or None
-        Collector of the loop metrics. It is None if no layer has a loop metric.
+    Steps are separate if a layer weights them, or does not sum all that it has.
     """
-
-    steps: tuple[int, ...]
-    per_step: bool
-    gradients: MetricOfDump | None
-
-    @classmethod
-    def of(cls, plan: Plan, job: Collection) -> Needs:
-        """Derive the needs from the layers of a plan."""
-        tasks = [t for t in plan.tasks if t.input_group]
-        steps = tuple(sorted({step for t in tasks for step in t.steps}))
-        apart = any(
-            t.step_weights != "sum" or list(t.steps) != [s for s in steps if s < t.parameter.invocations]
-            for t in tasks
-        )
-        asked = {t.gradients for t in tasks if t.gradients}
-        steps_of = {t.name: t.steps for t in tasks}
-        metric = dataclasses.replace(MetricOfDump.of(job, *asked.pop()), steps=steps_of) if asked else None
-        return cls(steps, apart, metric)
+    tasks = [t for t in plan.tasks if t.input_group]
+    steps = tuple(sorted({step for t in tasks for step in t.steps}))
+    apart = any(
+        t.step_weights != "sum" or list(t.steps) != [s for s in steps if s < t.parameter.invocations]
+        for t in tasks
+    )
+    asked = {t.gradients for t in tasks if t.gradients}
+    steps_of = {t.name: t.steps for t in tasks}
+    metric = dataclasses.replace(MetricOfDump.of(job, *asked.pop()), steps=steps_of) if asked else None
+    return HessianDump.of(job, out, steps=steps, per_step=apart, gradients=metric)

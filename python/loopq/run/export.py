@@ -237,16 +237,7 @@ def refuse_early(
 ) -> None:
     """Refuse before a run anything that the export would refuse later: a grid, groups or a model.
 
-    Parameters
-    ----------
-    loaded, config : LoadedModel, QuantConfig
-        The model, and the settings of the run.
-    n_steps : int, optional
-        Depth. The model's own depth is the default.
-    gate : Gate, optional
-        Engines that the file is for.
-    format_name, **options
-        As in `export`.
+    The depth is the model's own by default. `gate` has the engines that the file is for.
 
     Raises
     ------

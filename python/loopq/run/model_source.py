@@ -21,7 +21,7 @@ from loopq.quantizers.task import Metrics, Task
 from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
-from loopq.run.dumped import Needs
+from loopq.run.dumped import dump_for
 from loopq.run.estimate import Estimate, estimate
 from loopq.run.memory import passes
 from loopq.run.outside import outside, plan_model, tell_left
@@ -146,9 +146,7 @@ class ModelSource(Source):
         assert ranks is not None
         dump = folder / f"dump-{self.key(plan)[:16]}"
         if not collected(dump):
-            needs = Needs.of(plan, self.job)
-            steps, apart, gradients = needs.steps, needs.per_step, needs.gradients
-            collect_hessians(ranks, self.job, dump, steps=steps, per_step=apart, gradients=gradients)
+            collect_hessians(ranks, dump_for(plan, self.job, dump))
         return DumpSource.open(dump, self.execution)
 
     def estimate(self, plan: Plan) -> Estimate:

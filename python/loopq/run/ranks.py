@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
-from loopq.calibrate.collect import release
+from loopq.calibrate.collect import finish_dump, release
 from loopq.calibrate.dump import Manifest
-from loopq.calibrate.hessian_dump import Gradients, HessianDump
-from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.hessian_dump import HessianDump
 from loopq.errors import ConfigError, LoopqError, require
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal
@@ -107,27 +104,18 @@ class Ranks:
         return missing, others
 
 
-def collect_hessians(
-    ranks: Ranks,
-    job: Collection,
-    out: Path,
-    *,
-    steps: Sequence[int] | None = None,
-    per_step: bool = False,
-    gradients: Gradients | None = None,
-) -> Manifest:
-    """Write a Hessian dump as one of several ranks. The parameters are those of the function for one process.
+def collect_hessians(ranks: Ranks, dump: HessianDump) -> Manifest:
+    """Write a Hessian dump as one of several ranks.
 
     Raises
     ------
     LoopqError
         A rank is late or has other work, or a part failed. The message names the rank.
     """
-    dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
-    late = ranks.rank == 0 and dump.begin()
+    out, late = dump.out, ranks.rank == 0 and dump.begin()
     ranks.meet(dump.key)
     if late:
-        manifest = dump.finish()
+        manifest = finish_dump(out)
         release(out)
         return manifest
     dump.tell()

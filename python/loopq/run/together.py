@@ -120,25 +120,10 @@ def _share(
     shard: tuple[int, int] | None,
     ended: Callable[[], bool],
 ) -> bool:
-    """Solve unclaimed layers while there are any. `solver.run` finds them in the journal.
+    """Solve unclaimed layers while there are any. Return whether all are solved and this process must combine them.
 
-    Parameters
-    ----------
-    solver : Solver
-        Solver of the layers.
-    tasks : sequence of Task
-        All tasks. Tasks with a common input are claimed together, largest first.
-    claims : Claims
-        Claims on pieces of the journal.
-    shard : (int, int) or None
-        K of N, from 1: take only every N-th piece, without waiting for others.
-    ended : callable
-        Whether another process has combined all layers.
-
-    Returns
-    -------
-    bool
-        Whether all layers are solved and this process must combine them.
+    Tasks with a common input are claimed together, largest first. A `shard` does not wait for others. `ended` tells
+    whether another process has combined all layers. `solver.run` finds the layers in the journal.
     """
     journal = solver.journal
     groups = sorted(groups_of(tasks), key=solve_work, reverse=True)

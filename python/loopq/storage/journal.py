@@ -43,12 +43,13 @@ def ran() -> tuple[Path, ...]:
 def versions() -> dict[str, str]:
     """Versions of loopq and of the libraries whose arithmetic it uses; "" for an absent library."""
     return {"loopq": _native.__version__} | {
-        name: _version(name) for name in ("numpy", "torch", "transformers")
+        name: version_of(name) for name in ("numpy", "torch", "transformers")
     }
 
 
 @cache
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Version of an installed package; "" for an absent one."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

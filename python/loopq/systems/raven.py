@@ -28,23 +28,9 @@ BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def initial_noise(batch: Batch, width: int, std: float, first: int = 0) -> Tensor:
-    """Truncated normal noise of the initial state, cut at three standard deviations.
+    """Truncated normal noise of the initial state, cut at three standard deviations, from the token `first` on.
 
-    Parameters
-    ----------
-    batch : Batch
-        Gives the prompts and the number of tokens.
-    width : int
-        Width of the state.
-    std : float
-        Standard deviation before the cut.
-    first : int
-        Skip the tokens before this one.
-
-    Returns
-    -------
-    float32 Tensor of shape (n_prompts, n_tokens - first, width)
-        On the CPU.
+    It is a float32 Tensor of shape (n_prompts, n_tokens - first, width) on the CPU. `std` is that before the cut.
     """
     return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0, first=first)
 

@@ -112,19 +112,11 @@ class RavenAttention(nn.Module):
     def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        head = config.n_embd // config.n_heads
-        self.Wqkv = QKVParallelLinear(
-            config.n_embd,
-            head,
-            config.n_heads,
-            config.num_key_value_heads,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.Wqkv",
-        )
-        self.proj = RowParallelLinear(
-            config.n_embd, config.n_embd, bias=False, quant_config=quant_config, prefix=f"{prefix}.proj"
-        )
+        width, n, n_kv = config.n_embd, config.n_heads, config.num_key_value_heads
+        head = width // n
+        take: dict[str, Any] = {"bias": False, "quant_config": quant_config}
+        self.Wqkv = QKVParallelLinear(width, head, n, n_kv, prefix=f"{prefix}.Wqkv", **take)
+        self.proj = RowParallelLinear(width, width, prefix=f"{prefix}.proj", **take)
         n_heads, n_kv_heads = self.Wqkv.num_heads, self.Wqkv.num_kv_heads
         self.widths = [n_heads * head, n_kv_heads * head, n_kv_heads * head]
         self.qk_bias = None
@@ -162,21 +154,11 @@ class RavenMLP(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.fc = MergedColumnParallelLinear(
-            config.n_embd,
-            [config.intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.fc",
-        )
-        self.proj = RowParallelLinear(
-            config.intermediate_size,
-            config.n_embd,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.proj",
-        )
+        config = vllm_config.model_config.hf_config
+        width, wide = config.n_embd, config.intermediate_size
+        take: dict[str, Any] = {"bias": False, "quant_config": vllm_config.quant_config}
+        self.fc = MergedColumnParallelLinear(width, [wide] * 2, prefix=f"{prefix}.fc", **take)
+        self.proj = RowParallelLinear(wide, width, prefix=f"{prefix}.proj", **take)
         self.gated = SiluAndMul()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 COMPONENTS = ("A_log", "in_proj", "x_proj", "dt_proj", "out_proj")
+#: Components that the study perturbs.
+STUDIED = ("A_log", "in_proj", "x_proj", "out_proj")
 GROUP_SIZE = 128
 # Absolute error, relative error and norm by token.
 CURVES = ("absolute", "relative", "norm")
@@ -210,9 +212,9 @@ def component_weight(mixer: Any, component: str) -> Any:
     return mixer.A_log if component == "A_log" else getattr(mixer, component).weight
 
 
-def rounding_error(weight: Floats, component: str, bits: int = 4) -> Floats:
+def rounding_error(weight: Floats, component: str) -> Floats:
     """INT4 error of a component: `A_log` with one scale, projections in groups of 128 (Li, App. N)."""
-    return round_signed(weight, bits, None if component == "A_log" else GROUP_SIZE) - weight
+    return round_signed(weight, 4, None if component == "A_log" else GROUP_SIZE) - weight
 
 
 def gaussian_error(weight: Floats, norm: float, seed: int) -> Floats:
@@ -242,7 +244,6 @@ def component_study(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     layers: Sequence[int],
-    components: Sequence[str] = ("A_log", "in_proj", "x_proj", "out_proj"),
     seeds: Sequence[int] = (0, 1, 2),
     early_late: tuple[int, int] = (8, 32),
 ) -> list[Object]:
@@ -256,8 +257,6 @@ def component_study(
         Prompts. Li, App. N uses 10 of about 100 tokens.
     layers : sequence of int
         Layers to perturb, one at a time.
-    components : sequence of str
-        Weights to perturb.
     seeds : sequence of int
         Seeds of the Gaussian control. Its norm is the median INT4 error over all components and layers.
     early_late : (int, int)
@@ -278,13 +277,13 @@ def component_study(
             component_weight(mixers[layer], name).detach().double().cpu().numpy(), name
         )
         for layer in layers
-        for name in components
+        for name in STUDIED
     }
     norm = float(np.median([np.linalg.norm(e) for e in errors.values()]))
     out = []
     for layer in layers:
         reference = [capture(model, layer, ids).states() for ids in prompts]
-        for name in components:
+        for name in STUDIED:
             error = errors[layer, name]
             kinds = [("int4", error)]
             kinds += [(f"gaussian seed {s}", gaussian_error(error, norm, s)) for s in seeds]

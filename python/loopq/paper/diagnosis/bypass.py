@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 RADII = (0.005, 0.01, 0.02)
+#: Operating states: without and with the bypass.
+_STATES = ("plain", "bypassed")
 
 
 def unit_directions(shape: Sequence[int], n: int, seed: int) -> Any:
@@ -105,7 +107,6 @@ def bypass_study(
     radii: Sequence[float] = RADII,
     n_directions: int = 32,
     seeds: Sequence[int] = (0, 1, 2),
-    states: Sequence[str] = ("plain", "bypassed"),
     n_resamples: int = 10_000,
 ) -> Object:
     """Measure how much an identity path around the exposed layer reduces the effect of its error (Li, App. K).
@@ -122,16 +123,15 @@ def bypass_study(
         Unit directions, shared by all maps.
     seeds : sequence of int
         Seeds of the initial states. Only the first is used where the state is not random.
-    states : sequence of {"plain", "bypassed"}
-        Operating states: final states of the full-precision rollout without and with the bypass.
 
     Returns
     -------
     dict
-        `rows` has an entry per operating state and radius, with the mean D0 and D1. The attenuation is 1 - geometric
-        mean of the prompts' D1/D0, with its bootstrap interval, as is that of the RMS mismatch before normalising. The
-        sign-flip p is Holm-adjusted over the radii. `bypass_agreement` compares the full-precision rollouts with and
-        without the bypass. It is low for a model trained without one.
+        `rows` has an entry per operating state and radius, with the mean D0 and D1. Operating states are final states
+        of the full-precision rollout without and with the bypass. The attenuation is 1 - geometric mean of the prompts'
+        D1/D0, with its bootstrap interval, as is that of the RMS mismatch before normalising. The sign-flip p is
+        Holm-adjusted over the radii. `bypass_agreement` compares the full-precision rollouts with and without the
+        bypass. It is low for a model trained without one.
     """
     if not radii or min(radii) <= 0:
         raise ConfigError(f"radii must be above 0; got {list(radii)}")
@@ -139,10 +139,10 @@ def bypass_study(
     Bypass(system, n_steps)
     used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
     progress = context.execution.progress
-    progress.start("bypass", len(tokens.sequences) * len(used) * len(states), "prompts")
+    progress.start("bypass", len(tokens.sequences) * len(used) * len(_STATES), "prompts")
     rows: list[Object] = []
     with promoted(system.model):
-        for place in states:
+        for place in _STATES:
             at_bypassed = place == "bypassed"
             table = np.zeros((len(used), len(tokens.sequences), len(radii), 2, 2))
             for i, seed in enumerate(used):

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Updates = Mapping[str, Floats]
+#: Rank of an update.
+RANK = 4
+#: Random inputs that output errors are averaged over.
+_N_MEASUREMENTS = 5
 
 
 def scaled_to(updates: Updates, norm: float) -> dict[str, Floats]:
@@ -74,7 +78,7 @@ def trained_low_rank(
     names: Sequence[str],
     norm: float,
     *,
-    rank: int = 4,
+    rank: int = RANK,
     n_updates: int = 50,
     learning_rate: float = 1e-3,
 ) -> dict[str, Floats]:
@@ -160,7 +164,7 @@ def _weight_gradients(
 
 
 def output_matched_noise(
-    weight: Matrix, changed: Matrix, *, n_measurements: int = 5, n_rows: int = 64, seed: int = 0
+    weight: Matrix, changed: Matrix, *, n_rows: int = 64, seed: int = 0
 ) -> tuple[Floats, float]:
     """Gaussian weight noise with the output error that rounding has on random inputs (Li, Table 15).
 
@@ -168,8 +172,8 @@ def output_matched_noise(
     ----------
     weight, changed : float32 ndarrays of shape (out_features, in_features)
         Weight and its rounded value. The noise matches its output error.
-    n_measurements, n_rows : int
-        Number and size of the random Gaussian inputs that average both output errors.
+    n_rows : int
+        Rows of each of the random Gaussian inputs that average both output errors.
     seed : int
         Seed of inputs and noise.
 
@@ -180,7 +184,7 @@ def output_matched_noise(
         Mean output-error norm per input row.
     """
     rng = np.random.default_rng(seed)
-    inputs = [rng.normal(size=(n_rows, weight.shape[1])) for _ in range(n_measurements)]
+    inputs = [rng.normal(size=(n_rows, weight.shape[1])) for _ in range(_N_MEASUREMENTS)]
     error = changed.astype(np.float64) - weight
     noise = rng.normal(size=weight.shape)
 
@@ -213,7 +217,6 @@ def perturbation_study(
     config: LayerConfig,
     grouped: LayerConfig,
     *,
-    rank: int = 4,
     seeds: Sequence[int] = (0, 1, 2),
     n_updates: int = 50,
 ) -> Object:
@@ -225,10 +228,10 @@ def perturbation_study(
         Model, evaluation prompts, depth, and prompts of the trained update, which needs logits and a single-step
         function. Initial states have seed 0.
     config, grouped : LayerConfig
-        Rounding whose error at the exposed layers is the norm of the rank-k updates, and rounding whose output error
+        Rounding whose error at the exposed layers is the norm of the updates of rank 4, and rounding whose output error
         is that of the Gaussian noise, separately for each layer.
-    rank, n_updates : int
-        Rank of the updates, and Adam updates of the trained one.
+    n_updates : int
+        Adam updates of the trained one.
     seeds : sequence of int
         Draws of the random updates.
 
@@ -252,12 +255,12 @@ def perturbation_study(
     for place, names in where.items():
         for seed in seeds:
             shapes = {n: plain[n].shape for n in names}
-            updates[f"random rank {rank}", place, seed] = random_low_rank(shapes, size, rank, seed)
+            updates[f"random rank {RANK}", place, seed] = random_low_rank(shapes, size, RANK, seed)
             noise = output_matched_noise(plain[names[0]], target[names[0]], seed=seed)[0]
             updates["output-matched noise", place, seed] = {names[0]: noise}
         if train is not None and trainable:
-            trained = trained_low_rank(context.on(train), names, size, rank=rank, n_updates=n_updates)
-            updates[f"trained rank {rank}", place, seeds[0]] = trained
+            trained = trained_low_rank(context.on(train), names, size, n_updates=n_updates)
+            updates[f"trained rank {RANK}", place, seeds[0]] = trained
     variants = {
         f"{kind}/{place}/{seed}": {n: (plain[n] + d).astype(np.float32) for n, d in update.items()}
         for (kind, place, seed), update in updates.items()

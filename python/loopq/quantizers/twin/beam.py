@@ -24,11 +24,7 @@ PATHS = 1 << 20
 
 
 def search(
-    target: Tensor,
-    factors: Factors,
-    codes: Codes,
-    known: tuple[Tensor, Tensor],
-    n_paths: int,
+    target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, Tensor], n_paths: int
 ) -> Tensor:
     """Codes (L, rows, places), uint8, of targets (L, rows, places), float32.
 

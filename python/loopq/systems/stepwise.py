@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class SingleSteps(LoopedSystem):
     """A system with a single-step function. Diagnoses that intervene in the loop need it.
 
+    Parameters
+    ----------
+    model : nn.Module
+        The model, in eval mode.
+
     Attributes
     ----------
     has_steps : bool
@@ -74,6 +79,11 @@ class StepwiseSystem(SingleSteps):
 
     A subclass drives the published class in two ways. `_rollout` uses the model's forward. `_embed`, `step` and
     `predict` use its parts. The conformance suite checks that both give the same output.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, in eval mode.
     """
 
     def noise(self, batch: Batch) -> Tensor | None:

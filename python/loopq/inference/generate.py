@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from loopq.errors import ConfigError, LoopqError, NonFiniteError, require
+from loopq.inference.graph import RECORDERS, Graph
 from loopq.models.load import LoadedModel
 from loopq.models.trace import first_not_finite
 from loopq.settings.declare import Settings, setting
@@ -18,7 +19,6 @@ from loopq.systems.stepwise import single_steps, steps_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.inference.graph import Graph
     from loopq.inference.runner import Runner  # lazy: loopq imports without torch
 
 #: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
@@ -244,8 +244,6 @@ class Decoder:
 
     def _why_no_graph(self, texts: Sequence[Sequence[int]]) -> str:
         """Test a recorded step, because a recording repeats choices that depend on the tokens."""
-        from loopq.inference.graph import RECORDERS, Graph  # lazy: loopq imports without torch
-
         device = self.system.device.type
         if device not in RECORDERS:
             return f"loopq records steps on a GPU, not on {device}"

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from loopq.errors import ConfigError, require
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Continues
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: A cache grows by whole blocks of this many tokens, because each growth needs a new recording.
 _BLOCK = 256
-Step = Callable[[], torch.Tensor]
+Step: TypeAlias = "Callable[[], Tensor]"
 #: Takes a step, and what undoes it. Returns what repeats its operations, and the tensor that then has the result.
-Record = Callable[[Step, Callable[[], Any]], tuple[Callable[[], Any], torch.Tensor]]
+Record: TypeAlias = "Callable[[Step, Callable[[], Any]], tuple[Callable[[], Any], Tensor]]"
 
 
-def _capture(step: Step, undo: Callable[[], Any]) -> tuple[Callable[[], Any], torch.Tensor]:
+def _capture(step: Step, undo: Callable[[], Any]) -> tuple[Callable[[], Any], Tensor]:
     """Record a step as a CUDA graph."""
+    torch = require("torch")
     # Libraries allocate and choose algorithms at the first calls, which a recording forbids.
     device = step().device
     undo()
@@ -64,12 +66,12 @@ class Graph:
     def __init__(self, system: LoopedSystem, n_steps: int, n_tokens: int) -> None:
         self._system, self._n_steps, self._n_tokens = system, n_steps, n_tokens
         self._record = RECORDERS[system.device.type]
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=system.device)
+        self._token = system.to_device(require("torch").tensor([[0]]))
         self._room = 0
         self._cache: Any = None
         self._replay: Callable[[], Any] | None = None
 
-    def extend(self, batch: Batch, n_seen: int) -> torch.Tensor:
+    def extend(self, batch: Batch, n_seen: int) -> Tensor:
         """Logits (vocabulary) after a batch of one prompt whose first `n_seen` tokens were in the last call.
 
         Raises
@@ -97,7 +99,7 @@ class Graph:
             logits = self._logits.clone()
         return logits[0, -1]
 
-    def _run(self, batch: Batch, cache: Any) -> tuple[torch.Tensor, Any]:
+    def _run(self, batch: Batch, cache: Any) -> tuple[Tensor, Any]:
         system = self._system
         extended = system.extend(batch, self._n_steps, 0, cache) if isinstance(system, Continues) else None
         if extended is None:
@@ -111,7 +113,7 @@ def _layers(cache: Any) -> list[Any]:
     return [layer for part in parts for layer in part.layers]
 
 
-def _overwritten(cache: Any) -> list[torch.Tensor]:
+def _overwritten(cache: Any) -> list[Tensor]:
     """Numbers of tokens, and states that are not kept for each token: what a step replaces."""
     tables = ("conv_states", "recurrent_states")
     layers = [vars(layer) for layer in _layers(cache)]

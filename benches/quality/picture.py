@@ -266,7 +266,7 @@ def draw_bars(axes: Any, records: Rows, bits: int, theme: Theme) -> None:
         tools = [variant for variant, _ in shown if not variant.startswith("loopq")]
         least = min(r["kl"] for r in first if r["bits"] == 4 and r["variant"] in tools)
         axes.axvline(least, color=theme.ink, linewidth=0.9, linestyle=(0, (3, 3)), zorder=0)
-        what = " other tool's best with 4 bits"
+        what = " best other tool with 4 bits"
         axes.text(least, len(shown) - 0.42, what, va="top", ha="left", color=theme.soft, fontsize=8)
     axes.xaxis.set_major_locator(NullLocator())
     axes.spines["bottom"].set_visible(False)

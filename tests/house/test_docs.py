@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benches.quality.peers import OURS
 from benches.quality.peers_table import EVEN
 from loopq.cli import main, parse, parser
 from loopq.evaluation.stats import mcnemar_exact
@@ -207,19 +208,28 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     record = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))
     text = " ".join((ROOT / "README.md").read_text("utf-8").split())
     rows = {(r["variant"], r["bits"]): r for r in record["peers"] if r["draw"] == 0}
-    kls = {bits: [r["kl"] for (name, b), r in rows.items() if b == bits and "llm" in name] for bits in (4, 3)}
+    kls = {b: {name: r["kl"] for (name, bits), r in rows.items() if bits == b} for b in (4, 3)}
+    others = {b: {name: kl for name, kl in here.items() if name not in OURS} for b, here in kls.items()}
     ours, plain = (
-        [f"{rows[name, bits]['kl'] / min(kls[bits]):.2f}" for bits in (4, 3)]
+        [f"{kls[bits][name] / min(others[bits].values()):.2f}" for bits in (4, 3)]
         for name in ("loopq default", EVEN)
     )
     assert f"is {ours[0]} of that at 4 bits and {ours[1]} at 3. " in text
-    assert len(set(plain)) == 1, "the README has one number for both"
-    assert f"it is {plain[0]} at both." in text
+    assert f"it is {plain[0]} and {plain[1]}." in text
+    compressor = {b: min(kl for name, kl in here.items() if "llm" in name) for b, here in others.items()}
+    ratios = [f"{kls[bits]['loopq default'] / compressor[bits]:.2f}" for bits in (4, 3)]
+    assert f"Of llm-compressor's best setting loopq leaves {ratios[0]} and {ratios[1]}." in text
     for bits in (4, 3):
         other = {r["variant"]: r["kl"] for r in record["peers"] if r["draw"] == 1 and r["bits"] == bits}
         least = min(kl for name, kl in other.items() if "llm" in name)
         for name in ("loopq default", EVEN):
-            assert abs(other[name] / least - rows[name, bits]["kl"] / min(kls[bits])) <= 0.02
+            assert abs(other[name] / least - kls[bits][name] / compressor[bits]) <= 0.02
+    best = {b: min(here, key=here.__getitem__) for b, here in others.items()}
+    assert all(name.startswith("auto-round") for name in best.values())
+    longer = sum(rows["auto-round", b]["seconds"] for b in (4, 3)) / sum(
+        rows["loopq default", b]["seconds"] for b in (4, 3)
+    )
+    assert f"auto-round, at {longer:.1f} times loopq's CPU seconds." in text
     peer = rows["llm-compressor, mse", 3]["seconds"]
     times, even_times = (f"{rows[name, 3]['seconds'] / peer:.1f}" for name in ("loopq default", EVEN))
     assert (
@@ -229,7 +239,7 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     iq4_nl = record["gguf"]["iq4_nl"]
     assert f"loopq has {iq4_nl['loopq']:.3f}." in text
     assert f"importance matrix has {iq4_nl['tool, importance']:.3f}." in text
-    assert rows["loopq small, inputs open", 3]["kl"] < min(kls[4]), "three bits on a trellis"
+    assert rows["loopq small, inputs open", 3]["kl"] < min(others[4].values()), "three bits on a trellis"
     error = {r["variant"]: r["kl"] for r in record["plbert"]}
     rtn, one, every = (error[f"{name}, paper"] for name in ("RTN", "GPTQ, one step", "GPTQ, trajectory"))
     best = min(kl for name, kl in error.items() if name.startswith("llm-compressor"))

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from loopq.models.hf import TESTED_TRANSFORMERS
+from loopq.systems import SYSTEMS
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,15 @@ def test_systems_says_what_a_published_model_needs(model, lines, command):
     assert code == 0
     assert all(line in text for line in lines)
     assert "dtype" in text
+
+
+def test_the_table_has_every_system(command):
+    code, text, _ = command("systems")
+    assert code == 0
+    rows = {line.split()[0]: line.rstrip() for line in text.splitlines() if line.strip()}
+    assert all(system.summary and system.summary in rows[name] for name, system in SYSTEMS)
+    assert "Huginn-3.5B: 17" in rows["huginn"]
+    assert rows["huginn"].endswith("adapter")
 
 
 def test_systems_names_the_models_that_it_knows(command):

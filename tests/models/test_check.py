@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.models.check import CheckReport, check_model, systems_table, vocabulary
+from loopq.models.check import CheckReport, check_model, vocabulary
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from tests.support.looptoys import LinearLoop, LinearSystem
@@ -27,15 +27,6 @@ def test_a_model_passes_in_float16() -> None:
     system.model.to(torch.float16)
     report = check_model(as_loaded(system))
     assert report.ok, "\n".join(report.lines())
-
-
-def test_table_has_every_system() -> None:
-    rows = systems_table()
-    assert [row.name for row in rows] == SYSTEMS.names()
-    by_name = {row.name: row for row in rows}
-    assert by_name["huginn"].checkpoints == (("Huginn-3.5B", 17),)
-    assert by_name["huginn"].exposed == ("adapter",)
-    assert all(row.summary for row in rows)
 
 
 def test_short_groups_and_left_out_parameters_are_noted() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError
-from loopq.models.check import systems_table
 from loopq.models.hf import TESTED_TRANSFORMERS, has_tokenizer, is_known
 from loopq.storage.files import read_json
 from loopq.systems import SYSTEMS
@@ -51,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = [
         (
-            row.name,
-            row.summary,
-            ", ".join(f"{name}: {count}" for name, count in row.checkpoints) or None,
-            ", ".join(row.exposed) or None,
+            name,
+            system.summary,
+            ", ".join(f"{model}: {count}" for model, count in system.published.checkpoints.items()) or None,
+            ", ".join(system.published.exposed) or None,
         )
-        for row in systems_table()
+        for name, system in SYSTEMS
     ]
     print(render(("system", "loop", "weights quantized", "feedback-exposed"), rows))
     return 0

@@ -11,7 +11,6 @@ from loopq.errors import ConfigError, LoopqError
 from loopq.layers.shared import SharedParameter
 from loopq.models.trace import Trace, token_tables, trace
 from loopq.storage.names import names_of
-from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Describes, FixedLength
 from loopq.systems.declare import parameter_of
@@ -25,27 +24,6 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 16
 PROBE_PROMPTS = 3
 GROUP_SIZE = 128
-
-
-@dataclass(frozen=True)
-class SystemRow:
-    """One line of `loopq systems`: published models have the number of weights quantized by default.
-
-    The `exposed` layers have no identity path around them.
-    """
-
-    name: str
-    summary: str
-    checkpoints: tuple[tuple[str, int], ...]
-    exposed: tuple[str, ...]
-
-
-def systems_table() -> list[SystemRow]:
-    """Return a line for every registered system, sorted by name."""
-    return [
-        SystemRow(name, cls.summary, tuple(cls.published.checkpoints.items()), cls.published.exposed)
-        for name, cls in SYSTEMS
-    ]
 
 
 @dataclass(frozen=True)

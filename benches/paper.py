@@ -1,15 +1,81 @@
-"""Write the list of tables and figures into ``docs/paper.md`` from the registry: ``python -m benches.paper``."""
+"""Write two tables into ``docs/paper.md``: ``python -m benches.paper``.
+
+One lists tables and figures, from the registry. The other has verdicts on statements of the paper, from the newest
+record of ``reproduce all``.
+"""
 
 from __future__ import annotations
 
+import collections
 import inspect
+import re
 from pathlib import Path
 
-from benches.pages import into
+from benches.pages import RECORD, into
 from loopq.paper.shown import TABLES, order
 
-MARK = "tables"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
+MODELS = {name: f"`{name}`" for name in ("huginn_small", "ouro_small", "rllama_small", "parcae_small")}
+MODELS |= {"looped": "SmolLM2's loop"}
+#: Statements of the page, and their text in the record.
+STATEMENTS = (
+    ("N steps beat rounding, INT4 g128 (Table 2)", "INT4 g128: N steps better than RTN"),
+    ("... and one step", "INT4 g128: N steps better than one step"),
+    ("N steps beat rounding, INT3 g32", "INT3 g32: N steps better than RTN"),
+    ("... and one step", "INT3 g32: N steps better than one step"),
+    (
+        "N steps at the rows of one step beat one step, INT3 g128 (Table 10)",
+        "GPTQ, all steps, rows of one is closer than GPTQ, one step",
+    ),
+    ("two steps gain on one already (Table 6)", "two steps already gain on one"),
+    (
+        "N steps agree more often than rounding, points (Section 5)",
+        "GPTQ, all steps agrees at more positions than RTN",
+    ),
+    (
+        "the loss of most layers is below that of one step (Alg. 1)",
+        "over the trajectory its solution loses less than that of one step in most layers",
+    ),
+    (
+        "the step matters less to AWQ than to GPTQ (Table 13)",
+        "the step of calibration matters less to AWQ than to GPTQ",
+    ),
+    (
+        "the ranks of the inputs at least double, times (Fig. 2, Table 18)",
+        "the inputs' ranks at least double over the trajectory",
+    ),
+    (
+        "rounding the exposed layers costs more than all others, points (Fig. 1a, Tables 3, 4)",
+        "damage of rounding in exposed layers is larger than in all other layers",
+    ),
+    (
+        "errors of rank 4 cost more in the adapter, points (Table 15)",
+        "random rank 4: the adapter suffers more than the core",
+    ),
+    ("rotating the adapter helps per channel (Table 5)", "RTN, adapter rotated is closer than RTN"),
+    (
+        "a deeper rollout is closer to full precision (Fig. 1b)",
+        r"at depth \d+ its KL is smaller than at depth 1",
+    ),
+    (
+        "leaving step 0 out helps (Table 23; in the paper on 2 of 6)",
+        r"leaving step 0 out helps \(in the paper on 2 of 6 models\)",
+    ),
+    (
+        "closed loop and open loop are alike, within 1.1 (App. J)",
+        "closed loop and open loop are alike, their KL within a factor of 1.1",
+    ),
+    (
+        "one step predicts the displacement, within a factor of 1.5 (App. H, L)",
+        "per channel: one step predicts the displacement within a factor of 1.5",
+    ),
+)
+SAID = {"holds": "holds", "does not hold": "does not", "is left open": "open", "makes no difference": "equal"}
+#: Where a verdict has its number.
+NUMBER = re.compile(
+    r"ratio ([\d.]+)|off by ([\d.]+)|(\d+ of \d+) layers|[+]?(-?[\d.]+)(?: \[.*?\])? ?(?:points|times)"
+)
+CLAIM = re.compile(rf"^\* (\w+): (.+): ({'|'.join(SAID)}) \((.*)\)$", re.MULTILINE)
 
 
 def table() -> str:
@@ -26,9 +92,40 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def verdicts(record: str) -> str:
+    """Return the counts of verdicts and a row for each of `STATEMENTS`, as Markdown."""
+    claims = CLAIM.findall(record)
+    n = collections.Counter(verdict for *_, verdict, _ in claims)
+    lines = [
+        f"Of {len(claims)} verdicts, {n['holds']} hold, {n['does not hold']} do not, {n['makes no difference']} say "
+        f"that it makes no difference, and {n['is left open']} are left open.",
+        "",
+        f"| statement of the paper | {' | '.join(MODELS.values())} |",
+        f"|---|{'---|' * len(MODELS)}",
+    ]
+    for statement, text in STATEMENTS:
+        cells = dict.fromkeys(MODELS, "-")
+        for model, said, verdict, found in claims:
+            if re.fullmatch(text, said):
+                number = NUMBER.search(found)
+                assert number is not None, found
+                shown = next(filter(None, number.groups()))
+                shown = f"{float(shown):.2f}" if re.fullmatch(r"[\d.]+\d{3}", shown) else shown
+                cells[model] = f"{SAID[verdict]}: {shown}"
+        lines.append(f"| {statement} | {' | '.join(cells.values())} |")
+    return "\n".join(lines)
+
+
+def parts() -> dict[str, str]:
+    """Return what stands between the marks, by their names."""
+    newest = max(RECORD.glob("reproduce-*")) / "paper.md"
+    return {"tables": table(), "verdicts": verdicts(newest.read_text("utf-8"))}
+
+
 def main() -> None:
-    """Replace what stands between the two marks."""
-    into(DOCUMENT, MARK, table())
+    """Replace what stands between the marks."""
+    for mark, text in parts().items():
+        into(DOCUMENT, mark, text)
 
 
 if __name__ == "__main__":

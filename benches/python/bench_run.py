@@ -5,10 +5,10 @@
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
-Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
-transformers with its own cache. A shape has random weights. With `--llama` llama.cpp generates from
-the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF file that `loopq
-export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are compared before
+Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have `--rotation hadamard`. The dense
+model is bfloat16 and runs by transformers with its own cache. A shape has random weights. With `--llama` llama.cpp
+generates from the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF file that
+`loopq export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are compared before
 anything is timed. Speeds are the best of the trials. The trials take turns, and llama.cpp's follow. The last rows
 are the runner's times for a token, for one block and the head, and for a token with the same block
 throughout, which stays in cache.
@@ -22,7 +22,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from loopq.inference.linear import QuantLinear
 from loopq.inference.quantized import QuantEmbedding
 from loopq.inference.runner import Runner
 from loopq.layers.grid import Bits
+from loopq.layers.transforms import RotationConfig
 from loopq.models.load import load_model
 from loopq.quantizers import Problem
 from loopq.quantizers.grid import GridSettings
@@ -78,6 +79,7 @@ import resource, sys, time
 import torch
 import loopq
 from loopq.layers.grid import Bits
+from loopq.layers.transforms import RotationConfig
 from loopq.models.load import load_model
 from loopq.quantizers import Problem
 from loopq.quantizers.grid import GridSettings
@@ -126,23 +128,27 @@ def random_model(shape: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def rounded(module: Any, bits: Bits, group_size: int) -> QuantLinear:
+def rounded(module: Any, bits: Bits, group_size: int, rotation: str = "none") -> QuantLinear:
     """A layer's weight in codes."""
     weight = module.weight.detach().float().numpy()
+    transform = RotationConfig(rotation).of(weight.shape[1])
+    if transform is not None:
+        weight = transform.fold(weight)
     grid = GridSettings(bits, group_size, scale_dtype="float32")
     layer = RTN("max").quantize(Problem("layer.weight", weight, None, grid))
+    layer = replace(layer, transform=transform)
     bias = getattr(module, "bias", None)
     return QuantLinear.from_layer(layer, bias, layout="lq-cpu", scale_dtype=torch.float16)
 
 
-def coded(model: Any, group_size: int, outside: bool = False) -> Any:
+def coded(model: Any, group_size: int, outside: bool = False, rotation: str = "none") -> Any:
     """A copy of a model with four-bit codes in the place of its layers' weights, and eight-bit ones of its table's."""
     new = copy.deepcopy(model)
     system = find_system(new)
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
         parent, _, child = name.rpartition(".")
-        setattr(new.get_submodule(parent), child, rounded(new.get_submodule(name), 4, group_size))
+        setattr(new.get_submodule(parent), child, rounded(new.get_submodule(name), 4, group_size, rotation))
     if outside:
         table, head = new.get_input_embeddings(), new.lm_head
         new.lm_head = rounded(head, 8, group_size)
@@ -187,17 +193,19 @@ def parts(decoder: Decoder, trials: int) -> dict[str, float]:
     return {f"{name}, ms": 1e3 * seconds for name, seconds in best.items()} | {"blocks": len(blocks)}
 
 
-def timed(decoder: Decoder, prompt: list[int], n_tokens: int) -> tuple[float, float]:
+def timed(
+    decoder: Decoder, prompt: list[int], n_tokens: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Seconds of the prompt, and of a token after it."""
     decoder.restart()
     ids = list(prompt)
-    start = time.perf_counter()
+    start = clock()
     logits = decoder(ids)
-    first = time.perf_counter()
+    first = clock()
     for _ in range(n_tokens):
         ids.append(int(logits.numpy().argmax()))
         logits = decoder(ids)
-    return first - start, (time.perf_counter() - first) / n_tokens
+    return first - start, (clock() - first) / n_tokens
 
 
 def llama(args: argparse.Namespace, prompt: list[int], threads: int) -> tuple[float, float]:
@@ -223,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--cpu", action="store_true", help="count seconds of one thread's processor")
     parser.add_argument("--llama", help="interpreter of an environment with xllamacpp")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint of the model: measure loading alone")
@@ -232,18 +241,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--checkpoint: beside it, --model names the model in full precision")
     if bool(args.llama) != bool(args.gguf):
         parser.error("--llama and --gguf: the one needs the other")
+    if args.cpu and (args.llama or args.threads != [1]):
+        parser.error("--cpu: only with --threads 1, and without --llama")
+    clock = time.process_time if args.cpu else time.perf_counter
 
     if args.checkpoint:
         write(args.record, loading(args))
         return
     dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
-    systems = [
-        find_system(m) for m in (dense, *(coded(dense, args.group_size, table) for table in (False, True)))
-    ]
+    models = (dense, *(coded(dense, args.group_size, table) for table in (False, True)))
+    systems = [find_system(m) for m in (*models, coded(dense, args.group_size, rotation="hadamard"))]
     ways = {
         "loopq run": decoder_of(systems[1], True),
         "loopq run, table in 8 bits": decoder_of(systems[2], True),
+        "loopq run, rotated": decoder_of(systems[3], True),
         "modules with codes": decoder_of(systems[1], False),
+        "modules, rotated": decoder_of(systems[3], False),
         "dense, bfloat16": decoder_of(systems[0], False),
     }
     vocabulary = dense.get_input_embeddings().num_embeddings
@@ -259,14 +272,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         best: dict[str, tuple[float, float]] = {}
         for _ in range(args.trials):
             for name, decoder in ways.items():
-                took = timed(decoder, prompt, args.tokens)
+                took = timed(decoder, prompt, args.tokens, clock)
                 best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
         if args.llama:
             best["llama.cpp, Q4_0"] = llama(args, prompt, threads)
         for name, (first, each) in best.items():
             row = {
                 "model": args.shape or args.model.name, "weights": size, "steps": systems[0].n_steps, "way": name,
-                "threads": threads, "prompt_tokens_per_s": args.prompt / first, "tokens_per_s": 1 / each, "off": off,
+                "threads": threads, "clock": clock.__name__, "prompt_tokens_per_s": args.prompt / first,
+                "tokens_per_s": 1 / each, "off": off,
             }  # fmt: skip
             rows.append(row)
             print(

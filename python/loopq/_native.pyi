@@ -720,6 +720,13 @@ def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int
         Sum of its 64-bit words, modulo 2**64, over all repeats.
     """
 
+RunnerWeight = tuple[
+    CpuLayout | None,
+    NDArray[Any],
+    NDArray[np.float32] | None,
+    list[tuple[int, list[NDArray[np.float32]]]] | None,
+]
+
 @final
 class CpuRunner:
     """A looped decoder as one program, with its keys and values (`loopq.inference.runner`).
@@ -728,7 +735,8 @@ class CpuRunner:
     ----------
     weights : list of tuple
         Layout and codes, or None and a float32 or uint16 (bfloat16 bits) matrix (out, in); bias, float32 (out,), or
-        None. The arrays are kept, not copied.
+        None. These arrays are kept, not copied. Then the blocks of an input transform, or None: how many side by side,
+        and their factors, each a square matrix, or a vector of divisors.
     norms : list of tuple
         Weight and what is added to the mean of squares: RMS norms.
     blocks : list of dict
@@ -752,7 +760,7 @@ class CpuRunner:
 
     def __new__(
         cls,
-        weights: list[tuple[CpuLayout | None, NDArray[Any], NDArray[np.float32] | None]],
+        weights: list[RunnerWeight],
         norms: list[tuple[list[float], float]],
         blocks: list[dict[str, Any]],
         order: list[tuple[str, int]],

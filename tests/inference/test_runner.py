@@ -15,10 +15,12 @@ import loopq._native as native
 from loopq.errors import ConfigError, KernelError
 from loopq.inference.generate import Decoder, Generation
 from loopq.inference.runner import Runner, _Threads
-from loopq.layers.transforms import Rotation
+from loopq.layers.grids.trellis import Trellis
+from loopq.layers.transforms import ChannelScale, Rotation
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.program import Branch
+from tests.support import core
 from tests.support.linear import coded, linear_of
 from tests.support.looped import looped
 from tests.support.systems import CASES, open_system
@@ -80,6 +82,52 @@ def test_bits_do_not_depend_on_threads_or_pieces_of_the_text(name):
     assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
 
 
+_TRANSFORMS = {
+    "Hadamard": lambda n: Rotation(n, "hadamard", n),
+    "Hadamard in blocks": lambda n: Rotation(n, "hadamard", 12),
+    "random in blocks": lambda n: Rotation(n, "random", 7),
+    "scales": lambda n: ChannelScale(np.linspace(0.5, 2, n, dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("transform", _TRANSFORMS)
+@pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
+def test_transformed_inputs_give_the_logits_of_a_rollout(name, transform):
+    system = coded(open_system(CASES[name]), transform=_TRANSFORMS[transform])
+    whole = rolled_out(system, _TEXT, 2)
+    n_threads = torch.get_num_threads()
+    all_logits = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for parts in ((13,), (4, 13), range(1, 14)):
+                runner = Runner(system.program(2))
+                for last in parts:
+                    logits = extended(runner, _TEXT[:last])
+                    torch.testing.assert_close(logits, whole[last - 1], rtol=2e-5, atol=2e-5)
+                all_logits.append(logits)
+    finally:
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
+    assert Decoder(system, 2, Generation()).no_runner == ""
+
+
+def test_layers_with_one_input_may_have_unlike_transforms():
+    system = coded(open_system(CASES["looped Llama"]), transform=_TRANSFORMS["Hadamard"])
+    layer = system.model.model.layers[0].self_attn
+    for name, transform in (("q_proj", "scales"), ("v_proj", "random in blocks")):
+        weight = getattr(layer, name).dequantize().numpy()
+        solved = core.rtn(weight, bits=4, group_size=16)
+        basis = _TRANSFORMS[transform](weight.shape[1])
+        setattr(
+            layer,
+            name,
+            linear_of(solved["codes"], solved["scales"], 16, 4, transform=basis, layout="lq-cpu"),
+        )
+    logits = extended(Runner(system.program(2)), _TEXT)
+    torch.testing.assert_close(logits, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
+
+
 def test_threads_do_not_overtake_each_other():
     """A core of two blocks behind an adapter, on more threads than there are processors, again and again."""
     system = coded(load_model("huginn_small").system)
@@ -114,9 +162,11 @@ def test_models_in_sixteen_bits_differ_by_their_own_rounding(dtype, tolerance):
     assert (logits - whole[-1]).norm() < tolerance * whole[-1].norm()
 
 
-def test_eight_bit_activations_are_those_of_the_layers():
-    system = coded(open_system(CASES["looped Llama"]), activations="int8")
-    exact, whole = coded(open_system(CASES["looped Llama"])), rolled_out(system, _TEXT, 2)[-1]
+@pytest.mark.parametrize("transform", [None, lambda n: Rotation(n, "hadamard", n)])
+def test_eight_bit_activations_are_those_of_the_layers(transform):
+    system = coded(open_system(CASES["looped Llama"]), transform=transform, activations="int8")
+    exact = coded(open_system(CASES["looped Llama"]), transform=transform)
+    whole = rolled_out(system, _TEXT, 2)[-1]
     logits = extended(Runner(system.program(2)), _TEXT)
     torch.testing.assert_close(logits, whole, rtol=2e-3, atol=2e-3)
     assert (logits - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
@@ -214,12 +264,15 @@ def test_what_it_does_not_know_is_run_by_the_models_modules():
 
     system = coded(open_system(CASES["looped Llama"]))
     layer = system.model.model.layers[0].mlp
-    size = layer.down_proj.in_features
+    shape = (layer.down_proj.out_features, layer.down_proj.in_features)
     layer.down_proj = linear_of(
-        np.ones((layer.down_proj.out_features, size), np.int8),
-        np.full((layer.down_proj.out_features, 1), 0.01, np.float32),
-        -1, 4, transform=Rotation(size, "hadamard", 16), layout="lq-cpu",
-    )  # fmt: skip
+        np.zeros(shape, np.int8),
+        np.ones((shape[0], 1), np.float32),
+        -1,
+        4,
+        trellis=Trellis(8, 512),
+        layout="lq-cpu",
+    )
     assert "does not multiply by QuantLinear" in Decoder(system, 2, Generation()).no_runner
 
 
@@ -257,9 +310,9 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
         "gates": False,
     }  # fmt: skip
 
-    def make(block=block, order=(("block", 0),), norms=(), head=0):
+    def make(block=block, order=(("block", 0),), norms=(), head=0, transform=None):
         return native.CpuRunner(
-            [(None, weight, None), (None, square, None)], list(norms), [block], list(order), head,
+            [(None, weight, None, None), (None, square, None, transform)], list(norms), [block], list(order), head,
             precision="fixed24", kept="float32",
         )  # fmt: skip
 
@@ -299,8 +352,29 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
     for empty in ((4, 0), (0, 4)):
         with pytest.raises(ConfigError, match="a weight of a program: expected 1 or more outputs and inputs"):
             native.CpuRunner(
-                [(None, np.ones(empty, np.float32), None)], [], [], [], 0, precision="int8", kept="float32"
+                [(None, np.ones(empty, np.float32), None, None)],
+                [],
+                [],
+                [],
+                0,
+                precision="int8",
+                kept="float32",
             )
+    pair = np.ones((2, 2), np.float32)
+    with pytest.raises(ConfigError, match="inputs of an input transform: expected 4, got 2"):
+        make(transform=[(1, [pair])]).run(np.ones((1, 4), np.float32), angles, logits)
+    for transform in (
+        [(0, [pair])],
+        [(1, [pair, pair[:1]])],
+        [(1, [np.ones(0, np.float32)])],
+        [(1 << 62, [pair])],
+    ):
+        with pytest.raises(ConfigError, match="an input transform"):
+            make(transform=transform)
+    with pytest.raises(
+        TypeError, match="a factor of an input transform must be a 2-dimensional array of float32"
+    ):
+        make(transform=[(1, [pair.astype(float)])])
     with pytest.raises(ConfigError, match="outputs for the gate and what it multiplies: expected an even"):
         make({**block, "gate_up": [0, 1, 1]})
 

@@ -116,7 +116,7 @@ def program(
 ) -> np.ndarray:
     """Logits of a decoder without blocks."""
     runner = native.CpuRunner(
-        [(None, w, bias), (None, np.tile(w[:1], (w.shape[1], 2)), None)],
+        [(None, w, bias, None), (None, np.tile(w[:1], (w.shape[1], 2)), None, None)],
         [], [], [("keep", 0), ("start", 0), ("adapter", 1)], 0, precision="fixed24", kept="float32",
     )  # fmt: skip
     logits = np.zeros((len(x), len(w)), np.float32)

@@ -31,7 +31,7 @@ def multiplied():
 
 def run():
     # A head alone: the threads of a team begin together and end.
-    runner = native.CpuRunner([(None, w, None)], [], [], [], 0, precision="int8", kept="float32")
+    runner = native.CpuRunner([(None, w, None, None)], [], [], [], 0, precision="int8", kept="float32")
     out = np.zeros((3, 64), np.float32)
     runner.run(x, np.zeros((3, 0), np.float32), out, threads=2)
     return out.tobytes()

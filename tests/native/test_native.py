@@ -414,7 +414,7 @@ CD = core.cd_settings(
 def prompt_in_a_loop() -> None:
     """Run a prompt of 256 tokens through an adapter, two thousand times."""
     runner = _native.CpuRunner(
-        [(None, np.zeros((2, 512), np.float32), None), (None, np.zeros((512, 1024), np.float32), None)],
+        [(None, np.zeros(shape, np.float32), None, None) for shape in ((2, 512), (512, 1024))],
         [], [], [("keep", 0), *[("adapter", 1)] * 2000], 0, precision="fixed24", kept="float32",
     )  # fmt: skip
     x, logits = np.ones((256, 512), np.float32), np.zeros((1, 2), np.float32)

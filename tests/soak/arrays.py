@@ -147,14 +147,15 @@ class Valid:
     def block(self) -> dict[str, Any]:
         """Arguments of `CpuRunner`: one block of one head of four columns, and a head."""
         z = lambda *s: np.random.default_rng(0).normal(size=s).astype("f4")  # noqa: E731
-        weights = [(None, z(*s), None) for s in ((8, 4), (12, 4), (4, 4), (16, 4), (4, 8))]
+        weights = [(None, z(*s), None, None) for s in ((8, 4), (12, 4), (4, 4), (16, 4))]
+        weights.append((None, z(4, 8), None, [(2, [z(2, 2), z(2)])]))
         block = {
             "heads": 1, "kv_heads": 1, "head": 4, "neighbours": False, "scale": 0.5, "qk_bias": [], "gates": False,
             "qkv": [1], "out": 2, "gate_up": [3], "down": 4, "qk_norms": None, "norms": [[None] * 3] * 2,
         }  # fmt: skip
         return {
             "weights": weights, "norms": [([1.0] * 4, 1e-6)], "blocks": [block], "order": [("block", 0)], "head": 0,
-            "precision": "int8", "half": False,
+            "precision": "int8", "kept": "float32",
         }  # fmt: skip
 
 

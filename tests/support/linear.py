@@ -43,12 +43,18 @@ def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
     }, weight  # fmt: skip
 
 
-def coded(system, bits=4, **settings):
-    """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16."""
+def coded(system, bits=4, transform=None, **settings):
+    """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16.
+
+    `transform` gives the transform of so many inputs, or none.
+    """
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
         linear = system.model.get_submodule(name)
         weight = linear.weight.detach().float().numpy()
+        basis = None if transform is None else transform(weight.shape[1])
+        if basis is not None:
+            weight = basis.fold(weight)
         solved = core.rtn(weight, bits=bits, group_size=16)
         parent, _, child = name.rpartition(".")
         packed = linear_of(
@@ -59,6 +65,7 @@ def coded(system, bits=4, **settings):
             linear.bias,
             layout="lq-cpu",
             scale_dtype=torch.float32,
+            transform=basis,
             **settings,
         )
         setattr(system.model.get_submodule(parent), child, packed)

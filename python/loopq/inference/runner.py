@@ -50,8 +50,8 @@ class Runner:
     Raises
     ------
     KernelError
-        If it cannot multiply by some codes: they lie on a trellis, have a transform, another layout, or mixed
-        activations. Also if no layer has codes.
+        If it cannot multiply by some codes: they lie on a trellis, have another layout, or mixed activations. Also if
+        no layer has codes.
     ConfigError
         If shapes do not fit together.
     """
@@ -155,7 +155,7 @@ class _Parts:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self.weights: list[tuple[native.CpuLayout | None, NDArray[Any], NDArray[np.float32] | None]] = []
+        self.weights: list[native.RunnerWeight] = []
         self.norms: list[tuple[list[float], float]] = []
         self.blocks: list[dict[str, Any]] = []
         self.activations: set[str] = set()
@@ -178,26 +178,21 @@ class _Parts:
         """Number of a linear layer."""
         return self._add(self.weights, module, lambda: self._values(module))
 
-    def _values(
-        self, module: nn.Module
-    ) -> tuple[native.CpuLayout | None, NDArray[Any], NDArray[np.float32] | None]:
+    def _values(self, module: nn.Module) -> native.RunnerWeight:
         bias = None if module.bias is None else module.bias.detach().float().numpy()
         if isinstance(module, QuantLinear):
-            panels = LAYOUTS[module.layout]
-            if (
-                not isinstance(panels, CpuPanels)
-                or module.transform is not None
-                or not module.held.grid.plain
-            ):
+            panels, transform = LAYOUTS[module.layout], module.transform
+            if not isinstance(panels, CpuPanels) or not module.held.grid.plain:
                 raise KernelError(f"the runner does not multiply by {module!r}")
             self.activations.add(module.activations)
-            return panels.layout_of(module), module.qweight.numpy(), bias
+            blocks = None if transform is None else transform.blocks()
+            return panels.layout_of(module), module.qweight.numpy(), bias, blocks
         if type(module) is not nn.Linear:
             raise KernelError(f"the runner takes linear layers, no {type(module).__name__}")
         weight = module.weight.detach()
         if weight.dtype == torch.bfloat16:
-            return None, weight.view(torch.uint16).numpy(), bias
-        return None, weight.float().numpy(), bias
+            return None, weight.view(torch.uint16).numpy(), bias, None
+        return None, weight.float().numpy(), bias, None
 
     def _norm(self, module: nn.Module) -> int:
         def values() -> tuple[list[float], float]:

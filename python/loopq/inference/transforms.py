@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loopq.errors import ConfigError
 from loopq.layers.transforms import ChannelScale, Rotation, Transform
@@ -57,11 +58,20 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
     def _rotated(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """``(A x B x ..) x`` for a Kronecker product: each factor multiplies its own axis."""
         shape, after = x.shape, size
-        for number in range(self.n_factors[size]):
-            factor = getattr(self, f"rotation_{size}_{number}")
+        for factor in self._of(size):
             after //= len(factor)
             x = torch.nn.functional.linear(x.reshape(-1, len(factor), after).mT, factor).mT
         return x.reshape(shape)
+
+    def _of(self, size: int) -> list[torch.Tensor]:
+        return [getattr(self, f"rotation_{size}_{number}") for number in range(self.n_factors[size])]
+
+    def blocks(self) -> list[tuple[int, list[NDArray[np.float32]]]]:
+        """Blocks in order, for the core: how many of a size, and the factors of each. A vector holds divisors."""
+        if not self.sizes:
+            return [(1, [self.input_scale.numpy()])]
+        sizes = dict.fromkeys(self.sizes)
+        return [(self.sizes.count(size), [factor.numpy() for factor in self._of(size)]) for size in sizes]
 
     def extra_repr(self) -> str:
         """Description of the transform for `print(model)`."""

@@ -1,8 +1,10 @@
 //! A looped decoder as one program.
 
-use loopq_core::runner::{Block, Kind, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Values};
+use loopq_core::runner::{
+    Block, Factor, Kind, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Transform, Values,
+};
 use loopq_core::{Cancel, Error, Execution};
-use numpy::Ix2;
+use numpy::{Ix2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -16,16 +18,42 @@ struct Held {
     layout: Option<Py<CpuLayout>>,
     values: Py<PyAny>,
     bias: Option<Py<PyAny>>,
+    /// Number of its input transform.
+    transform: Option<usize>,
 }
 
-/// A weight from Python: its layout (none for a plain matrix), its codes or numbers, and its bias.
-type Given = (Option<Py<CpuLayout>>, Py<PyAny>, Option<Py<PyAny>>);
+/// Blocks of an input transform: how many of a kind, and the factors of each, a matrix or a vector of divisors.
+type Blocks<'py> = Vec<(usize, Vec<Bound<'py, PyAny>>)>;
+/// A weight from Python: its layout (none for a plain matrix), its codes or numbers, its bias and its input transform.
+type Given<'py> = (Option<Py<CpuLayout>>, Py<PyAny>, Option<Py<PyAny>>, Option<Blocks<'py>>);
 
 /// Runs a looped decoder from its codes, with its own keys and values.
 #[pyclass(module = "loopq._native")]
 pub(crate) struct CpuRunner {
     runner: Runner,
     held: Vec<Held>,
+    transforms: Vec<Transform>,
+}
+
+fn factor_of(py: Python<'_>, given: &Bound<'_, PyAny>) -> PyResult<Factor> {
+    if given.downcast::<PyUntypedArray>().is_ok_and(|array| array.ndim() == 1) {
+        return Factor::divisors(Vector::take("divisors", given)?.values()?).map_err(|e| raise(py, &e));
+    }
+    let matrix = Array::<f32>::take("a factor of an input transform", given)?;
+    Factor::matrix(matrix.shape()[0], matrix.values()?).map_err(|e| raise(py, &e))
+}
+
+/// The number of a transform among those known, which it joins if it equals none of them.
+fn number_of(py: Python<'_>, blocks: &Blocks<'_>, known: &mut Vec<Transform>) -> PyResult<usize> {
+    let mut made = Vec::with_capacity(blocks.len());
+    for (count, factors) in blocks {
+        made.push((*count, factors.iter().map(|f| factor_of(py, f)).collect::<PyResult<_>>()?));
+    }
+    let transform = Transform::new(made).map_err(|e| raise(py, &e))?;
+    Ok(known.iter().position(|other| *other == transform).unwrap_or_else(|| {
+        known.push(transform);
+        known.len() - 1
+    }))
 }
 
 fn field<'py, T: FromPyObject<'py>>(of: &Bound<'py, PyDict>, name: &str) -> PyResult<T> {
@@ -80,7 +108,7 @@ impl CpuRunner {
     #[pyo3(signature = (weights, norms, blocks, order, head, *, precision, kept))]
     fn new(
         py: Python<'_>,
-        weights: Vec<Given>,
+        weights: Vec<Given<'_>>,
         norms: Vec<(Vec<f32>, f32)>,
         blocks: Vec<Bound<'_, PyDict>>,
         order: Vec<(String, usize)>,
@@ -90,12 +118,14 @@ impl CpuRunner {
     ) -> PyResult<Self> {
         let mut held = Vec::with_capacity(weights.len());
         let mut shapes = Vec::with_capacity(weights.len());
-        for (layout, values, bias) in weights {
+        let mut transforms = Vec::new();
+        for (layout, values, bias, blocks) in weights {
             shapes.push(match &layout {
                 Some(layout) => layout.get().inner.shape(),
                 None => InputRows::take(values.bind(py))?.shape(),
             });
-            held.push(Held { layout, values, bias });
+            let transform = blocks.map(|blocks| number_of(py, &blocks, &mut transforms)).transpose()?;
+            held.push(Held { layout, values, bias, transform });
         }
         let width = shapes.get(head).map_or(0, |&[_, inputs]| inputs);
         let program = Program {
@@ -109,7 +139,7 @@ impl CpuRunner {
             kept: kind_of(kept)?,
         };
         let runner = Runner::new(program).map_err(|e| raise(py, &e))?;
-        Ok(Self { runner, held })
+        Ok(Self { runner, held, transforms })
     }
 
     /// Number of tokens with stored keys and values.
@@ -146,7 +176,10 @@ impl CpuRunner {
             return Err(PyTypeError::new_err("logits must be a writable, contiguous matrix of float32"));
         };
         let taken: Vec<_> = own.held.iter().map(|held| Taken::of(py, held)).collect::<PyResult<_>>()?;
-        let matrices: Vec<_> = taken.iter().map(Taken::matrix).collect::<PyResult<_>>()?;
+        let mut matrices: Vec<_> = taken.iter().map(Taken::matrix).collect::<PyResult<_>>()?;
+        for (matrix, held) in matrices.iter_mut().zip(&own.held) {
+            matrix.transform = held.transform.map(|i| &own.transforms[i]);
+        }
         let tokens = Tokens {
             x: x.values()?,
             start: start.as_ref().map(Array::values).transpose()?,
@@ -199,6 +232,6 @@ impl<'py> Taken<'py> {
                 ))
             }
         };
-        Ok(Matrix { values, bias: self.bias.as_ref().map(Vector::values).transpose()? })
+        Ok(Matrix { values, bias: self.bias.as_ref().map(Vector::values).transpose()?, transform: None })
     }
 }

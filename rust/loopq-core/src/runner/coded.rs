@@ -4,6 +4,7 @@
 //! Hadamard matrix, which spreads a channel over all of a head. Queries are multiplied by it too, so products stay the
 //! same; results are transformed back.
 
+use super::transform::butterflies;
 use super::vector::Rows;
 
 /// Channels of a block; the last one of a head may have fewer.
@@ -55,16 +56,7 @@ pub(super) fn turn(x: &mut [f32]) {
     let part = 1 << x.len().trailing_zeros();
     let by = 1.0 / (part as f32).sqrt();
     for x in x.chunks_exact_mut(part) {
-        let mut n = 1;
-        while n < part {
-            for both in x.chunks_exact_mut(2 * n) {
-                let (a, b) = both.split_at_mut(n);
-                for (a, b) in a.iter_mut().zip(b) {
-                    (*a, *b) = (*a + *b, *a - *b);
-                }
-            }
-            n *= 2;
-        }
+        butterflies(x, 1);
         for v in x.iter_mut() {
             *v *= by;
         }

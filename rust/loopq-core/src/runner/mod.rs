@@ -10,9 +10,13 @@ mod cache;
 mod coded;
 mod program;
 mod team;
+mod transform;
 mod vector;
 
 pub use program::{Block, Kind, Norm, Norms, Op, Program, KEPT};
+pub use transform::{Factor, Transform};
+
+use std::borrow::Cow;
 
 use crate::disjoint::Disjoint;
 use crate::matmul::{Engine, Inputs, Layout, Rows, Weight};
@@ -41,6 +45,14 @@ pub struct Matrix<'a> {
     pub values: Values<'a>,
     /// Added to each result.
     pub bias: Option<&'a [f32]>,
+    /// Applied to inputs first. Weights that share inputs share its result if they refer to the same one.
+    pub transform: Option<&'a Transform>,
+}
+
+impl Matrix<'_> {
+    fn has_basis_of(&self, other: &Self) -> bool {
+        self.transform.map(std::ptr::from_ref) == other.transform.map(std::ptr::from_ref)
+    }
 }
 
 /// The new tokens of a call.
@@ -140,6 +152,8 @@ impl Runner {
         let mut mixed = zeros("values attended to", widest(|p, b| p.shapes[b.out][1])?)?;
         let mut gates = zeros("gates", widest(|p, b| p.outputs(&b.gate_up))?)?;
         let mut branch = zeros("a branch", dims::product("a branch", count, program.width)?)?;
+        let turned = matrices.iter().filter_map(|m| m.transform).map(Transform::inputs).max().unwrap_or(0);
+        let mut turned = zeros("transformed inputs", dims::product("transformed inputs", count, turned)?)?;
         let call = Call {
             program,
             matrices,
@@ -150,6 +164,7 @@ impl Runner {
             mixed: Disjoint::over(&mut mixed),
             gates: Disjoint::over(&mut gates),
             branch: Disjoint::over(&mut branch),
+            turned: Disjoint::over(&mut turned),
             logits: Disjoint::over(logits),
             wanted,
             engine: Engine::best(),
@@ -181,6 +196,9 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
         if let Some(bias) = matrix.bias {
             dims::check_matrix("a bias", bias, 1, outputs)?;
         }
+        if let Some(transform) = matrix.transform.filter(|t| t.inputs() != inputs) {
+            return Err(Error::shape("inputs of an input transform", inputs, transform.inputs()));
+        }
     }
     Ok(())
 }
@@ -198,6 +216,8 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
 /// | the MLP begins | `gates` | `branch` |
 /// | behind the gate | `branch` | `gates` |
 /// | an adapter, between its two meetings | `branch` | |
+/// | inputs of several tokens are transformed, between its two meetings | `turned` | |
+/// | products with these inputs | | `turned` |
 /// | the head | `logits` | `branch`, of the last step |
 struct Call<'a> {
     program: &'a Program,
@@ -209,6 +229,7 @@ struct Call<'a> {
     mixed: Disjoint<'a, f32>,
     gates: Disjoint<'a, f32>,
     branch: Disjoint<'a, f32>,
+    turned: Disjoint<'a, f32>,
     logits: Disjoint<'a, f32>,
     wanted: usize,
     engine: Engine,
@@ -383,14 +404,26 @@ impl Call<'_> {
         // SAFETY: each output belongs to the part of one member, and no two outputs lie at the same place in a row.
         let write = |at: usize, values: &[f32]| unsafe { to.write(at, values) };
         let mut first = 0;
-        let mut quantized: Option<(&Layout, Rows)> = None;
+        let mut transformed: Option<(&Matrix<'_>, Cow<'_, [f32]>)> = None;
+        let mut quantized: Option<(&Matrix<'_>, &Layout, Rows)> = None;
         for &i in weights {
             let ([outputs, inputs], matrix) = (self.program.shapes[i], &self.matrices[i]);
+            let x = match matrix.transform {
+                Some(transform) => {
+                    let values = match transformed.take() {
+                        Some((of, values)) if of.has_basis_of(matrix) => values,
+                        // SAFETY: all members come here, and what the one before gave is not used any more.
+                        _ => unsafe { self.transformed(member, transform, x)? },
+                    };
+                    &transformed.insert((matrix, values)).1
+                }
+                None => x,
+            };
             let tokens = x.len() / inputs;
             match matrix.values {
                 Values::Codes(layout, packed) => {
                     let rows = match quantized.take() {
-                        Some((same, rows)) if same.has_rows_of(layout) => rows,
+                        Some((of, same, rows)) if of.has_basis_of(matrix) && same.has_rows_of(layout) => rows,
                         _ => {
                             let order = self.engine.order(tokens);
                             let mut rows = Rows::new(layout, tokens, self.program.precision, order)?;
@@ -402,7 +435,7 @@ impl Call<'_> {
                     weight.run(&rows, tokens, member.part(layout.n_panels()), |token, column, values| {
                         write(token * stride + first + column, values);
                     });
-                    quantized = Some((layout, rows));
+                    quantized = Some((matrix, layout, rows));
                 }
                 Values::F32(values) => {
                     let plain = Plain { values, bias: matrix.bias, outputs, inputs };
@@ -416,6 +449,32 @@ impl Call<'_> {
             first += outputs;
         }
         Ok(())
+    }
+
+    /// Transformed inputs. Each thread transforms a token alone, because a meeting takes as long. Of several tokens it
+    /// transforms its part.
+    ///
+    /// # Safety
+    /// All members call this with the same arguments, and no longer use what the call before gave.
+    unsafe fn transformed(
+        &self,
+        member: &Member<'_>,
+        transform: &Transform,
+        x: &[f32],
+    ) -> Result<Cow<'_, [f32]>> {
+        let inputs = transform.inputs();
+        if x.len() == inputs {
+            return Ok(Cow::Owned(transform.apply(x, Isa::best())?));
+        }
+        let part = member.part(x.len() / inputs);
+        let own = transform.apply(&x[part.start * inputs..part.end * inputs], Isa::best())?;
+        // Others may still read what the call before gave.
+        member.meet()?;
+        // SAFETY: these tokens are in this member's part alone, and nobody reads them before all have met again.
+        unsafe { self.turned.write(part.start * inputs, &own) };
+        member.meet()?;
+        // SAFETY: written before the meeting. Before anybody writes again all meet, and do not use this any more.
+        Ok(Cow::Borrowed(unsafe { self.turned.read(0..x.len()) }))
     }
 
     /// This thread's heads: keys and values of the new tokens are kept, and their queries attend to all before them.

@@ -24,6 +24,17 @@ impl Number for f32 {
     }
 }
 
+impl Number for i8 {
+    #[inline(always)]
+    fn value(self) -> f32 {
+        f32::from(self)
+    }
+    #[inline(always)]
+    fn of(value: f32) -> Self {
+        value as Self
+    }
+}
+
 /// The bits of a bfloat16 number.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(transparent)]

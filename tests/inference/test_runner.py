@@ -124,8 +124,16 @@ def test_layers_with_one_input_may_have_unlike_transforms():
             name,
             linear_of(solved["codes"], solved["scales"], 16, 4, transform=basis, layout="lq-cpu"),
         )
-    logits = extended(Runner(system.program(2)), _TEXT)
-    torch.testing.assert_close(logits, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
+    whole, n_threads = rolled_out(system, _TEXT, 2)[-1], torch.get_num_threads()
+    all_logits = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            all_logits.append(extended(Runner(system.program(2)), _TEXT))
+    finally:
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
+    torch.testing.assert_close(all_logits[0], whole, rtol=2e-5, atol=2e-5)
 
 
 def test_threads_do_not_overtake_each_other():

@@ -720,7 +720,7 @@ def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int
         Sum of its 64-bit words, modulo 2**64, over all repeats.
     """
 
-RunnerWeight = tuple[
+_RunnerWeight = tuple[
     CpuLayout | None,
     NDArray[Any],
     NDArray[np.float32] | None,
@@ -760,7 +760,7 @@ class CpuRunner:
 
     def __new__(
         cls,
-        weights: list[RunnerWeight],
+        weights: list[_RunnerWeight],
         norms: list[tuple[list[float], float]],
         blocks: list[dict[str, Any]],
         order: list[tuple[str, int]],

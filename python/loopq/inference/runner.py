@@ -155,7 +155,7 @@ class _Parts:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self.weights: list[native.RunnerWeight] = []
+        self.weights: list[native._RunnerWeight] = []
         self.norms: list[tuple[list[float], float]] = []
         self.blocks: list[dict[str, Any]] = []
         self.activations: set[str] = set()
@@ -178,7 +178,7 @@ class _Parts:
         """Number of a linear layer."""
         return self._add(self.weights, module, lambda: self._values(module))
 
-    def _values(self, module: nn.Module) -> native.RunnerWeight:
+    def _values(self, module: nn.Module) -> native._RunnerWeight:
         bias = None if module.bias is None else module.bias.detach().float().numpy()
         if isinstance(module, QuantLinear):
             panels, transform = LAYOUTS[module.layout], module.transform

@@ -52,10 +52,10 @@ def test_ranks_collect_a_dump_with_what_the_plan_needs(tiny, tokens, tmp_path, m
     plan, source = run_of(tiny, tokens, QuantConfig.of(metric="inputs", steps="1:"))
     dumps = []
 
-    def collect(ranks, job, out, **asked):
-        dumps.append((ranks, asked["steps"], asked["per_step"], asked["gradients"]))
-        out.mkdir()
-        (out / "manifest.json").touch()
+    def collect(ranks, dump):
+        dumps.append((ranks, dump.sums.steps, dump.sums.per_step, dump.gradients))
+        dump.out.mkdir()
+        (dump.out / "manifest.json").touch()
 
     monkeypatch.setattr("loopq.run.model_source.collect_hessians", collect)
     monkeypatch.setattr(DumpSource, "open", classmethod(lambda cls, folder, execution: folder))
@@ -63,4 +63,5 @@ def test_ranks_collect_a_dump_with_what_the_plan_needs(tiny, tokens, tmp_path, m
     folder = source.divisible(plan, tmp_path, ranks)
     assert source.divisible(plan, tmp_path, ranks) == folder
     assert folder.parent == tmp_path
-    assert dumps == [(ranks, tuple(range(1, max(map(len, (t.steps for t in plan.tasks))) + 1)), False, None)]
+    assert dumps == [(ranks, {t.input_group: list(t.steps) for t in plan.tasks}, False, None)]
+    assert all(min(t.steps) == 1 for t in plan.tasks)

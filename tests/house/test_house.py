@@ -103,7 +103,7 @@ def test_readme_example_runs():
 #: Bound of each measure (today's value where the goal is not reached), and the remedy beyond it. No new unit
 #: counts but by its own length, functions, imports between rooms and test.
 BOUNDS = {
-    "lines of the frame": (36_500, "a change takes away what it adds: delete, or move into a unit"),
+    "lines of the frame": (36_420, "a change takes away what it adds: delete, or move into a unit"),
     "lines of the longest unit": (450, "split the unit, or move a part that others use into the frame"),
     "lines of the longest file": (450, "split the file: 400 lines are the habit"),
     "lines of the longest function": (60, "split the function: 50 lines are the habit"),

@@ -59,6 +59,7 @@ BARS = (
     ("llm-compressor, mse", "llm-compressor, mse"),
     ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
     ("auto-round", "auto-round"),
+    ("auto-round, best", "auto-round, best"),
     ("loopq fast", "loopq, fast"),
     ("loopq default, even levels", "loopq, even levels"),
     ("loopq default", "loopq"),

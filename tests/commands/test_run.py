@@ -11,6 +11,8 @@ from loopq.cli import parser
 from loopq.commands import run as module
 from loopq.errors import ConfigError
 from loopq.inference import restore
+from loopq.inference.graph import RECORDERS
+from tests.support.looped import save_dense
 
 SHORT = ("--n-tokens", "12")
 
@@ -36,6 +38,34 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     code, text, said = command("run", quantized, "abc", *SHORT, "--kv", 8)
     assert (code, text) == (0, dense)
     assert "loopq's runner" in said
+
+
+def _again(step, undo):
+    """A recorder that calls the step itself."""
+    logits = step().clone()
+    undo()
+    return lambda: logits.copy_(step()), logits
+
+
+def _fails(step, undo):
+    raise RuntimeError("capturing is not permitted")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "ends"),
+    [
+        (_again, "the model's own cache; each step is one CUDA graph\n"),
+        (_fails, "; no graph (a recorded step cannot be used (RuntimeError: capturing is not permitted))\n"),
+    ],
+)
+def test_the_first_line_says_whether_steps_are_recorded(recorder, ends, tmp_path, command, monkeypatch):
+    model = f"looped:{save_dense(tmp_path / 'dense')}[1:3]x2"
+    plain = command("run", model, "5, 9, 7", *SHORT)
+    assert "graph" not in plain[2]
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    code, text, said = command("run", model, "5, 9, 7", *SHORT)
+    assert (code, text) == plain[:2]
+    assert said.splitlines(keepends=True)[0].endswith(ends)
 
 
 def test_run_reads_the_prompt_from_stdin_and_exits_early(saved_model, command, monkeypatch):

@@ -12,7 +12,7 @@ from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked
 from tests.support.looped import SIZES
 from tests.support.marks import slow_unless
-from tests.support.systems import CASES, open_system
+from tests.support.systems import CASES, open_system, rolled_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
 
@@ -50,10 +50,6 @@ _LONG = (
 )
 
 
-def _rolled_out(system, ids, n_steps):
-    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0, -1].float()
-
-
 @pytest.mark.parametrize("name", slow_unless(lambda name: name not in _LONG, _CAUSAL))
 def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
     case = _CAUSAL[name]
@@ -67,7 +63,7 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
         ids = marked(system, _TEXT)
         for n in range(len(_MORE) + 1):
             text = [*ids, *_MORE[:n]]
-            expected = _rolled_out(system, text, n_steps)
+            expected = rolled_out(system, text, n_steps)[-1]
             room = 1e-6 if exact else 1e-5 * float(expected.abs().max())
             torch.testing.assert_close(decoder(text), expected, rtol=1e-6 if exact else 1e-5, atol=room)
         assert decoder.depths == [n_steps] * 5
@@ -78,7 +74,7 @@ def test_a_text_may_differ_from_the_one_before_or_repeat_it(name):
     system = open_system(CASES[name])
     decoder = Decoder(system, 2, Generation())
     for text in (_TEXT, [*_TEXT, 8], [3, *_TEXT], _TEXT[:4], _TEXT[:4]):
-        torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_text_whose_run_was_stopped_is_run_anew(monkeypatch):
@@ -95,7 +91,7 @@ def test_a_text_whose_run_was_stopped_is_run_anew(monkeypatch):
         decoder([*_TEXT, 8])
     monkeypatch.setattr(system, "extend", right)
     text = [*_TEXT, 8]
-    torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_starts_from_the_same_state_however_many_follow():
@@ -121,7 +117,7 @@ def test_a_cache_that_fails_or_gives_other_logits_is_not_used(monkeypatch):
     monkeypatch.setattr(system, "extend", lambda *args: [][0])
     decoder = Decoder(system, 2, Generation())
     assert "IndexError" in decoder.no_cache
-    torch.testing.assert_close(decoder(_TEXT), _rolled_out(system, _TEXT, 2))
+    torch.testing.assert_close(decoder(_TEXT), rolled_out(system, _TEXT, 2)[-1])
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("Huginn", 1e-9, 1e3), ("Ouro", 1.0, 0.0)])
@@ -129,9 +125,9 @@ def test_a_loop_is_left_early_by_the_models_own_rule(name, low, high):
     """With a threshold that is met at once, and with one that never is."""
     system = open_system(CASES[name])
     late, early = (Decoder(system, 3, Generation(exit=x)) for x in (low, high))
-    torch.testing.assert_close(late(_TEXT), _rolled_out(system, _TEXT, 3), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(late(_TEXT), rolled_out(system, _TEXT, 3)[-1], rtol=1e-5, atol=1e-5)
     first = 2 if name == "Huginn" else 1
-    torch.testing.assert_close(early(_TEXT), _rolled_out(system, _TEXT, first), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(early(_TEXT), rolled_out(system, _TEXT, first)[-1], rtol=1e-5, atol=1e-5)
     assert (late.depths, early.depths) == ([3], [first])
 
 

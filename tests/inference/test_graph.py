@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loopq.inference import graph
 from loopq.inference.generate import Decoder, Generation
 from loopq.inference.linear import LAYOUTS
-from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.linear import coded
 from tests.support.marks import slow_unless
-from tests.support.systems import CASES, open_system
+from tests.support.systems import CASES, open_system, rolled_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
 
@@ -69,10 +68,6 @@ def recorder(monkeypatch):
     return recorder
 
 
-def _rolled_out(system, ids, n_steps):
-    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0, -1].float()
-
-
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in _QUICK, _RECORDED))
 def test_replays_give_the_logits_of_a_rollout(name, recorder, monkeypatch):
     monkeypatch.setattr(graph, "_BLOCK", 4)
@@ -89,7 +84,7 @@ def test_replays_give_the_logits_of_a_rollout(name, recorder, monkeypatch):
     texts = [(_TEXT, _MORE[:n]) for n in (0, 1, 2, 3, 4, 7)] + [(_TEXT[1:], _MORE[:n]) for n in (0, 1)]
     for first, more in texts:
         text = [*marked(system, first), *more]
-        expected = _rolled_out(system, text, n_steps)
+        expected = rolled_out(system, text, n_steps)[-1]
         room = 1e-6 if exact else 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(decoder(text), expected, rtol=1e-6 if exact else 1e-5, atol=room)
     assert recorder.records > 1
@@ -104,7 +99,7 @@ def test_a_step_that_depends_on_its_tokens_is_not_recorded(recorder):
     before = recorder.replays
     for n in range(3):
         text = [*_TEXT, *_MORE[:n]]
-        torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-4, atol=1e-5)
     assert recorder.replays == before > 0
 
 
@@ -119,7 +114,7 @@ def test_a_failed_recording_leaves_the_models_cache(monkeypatch):
     assert decoder.no_cache == ""
     for n in range(3):
         text = [*_TEXT, *_MORE[:n]]
-        torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from loopq.systems.program import Branch
 from tests.support import core
 from tests.support.linear import coded, linear_of
 from tests.support.looped import looped
-from tests.support.systems import CASES, open_system
+from tests.support.systems import CASES, open_system, rolled_out
 
 _KNOWN = (
     "Huginn",
@@ -35,10 +35,6 @@ _KNOWN = (
     "transformers HRM-Text",
 )
 _TEXT = [5, 9, 7, 30, 11, 12, 8, 21, 4, 17, 3, 2, 40]
-
-
-def rolled_out(system, ids, n_steps):
-    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0].float()
 
 
 def extended(runner, ids):

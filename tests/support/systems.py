@@ -319,3 +319,8 @@ CASES: dict[str, Case] = {
     ),
     "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False, variant=True),
 }
+
+
+def rolled_out(system: LoopedSystem, ids: Any, n_steps: int) -> torch.Tensor:
+    """Float32 logits (n_tokens, vocabulary) of a rollout without a cache."""
+    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0].float()

@@ -12,6 +12,7 @@ from loopq.commands.source import add_source, load_any
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.inference.generate import Generation
+from loopq.inference.graph import RECORDERS
 from loopq.inference.text import Continuation
 from loopq.models.load import LoadedModel
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
     if not decoder.no_runner:
         cache = "loopq's runner"
-    elif loaded.system.device.type == "cuda":
+    elif not decoder.no_cache and loaded.system.device.type in RECORDERS:
         cache += f"; no graph ({decoder.no_graph})" if decoder.no_graph else "; each step is one CUDA graph"
     _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {cache}")
     for piece in text:

@@ -13,7 +13,7 @@ from loopq.models.load import LoadedModel
 from loopq.models.trace import first_not_finite
 from loopq.settings.declare import Settings, setting
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.capabilities import Continues, Exits, FixedLength, Programmed, ServedByCache, marked
+from loopq.systems.capabilities import Exits, FixedLength, Programmed, ServedByCache, extended, marked
 from loopq.systems.stepwise import single_steps, steps_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Decoder:
     no_runner : str
         Why the model's modules are called. Empty if the core runs it as one program with its cache.
     no_graph : str
-        Why the operations of a step are launched one by one. Empty if a recorded step is replayed.
+        Why the operations of a step are launched one by one. Empty if a recorded step is replayed, or the core runs it.
     depths : list of int
         Number of steps of each call.
 
@@ -154,12 +154,8 @@ class Decoder:
         elif self._graph is not None:
             logits = self._graph.extend(batch, n_seen)
         else:
-            extended = None
-            if isinstance(self.system, Continues):
-                extended = self.system.extend(batch, self.n_steps, n_seen, self._cache)
-            if extended is None:
-                raise ConfigError("the model has no cache")
-            logits, self._cache = extended[0][0, -1], extended[1]
+            every, self._cache = extended(self.system, batch, self.n_steps, n_seen, self._cache)
+            logits = every[0, -1]
         self._seen = now
         return logits
 

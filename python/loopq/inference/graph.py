@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from loopq.errors import ConfigError, require
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.capabilities import Continues
+from loopq.systems.capabilities import extended
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,25 +100,16 @@ class Graph:
         return logits[0, -1]
 
     def _run(self, batch: Batch, cache: Any) -> tuple[Tensor, Any]:
-        system = self._system
-        extended = system.extend(batch, self._n_steps, 0, cache) if isinstance(system, Continues) else None
-        if extended is None:
-            raise ConfigError("the model has no cache")
-        return extended
-
-
-def _layers(cache: Any) -> list[Any]:
-    """Layers of a cache, or of a list of caches."""
-    parts = cache if isinstance(cache, list) else [cache]
-    return [layer for part in parts for layer in part.layers]
+        return extended(self._system, batch, self._n_steps, 0, cache)
 
 
 def _overwritten(cache: Any) -> list[Tensor]:
     """Numbers of tokens, and states that are not kept for each token: what a step replaces."""
-    tables = ("conv_states", "recurrent_states")
-    layers = [vars(layer) for layer in _layers(cache)]
-    values = [v for layer in layers for name in tables for v in layer.get(name, {}).values()]
-    values += [layer.get("cumulative_length") for layer in layers]
+    layers = [
+        vars(layer) for part in (cache if isinstance(cache, list) else [cache]) for layer in part.layers
+    ]
+    tables = [layer.get(name, {}) for layer in layers for name in ("conv_states", "recurrent_states")]
+    values = [*(layer.get("cumulative_length") for layer in layers), *(v for t in tables for v in t.values())]
     return [v for v in values if v is not None]
 
 

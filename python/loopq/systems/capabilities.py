@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from loopq.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -78,6 +80,14 @@ class Continues(Protocol):
         cache : object
             Cache of all tokens. The method returns None instead of the pair if this model has no cache.
         """
+
+
+def extended(system: object, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+    """Return what `Continues.extend` does. A system without a cache is refused with a ConfigError."""
+    result = system.extend(batch, n_steps, n_seen, cache) if isinstance(system, Continues) else None
+    if result is None:
+        raise ConfigError("the model has no cache")
+    return result
 
 
 @runtime_checkable

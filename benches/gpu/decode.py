@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benches.gpu import phases
 from benches.kernels.sections import Keep, Rows
 from loopq.inference import graph
 from loopq.inference.generate import Decoder, Generation
@@ -37,19 +38,16 @@ N_PROMPT = 64
 def section(seconds: float, dry: bool, keep: Keep) -> None:
     """Time each way in turn, again and again, and keep the best speed of each."""
     began = time.monotonic()
-    model, size = made(dry), TINY if dry else SIZE
+    device, size = ("cpu", TINY) if dry else ("cuda", SIZE)
+    model = phases.made(phases.Run(rllama, device, {}, 0), device, dry)
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "no_graph": {}}
-    device = "cpu" if dry else "cuda"
     recorders = {device: _again} if dry else graph.RECORDERS
-    dense, coded = model.to(device), into_codes(model).to(device)
+    coded = into_codes(model).to(device)
     decoders: dict[str, Decoder] = {}
     for way in WAYS:
-        system = find_system(coded if way.startswith("int4") else dense)
+        system = find_system(coded if way.startswith("int4") else model)
         chosen = recorders if way.endswith("graph") else {}
-        with (
-            patch.dict(graph.RECORDERS, chosen, clear=True),
-            patch.object(type(system), "program", lambda self, n_steps: None),
-        ):
+        with patch.dict(graph.RECORDERS, chosen, clear=True):
             decoders[way] = Decoder(system, system.n_steps, Generation(n_tokens=128))
         if chosen:
             record["no_graph"][way] = decoders[way].no_graph
@@ -65,12 +63,11 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
             break
 
 
-def made(dry: bool) -> nn.Module:
-    """The model in bfloat16."""
+def rllama(dry: bool) -> nn.Module:
+    """R-Llama's size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(TINY if dry else SIZE))).bfloat16().eval()
+    return LlamaForCausalLM(LlamaConfig(**(TINY if dry else SIZE)))
 
 
 def into_codes(model: nn.Module) -> nn.Module:
@@ -83,8 +80,8 @@ def into_codes(model: nn.Module) -> nn.Module:
         group = 128 if weight.shape[1] >= 128 else 32
         layer = RTN("max").quantize(Problem(shared.name, weight, None, GridSettings(4, group)))
         parent, _, child = name.rpartition(".")
-        setattr(coded.get_submodule(parent), child, QuantLinear.from_layer(layer))
-    return coded.bfloat16()
+        setattr(coded.get_submodule(parent), child, QuantLinear.from_layer(layer).bfloat16())
+    return coded
 
 
 def speed(decoder: Decoder, prompt: list[int], n_tokens: int) -> float:

@@ -78,12 +78,7 @@ LOAD = """
 import resource, sys, time
 import torch
 import loopq
-from loopq.layers.grid import Bits
-from loopq.layers.transforms import RotationConfig
 from loopq.models.load import load_model
-from loopq.quantizers import Problem
-from loopq.quantizers.grid import GridSettings
-from loopq.quantizers.rtn import RTN
 folder, how = sys.argv[1:]
 import transformers
 def peak():

@@ -235,6 +235,25 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     assert all(name.startswith("auto-round") for name in best.values())
     four, three = (rows[best[b], b]["seconds"] / rows["loopq default", b]["seconds"] for b in (4, 3))
     assert f"auto-round, at {four:.1f} and {three:.1f} times loopq's CPU seconds." in text
+    page = " ".join((ROOT / "docs" / "comparison.md").read_text("utf-8").split())
+    second = {(r["variant"], r["bits"]): r["kl"] for r in record["peers"] if r["draw"] == 1}
+    again = [
+        f"{second['loopq default', b] / min(kl for (v, n), kl in second.items() if n == b and 'llm' in v):.2f}"
+        for b in (4, 3)
+    ]
+    least = {b: min(here.values()) for b, here in others.items()}
+    small, rotated = (kls[3][f"loopq {name}"] for name in ("small, inputs open", "default, hadamard"))
+    for said in (
+        f"leaves {ours[0]} and {ours[1]} of the KL of the best other tool",
+        f"Even levels leave {plain[0]} and {plain[1]}.",
+        f"`--rotation hadamard` ({rotated / least[3]:.2f}).",
+        f"observer the default leaves {ratios[0]} and {ratios[1]}. [Another calibration",
+        f"another-draw-of-calibration-text) gives {again[0]} and {again[1]}.",
+        f"open inputs has {small / least[3]:.2f} of auto-round's KL at INT3,",
+        f"and its three bits have {small / least[4]:.2f} of that of auto-round's four.",
+        f"auto-round takes {four:.1f} times the CPU seconds of loopq's default at INT4, and {three:.1f} times at INT3.",
+    ):
+        assert said in page
     peer = rows["llm-compressor, mse", 3]["seconds"]
     times, even_times = (f"{rows[name, 3]['seconds'] / peer:.1f}" for name in ("loopq default", EVEN))
     assert (

@@ -134,7 +134,12 @@ def _at(values: NDArray[np.float32]) -> Any:
 
 
 class Kept(Costs):
-    """The matrices with matching names, and the sums and metrics of the default settings."""
+    """The matrices with matching names, and the sums and metrics of the default settings.
+
+    In bfloat16 a rollout's own rounding would hide what little one layer loses.
+    """
+
+    dtype = "float32"
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args.model, 0, args, Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len))

@@ -42,6 +42,7 @@ class Subject:
             Path(job["data"]) if job["data"] else None,
             job["draw"],
             job["texts"],
+            job["dtype"],
         )
         self.system = self.model.loaded.system
         self.batches = list(self.model.calibration.batches(1))

@@ -130,6 +130,9 @@ class Cost:
 class Bench:
     """One model and one draw of its calibration text, with the results that are saved."""
 
+    #: Type of the computation; None is the model's own.
+    dtype: str | None = None
+
     def __init__(self, name: str, draw: int, args: argparse.Namespace, sizes: Sizes) -> None:
         self.args = args
         self.data = data_folder(args.data)
@@ -140,8 +143,9 @@ class Bench:
             "data": str(self.data.resolve()) if self.data else None,
             "threads": args.threads,
             "texts": [str(file.resolve()) if file else None for file in (args.calibration, args.text)],
+            "dtype": self.dtype,
         }
-        self.model = prepare(name, sizes, self.data, draw, self.job["texts"])
+        self.model = prepare(name, sizes, self.data, draw, self.job["texts"], self.dtype)
         self.system = self.model.loaded.system
         self.peak = Peak()
         self.source = self.prepared(0.0)

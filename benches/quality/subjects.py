@@ -27,17 +27,23 @@ KAPPA, OUTLIER = 1024.0, 64.0
 
 
 def prepare(
-    name: str, sizes: Sizes, data: Path | None, draw: int, texts: Sequence[str | None] = (None, None)
+    name: str,
+    sizes: Sizes,
+    data: Path | None,
+    draw: int,
+    texts: Sequence[str | None] = (None, None),
+    dtype: str | None = None,
 ) -> PreparedModel:
     """Load a model by its name; "+spike", "+token" or "+outlier" behind it plants what large models have.
 
     A massive activation at step 0, one at the most frequent token, or a loud column of the adapter. `texts` are
-    files to calibrate and to measure on, in the place of those that ship.
+    files to calibrate and to measure on, in the place of those that ship. `dtype` is that of the computation; by
+    default it is the model's, where the processor has instructions for it.
     """
     plain, _, planted = name.partition("+")
     trained = {Path(folder).name: folder for folder in folders()}
     files = (Path(file) if file else None for file in texts)
-    prepared = open_source(trained.get(plain, plain), data, *files).prompts(sizes, draw)
+    prepared = open_source(trained.get(plain, plain), data, *files, dtype=dtype).prompts(sizes, draw)
     if not planted:
         return prepared
     model = prepared.loaded.model

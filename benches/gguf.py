@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benches.cost import Costs, add_common, parsed, written
+from benches.pages import RECORD, ROOT, into
 from benches.quality.peer import FLOATS
 from benches.quality.peers_table import processor
 from loopq.errors import ConfigError
@@ -278,6 +279,29 @@ def _both(row: dict[str, Any], what: str, form: str) -> str:
     )
 
 
+def types_table(run: dict[str, Any]) -> str:
+    """A row for each type."""
+    lines = [
+        "| type | bits | tool | with importance | loopq, rounding | loopq (95 % over prompts) | ratio | bar "
+        "| agreement: tool, loopq | CPU s: tool, loopq |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
+        plain = f"{row['tool']:.2e}" if "tool" in row else ""
+        ours = " |  |  | "
+        if "loopq" in row:
+            low, high = row["loopq, 95 %"]
+            ours = (
+                f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
+                f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]}"
+            )
+        lines.append(
+            f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | {ours} | "
+            f"{_both(row, 'agreement', '.1%')} | {_both(row, 'seconds', '.0f')} |"
+        )
+    return "\n".join(lines)
+
+
 def page(runs: dict[str, dict[str, Any]]) -> str:
     """The record."""
     lines = [f"# Types of GGUF and FP4 by loopq and by the engines' tools, {datetime.date.today()}", ""]
@@ -286,24 +310,8 @@ def page(runs: dict[str, dict[str, Any]]) -> str:
             f"## {run['model']}", "",
             f"`python -m benches.gguf`: {run['matrices']} matrices of {run['model']}, names `{run['names']}`, "
             f"{run['prompts']}, one thread of {run['processor']}.", "",
-            "| type | bits | tool | with importance | loopq, rounding | loopq (95 % over prompts) | ratio | bar "
-            "| agreement: tool, loopq | CPU s: tool, loopq |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            types_table(run), "",
         ]  # fmt: skip
-        for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
-            plain = f"{row['tool']:.2e}" if "tool" in row else ""
-            ours = " |  |  | "
-            if "loopq" in row:
-                low, high = row["loopq, 95 %"]
-                ours = (
-                    f"{row['loopq, rounding']:.2e} | {row['loopq']:.2e} ({low:.2e}-{high:.2e}) | "
-                    f"{row['loopq'] / row['tool, importance']:.2f} | {TYPES[kind][2]}"
-                )
-            lines.append(
-                f"| {kind.upper()} | {row['bits']:.4g} | {plain} | {row['tool, importance']:.2e} | {ours} | "
-                f"{_both(row, 'agreement', '.1%')} | {_both(row, 'seconds', '.0f')} |"
-            )
-        lines.append("")
     return "\n".join(lines)
 
 
@@ -327,6 +335,9 @@ def main() -> None:
         stored.write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
         written(args.out, "gguf", page(runs))
     print(page(runs))
+    if args.out == RECORD:
+        for run in runs.values():
+            into(ROOT / "docs" / "formats" / "gguf.md", f"types of {run['model']}", types_table(run))
 
 
 if __name__ == "__main__":

@@ -291,7 +291,8 @@ def draw_types(figure: Figure, run: Mapping[str, Any], theme: Theme) -> None:
     """A line for each type, by bits, from the tool's KL to loopq's. Many types have nearly the same bits."""
     axes = figure.subplots()
     tools, ours = theme.colour("orange"), theme.colour("blue")
-    rows = sorted(run["rows"].items(), key=lambda item: (item[1]["bits"], -item[1]["loopq"]))
+    both = {kind: row for kind, row in run["rows"].items() if "loopq" in row}
+    rows = sorted(both.items(), key=lambda item: (item[1]["bits"], -item[1]["loopq"]))
     for y, (kind, row) in enumerate(rows):
         tool, kl = row["tool, importance"], row["loopq"]
         axes.plot([kl, tool], [y, y], color=theme.soft, linewidth=1, alpha=0.6, zorder=1)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benches.quality.exl3 import on_processor, solved
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import LoopqError
@@ -142,14 +143,20 @@ class Processor:
         """Nothing is saved."""
 
 
-def gptqmodel() -> Method:
-    """GPTQ of GPTQModel at its defaults, its sums fed by all calls: its own loop knows no module called twice."""
+def gptqmodel(exl3: bool = False) -> Method:
+    """GPTQ of GPTQModel at its defaults, its sums fed by all calls: its own loop knows no module called twice.
+
+    Its EXL3 has the same sums, and no groups.
+    """
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:
+        if exl3 and group:
+            raise LoopqError(f"EXL3 has no groups, got {group}; give {bits}:0")
         modules = subject.modules(group)
-        config = QuantizeConfig(bits=bits, group_size=group)
+        settings = {"group_size": -1, "act_group_aware": False} if exl3 else {"group_size": group}
+        config = QuantizeConfig(bits=bits, **settings)
         tasks, hooks = {}, []
         for name, module in modules.items():
             task = tasks[name] = GPTQ(module, config)
@@ -164,6 +171,12 @@ def gptqmodel() -> Method:
             subject.roll(number)
         for hook in hooks:
             hook.remove()
+        if exl3:
+            with on_processor(bits) as quantizer:
+                return {
+                    name: solved(quantizer, modules[name].weight, task.finalize_hessian(), bits)
+                    for name, task in tasks.items()
+                }
         return {name: task.quantize(blocksize=128)[0].float().cpu().numpy() for name, task in tasks.items()}
 
     return quantize
@@ -231,7 +244,7 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
         "llm-compressor, no order": lambda: llmcompressor(None, None),
         "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
     },
-    "gptqmodel": {"GPTQModel": gptqmodel},
+    "gptqmodel": {"GPTQModel": gptqmodel, "GPTQModel, EXL3": partial(gptqmodel, exl3=True)},
     "autoround": {"auto-round": autoround, "auto-round, best": partial(autoround, 1000)},
     "hqq": {"HQQ": hqq},
 }

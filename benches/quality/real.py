@@ -23,6 +23,7 @@ from loopq.evaluation.stats import bootstrap
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
 ZOO, COMPARISON = ROOT / "docs" / "zoo.md", ROOT / "docs" / "comparison.md"
+TRELLIS = ROOT / "docs" / "formats" / "trellis.md"
 SMOLLM2, LOOP = "smollm2_loop", "loop alone"
 #: Where the record has the rows of a model.
 PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
@@ -45,6 +46,12 @@ NAMES = {
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
     f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
     f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --state-bits 12`",
+}
+#: EXL3 has no groups, and a table of its own. Shapes (out, in) of a layer's matrices.
+EXL3, EXL3_BLOCK = "GPTQModel, EXL3", 128
+SHAPES = {
+    SMOLLM2: ((576, 576),) * 2 + ((192, 576),) * 2 + ((1536, 576),) * 2 + ((576, 1536),),
+    PLBERT: ((768, 768),) * 4 + ((2048, 768), (768, 2048)),
 }
 #: The tool and observer that cost is compared with, and the bits.
 COST, COST_BITS = "llm-compressor, mse", 3
@@ -69,6 +76,7 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
             part = PARTS[model] if where == "records" else where
+            part = "exl3" if row["variant"] == EXL3 and where == "records" else part
             data.setdefault(part, [])
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
@@ -258,6 +266,30 @@ def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:
     return table(lines, columns)
 
 
+def exl3_bits(model: str, bits: int, block: int = 1) -> float:
+    """Bits of a weight in EXL3, with a scale for each row and column; `block` fills both up to whole blocks."""
+    filled = [(n + -n % block, m + -m % block) for n, m in SHAPES[model]]
+    return sum(bits * n * m + 16 * (n + m) for n, m in filled) / sum(n * m for n, m in SHAPES[model])
+
+
+def exl3(rows: Rows) -> str:
+    """EXL3 by GPTQModel. Its seconds are those of a kernel for other processors, and stand nowhere."""
+    lines = [
+        {
+            "model": r["model"], "name": f"EXL3, {r['bits']} bits", "bits": exl3_bits(r["model"], r["bits"]),
+            "file": exl3_bits(r["model"], r["bits"], EXL3_BLOCK), "kl": spread(r), "agreement": percent(r["agreement"]),
+        }
+        for r in sorted(rows, key=lambda r: (r["model"] != SMOLLM2, -r["bits"]))
+    ]  # fmt: skip
+    columns = [
+        ("model", "model", ""),
+        ("name", "weights", ""),
+        ("bits", "bits", ".2f"),
+        ("file", "in its file", ".2f"),
+    ]
+    return table(lines, [*columns, ("kl", "KL (95 % over prompts)", ""), ("agreement", "agreement", "")])
+
+
 def scores(data: dict[str, Any]) -> str:
     """Tables of tasks, with the names of the other tables."""
     rows = [
@@ -281,6 +313,8 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (COMPARISON, "cost"): cost(first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
+        (PAGE, "exl3"): exl3(data.get("exl3", [])),
+        (TRELLIS, "exl3"): exl3(data.get("exl3", [])),
         (README, "smollm2"): readme(smol),
         (README, "answers"): right(data),
         (ZOO, "smollm2"): peers(first),

@@ -166,7 +166,7 @@ def test_types_of_files_are_those_of_llama_quantize(kind, name, columns, expecte
 def test_the_tables_of_real_models_are_those_of_their_record():
     data = json.loads(real.DATA.read_text("utf-8"))
     made = real.pages(data)
-    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO, real.COMPARISON}
+    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO, real.COMPARISON, real.TRELLIS}
     for (page, mark), text in made.items():
         assert pages.within(page, mark) == text, f"{page}: run python -m benches.quality.real"
 

@@ -32,6 +32,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMeth
 
 from benches.pages import RECORD, ROOT
 from benches.quality.peers_table import NOT_EQUAL, Rows, means
+from benches.quality.real import SMOLLM2
 
 #: Ratio of KL to that of rounding for each model: one step, all steps, and loopq's default if known.
 Ratios = dict[str, dict[str, float]]
@@ -60,6 +61,7 @@ BARS = (
     ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
     ("auto-round", "auto-round"),
     ("auto-round, best", "auto-round, best"),
+    ("GPTQModel, EXL3", "EXL3, file 5 % larger"),
     ("loopq fast", "loopq, fast"),
     ("loopq default, even levels", "loopq, even levels"),
     ("loopq default", "loopq"),
@@ -361,7 +363,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     types = next(iter(json.loads(newest("gguf", args.records).read_text("utf-8")).values()))
     real = newest("smollm2-peers", args.records)
-    bars = json.loads(real.read_text("utf-8"))["peers"]
+    measured = json.loads(real.read_text("utf-8"))
+    bars = [*measured["peers"], *(r for r in measured.get("exl3", []) if r["model"] == SMOLLM2)]
     for theme in (LIGHT, DARK):
         pictures = {
             "claim": as_svg(partial(draw_claim, records=bars, theme=theme), theme, height=3.2),

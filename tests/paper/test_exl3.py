@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benches.quality import exl3
+from tests.support.cuda.emulation import compiler
 from tests.support.interop import environments
 
 BITS = 4
@@ -14,6 +15,7 @@ BITS = 4
 
 @pytest.fixture(scope="module")
 def kernel():
+    compiler()
     python = Path(environments.interpreter("gptq"))
     found = sorted(python.parents[1].glob(f"lib/python*/site-packages/gptqmodel_ext/{exl3.SOURCE}"))
     assert found, f"{python}: no source of GPTQModel's kernels"

@@ -209,6 +209,9 @@ def test_default_has_more_right_answers_at_3_bits_on_every_task():
         mcnemar_exact(int((a & ~b).sum()), int((b & ~a).sum())) for a, b in zip(ours, theirs, strict=True)
     ]
     assert f"and than auto-round on LAMBADA and ARC-easy (p at most {max(slow):.2g})" in text
+    ours, theirs = (right[4, "lambada", v] for v in ("loopq default", "auto-round, best"))
+    p_value = mcnemar_exact(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()))
+    assert f"LAMBADA alone tells loopq and auto-round apart there (p {p_value:.2g})" in text
 
 
 def test_sentences_of_the_readme_have_the_figures_of_the_record():

@@ -274,20 +274,26 @@ def exl3_bits(model: str, bits: int, block: int = 1) -> float:
 
 def exl3(rows: Rows) -> str:
     """EXL3 by GPTQModel. Its seconds are those of a kernel for other processors, and stand nowhere."""
-    lines = [
-        {
+    lines = []
+    for r in sorted(rows, key=lambda r: (r["model"] != SMOLLM2, -r["bits"])):
+        file = exl3_bits(r["model"], r["bits"], EXL3_BLOCK)
+        line = {
             "model": r["model"], "name": f"EXL3, {r['bits']} bits", "bits": exl3_bits(r["model"], r["bits"]),
-            "file": exl3_bits(r["model"], r["bits"], EXL3_BLOCK), "kl": spread(r), "agreement": percent(r["agreement"]),
-        }
-        for r in sorted(rows, key=lambda r: (r["model"] != SMOLLM2, -r["bits"]))
-    ]  # fmt: skip
+            "file": file, "kl": spread(r), "agreement": percent(r["agreement"]),
+        }  # fmt: skip
+        lines.append(line | ({"mb": megabytes(file)} if r["model"] == SMOLLM2 else {}))
     columns = [
         ("model", "model", ""),
         ("name", "weights", ""),
         ("bits", "bits", ".2f"),
         ("file", "in its file", ".2f"),
     ]
-    return table(lines, [*columns, ("kl", "KL (95 % over prompts)", ""), ("agreement", "agreement", "")])
+    columns += [
+        ("mb", "file, MB", ".1f"),
+        ("kl", "KL (95 % over prompts)", ""),
+        ("agreement", "agreement", ""),
+    ]
+    return table(lines, columns)
 
 
 def scores(data: dict[str, Any]) -> str:

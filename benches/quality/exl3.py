@@ -48,9 +48,13 @@ extern "C" void quantize_tiles(const float* tiles, float* values, uint16_t* stat
 
 
 def source(folder: Path) -> str:
-    """The published kernel as C++ for the processor; only what a compiler may ignore is changed."""
-    kernel = (folder / "quantize.cu").read_text()
-    kernel = kernel[kernel.index("template <int K, int cb>") : kernel.index("#define __(i, cb)")]
+    """The published kernel as C++ for the processor, with its arithmetic, and shared memory of the host."""
+    file = folder / "quantize.cu"
+    _, begin, rest = file.read_text().partition("template <int K, int cb>")
+    kernel, end, _ = rest.partition("#define __(i, cb)")
+    if not end:
+        raise ConfigError(f"{file}: the kernel is not where GPTQModel 7.7 has it; install that release")
+    kernel = begin + kernel
     kernel = kernel.replace("extern __shared__ uint8_t shbuf[];", "uint8_t* shbuf = shared_memory.data();")
     kernel = re.sub(r"#pragma unroll(?=\s*for \(int k)", "#pragma GCC unroll 256", kernel)
     kernel = re.sub(r"#pragma unroll(?=\s*for \(int j)", "#pragma GCC ivdep", kernel)

@@ -15,6 +15,7 @@ import numpy as np
 
 from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into
+from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
 from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
 from loopq.calibrate.plbert import PLBERT
@@ -48,7 +49,7 @@ NAMES = {
     f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --state-bits 12`",
 }
 #: EXL3 has no groups, and a table of its own. Shapes (out, in) of a layer's matrices.
-EXL3, EXL3_BLOCK = "GPTQModel, EXL3", 128
+EXL3 = "GPTQModel, EXL3"
 SHAPES = {
     SMOLLM2: ((576, 576),) * 2 + ((192, 576),) * 2 + ((1536, 576),) * 2 + ((576, 1536),),
     PLBERT: ((768, 768),) * 4 + ((2048, 768), (768, 2048)),
@@ -276,7 +277,7 @@ def exl3(rows: Rows) -> str:
     """EXL3 by GPTQModel. Its seconds are those of a kernel for other processors, and stand nowhere."""
     lines = []
     for r in sorted(rows, key=lambda r: (r["model"] != SMOLLM2, -r["bits"])):
-        file = exl3_bits(r["model"], r["bits"], EXL3_BLOCK)
+        file = exl3_bits(r["model"], r["bits"], BLOCK)
         line = {
             "model": r["model"], "name": f"EXL3, {r['bits']} bits", "bits": exl3_bits(r["model"], r["bits"]),
             "file": file, "kl": spread(r), "agreement": percent(r["agreement"]),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benches.quality import exl3
+from loopq.errors import ConfigError
 from tests.support.cuda.emulation import compiler
 from tests.support.interop import environments
 
@@ -20,6 +21,12 @@ def kernel():
     found = sorted(python.parents[1].glob(f"lib/python*/site-packages/gptqmodel_ext/{exl3.SOURCE}"))
     assert found, f"{python}: no source of GPTQModel's kernels"
     return exl3.compiled(BITS, found[0])
+
+
+def test_a_source_without_the_kernel_is_named(tmp_path):
+    (tmp_path / "quantize.cu").write_text("template <int K, int cb> and no end", "utf-8")
+    with pytest.raises(ConfigError, match=r"quantize\.cu: the kernel is not where GPTQModel 7\.7 has it"):
+        exl3.source(tmp_path)
 
 
 def test_codes_of_a_tile_are_a_closed_walk_near_its_weights(kernel):

@@ -8,8 +8,8 @@ PEERS := $(GPTQ)/stamp $(foreach tool,llmcompressor autoround hqq,.cache/venv-$(
 comma := ,
 # Sources of the CUDA kernels. Their tests run again if one of these is newer than the last pass.
 KERNELS := .cache/kernels.stamp
-KERNEL_SOURCES := $(shell find kernels python/loopq/cuda python/loopq/quantizers/twin benches/kernels benches/gpu* \
-	tests/cuda tests/support/cuda tests/support/twins.py -type f ! -name '*.pyc')
+KERNEL_SOURCES := $(shell find kernels python/loopq/runtime/cuda python/loopq/quantizers/cuda python/loopq/quantizers/twin benches/kernels benches/gpu* \
+	tests/runtime/cuda tests/quantizers/cuda tests/support/cuda tests/support/twins.py -type f ! -name '*.pyc')
 # Tests of one file share what they set up.
 WORKERS ?= -n 2 --dist loadfile
 RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -name '*.cu*') Cargo.toml Cargo.lock
@@ -91,7 +91,7 @@ test-py: setup ## Quick tests of the Python package
 test-kernels: $(KERNELS) ## CUDA kernels without a GPU: runs if a kernel, its Python side or the emulation changed
 
 $(KERNELS): $(KERNEL_SOURCES) | setup
-	$(PY) -m pytest -m "kernels and not slow" tests/cuda $(WORKERS)
+	$(PY) -m pytest -m "kernels and not slow" tests/runtime/cuda tests/quantizers/cuda $(WORKERS)
 	@mkdir -p $(@D) && touch $@
 
 test-slow: setup $(GPTQ)/stamp .cache/people/stamp ## The tests that `make test` leaves out for their time

@@ -25,7 +25,7 @@ TESTS = (
     "tests/native/test_unchanged.py",
     "tests/systems",
     "tests/test_api.py",
-    "tests/integrations/test_transformers.py",
+    "tests/runtime/test_transformers.py",
 )
 TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.112", "jsonschema>=4.23")
 SHOWN = ("numpy", "torch", "transformers", "safetensors", "scipy")

@@ -24,9 +24,9 @@ from torch import Tensor
 import benches.zoo.register  # noqa: F401  registers the classes of the zoo
 import loopq
 from benches.quality.peers_table import processor
-from loopq.inference.runner import Runner
-from loopq.inference.text import prompt_ids
 from loopq.models.load import load_model
+from loopq.runtime.runner import Runner
+from loopq.runtime.text import prompt_ids
 from loopq.systems.base import Batch
 
 CACHES = (None, 8, 4)

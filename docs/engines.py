@@ -47,7 +47,7 @@ def page() -> str:
     lines += [
         "",
         "`native` needs loopq installed beside the engine: "
-        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint), or its plugin "
+        "[`import loopq.runtime.transformers`](interop.md#transformers-from-the-native-checkpoint), or its plugin "
         "for [vLLM on a CPU](interop.md#vllm-on-a-cpu), with one process. The plugin ran Ouro and a looped Llama. "
         "`--engine NAME` checks such files before the work. They are not shown to the engine afterwards.",
         "",

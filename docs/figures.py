@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import loopq
-from loopq.report.sections import all_figures
+from loopq.analysis.report.sections import all_figures
 
 
 def write() -> None:

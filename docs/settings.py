@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.annotations import hints, is_union
 from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
-from loopq.diagnosis.config import DiagnoseConfig
 from loopq.formats import FORMATS
-from loopq.inference.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.gate import Gate, Proof
+from loopq.runtime.generate import Generation
 from loopq.settings.declare import Leaf, Settings, leaves, lowered
 from loopq.settings.execution import Execution
 

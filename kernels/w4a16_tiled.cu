@@ -114,7 +114,7 @@ struct Tiled {
         const int k = tile * kTileRows + column * 8;
         const u32 to = stage(slot) + (u32)column * 16;
         // One branch around all pieces. Predicated one by one, NVRTC 13.0 to 13.3 gives the copies of some variants a descriptor in an
-        // odd uniform register, which is an illegal instruction (tests/cuda/test_nvrtc.py looks for those).
+        // odd uniform register, which is an illegal instruction (tests/runtime/cuda/test_nvrtc.py looks for those).
         if (k >= p.k_begin && k < p.k_end) {
             const u32 from = (u32)((k - p.k_begin) / 8);
 #pragma unroll

@@ -16,12 +16,12 @@ from torch import nn
 
 from benches.gpu import phases
 from benches.kernels.sections import Keep, Rows
-from loopq.inference import graph
-from loopq.inference.generate import Decoder, Generation
-from loopq.inference.linear import QuantLinear
 from loopq.quantizers import Problem
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
+from loopq.runtime import graph
+from loopq.runtime.generate import Decoder, Generation
+from loopq.runtime.linear import QuantLinear
 from loopq.systems import find_system
 
 #: 4 layers, a core of 8 that runs four times, 4 layers.

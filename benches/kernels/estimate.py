@@ -3,8 +3,8 @@
 usage (in the root of the repository): python -m benches.kernels.estimate [slots]
 
 Registers are read from cubins that NVRTC makes (tests/support/cuda/nvrtc.py); the rest is the planner's own model
-(python/loopq/cuda/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for one
-stage in the machine code instead (tests/support/cuda/sass.py; needs nvdisasm).
+(python/loopq/runtime/cuda/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for
+one stage in the machine code instead (tests/support/cuda/sass.py; needs nvdisasm).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 
 from benches.kernels.shapes import HUGINN, Projection
-from loopq.cuda import plan as planner
-from loopq.cuda.sources import translation_unit
+from loopq.quantizers.cuda.sources import translation_unit
+from loopq.runtime.cuda import plan as planner
 from tests.support.cuda import nvrtc, sass
 
 GHZ = 1.755

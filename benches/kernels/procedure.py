@@ -16,12 +16,12 @@ from numpy.typing import ArrayLike
 
 from benches.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
 from benches.kernels.timed import Captured, Timed
-from loopq.cuda.launch import Product, Workspace, launch_gemm, workspace_size
-from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
-from loopq.cuda.plan import NarrowPlan
-from loopq.cuda.w4a16 import dequantize_packed, spread_scales
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import Interval, bootstrap, sample
+from loopq.runtime.cuda.launch import Product, Workspace, launch_gemm, workspace_size
+from loopq.runtime.cuda.layout import TILE_K, WORDS_PER_TILE
+from loopq.runtime.cuda.plan import NarrowPlan
+from loopq.runtime.cuda.w4a16 import dequantize_packed, spread_scales
 
 if TYPE_CHECKING:
     pass

@@ -24,9 +24,9 @@ from benches.kernels.procedure import (
 )
 from benches.kernels.shapes import Projection
 from benches.kernels.timed import Timed
-from loopq.cuda.launch import Product, Workspace, launch_dequantize, workspace_size
-from loopq.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, make_plan, token_tiles_for
 from loopq.errors import ConfigError
+from loopq.runtime.cuda.launch import Product, Workspace, launch_dequantize, workspace_size
+from loopq.runtime.cuda.plan import TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, make_plan, token_tiles_for
 
 __all__ = ["compare_products", "find_threshold", "sweep_cuts"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loopq.cuda.load import Backend, CudaBackend
+from loopq.quantizers.cuda.load import Backend, CudaBackend
 
 
 @dataclass(frozen=True)

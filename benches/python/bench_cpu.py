@@ -28,10 +28,10 @@ from record import write
 
 from benches.kernels.shapes import Projection, shapes_of
 from loopq import _native
-from loopq.inference.linear import QuantLinear
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.layers.layer import QuantizedLayer
+from loopq.runtime.linear import QuantLinear
 
 GROUP = 128
 # Relative error in the l2 norm that a way may show against float64 on the stored codes.

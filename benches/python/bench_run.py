@@ -32,16 +32,16 @@ import numpy as np
 import torch
 from record import write
 
-from loopq.inference.generate import Decoder, Generation
-from loopq.inference.linear import QuantLinear
-from loopq.inference.quantized import QuantEmbedding
-from loopq.inference.runner import Runner
 from loopq.layers.grid import Bits
 from loopq.layers.transforms import RotationConfig
 from loopq.models.load import load_model
 from loopq.quantizers import Problem
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
+from loopq.runtime.generate import Decoder, Generation
+from loopq.runtime.linear import QuantLinear
+from loopq.runtime.quantized import QuantEmbedding
+from loopq.runtime.runner import Runner
 from loopq.systems import find_system
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Programmed

@@ -729,7 +729,7 @@ _RunnerWeight = tuple[
 
 @final
 class CpuRunner:
-    """A looped decoder as one program, with its keys and values (`loopq.inference.runner`).
+    """A looped decoder as one program, with its keys and values (`loopq.runtime.runner`).
 
     Parameters
     ----------

@@ -8,20 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.survey import diagnose as survey
 from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.survey import diagnose as survey
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.inference import restore
-from loopq.inference.generate import Generation
-from loopq.inference.restore import load_checkpoint, open_any
-from loopq.inference.text import Continuation
 from loopq.models.depths import at_depths
 from loopq.models.from_python import open_model
 from loopq.models.load import LoadedModel
@@ -37,6 +33,10 @@ from loopq.run.ranks import Ranks
 from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out
 from loopq.run.together import Team
+from loopq.runtime import restore
+from loopq.runtime.generate import Generation
+from loopq.runtime.restore import load_checkpoint, open_any
+from loopq.runtime.text import Continuation
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluation.compare import Measurement
-    from loopq.inference.layout import Activations
     from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
+    from loopq.runtime.layout import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -247,7 +247,7 @@ def load(
     model : LoadedModel, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
-        Keep codes and scales, in `loopq.inference.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
+        Keep codes and scales, in `loopq.runtime.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
         kernel. Modules other than `nn.Linear` keep the dequantized weight; the report's notes name them.
     activations : "float" or "int8"
         With ``quantized=True``, "int8" rounds inputs of quantized layers to 8 bits with one scale per token and group
@@ -363,7 +363,7 @@ def diagnose(
     n_steps : int, optional
         Depth. The model's own depth is the default.
     only : str or sequence of str, optional
-        Sections to run (`loopq.diagnosis.sections.SECTIONS`). By default all sections that the system supports run.
+        Sections to run (`loopq.analysis.diagnosis.sections.SECTIONS`). By default all that the system supports.
     name : str
         Name of the model in the result.
     **options
@@ -372,7 +372,7 @@ def diagnose(
     Returns
     -------
     dict
-        Data of `loopq.report.page.write_page`. Its schema is in `loopq.report`.
+        Data of `loopq.analysis.report.page.write_page`. Its schema is in `loopq.analysis.report`.
     """
     execution, take = divided(options, Execution(), Take())
     only = listed(only, tuple[str, ...])
@@ -413,7 +413,7 @@ def generate(
     n_steps : int, optional
         Depth. The model's own depth is the default.
     **options
-        Settings of `loopq.inference.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
+        Settings of `loopq.runtime.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
 
     Returns
     -------

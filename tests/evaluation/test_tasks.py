@@ -11,10 +11,10 @@ import torch
 from loopq.errors import ConfigError
 from loopq.evaluation import tasks
 from loopq.evaluation.items import Item
-from loopq.evaluation.requests import generate_until
 from loopq.evaluation.tasks import Metric, score
-from loopq.inference.generate import Decoder, Generation
 from loopq.models.load import load_model
+from loopq.runtime.generate import Decoder, Generation
+from loopq.runtime.requests import generate_until
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
 

@@ -33,7 +33,10 @@ PAGES = sorted(
 #: Examples that a test machine cannot run: (page, part of the example).
 ELSEWHERE = {
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
-    ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
+    (
+        "interop.md",
+        "import loopq.runtime.transformers",
+    ): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
     ("merged.md", ".py\n"): "files of the page; `test_howto` runs them",
     ("engine.md", "# tokens.py"): "a process of its own; `test_howto` runs it",

@@ -14,9 +14,9 @@ from tests.support.house import ROOT, copy_house, pytest_there, run_there
 QUICK = (
     "tests/test_api.py",
     "tests/commands/test_options.py",
-    "tests/diagnosis/test_blindness.py",
-    "tests/diagnosis/test_survey.py",
-    "tests/diagnosis/test_sections.py",
+    "tests/analysis/diagnosis/test_blindness.py",
+    "tests/analysis/diagnosis/test_survey.py",
+    "tests/analysis/diagnosis/test_sections.py",
 )
 #: Rooms with tests that run there when there is more time.
 ROOMS = ("tests/settings", "tests/storage", "tests/layers", "tests/gradients", "tests/terminal")

@@ -16,8 +16,8 @@ import loopq
 from benches.zoo.store import save_model
 from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError, SystemContractError
-from loopq.inference.generate import Decoder, Generation, generate
 from loopq.models.load import load_model
+from loopq.runtime.generate import Decoder, Generation, generate
 from loopq.systems.base import Batch
 from tests.conftest import tiny_model
 from tests.support.interpreters import ROOT

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import loopq.integrations.vllm
+import loopq.runtime.vllm
 from tests.support import vendors
 from tests.support.interop import models, vllm
 from tests.support.interop.environments import interpreter
@@ -81,7 +81,7 @@ def test_a_vllm_without_the_parts_is_told_the_version(monkeypatch):
         with pytest.raises(
             ImportError, match=rf"loopq serves {name} with vLLM 0.32; vLLM 0.29.0 is installed"
         ):
-            getattr(loopq.integrations.vllm, name)
+            getattr(loopq.runtime.vllm, name)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def own_mapping(monkeypatch):
 
 @pytest.mark.parametrize("own", ["OuroForCausalLM", "DoryForCausalLM"])
 def test_the_entry_point_registers_classes_that_there_are(own, monkeypatch, own_mapping):
-    extended = loopq.integrations.vllm.EXTENDED
+    extended = loopq.runtime.vllm.EXTENDED
     known = {"LlamaForCausalLM", own}
     registered = {}
     registry = types.SimpleNamespace(
@@ -101,16 +101,16 @@ def test_the_entry_point_registers_classes_that_there_are(own, monkeypatch, own_
     )
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
     # Its parts of vLLM are not here.
-    monkeypatch.setitem(sys.modules, "loopq.integrations.vllm.codes", types.ModuleType("codes"))
+    monkeypatch.setitem(sys.modules, "loopq.runtime.vllm.codes", types.ModuleType("codes"))
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="loopq")
     entry.load()()
     # A version of vLLM that has the class keeps it, or a class of loopq extends it.
-    assert set(registered) == set(loopq.integrations.vllm.MODELS) - (known - set(extended))
-    chosen = loopq.integrations.vllm.MODELS | {arch: extended[arch] for arch in known & set(extended)}
+    assert set(registered) == set(loopq.runtime.vllm.MODELS) - (known - set(extended))
+    chosen = loopq.runtime.vllm.MODELS | {arch: extended[arch] for arch in known & set(extended)}
     for arch, found in registered.items():
         module, _, name = chosen[arch].partition(":")
-        assert found == f"loopq.integrations.vllm:{name}"
-        path = (Path(loopq.integrations.vllm.__file__).parent / module).with_suffix(".py")
+        assert found == f"loopq.runtime.vllm:{name}"
+        path = (Path(loopq.runtime.vllm.__file__).parent / module).with_suffix(".py")
         assert name in {
             n.name for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.ClassDef)
         }
@@ -132,9 +132,9 @@ def test_vllms_own_dory_takes_packed_integers_too(monkeypatch):
     dory = types.ModuleType("vllm.model_executor.models.dory")
     dory.DoryForCausalLM = Refusing
     monkeypatch.setitem(sys.modules, dory.__name__, dory)
-    monkeypatch.setattr(loopq.integrations.vllm, "packed", None, raising=False)
-    served = loopq.integrations.vllm.PackedDory
-    del sys.modules["loopq.integrations.vllm.packed"]
+    monkeypatch.setattr(loopq.runtime.vllm, "packed", None, raising=False)
+    served = loopq.runtime.vllm.PackedDory
+    del sys.modules["loopq.runtime.vllm.packed"]
     layer = models.rounded(
         "q_proj.weight", np.eye(32, dtype=np.float32), bits=4, group_size=16, symmetric=False
     )
@@ -149,7 +149,7 @@ def test_vllms_own_dory_takes_packed_integers_too(monkeypatch):
 
 def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_mapping):
     transformers = pytest.importorskip("transformers")
-    from loopq.integrations.vllm.configs import OuroConfig, RavenConfig
+    from loopq.runtime.vllm.configs import OuroConfig, RavenConfig
 
     for kind in (RavenConfig, OuroConfig):
         transformers.AutoConfig.register(kind.model_type, kind, exist_ok=True)

@@ -13,13 +13,13 @@ import torch
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.inference.layout import Held
-from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS, grid_of, without_kind
 from loopq.layers.grids.table import UNEVEN
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
+from loopq.runtime.layout import Held
+from loopq.runtime.linear import LAYOUTS, QuantLinear
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import checked
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loopq.diagnosis import survey
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import survey
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
 from loopq.paper import compared
 from loopq.paper.bench import Bench
 from loopq.settings.execution import Execution

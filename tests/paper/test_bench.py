@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benches.zoo.store import save_model
-from loopq.diagnosis.sections import SECTIONS
+from loopq.analysis.diagnosis.sections import SECTIONS
 from loopq.models.load import load_model
 from loopq.paper import run
 from loopq.paper.bench import Bench

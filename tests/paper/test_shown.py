@@ -12,8 +12,8 @@ import pytest
 
 from benches import paper
 from benches.pages import within
+from loopq.analysis.diagnosis.sections import SECTIONS
 from loopq.cli import parse
-from loopq.diagnosis.sections import SECTIONS
 from loopq.errors import ConfigError
 from loopq.evaluation.items import find_task
 from loopq.evaluation.stats import Interval

@@ -9,10 +9,10 @@ import sys
 from typing import get_type_hints
 
 from loopq.calibrate.prompts import CalibrationTake, Take
-from loopq.inference.generate import Generation
 from loopq.run import keywords
 from loopq.run.config import flat_names
 from loopq.run.gate import Gate
+from loopq.runtime.generate import Generation
 from loopq.settings.execution import Execution
 from tests.support.interpreters import ROOT
 

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from loopq.analysis.diagnosis.rollouts import trace
+from loopq.analysis.diagnosis.sections.feedback import intervened
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
-from loopq.diagnosis.rollouts import trace
-from loopq.diagnosis.sections.feedback import intervened
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.gradients.backward import Backward
 from loopq.gradients.sketch import Kept, Reached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.config import DiagnoseConfig
 
 #: Sections of the product; a room may add others.
 OURS = ["ranks", "overlap", "ablation", "injection", "feedback", "groups"]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopq.inference.linear import QuantLinear
 from loopq.layers.grids import even
 from loopq.layers.grids.table import Table
 from loopq.layers.grids.trellis import OnTrellis
 from loopq.layers.layer import QuantizedLayer
+from loopq.runtime.linear import QuantLinear
 from tests.support import core
 
 

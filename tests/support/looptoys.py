@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from loopq.analysis.diagnosis.weights import as_stored
 from loopq.calibrate.data import from_ids
-from loopq.diagnosis.weights import as_stored
 from loopq.models.replace import Replaced
 from loopq.systems.declare import declare
 from loopq.systems.stepwise import SingleSteps

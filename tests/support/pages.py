@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from loopq.report import page
-from loopq.report.sections import FIGURES, TABLES
+from loopq.analysis.report import page
+from loopq.analysis.report.sections import FIGURES, TABLES
 
 
 def saved(text):

@@ -24,11 +24,11 @@ from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.hf_folder import looped_files
 from loopq.formats.support import READS, entry_of
-from loopq.inference.restore import load_checkpoint
 from loopq.models.load import load_model
 from loopq.run.config import Override, QuantConfig
 from loopq.run.export import expected
 from loopq.run.gate import Gate
+from loopq.runtime.restore import load_checkpoint
 from loopq.systems.base import Batch
 from tests.support import coded, systems, vendors
 from tests.support.experts import routed_loop

@@ -124,7 +124,7 @@ def check_round_trip(source: Path, out: Path, **options: Any) -> loopq.Checkpoin
     Unchanged tensors keep the name and the bytes of the source.
     """
     transformers = pytest.importorskip("transformers")
-    import loopq.integrations.transformers
+    import loopq.runtime.transformers
 
     given = {"group_size": 16, "metric": "loop", "descent": 2, **options}
     settings = {name: value for name, value in given.items() if value is not None}

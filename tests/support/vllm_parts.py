@@ -293,14 +293,14 @@ def modules() -> dict[str, types.ModuleType]:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Put the parts in vLLM's place, and give a function that imports a module of `loopq.integrations.vllm`."""
+    """Put the parts in vLLM's place, and give a function that imports a module of `loopq.runtime.vllm`."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    package = importlib.import_module("loopq.integrations.vllm")
+    package = importlib.import_module("loopq.runtime.vllm")
     imported = ("models", "dory", "loops", "packed", "codes")
     try:
-        yield lambda name: importlib.import_module(f"loopq.integrations.vllm.{name}")
+        yield lambda name: importlib.import_module(f"loopq.runtime.vllm.{name}")
     finally:
         for name in imported:
-            sys.modules.pop(f"loopq.integrations.vllm.{name}", None)
+            sys.modules.pop(f"loopq.runtime.vllm.{name}", None)
             vars(package).pop(name, None)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from loopq.diagnosis import survey
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.rollouts import trace
-from loopq.diagnosis.sections import overlap
+from loopq.analysis.diagnosis import survey
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.rollouts import trace
+from loopq.analysis.diagnosis.sections import overlap
 from loopq.errors import ConfigError, SystemContractError
 from loopq.settings.execution import Execution
 from loopq.systems import coconut

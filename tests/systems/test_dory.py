@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import loopq
-from loopq.inference.generate import Decoder, Generation, generate
 from loopq.models.check import check_model
 from loopq.models.load import load_model
+from loopq.runtime.generate import Decoder, Generation, generate
 from loopq.systems.base import Batch
 from tests.support import vendors
 from tests.support.conformance import SteppingConformance

@@ -99,7 +99,7 @@ def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
 
 def test_the_padded_head_is_rounded_without_its_padding(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.24")
-    import loopq.integrations.transformers
+    import loopq.runtime.transformers
 
     sizes = {"hidden_size": 64, "vocab_size": 136, "unpadded_vocab_size": 128}
     inkling(**sizes).save_pretrained(tmp_path / "inkling")

@@ -72,7 +72,7 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
 def test_transformers_runs_the_loop_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    import loopq.integrations.transformers
+    import loopq.runtime.transformers
 
     ids = [row.tolist() for row in _ids()]
     loopq.quantize(

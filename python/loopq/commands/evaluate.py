@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.analysis.commands.page import known
+from loopq.analysis.report.depths import write_depths
+from loopq.analysis.report.page import write_page
 from loopq.api import evaluate
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
@@ -24,19 +27,16 @@ from loopq.commands.options import (
     whole,
 )
 from loopq.commands.output import measurement_table, spread_table
-from loopq.commands.page import known
 from loopq.commands.source import add_source, load, load_any
 from loopq.errors import ConfigError
 from loopq.evaluation.items import TASKS, find_task, read_items
 from loopq.evaluation.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
-from loopq.inference.generate import speed
-from loopq.inference.restore import open_any
-from loopq.inference.text import decode
 from loopq.models.load import LoadedModel
-from loopq.report.depths import write_depths
-from loopq.report.page import write_page
+from loopq.runtime.generate import speed
+from loopq.runtime.restore import open_any
+from loopq.runtime.text import decode
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, short
@@ -244,7 +244,7 @@ def for_page(
     summaries: Sequence[dict[str, Any]],
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measurements in the form for `loopq.report.page.write_page`."""
+    """Measurements in the form for `loopq.analysis.report.page.write_page`."""
     prompts = [decode(loaded, ids.tolist()) for ids in tokens.sequences]
     return {"model": str(args.model or args.python), "on": said, "weights": summaries, "prompts": prompts}
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import loopq
+from loopq.analysis.commands.card import card_of
+from loopq.analysis.commands.diagnose import QUICK
+from loopq.analysis.commands.page import known
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.report.page import write_page
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
 from loopq.commands import COMMANDS, Command
-from loopq.commands.card import card_of
-from loopq.commands.diagnose import QUICK
 from loopq.commands.evaluate import for_page, measure, print_measured
 from loopq.commands.options import (
     add_execution,
@@ -35,10 +38,8 @@ from loopq.commands.options import (
     take,
 )
 from loopq.commands.output import print_checkpoint, whole
-from loopq.commands.page import known
 from loopq.commands.plan import dry_run, several_bits, table
 from loopq.commands.source import add_source, load_source
-from loopq.diagnosis.config import DiagnoseConfig
 from loopq.errors import LoopqError, require
 from loopq.formats.base import Format
 from loopq.formats.checkpoint import Checkpoint
@@ -46,7 +47,6 @@ from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
-from loopq.report.page import write_page
 from loopq.run.config import QuantConfig
 from loopq.run.export import Exported, exported, quantized_format, refuse_early
 from loopq.run.gate import Gate, Proof

@@ -10,10 +10,10 @@ from typing import Any
 from loopq.calibrate.prompts import check_prompts
 from loopq.commands.options import depths, group_of, take, whole
 from loopq.errors import ConfigError
-from loopq.inference.restore import open_any, open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model, to_device
+from loopq.runtime.restore import open_any, open_source
 
 _LOADING = "how the model is loaded and run"
 

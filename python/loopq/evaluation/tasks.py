@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopq.evaluation.items import Item, find_task
-from loopq.evaluation.requests import encode_pair, generate_until, log_likelihoods, longest_input, n_generated
 from loopq.evaluation.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
-from loopq.inference.generate import Decoder, Generation
 from loopq.models.load import LoadedModel
+from loopq.runtime.generate import Decoder, Generation
+from loopq.runtime.requests import encode_pair, generate_until, log_likelihoods, longest_input, n_generated
 from loopq.settings.execution import Execution
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress

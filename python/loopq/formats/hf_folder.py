@@ -26,7 +26,7 @@ CARD, PICTURE = "README.md", "card.png"
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 WEIGHTS = ("*.safetensors",)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-#: `quant_method` of loopq's own tensors, which `loopq.integrations.transformers` registers.
+#: `quant_method` of loopq's own tensors, which `loopq.runtime.transformers` registers.
 METHOD = "loopq"
 #: Module and classes that run a loop in transformers without loopq.
 _CODE = "modeling_looped"
@@ -138,7 +138,7 @@ def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, byt
     looped, code = with_loop(config, config[LOOP]), {}
     if remote_code:
         looped["auto_map"] = {n: f"{_CODE}.{class_name}" for n, class_name in _CLASSES.items()}
-        source = resources.files("loopq.integrations").joinpath(LOOP_CODE)
+        source = resources.files("loopq.runtime").joinpath(LOOP_CODE)
         code = {LOOP_CODE: source.read_bytes()}
     if looped == config and code.items() <= files.items():
         return dict(files)

@@ -95,7 +95,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
-    """Return the layers of a native checkpoint by their grid, for `loopq.integrations.transformers`."""
+    """Return the layers of a native checkpoint by their grid, for `loopq.runtime.transformers`."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         rest = {k: v for k, v in without_kind(layer.settings()).items() if k not in ("name", "shape")}
@@ -238,7 +238,7 @@ class Native(Format):
     name: ClassVar[str] = "native"
     own: ClassVar[bool] = True
     holds_tables: ClassVar[bool] = True
-    loads: ClassVar[str] = "import loopq.integrations.transformers  # or loopq.load(DIR)"
+    loads: ClassVar[str] = "import loopq.runtime.transformers  # or loopq.load(DIR)"
 
     def holds(self, path: Path) -> bool:
         """Whether the folder has an index of loopq."""

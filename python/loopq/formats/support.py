@@ -86,7 +86,7 @@ _LLAMA = "tests/formats/gguf/test_model.py::test_logits_of_llama_cpp"
 _ONCE = "it runs every layer once: it does not read looped_layers"
 #: Dense models whose layers the plugin runs in a loop.
 _LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-_PLUGIN = "loopq's plugin (loopq.integrations.vllm)"
+_PLUGIN = "loopq's plugin (loopq.runtime.vllm)"
 #: The first entry of an engine, a system and a format holds; without one the engine does not run the system.
 ENTRIES = (
     Support(

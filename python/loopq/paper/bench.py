@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.survey import diagnose
 from loopq.calibrate.hessian_set import HessianSet
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.survey import diagnose
 from loopq.evaluation.compare import Measurement, compare
 from loopq.layers.grid import Bits
 from loopq.paper.models import OpenedModel, PreparedModel, Sizes
@@ -136,7 +136,7 @@ class Bench:
         return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
     def context(self, work: Path | None = None, **changes: Any) -> Context:
-        """Context of `loopq.diagnosis.sections`, on held-out prompts. `work` keeps sections."""
+        """Context of `loopq.analysis.diagnosis.sections`, on held-out prompts. `work` keeps sections."""
         config = DiagnoseConfig(
             bits=self.settings.bits,
             group_size=self.settings.group_size,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.analysis.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.evaluation.stats import (
     Interval,
     bootstrap,
@@ -20,7 +21,6 @@ from loopq.evaluation.stats import (
 )
 from loopq.paper.shown import Claim, Found, Shown, ShownTable
 from loopq.paper.stats import gap_closed
-from loopq.report.style import SERIES, Picture, label, line, panels, styled, whole_numbers
 from loopq.terminal.table import short
 
 if TYPE_CHECKING:

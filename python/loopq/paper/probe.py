@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.analysis.diagnosis.rollouts import trace
 from loopq.calibrate.data import TokenSet
-from loopq.diagnosis.rollouts import trace
 from loopq.errors import require
 from loopq.models.replace import Replaced, Weights
 from loopq.storage.schema import Object

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import loopq
-from loopq.diagnosis.survey import clean
+from loopq.analysis.diagnosis.survey import clean
+from loopq.analysis.report.markup import figure_html, page_html, table
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order
 from loopq.paper.stats import holm
-from loopq.report.markup import figure_html, page_html, table
 from loopq.storage.files import write_json, write_text
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.schema import Object

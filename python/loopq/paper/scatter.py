@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopq.report.style import Picture, canvas, label, styled
+from loopq.analysis.report.style import Picture, canvas, label, styled
 
 
 def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:

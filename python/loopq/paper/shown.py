@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from loopq.analysis.report.style import Picture
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import Interval
-from loopq.report.style import Picture
 from loopq.settings.registry import Registry
 from loopq.storage.schema import Object
 from loopq.terminal.table import render

@@ -18,7 +18,6 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Format, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
-from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
@@ -28,6 +27,7 @@ from loopq.run.config import QuantConfig, divided, refuse_outside
 from loopq.run.gate import Asked, Gate, Proof
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
+from loopq.runtime.restore import load_checkpoint
 from loopq.storage.files import DTYPE_NAMES
 from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import stored_state

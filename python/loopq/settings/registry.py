@@ -63,13 +63,16 @@ class Registry(Generic[T]):
     def _of_rooms(self) -> list[str]:
         """Find the packages in rooms that add entries. The search uses files, so it imports no room."""
         root, *tail = self._package.split(".")
+        if tail[-1] == "sections":
+            tail = tail[1:]  # of a guest, whose own room is not part of the name
         places = map(Path, importlib.import_module(root).__path__)
         rooms = {
             file.parents[len(tail)].name
             for p in places
             for file in p.glob("/".join(["*", *tail, "__init__.py"]))
         }
-        return [".".join([root, room, *tail]) for room in sorted(rooms)]
+        names = [".".join([root, room, *tail]) for room in sorted(rooms)]
+        return [name for name in names if name != self._package]
 
     def names(self) -> list[str]:
         """Return all registered names, sorted."""

@@ -1,7 +1,7 @@
-"""Read transformer blocks from modules for `loopq.inference.runner`, by the names in published classes.
+"""Read transformer blocks from modules for `loopq.runtime.runner`, by the names in published classes.
 
 A block with an unknown module gives None. Differences that no name shows appear at the first run of a text, which
-compares the logits with a rollout's (`loopq.inference.generate`).
+compares the logits with a rollout's (`loopq.runtime.generate`).
 """
 
 from __future__ import annotations

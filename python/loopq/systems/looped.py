@@ -32,8 +32,8 @@ class Looped(StepwiseSystem):
 
     ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice. The others run once, before and after. All layers are
     quantized, each over its own invocations. ``config.json`` stores the loop as ``looped_layers`` and names the
-    architecture ``LoopedLlamaForCausalLM``. vLLM runs it through `loopq.integrations.vllm`. Its ``model_type`` is
-    ``loopq_looped``, which transformers refuses without `loopq.integrations.transformers` or ``--remote-code``.
+    architecture ``LoopedLlamaForCausalLM``. vLLM runs it through `loopq.runtime.vllm`. Its ``model_type`` is
+    ``loopq_looped``, which transformers refuses without `loopq.runtime.transformers` or ``--remote-code``.
     """
 
     summary = "layers before the loop; s = layers(s) TIMES times; layers after it (looped:MODEL[8:20]x2)"

@@ -1,4 +1,4 @@
-"""A looped decoder as a program that `loopq.inference.runner` runs without calling the model's modules."""
+"""A looped decoder as a program that `loopq.runtime.runner` runs without calling the model's modules."""
 
 from __future__ import annotations
 

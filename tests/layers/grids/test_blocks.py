@@ -10,7 +10,6 @@ import torch
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.inference.linear import QuantLinear
 from loopq.layers.grids.blocks import KINDS, Blocks
 from loopq.layers.grids.planes import Half
 from loopq.layers.layer import QuantizedLayer
@@ -20,6 +19,7 @@ from loopq.quantizers.gptq import GPTQ
 from loopq.quantizers.gptq_cd import GPTQCD, MetricSettings
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
+from loopq.runtime.linear import QuantLinear
 from loopq.storage.files import RawTensor
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")

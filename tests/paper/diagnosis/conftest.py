@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.diagnosis.conftest import one_thread
+from tests.analysis.diagnosis.conftest import one_thread
 from tests.support.looptoys import LinearLoop, LinearSystem
 
 __all__ = ["one_thread"]

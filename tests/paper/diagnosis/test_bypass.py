@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnosis import weights
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import weights
+from loopq.analysis.diagnosis.context import Context
 from loopq.errors import ConfigError, SystemContractError
 from loopq.paper.diagnosis import bypass, stepmap
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnosis import rollouts
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import rollouts
+from loopq.analysis.diagnosis.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnosis import displacement
 from loopq.quantizers.config import LayerConfig

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnosis import weights
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import weights
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnosis import perturbation
 from loopq.paper.diagnosis.sections import perturbation as section

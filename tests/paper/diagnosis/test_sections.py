@@ -2,10 +2,10 @@
 
 import json
 
-from loopq.diagnosis import survey
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.sections import in_order
+from loopq.analysis.diagnosis import survey
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.sections import in_order
 from loopq.settings.execution import Execution
 from tests.support.diagnosed import OURS, Notes
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens

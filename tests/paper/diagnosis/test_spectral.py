@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from loopq.diagnosis import weights
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import weights
+from loopq.analysis.diagnosis.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnosis import spectral, stepmap
 from tests.support.looptoys import BlindSystem, LinearLoop, numpy_rounder, tokens

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from loopq import zoo
+from loopq.analysis.diagnosis import weights
+from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.survey import diagnose
 from loopq.calibrate.data import windows
 from loopq.calibrate.plbert import load_plbert, phonemes
-from loopq.diagnosis import weights
-from loopq.diagnosis.config import DiagnoseConfig
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.survey import diagnose
 from loopq.models.load import load_model
 from loopq.paper.diagnosis import spectral
 from loopq.paper.diagnosis.stepmap import StepMap, final_state

@@ -1,7 +1,7 @@
 """The paper's sections on the page: figures with units, and a table among those of the product."""
 
-from loopq.report import page
-from loopq.report.sections import all_figures, all_tables
+from loopq.analysis.report import page
+from loopq.analysis.report.sections import all_figures, all_tables
 from tests.support.pages import check_axes
 
 

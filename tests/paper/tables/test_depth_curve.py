@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loopq.diagnosis import exposure, rollouts
-from loopq.diagnosis.context import Context
+from loopq.analysis.diagnosis import exposure, rollouts
+from loopq.analysis.diagnosis.context import Context
 from loopq.paper.bench import Bench
 from loopq.paper.tables.depth_curve import depth_curve, show
 from loopq.quantizers.config import LayerConfig

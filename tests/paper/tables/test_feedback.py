@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.rollouts import run_variants
-from loopq.diagnosis.weights import quantizable, rounded
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.rollouts import run_variants
+from loopq.analysis.diagnosis.weights import quantizable, rounded
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.bench import Bench
 from loopq.paper.models import open_source

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from benches.kernels.timed import Captured
-from loopq.cuda.load import Kernel
-from loopq.cuda.plan import ACTIVATION_TYPES, DeviceLimits
+from loopq.quantizers.cuda.load import Kernel
+from loopq.runtime.cuda.plan import ACTIVATION_TYPES, DeviceLimits
 from tests.support.cuda.emulation import EmulationError, library
 
 ENTRIES = {

@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loopq.cuda.layout import level_bytes, pack_w4
-from loopq.cuda.plan import H200, TOKENS_PER_LAUNCH, GemmShape, NarrowPlan, Variant, fold_of, token_tiles_for
-from loopq.cuda.tiled import TiledPlan, TiledVariant, make_tiled_plan
+from loopq.runtime.cuda.layout import level_bytes, pack_w4
+from loopq.runtime.cuda.plan import (
+    H200,
+    TOKENS_PER_LAUNCH,
+    GemmShape,
+    NarrowPlan,
+    Variant,
+    fold_of,
+    token_tiles_for,
+)
+from loopq.runtime.cuda.tiled import TiledPlan, TiledVariant, make_tiled_plan
 from tests.support.cuda.emulation import run_gemm
 
 POISON = 0x7FC1  # a NaN in bfloat16 and in float16

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loopq.cuda.plan import ACTIVATION_TYPES, NarrowPlan, Variant
-from loopq.cuda.tiled import TiledPlan, TiledVariant
+from loopq.runtime.cuda.plan import ACTIVATION_TYPES, NarrowPlan, Variant
+from loopq.runtime.cuda.tiled import TiledPlan, TiledVariant
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = Path(__file__).resolve().parent / "host"

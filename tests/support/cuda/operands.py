@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loopq.cuda.layout import pack_w4
+from loopq.runtime.cuda.layout import pack_w4
 from tests.support.cuda.layers import layer_parts
 
 

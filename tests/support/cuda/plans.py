@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.cuda.plan import DeviceLimits
+from loopq.runtime.cuda.plan import DeviceLimits
 
 ADA = DeviceLimits(128, 101_376, (8, 9))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.cuda.layout import N_STEP, TILE_K, WORDS_PER_TILE, packed_shape
 from loopq.errors import ConfigError
+from loopq.runtime.cuda.layout import N_STEP, TILE_K, WORDS_PER_TILE, packed_shape
 
 
 def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:

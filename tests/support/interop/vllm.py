@@ -73,8 +73,8 @@ import torch
 from vllm import LLM, SamplingParams, _custom_ops
 import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as scheme
 from vllm.model_executor.kernels.linear import nvfp4
-import loopq.integrations.vllm
-loopq.integrations.vllm.register()
+import loopq.runtime.vllm
+loopq.runtime.vllm.register()
 
 
 def plain_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):

@@ -1,4 +1,4 @@
-"""Limits of loopq's plugin for vLLM (`loopq.integrations.vllm`)."""
+"""Limits of loopq's plugin for vLLM (`loopq.runtime.vllm`)."""
 
 from __future__ import annotations
 

@@ -71,23 +71,23 @@ LIMITS.register("transformers")((
     ),
     Rule(
         ("transformers",), _CT, "symmetric and asymmetric layers in one file",
-        "the native checkpoint with `import loopq.integrations.transformers`, or one symmetry",
+        "the native checkpoint with `import loopq.runtime.transformers`, or one symmetry",
         "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.grid.symmetric),
     ),
     Rule(
         ("transformers",), _CT, "experts of unlike grids: it stacks them, and reads all by one grid",
-        "one grid for all experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "one grid for all experts, or the native checkpoint with `import loopq.runtime.transformers`",
         "transformers 5.24 with compressed-tensors 0.20: run", _unlike_experts, silent=True,
     ),
     Rule(
         ("transformers",), _CT, "experts in NVFP4: it leaves out their second scale",
-        "MXFP4 or integers for the experts, or the native checkpoint with `import loopq.integrations.transformers`",
+        "MXFP4 or integers for the experts, or the native checkpoint with `import loopq.runtime.transformers`",
         "transformers 5.24 with compressed-tensors 0.20: run",
         lambda layers, config, dense: [n for n in _experts(layers, config) if _is_nvfp4(layers[n])], silent=True,
     ),
     Rule(
         ("transformers",), _CT, "dense experts, all or some of them: it stacks codes alone",
-        "quantize all experts, or take the native checkpoint with `import loopq.integrations.transformers`",
+        "quantize all experts, or take the native checkpoint with `import loopq.runtime.transformers`",
         "transformers 5.24 with compressed-tensors 0.20: run (an error of its conversion)", _dense_experts,
     ),
     Rule(
@@ -97,7 +97,7 @@ LIMITS.register("transformers")((
     ),
     Rule(
         ("transformers",), _GPTQ, "quantized experts: it stacks them, and leaves the stacks as initialised",
-        "--exclude '*experts*', or the native checkpoint with `import loopq.integrations.transformers`",
+        "--exclude '*experts*', or the native checkpoint with `import loopq.runtime.transformers`",
         "transformers 5.24 with optimum 2.3: run",
         _experts, silent=True,
     ),
@@ -109,12 +109,12 @@ LIMITS.register("transformers")((
     Rule(
         ("transformers",), _CT,
         "asymmetric layers: 4.57 never, 5.23 only with CompressedTensorsConfig(dequantize=True)",
-        "the native checkpoint with `import loopq.integrations.transformers`, or a symmetric grid",
+        "the native checkpoint with `import loopq.runtime.transformers`, or a symmetric grid",
         "transformers 5.23 and 4.57.6 with compressed-tensors 0.20: run", where(lambda x: not x.grid.symmetric),
     ),
     Rule(
         ("transformers",), _GPTQ, "unlike bits or groups: optimum knows one setting for a file",
-        "the native checkpoint with `import loopq.integrations.transformers`, or one grid",
+        "the native checkpoint with `import loopq.runtime.transformers`, or one grid",
         "optimum 2.3: run", _mixed(lambda x: (x.grid.bits, x.grid.group_size)),
     ),
     Rule(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.weights import Weights
+from loopq.analysis.diagnosis.weights import Weights
 from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
@@ -20,8 +20,8 @@ from loopq.systems.stepwise import single_steps
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from loopq.analysis.diagnosis.context import Context
     from loopq.calibrate.data import TokenSet
-    from loopq.diagnosis.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]

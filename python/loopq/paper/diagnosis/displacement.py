@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.rollouts import trace
-from loopq.diagnosis.weights import Weights, as_stored
+from loopq.analysis.diagnosis.rollouts import trace
+from loopq.analysis.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, require
 from loopq.models.replace import Replaced
 from loopq.paper.diagnosis.spectral import on_vectors, spectral_norm
@@ -18,7 +18,7 @@ from loopq.storage.schema import Object
 from loopq.systems.stepwise import SingleSteps, single_steps, steps_of
 
 if TYPE_CHECKING:
-    from loopq.diagnosis.context import Context
+    from loopq.analysis.diagnosis.context import Context
     from loopq.systems.base import Batch
 
 Floats = NDArray[np.float64]

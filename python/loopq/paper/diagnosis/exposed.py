@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.weights import Matrix, quantizable, rounded
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.weights import Matrix, quantizable, rounded
 
 
 def rounded_exposed(context: Context, group_size: int) -> dict[str, Matrix]:

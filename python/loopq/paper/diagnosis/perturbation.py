@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.rollouts import Comparison, run_variants
-from loopq.diagnosis.weights import Matrix, as_stored, rounded, weight_of
+from loopq.analysis.diagnosis.rollouts import Comparison, run_variants
+from loopq.analysis.diagnosis.weights import Matrix, as_stored, rounded, weight_of
 from loopq.errors import ConfigError, require
 from loopq.models.replace import Replaced
 from loopq.quantizers.config import LayerConfig
@@ -20,7 +20,7 @@ from loopq.systems.stepwise import single_steps, steps_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.diagnosis.context import Context
+    from loopq.analysis.diagnosis.context import Context
     from loopq.layers.shared import SharedParameter
     from loopq.systems.base import LoopedSystem
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnosis.weights import Weights
+from loopq.analysis.diagnosis.weights import Weights
 from loopq.errors import ConfigError, require
 from loopq.evaluation.stats import mean_interval
 from loopq.paper.diagnosis.stepmap import Bypass, StepMap, final_state, last_step, promoted
@@ -20,7 +20,7 @@ from loopq.systems.stepwise import steps_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.diagnosis.context import Context
+    from loopq.analysis.diagnosis.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]

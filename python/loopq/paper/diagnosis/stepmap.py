@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loopq.diagnosis.weights import Weights, as_stored
+from loopq.analysis.diagnosis.weights import Weights, as_stored
 from loopq.errors import ConfigError, SystemContractError, require
 from loopq.models.replace import Replaced
 from loopq.storage.schema import Object

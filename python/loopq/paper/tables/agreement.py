@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopq.diagnosis.rollouts import run_variants
+from loopq.analysis.diagnosis.rollouts import run_variants
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, CALIBRATION, ONE, RTN, curves, higher, three, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loopq.diagnosis.sections.ranks import step_proxies
-from loopq.diagnosis.weights import weight_of
+from loopq.analysis.diagnosis.sections.ranks import step_proxies
+from loopq.analysis.diagnosis.weights import weight_of
+from loopq.analysis.report.style import short_names
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, CALIBRATION, ONE, RTN, most, three
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
 TITLE = "Trajectory calibration, layer by layer"

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from loopq.evaluation.items import Item, read_items
-from loopq.evaluation.requests import longest_input
 from loopq.evaluation.tasks import Metric, score
 from loopq.models.load import LoadedModel
 from loopq.models.replace import Replaced
@@ -31,6 +30,7 @@ from loopq.paper.shown import MIN_UNITS, TABLES, Claim, Found, PaperTable, Shown
 from loopq.paper.tables.components import TURNED
 from loopq.quantizers.config import Override
 from loopq.run.source import Layers
+from loopq.runtime.requests import longest_input
 from loopq.storage.schema import Object
 
 TITLE = "Tasks: ARC, HellaSwag, LAMBADA, WikiText-2"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.rollouts import run_variants
-from loopq.diagnosis.weights import quantizable, rounded
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.rollouts import run_variants
+from loopq.analysis.diagnosis.weights import quantizable, rounded
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, higher, without_logits
 from loopq.paper.shown import MIN_ANSWERS, TABLES, Found, PaperTable, Shown, ShownTable

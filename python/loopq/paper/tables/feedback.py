@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.sections.feedback import FeedbackCurve, feedback_curve, split_weights
-from loopq.diagnosis.weights import Weights, quantizable, rounded, weight_of
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.sections.feedback import FeedbackCurve, feedback_curve, split_weights
+from loopq.analysis.diagnosis.weights import Weights, quantizable, rounded, weight_of
+from loopq.analysis.report.style import short_names
 from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
@@ -17,7 +18,6 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import N_RESAMPLES, SAME_RATIO, curves, higher, span, without_logits
 from loopq.paper.planted import FACTORS
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import short_names
 from loopq.storage.schema import Object
 from loopq.systems.stepwise import steps_of
 

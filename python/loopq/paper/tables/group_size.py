@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnosis.sections.groups import groups
-from loopq.diagnosis.weights import quantizable
+from loopq.analysis.diagnosis.sections.groups import groups
+from loopq.analysis.diagnosis.weights import quantizable
 from loopq.paper.bench import Bench
 from loopq.paper.compared import closer, curves, without_logits
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnosis.rank import layer_ranks, spectrum, thresholded_rank
+from loopq.analysis.diagnosis.rank import layer_ranks, spectrum, thresholded_rank
 from loopq.paper.bench import Bench
 from loopq.paper.compared import RTN, answers, below, curves, grown, table
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.analysis.report.style import Picture
 from loopq.errors import ConfigError, require
 from loopq.paper.compared import curves
 from loopq.paper.controls.rounding import round_signed
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import Picture
 from loopq.storage.schema import Object
 
 Floats = NDArray[np.float64]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnosis.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
-from loopq.diagnosis.rollouts import run_variants
-from loopq.diagnosis.weights import Weights
+from loopq.analysis.diagnosis.exposure import ALL, CORE, EXPOSED, GAUSSIAN, injection_weights
+from loopq.analysis.diagnosis.rollouts import run_variants
+from loopq.analysis.diagnosis.weights import Weights
 from loopq.evaluation.stats import mean_interval
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import N_RESAMPLES, curves, higher, without_exposed

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from loopq.analysis.report.loopfigure import draw
+from loopq.analysis.report.style import short_names
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
-from loopq.report.loopfigure import draw
-from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
 TITLE = "The loop and its layers"

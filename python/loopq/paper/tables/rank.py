@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnosis.rank import FOCAL, layer_ranks
+from loopq.analysis.diagnosis.rank import FOCAL, layer_ranks
+from loopq.analysis.report.style import short_names
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves, grown
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
 TITLE = "Rank of each layer's input, step by step"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loopq.analysis.diagnosis.rank import FOCAL, layer_ranks
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.select import Selection
-from loopq.diagnosis.rank import FOCAL, layer_ranks
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, below, closed, grown, three
 from loopq.paper.scatter import gain_scatter

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from loopq.analysis.report.style import short_names
 from loopq.evaluation.stats import Interval
 from loopq.paper.bench import Bench
 from loopq.paper.compared import higher
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import short_names
 from loopq.storage.schema import Object
 
 #: Layers that the interval of a rank correlation needs: of fewer, not even that of no correlation excludes a half.

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.analysis.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum, thresholded_rank
+from loopq.analysis.report.style import short_name
 from loopq.calibrate.data import TokenSet
-from loopq.diagnosis.rank import THRESHOLDS, curve, describe_spectrum, spectrum, thresholded_rank
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves, grown
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, ShownTable
-from loopq.report.style import short_name
 from loopq.run.config import QuantConfig
 from loopq.run.model_source import ModelSource
 from loopq.storage.schema import Object

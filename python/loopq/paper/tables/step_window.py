@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from loopq import _native as native
-from loopq.diagnosis.weights import Matrix, weight_of
+from loopq.analysis.diagnosis.weights import Matrix, weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, RTN, below, most, show_variants
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable

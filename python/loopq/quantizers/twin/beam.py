@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from loopq._native import BEAM_COLUMNS as BLOCK
 from loopq._native import BEAM_STRIP as STRIP
-from loopq.cuda.beam import POWERS, advance
+from loopq.quantizers.cuda.beam import POWERS, advance
 from loopq.quantizers.twin.descent import kernels, spread
 from loopq.quantizers.twin.factor import Factors
 from loopq.quantizers.twin.grid import Codes

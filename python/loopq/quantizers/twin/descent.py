@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopq.cuda.descent import MOST_COLUMNS, Descent
-from loopq.cuda.load import Backend, cuda_backend
 from loopq.errors import KernelError, MissingExtraError
+from loopq.quantizers.cuda.descent import MOST_COLUMNS, Descent
+from loopq.quantizers.cuda.load import Backend, cuda_backend
 from loopq.quantizers.twin.grid import Codes
 
 

@@ -1,4 +1,4 @@
-//! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.cuda.layout`.
+//! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.runtime.cuda.layout`.
 //!
 //! `W` is N x K (outputs x inputs). A strip is 16 outputs, and a tile is 16 outputs x 64 inputs in 128 words. All tiles
 //! of a strip follow each other. A short last tile is padded with the code of zero.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from loopq.diagnosis.sections import SECTIONS
+from loopq.analysis.diagnosis.sections import SECTIONS
 
 
 def test_its_data_has_what_the_page_reads(diagnosis):

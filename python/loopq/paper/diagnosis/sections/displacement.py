@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.displacement import displacement
 from loopq.paper.diagnosis.exposed import rounded_exposed

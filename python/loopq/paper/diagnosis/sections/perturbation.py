@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loopq.diagnosis.context import Context
-from loopq.diagnosis.sections import SECTIONS, Section
+from loopq.analysis.diagnosis.context import Context
+from loopq.analysis.diagnosis.sections import SECTIONS, Section
 from loopq.layers.grid import PER_CHANNEL
 from loopq.paper.diagnosis.perturbation import perturbation_study
 from loopq.storage.schema import Object

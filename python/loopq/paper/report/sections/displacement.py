@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from loopq.report.sections import FIGURES, Diagnosis, Part, in_legend_order
-from loopq.report.style import Picture, canvas, label, line, styled, whole_numbers
+from loopq.analysis.report.sections import FIGURES, Diagnosis, Part, in_legend_order
+from loopq.analysis.report.style import Picture, canvas, label, line, styled, whole_numbers
 
 
 def displacement(d: Diagnosis) -> Picture | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from loopq.report.sections import FIGURES, Diagnosis, Part
-from loopq.report.style import ALARM, Picture, canvas, label, styled
+from loopq.analysis.report.sections import FIGURES, Diagnosis, Part
+from loopq.analysis.report.style import ALARM, Picture, canvas, label, styled
 
 
 def jacobian(d: Diagnosis) -> Picture | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loopq.report.markup import Cell, described, number, percent_cell
-from loopq.report.sections import TABLES, Diagnosis, Part
+from loopq.analysis.report.markup import Cell, described, number, percent_cell
+from loopq.analysis.report.sections import TABLES, Diagnosis, Part
 
 
 def perturbations(d: Diagnosis) -> str:

@@ -1,1 +1,0 @@
-"""CUDA kernels: packed layout, loading, the int4 product and the modules that use it."""

@@ -1,1 +1,0 @@
-"""Plugins that run checkpoints in transformers, vLLM and lm-evaluation-harness."""

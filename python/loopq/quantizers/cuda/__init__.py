@@ -1,0 +1,1 @@
+"""The CUDA kernels of solvers, and what every kernel needs: sources, compiling, launches."""

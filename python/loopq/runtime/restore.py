@@ -1,0 +1,98 @@
+"""Turn a checkpoint back into a torch model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.formats import FORMATS
+from loopq.formats.checkpoint import Checkpoint, load_into
+from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.native import NATIVE
+from loopq.formats.record import RECORD
+from loopq.models.build import build_model
+from loopq.models.files import find_names
+from loopq.models.load import LoadedModel, load_model, to_device
+
+if TYPE_CHECKING:
+    from loopq.runtime.layout import Activations
+
+
+def open_source(
+    model: Path, *, requantize: bool = False, trust_remote_code: bool = False
+) -> LoadedModel | None:
+    """Open a quantized folder as a source of weights. None for other folders, or layers without codes.
+
+    Raises
+    ------
+    CheckpointError
+        If loopq wrote it and `requantize` is not given.
+    """
+    if not (model / "config.json").is_file() and not NATIVE.holds(model):
+        return None
+    if not any(target.holds(model) for _, target in FORMATS):
+        return None
+    if (NATIVE.holds(model) or (model / RECORD).exists()) and not requantize:
+        raise CheckpointError(
+            f"{model}: loopq's own output: name the model that it was made from, or give --requantize "
+            "(requantize=True) to quantize its rounded weights once more"
+        )
+    loaded = load_checkpoint(read_any(model), trust_remote_code=trust_remote_code)
+    note = "weights of a quantized file, dequantized"
+    report = dataclasses.replace(loaded.report, source=str(model), notes=(*loaded.report.notes, note))
+    return dataclasses.replace(loaded, folder=model, report=report)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    model: LoadedModel | None = None,
+    *,
+    quantized: bool = False,
+    activations: Activations = "float",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Put a checkpoint into a model. See `loopq.load`."""
+    loaded = model or build_model(
+        checkpoint.side_files, system=checkpoint.settings.get("system"), trust_remote_code=trust_remote_code
+    )
+    if model is None:
+        find_names(loaded.model, [*checkpoint.layers, *checkpoint.dense, *checkpoint.ties])
+    if not quantized:
+        if activations != "float":
+            raise ConfigError(
+                f"activations={activations!r} is for loading codes: give quantized=True as well"
+            )
+        load_into(loaded.model, checkpoint)
+        return loaded
+    # Only modules with codes need torch.
+    from loopq.runtime.quantized import coded, install  # lazy: loopq imports without torch
+
+    # A loop is discovered by a run while the weights exist. A model without a loop reports this on request.
+    with contextlib.suppress(LoopqError):
+        _ = loaded.system.n_steps
+    load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
+    kept = install(loaded.model, checkpoint, activations)
+    notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
+    report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
+    return dataclasses.replace(loaded, report=report)
+
+
+def open_any(
+    model: str | Path, *, quantized: bool = False, activations: Activations = "float", **loading: Any
+) -> LoadedModel:
+    """Load a checkpoint of any format, with layers as codes or dequantized, or else a full-precision model.
+
+    `quantized` and `activations` are those of `loopq.load`. Other options are those of `load_model`; a checkpoint uses
+    only "device" and "trust_remote_code".
+    """
+    if not is_checkpoint(Path(model)):
+        return load_model(model, **loading)
+    trusted = loading.get("trust_remote_code", False)
+    loaded = load_checkpoint(
+        read_any(Path(model)), quantized=quantized, activations=activations, trust_remote_code=trusted
+    )
+    to_device(loaded.model, loading.get("device", "cpu"))
+    return loaded

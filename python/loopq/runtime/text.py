@@ -1,0 +1,146 @@
+"""Text of a model: its token ids, and its continuation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from loopq.errors import CheckpointError, ConfigError, model_code
+from loopq.models.load import LoadedModel, encode_bytes
+from loopq.runtime.generate import Decoder, Generation, generate
+from loopq.storage.schema import MAX_DIGITS
+from loopq.systems.capabilities import marked
+
+
+class Continuation:
+    """Continuation of a prompt by a model. Iteration gives its text piece by piece.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Model, adapter and tokenizer.
+    prompt : str or sequence of int
+        Text or token ids.
+    n_steps : int, optional
+        Depth. The model's own depth is the default.
+    settings : Generation, optional
+        Number of tokens, and the sampling rule.
+
+    Attributes
+    ----------
+    prompt : list of int
+        Token ids of the prompt.
+    decoder : Decoder
+        Gives the logits. It says which cache it uses.
+    ids : list of int
+        Token ids after the prompt, so far.
+    times : list of float
+        Seconds of a clock at the start of the iteration, and at each token.
+
+    Raises
+    ------
+    ConfigError
+        The prompt is empty, or the model generates no text.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompt: str | Sequence[int],
+        n_steps: int | None = None,
+        settings: Generation | None = None,
+    ) -> None:
+        self._loaded, self._settings = loaded, settings or Generation()
+        self.prompt = prompt_ids(loaded, prompt)
+        self.decoder = Decoder(
+            loaded.system, loaded.system.n_steps if n_steps is None else n_steps, self._settings
+        )
+        self.ids: list[int] = []
+        self.times: list[float] = []
+
+    def __iter__(self) -> Iterator[str]:
+        # The last decoded character may wait for its other bytes.
+        self.ids, self.times = [], [time.perf_counter()]
+        printed = ""
+        for token in generate(self._loaded, self.prompt, self.decoder, self._settings):
+            self.times.append(time.perf_counter())
+            self.ids.append(token)
+            text = decode(self._loaded, self.ids)
+            if not text.endswith("\ufffd"):
+                yield text[len(printed) :]
+                printed = text
+        yield decode(self._loaded, self.ids)[len(printed) :]
+
+
+def prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
+    """Return the token ids of a prompt, with the tokenizer's special tokens before a text.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Gives the tokenizer, and the tokens that the model needs after the prompt.
+    prompt : str or sequence of int
+        Text or token ids.
+
+    Returns
+    -------
+    list of int
+        Token ids.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt has no tokens, or is no text, or has token ids that the model does not know.
+    """
+    ids = _encoded(loaded, prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+    n_known = loaded.config.get("vocab_size")
+    wrong = [i for i in ids if i < 0 or (n_known is not None and i >= n_known)]
+    if wrong:
+        last = "any" if n_known is None else n_known - 1
+        raise ConfigError(f"the prompt has token id {wrong[0]}; the model's ids are 0 to {last}")
+    if not ids:
+        raise ConfigError("the prompt has no tokens: give at least one character")
+    return marked(loaded.system, ids)
+
+
+def _encoded(loaded: LoadedModel, prompt: str) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as cause:
+        raise ConfigError(f"the prompt is no text in UTF-8, from character {cause.start} on") from None
+    if hasattr(loaded.tokenizer, "decode"):
+        with model_code("prompt", CheckpointError, "the tokenizer"):
+            return list(map(int, loaded.tokenizer(prompt).input_ids))
+    return _numbers(prompt) if loaded.no_text else list(loaded.encode(prompt))
+
+
+def _numbers(prompt: str) -> list[int]:
+    """Token ids of a prompt."""
+    words = prompt.replace(",", " ").split()
+    # Python refuses to convert thousands of digits.
+    if not all(word.isdecimal() and len(word) <= MAX_DIGITS for word in words):
+        raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
+    return [int(word) for word in words]
+
+
+def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
+    """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Its tokenizer or encoder applies.
+    ids : sequence of int
+        Token ids.
+
+    Returns
+    -------
+    str
+        Text without special tokens. An unfinished UTF-8 character at its end becomes U+FFFD.
+    """
+    if hasattr(loaded.tokenizer, "decode"):
+        with model_code(f"text of {len(ids)} tokens", CheckpointError, "the tokenizer"):
+            return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
+    if loaded.encode is encode_bytes and max(ids, default=0) < 256:
+        return bytes(ids).decode("utf-8", "replace")
+    return "".join(f" {i}" for i in ids)

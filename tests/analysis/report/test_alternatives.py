@@ -1,0 +1,215 @@
+"""Every set of weights, KL against bytes, the prompts that changed most."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from loopq.analysis.report import alternatives as alternatives_module
+from loopq.analysis.report.alternatives import _ticks, alternatives, changed_prompts, comparison, facts
+from tests.analysis.report.conftest import measured, summary
+
+
+def test_every_set_of_weights_has_a_row_and_a_point():
+    text = alternatives(measured(summary("Q <3>", 0.02, 1000), summary("Q4", 0.005, 2000)))
+    assert re.search(r"<th scope=row>Q &lt;3&gt;</th><td class=number[^>]*>0.02000</td>", text)
+    assert "<td class=number>0.01000 to 0.04000</td>" in text
+    # The longest bar is the largest KL.
+    assert re.findall(r"width:([\d.]+)%", text) == ["0.0", "100.0", "25.0"]
+    assert text.count("<circle") == 2
+
+
+def test_one_point_is_no_plot():
+    for summaries in ([summary("Q", 0.02)], [summary("Q", 0.02), summary("unknown", 0.1, None)]):
+        assert "<circle" not in alternatives(measured(*summaries))
+
+
+def test_names_of_points_that_are_close_do_not_cover_each_other():
+    text = alternatives(measured(*(summary(f"Q{i}", 0.02 + 1e-5 * i) for i in range(4))))
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
+    assert min(abs(a - b) for i, a in enumerate(heights) for b in heights[:i]) >= 16
+
+
+@pytest.mark.parametrize(
+    ("most", "last", "n"),
+    [(0.0519, 0.06, 4), (1.0, 1.0, 6), (9.9, 10, 6), (415_230, 500_000, 6), (2e-9, 2e-9, 5)],
+)
+def test_ticks_are_round_and_reach_the_largest_value(most, last, n):
+    ticks = _ticks(most)
+    assert ticks[0] == 0
+    assert ticks[-1] == pytest.approx(last)
+    assert len(ticks) == n
+
+
+def test_facts_are_of_one_set_of_weights():
+    text = facts(measured(summary("Q", 0.02)))
+    assert "<dd>0.02000</dd>" in text
+    assert "25 % of 4.00 kB before" in text
+    assert facts(measured(summary("Q", 0.02), summary("Q2", 0.02))) == ""
+
+
+def test_hidden_states_have_no_kl():
+    hidden = {"output": "hidden"}
+    data = measured(summary("Q", 0.02, **hidden), summary("Q2", 0.03, **hidden))
+    data["weights"][0] |= hidden
+    text = alternatives(data) + facts(measured(summary("Q", 0.02)) | {"weights": data["weights"][:2]})
+    assert "KL" not in text
+    assert "squared relative error" in text
+    assert "cosine" in text
+
+
+def test_the_prompt_of_largest_kl_is_first_and_shortened():
+    text = changed_prompts(measured(summary("Q4", 0.005)))
+    assert text.index("the second &amp; more") < text.index("xxx") < text.index("the first")
+    assert "x" * 161 not in text
+    assert text.count('class="bar"') == 3
+
+
+def test_prompts_of_several_sets_of_weights_are_side_by_side():
+    other = summary("other", 1.0, kl_by_prompt=[0.0, 0.0, 3.0])
+    text = changed_prompts(measured(summary("Q4", 0.005), other))
+    assert "<th scope=col class=number>Q4</th><th scope=col class=number>other</th>" in text
+    assert text.index("xxx") < text.index("the second")
+    assert 'class="bar"' not in text
+
+
+def test_weights_that_overflow_are_shown_as_such():
+    data = measured(summary("broken", float("nan"), kl_95=None), summary("Q", 0.1), summary("Q2", 0.2))
+    text = alternatives(data) + changed_prompts(data)
+    assert "nan</td>" in text
+    assert "nan%" not in text
+    assert text.count("<circle") == 2
+
+
+def points(text):
+    """Places of the points, from the lowest KL to the highest."""
+    return [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text)]
+
+
+def test_points_stand_at_bytes_and_divergence():
+    text = alternatives(
+        measured(summary("a", 0.5, 500_000), summary("b", 1.0, 1_000_000), summary("c", 0.25, 0))
+    )
+    # The third has no bytes. Axes from 0 to 1 and from 0 to 1 MB, which is 0.74 of 418 from 62.
+    assert points(text) == [(216.7, 254 - 0.5 * 228), (371.3, 26.0)]
+    for tick in ("0", "0.2", "1", "200 kB", "1 MB"):
+        assert f">{tick}</text>" in text
+    assert 'aria-label="a: 500.00 kB, 0.50000; b: 1.00 MB, 1.00000"' in text
+    assert "<h3>KL to" not in text
+    assert "<h3>KL against bytes</h3>" in text
+
+
+def test_a_name_moves_up_only_beside_another():
+    def heights(*given):
+        text = alternatives(measured(*given))
+        names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
+        return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
+
+    assert heights(summary("a", 0.5, 100), summary("b", 0.5, 1000)) == [0, 0]
+    near = heights(summary("a", 0.5, 999), summary("b", 0.5, 1000))
+    assert near[0] == 0
+    assert near[1] == 16
+
+
+def test_facts_compare_with_full_precision():
+    text = facts(measured(summary("Q", 0.02, 1000)))
+    assert "<dt>KL to full precision in nats per token, 95 % interval 0.01000 to 0.04000</dt>" in text
+    assert "<dd>90.00 %</dd>" in text
+    assert "<dt>perplexity, 5.0000 before</dt><dd>5.0000</dd>" in text
+    assert "interval" not in facts(measured(summary("Q", 0.02, kl_95=None)))
+    assert "all weights" not in facts(measured(summary("Q", 0.02, None)))
+
+
+def test_own_rows_are_marked_and_missing_numbers_are_dashes():
+    rows = [summary("ours 1", 0.5), summary("theirs", 1.0, None, kl_95=None, bits_per_byte=None)]
+    first, second = comparison("t", rows, "ours").split("<tbody>")[1].split("</tr>")[:2]
+    assert "<th scope=row class=ours>ours 1</th>" in first
+    assert 'class="plot ours"' in first
+    assert "width:50.0%" in first
+    assert ">1.00 kB</td>" in first
+    assert "ours" not in second
+    assert second.count(">-</td>") == 3
+    plain = comparison("t", [summary("a", 0.5, kl_95=None)])
+    assert "interval" not in plain
+
+
+def test_eight_prompts_are_shown_the_worst_first():
+    data = measured(summary("Q", 1.0, kl_by_prompt=[i / 10 for i in range(10)]))
+    data["prompts"] = [f"prompt {i}" for i in range(10)]
+    text = changed_prompts(data)
+    assert re.findall(r"<th scope=row class=quote>prompt (\d)</th>", text) == list("98765432")
+    assert "8 of 10 prompts" in text
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", text)]
+    assert widths == pytest.approx([100 * i / 9 for i in range(9, 1, -1)], abs=0.06)
+
+
+def test_ticks_and_names_stand_beside_what_they_name():
+    text = alternatives(measured(summary("a", 0.5, 500_000), summary("b", 1.0, 1_000_000)))
+    assert 'viewBox="0 0 480 300"' in text
+    # Lines from the left end of the axis to the right end of the picture, at each fifth of 228 above 254.
+    heights = [float(y) for y in re.findall(r'class="grid" d="M62 ([\d.]+)H480"', text)]
+    assert heights == pytest.approx([254 - i * 45.6 for i in range(6)], abs=0.06)
+    numbers = re.findall(r'<text x="56" y="([\d.]+)" text-anchor="end">([\d.]+)</text>', text)
+    assert [v for _, v in numbers] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [float(y) - 4 for y, _ in numbers] == pytest.approx(heights, abs=0.06)
+    below = re.findall(r'<text x="([\d.]+)" y="(\d+)" text-anchor="middle">([\w ]+)</text>', text)
+    assert [v for _, _, v in below] == [
+        "0",
+        "200 kB",
+        "400 kB",
+        "600 kB",
+        "800 kB",
+        "1 MB",
+        "bytes of all weights",
+    ]
+    assert [float(x) for x, _, _ in below] == pytest.approx(
+        [62 + i * 0.74 * 418 / 5 for i in range(6)] + [62 + 0.37 * 418], abs=0.5
+    )
+    assert {y for _, y, _ in below[:-1]} == {"272"}
+    assert below[-1][1] == "294"
+    names = re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="name">(\w)</text>', text)
+    assert [float(x) - 11 for x, _ in names] == pytest.approx([216.7, 371.3], abs=0.06)
+    assert [name for _, name in names] == ["a", "b"]
+    assert set(re.findall(r'r="([\d.]+)"', text)) == {"5.5"}
+
+
+def test_names_give_way_by_height_and_width():
+    def heights(*given):
+        text = alternatives(measured(*given))
+        names = [float(y) for y in re.findall(r'y="([\d.]+)" class="name"', text)]
+        return [y + 4 - name for (_, y), name in zip(points(text), names, strict=True)]
+
+    # 16 below the next name is enough: 228 of the height are 1 nat.
+    assert heights(summary("a", 1 - 17 / 228, 1000), summary("b", 1.0, 1000)) == [0, 0]
+    assert heights(summary("a", 1 - 12 / 228, 1000), summary("b", 1.0, 1000)) == [0, pytest.approx(4)]
+    # 110 of the width of 309 are 356 of 1,000 bytes.
+    assert heights(summary("a", 1.0, 630), summary("b", 1.0, 1000)) == [0, 0]
+    assert heights(summary("a", 1.0, 660), summary("b", 1.0, 1000)) == [0, 16]
+
+
+@pytest.mark.parametrize(
+    ("most", "ticks"),
+    [
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (2.4, [0, 0.5, 1, 1.5, 2, 2.5]),
+        (3.0, [0, 1, 2, 3]),
+        (70, [0, 20, 40, 60, 80]),
+        (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05]),
+        (1000, [0, 200, 400, 600, 800, 1000]),
+    ],
+)
+def test_ticks_are_round_and_reach_the_largest(most, ticks):
+    assert alternatives_module._ticks(most) == pytest.approx(ticks)
+
+
+def test_prompts_are_scored_relative_to_a_checkpoints_mean():
+    big = summary("big", 10.0, kl_by_prompt=[12.0, 9.0, 9.0])
+    small = summary("small", 0.1, kl_by_prompt=[0.1, 0.05, 0.15])
+    html = changed_prompts(measured(big, small))
+    # 1.2 + 1, 0.9 + 0.5 and 0.9 + 1.5 of the means.
+    assert re.findall(r'class=number data-sort="(\d)\.0">\d</td>', html) == ["2", "0", "1"]
+    assert "3 of 3 prompts" in html
+    assert ">second &amp; more<" not in html
+    assert ">the second &amp; more<" in html
+    assert f">{'x' * 160}<" in html

@@ -63,7 +63,7 @@ def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str =
     Returns
     -------
     dict
-        Plain data, format `loopq-diagnosis`. See `report/schema.json` and docs/diagnose.md.
+        Plain data, format `loopq-diagnosis`. See `analysis/report/schema.json` and docs/diagnose.md.
 
     Raises
     ------

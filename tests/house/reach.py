@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 
 from loopq.cli import main as loopq
 from tests.house import counts
+from tests.house.measures import NOTED
 
 FEW = "--n-prompts 4 --seq-len 64"
 COMMANDS = (
@@ -87,8 +88,8 @@ def main() -> None:
             total[1] += sum(lines.values())
     for room, (reached, total) in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0])):
         print(f"{room:14} {reached:6} of {total:6} lines, {100 * reached / max(total, 1):3.0f} %")
-    counts.NOTED.mkdir(exist_ok=True)
-    (counts.NOTED / "reach").write_text(f"{100 * rooms['all'][0] / rooms['all'][1]:.1f}\n", "utf-8")
+    NOTED.mkdir(exist_ok=True)
+    (NOTED / "reach").write_text(f"{100 * rooms['all'][0] / rooms['all'][1]:.1f}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ def test_units_are_what_the_registries_find():
 
 
 def test_imports_and_circles_are_found():
-    texts = {"a.one": "import loopq.b.two\ndef f():\n    from loopq.a import three\n", "a.three": "", "b.two": ""}
+    texts = {
+        "a.one": "import loopq.b.two\ndef f():\n    from loopq.a import three\n",
+        "a.three": "",
+        "b.two": "",
+    }
     texts["b.two"] = "from loopq.a.one import f"
     modules = [counts.Module(name, text, ast.parse(text)) for name, text in texts.items()]
     graph = counts.graph_of("loopq", modules)

@@ -201,7 +201,9 @@ def _tables() -> dict[tuple[Path, str], str]:
     record = {name: json.loads(file.read_text("utf-8")) for name, file in newest.items()}
     types = ROOT / "docs" / "formats" / "gguf.md"
     return {
-        (ROOT / "docs" / "comparison.md", "peers"): peers_table.page(record["peers"]["records"], [*peers.OURS]),
+        (ROOT / "docs" / "comparison.md", "peers"): peers_table.page(
+            record["peers"]["records"], [*peers.OURS]
+        ),
         (overview.DOCUMENT, overview.MARK): overview.table(),
         **{(types, f"types of {run['model']}"): gguf.types_table(run) for run in record["gguf"].values()},
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
@@ -210,8 +212,9 @@ def _tables() -> dict[tuple[Path, str], str]:
 
 
 def test_blocks_between_marks_are_what_the_generators_print():
-    tables = _tables()
-    marks = {(page, m) for page in PAGES for m in re.findall(r"<!-- ([\w ]+): begin -->", page.read_text("utf-8"))}
+    tables = {(page.relative_to(pages.ROOT), mark): text for (page, mark), text in _tables().items()}
+    texts = {page.relative_to(ROOT): page.read_text("utf-8") for page in PAGES}
+    marks = {(page, m) for page in texts for m in re.findall(r"<!-- ([\w ]+): begin -->", texts[page])}
     assert marks <= set(tables), "a block that no generator writes"
-    old = [f"{page.name}: {mark}" for (page, mark), text in tables.items() if pages.within(page, mark) != text]
+    old = [f"{page}: {m}" for (page, m), text in tables.items() if pages.within(ROOT / page, m) != text]
     assert not old, "run python -m benches.paper, benches.quality.real or benches.zoo.overview"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import loopq
-from tests.house import counts
+from tests.house import counts, measures
 from tests.support.interpreters import ROOT, python
 
 
@@ -101,7 +101,7 @@ def test_readme_example_runs():
 
 
 def test_bounded_measures_hold():
-    beyond = [str(m) for m in counts.bounded() if m.value > m.bound]
+    beyond = [str(m) for m in measures.bounded() if m.value > m.bound]
     assert not beyond, "beyond the bound in the last column; `make counts` lists where"
 
 

@@ -199,13 +199,14 @@ def _tables() -> dict[tuple[Path, str], str]:
     """What the generators print, by page and mark. Each reads its newest record."""
     newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in ("peers", "gguf")}
     record = {name: json.loads(file.read_text("utf-8")) for name, file in newest.items()}
-    types = ROOT / "docs" / "formats" / "gguf.md"
+    docs = pages.ROOT / "docs"
     return {
-        (ROOT / "docs" / "comparison.md", "peers"): peers_table.page(
-            record["peers"]["records"], [*peers.OURS]
-        ),
+        (docs / "comparison.md", "peers"): peers_table.page(record["peers"]["records"], [*peers.OURS]),
         (overview.DOCUMENT, overview.MARK): overview.table(),
-        **{(types, f"types of {run['model']}"): gguf.types_table(run) for run in record["gguf"].values()},
+        **{
+            (docs / "formats" / "gguf.md", f"types of {run['model']}"): gguf.types_table(run)
+            for run in record["gguf"].values()
+        },
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
         **real.pages(json.loads(real.DATA.read_text("utf-8"))),
     }

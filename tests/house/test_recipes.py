@@ -51,12 +51,14 @@ def shares_of(kinds: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the repository with one more file for each recipe."""
+    """A copy of the repository with one more file for each recipe, and a first contribution."""
     copy = copy_house(tmp_path_factory.mktemp("recipes"), ("python", "tests", "docs"))
     for name, folder in PLACES.items():
         shutil.copy(
             ROOT / "tests/support/recipes" / f"{name}.py", copy / "python/loopq" / folder / "madeup.py"
         )
+    with (copy / "python/loopq/calibrate/mixed.py").open("a", encoding="utf-8") as module:
+        module.write(CONTRIBUTION)
     return copy
 
 
@@ -97,8 +99,6 @@ def test_units_are_stored_exported_and_inspected(copy, tmp_path):
 
 
 def test_units_and_a_first_contribution_pass_the_rules(copy):
-    with (copy / "python/loopq/calibrate/mixed.py").open("a", encoding="utf-8") as module:
-        module.write(CONTRIBUTION)
     rules = "measures or mirrored or parameter or two_classes or a_message_names"
     files = [f"tests/house/test_{name}.py" for name in ("house", "messages")]
     assert " passed" in pytest_there(copy, *files, "-k", rules)

@@ -79,7 +79,7 @@ ROOMS ?=
 # CPU seconds of the last run, for `make counts`.
 NOTED = mkdir -p .cache && times > .cache/$@.times
 
-quick: setup ## Tests of the quantizer without its guests; ROOMS="quantizers run" for some of its rooms
+quick: setup ## Tests of the quantizer without its guests: three minutes on two cores; ROOMS="quantizers run" for some rooms
 	$(PY) -m pytest -m "not slow and not gpu and not kernels" $(WORKERS) $(if $(ROOMS),$(addprefix tests/,$(ROOMS)),tests $(GUESTS))
 
 house: setup ## Rules of the house: links, examples and commands of the pages, measures, guests, recipes: half a minute

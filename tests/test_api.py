@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpo
 
 def test_no_public_function_hides_a_package():
     packages = {module.name for module in pkgutil.iter_modules(loopq.__path__)}
-    assert {"evaluation", "formats"} <= packages
+    assert {"diagnosis", "evaluation"} <= packages
     assert not packages - {"api"} & set(loopq.__all__)
 
 

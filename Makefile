@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages quick test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo zoo-medium soak mutation-core mutants raised fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages quick house test test-rust test-py test-kernels test-slow interop interop-vllm peers zoo zoo-medium soak mutation-core mutants raised fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts reach wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -73,20 +73,31 @@ demo: build ## The main job: quantize the embedded model, print the comparison, 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
 
-quick: setup ## The most telling tests, in a minute: recorded bits of the core, the Python interface
-	$(PY) -m pytest $(WORKERS) tests/native tests/test_api.py
+# The guests' tests and those of what stands beside the package are left to `make test`.
+GUESTS := $(addprefix --ignore tests/,runtime analysis paper interop zoo house soak)
+ROOMS ?=
+# CPU seconds of the last run, for `make counts`.
+NOTED = mkdir -p .cache && times > .cache/$@.times
+
+quick: setup ## Tests of the quantizer without its guests: three minutes on two cores; ROOMS="quantizers run" for some rooms
+	$(PY) -m pytest -m "not slow and not gpu and not kernels" $(WORKERS) $(if $(ROOMS),$(addprefix tests/,$(ROOMS)),tests $(GUESTS))
+
+house: setup ## Rules of the house: links, examples and commands of the pages, measures, guests, recipes: half a minute
+	$(PY) -m pytest -m "not slow" tests/house && $(NOTED)
 
 test: test-rust test-py test-kernels ## All tests but the slow ones: about eight minutes on two cores with AVX2, without what is compiled
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)
-	cargo nextest run --release --workspace --exclude loopq-py
+	cargo nextest run --release --workspace --exclude loopq-py --no-run
+	cargo nextest run --release --workspace --exclude loopq-py && $(NOTED)
 else
-	cargo test --release --workspace --exclude loopq-py
+	cargo test --release --workspace --exclude loopq-py --no-run
+	cargo test --release --workspace --exclude loopq-py && $(NOTED)
 endif
 
 test-py: setup ## Quick tests of the Python package
-	$(PY) -m pytest -m "not slow and not gpu and not kernels" $(WORKERS)
+	$(PY) -m pytest -m "not slow and not gpu and not kernels" $(WORKERS) && $(NOTED)
 
 test-kernels: $(KERNELS) ## CUDA kernels without a GPU: runs if a kernel, its Python side or the emulation changed
 
@@ -154,7 +165,7 @@ mutation-core: setup ## Change the solver in Rust in N places, by lot, and list 
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 
-raised: setup ## Run the quick tests and tell the error messages that none of them raises: twice the time of `make test-py`
+raised: setup ## List the error messages that no quick test raises: twice the time of `make test-py`
 	$(PY) -m tests.house.raised -m "not slow and not gpu" $(WORKERS)
 
 mutants: setup ## Change the package in N places, by lot, and list what the mirrored tests do not see: ten seconds each
@@ -253,8 +264,11 @@ docs: setup ## Pages and Python reference into target/html, the Rust core into t
 
 check: fmt-check lint types docs test ## What to run before a change is sent
 
-counts: ## Every measure of the code beside its goal: frame, units, files, functions, floors, seams, circles
-	@$(PYTHON) -m tests.house.counts
+counts: setup ## Every measure of the code beside its goal, room by room
+	@$(PY) -m tests.house.measures
+
+reach: setup ## Share of the quantizer's lines that seven daily commands enter, room by room; for `make counts`
+	@$(PY) -m tests.house.reach
 
 clean: ## Remove what was built
 	rm -rf target dist $(VENV)

@@ -14,13 +14,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN
+from benches import gguf, pages, paper
+from benches.quality import peers, peers_table, real
+from benches.zoo import overview
+from loopq import cli
 from loopq.cli import main, parse, parser
-from loopq.evaluation.stats import mcnemar_exact
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -50,6 +50,7 @@ LONG = (
     "in one go",
     "loaded.model.bfloat16()",
     "QuantLinear.from_layer(quantized)",
+    "for state_bits in (10, 12, 14, 15, 16):",
     "HrmTextForCausalLM(small)",
 )
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
@@ -110,16 +111,21 @@ def test_example_runs(example, folder):
         exec(compile(textwrap.dedent(example), "example", "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize(("page", "command"), sorted(set(_commands())))
-def test_command_is_read(page, command):
-    # MODEL, DIR and the like stand for names; an ellipsis in brackets is how a page says "and more of these".
-    words = shlex.split(command.replace("[MODEL ...]", "MODEL"))
-    if words[-1] in ("--help", "--help-all", "--version"):
-        with pytest.raises(SystemExit) as stopped:
-            parse(words)
-        assert stopped.value.code == 0
-    else:
-        assert parse(words).run
+def test_commands_are_read(monkeypatch, capsys):
+    # One parser reads them all: to build it takes longer than to read a command.
+    once = parser()
+    monkeypatch.setattr(cli, "parser", lambda: once)
+    wrong = []
+    for page, command in sorted(set(_commands())):
+        # MODEL, DIR and the like stand for names; an ellipsis in brackets is how a page says "and more of these".
+        words = shlex.split(command.replace("[MODEL ...]", "MODEL"))
+        try:
+            read = bool(parse(words).run)
+        except SystemExit as stopped:
+            read = stopped.code == 0 and words[-1] in ("--help", "--help-all", "--version")
+        if not read:
+            wrong.append(f"{page}: loopq {command}\n{capsys.readouterr().err}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_options_that_sentences_name_exist():
@@ -189,104 +195,27 @@ def test_each_statement_about_safety_names_a_test_that_exists():
         assert f"\ndef {named[2]}(" in (ROOT / named[1]).read_text("utf-8"), row
 
 
-def test_default_has_more_right_answers_at_3_bits_on_every_task():
-    scores = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))[
-        "scores"
-    ]
-    right = {(r["bits"], r["task"], r["variant"]): np.array(list(r["values"])) == "1" for r in scores}
-    p_values = {}
-    for bits, task in {(bits, task) for bits, task, _ in right if bits}:
-        ours, theirs = (right[bits, task, v] for v in ("loopq default", "llm-compressor, imatrix_mse"))
-        gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
-        assert gained > lost
-        p_values[bits, task] = mcnemar_exact(gained, lost)
-    assert len(p_values) == 6
-    three, four = ([p for (bits, _), p in p_values.items() if bits == b] for b in (3, 4))
-    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert f"on all three tasks (p at most {max(three):.2g})" in text
-    assert f"no task tells loopq and llm-compressor apart (p at least {min(four):.1g})" in text
-    ours, theirs = (
-        [right[3, t, v] for t in ("lambada", "arc_easy")] for v in ("loopq default", "auto-round, best")
-    )
-    slow = [
-        mcnemar_exact(int((a & ~b).sum()), int((b & ~a).sum())) for a, b in zip(ours, theirs, strict=True)
-    ]
-    assert f"and than auto-round on LAMBADA and ARC-easy (p at most {max(slow):.2g})" in text
-    ours, theirs = (right[4, "lambada", v] for v in ("loopq default", "auto-round, best"))
-    p_value = mcnemar_exact(int((ours & ~theirs).sum()), int((theirs & ~ours).sum()))
-    assert f"LAMBADA alone tells loopq and auto-round apart there (p {p_value:.2g})" in text
+def _tables() -> dict[tuple[Path, str], str]:
+    """What the generators print, by page and mark. Each reads its newest record."""
+    newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in ("peers", "gguf")}
+    record = {name: json.loads(file.read_text("utf-8")) for name, file in newest.items()}
+    docs = pages.ROOT / "docs"
+    return {
+        (docs / "comparison.md", "peers"): peers_table.page(record["peers"]["records"], [*peers.OURS]),
+        (overview.DOCUMENT, overview.MARK): overview.table(),
+        **{
+            (docs / "formats" / "gguf.md", f"types of {run['model']}"): gguf.types_table(run)
+            for run in record["gguf"].values()
+        },
+        **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
+        **real.pages(json.loads(real.DATA.read_text("utf-8"))),
+    }
 
 
-def test_sentences_of_the_readme_have_the_figures_of_the_record():
-    record = json.loads((ROOT / "benches" / "record" / "smollm2-peers-2026-11-27.json").read_text("utf-8"))
-    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    rows = {(r["variant"], r["bits"]): r for r in record["peers"] if r["draw"] == 0}
-    kls = {b: {name: r["kl"] for (name, bits), r in rows.items() if bits == b} for b in (4, 3)}
-    others = {b: {name: kl for name, kl in here.items() if name not in OURS} for b, here in kls.items()}
-    ours, plain = (
-        [f"{kls[bits][name] / min(others[bits].values()):.2f}" for bits in (4, 3)]
-        for name in ("loopq default", EVEN)
-    )
-    assert f"is {ours[0]} of that at 4 bits and {ours[1]} at 3. " in text
-    assert f"it is {plain[0]} and {plain[1]}." in text
-    compressor = {b: min(kl for name, kl in here.items() if "llm" in name) for b, here in others.items()}
-    ratios = [f"{kls[bits]['loopq default'] / compressor[bits]:.2f}" for bits in (4, 3)]
-    assert f"Of llm-compressor's best setting loopq leaves {ratios[0]} and {ratios[1]}." in text
-    for bits in (4, 3):
-        other = {r["variant"]: r["kl"] for r in record["peers"] if r["draw"] == 1 and r["bits"] == bits}
-        least = min(kl for name, kl in other.items() if "llm" in name)
-        for name in ("loopq default", EVEN):
-            assert abs(other[name] / least - kls[bits][name] / compressor[bits]) <= 0.02
-    best = {b: min(here, key=here.__getitem__) for b, here in others.items()}
-    assert all(name.startswith("auto-round") for name in best.values())
-    four, three = (rows[best[b], b]["seconds"] / rows["loopq default", b]["seconds"] for b in (4, 3))
-    assert f"auto-round, at {four:.1f} and {three:.1f} times loopq's CPU seconds." in text
-    page = " ".join((ROOT / "docs" / "comparison.md").read_text("utf-8").split())
-    second = {(r["variant"], r["bits"]): r["kl"] for r in record["peers"] if r["draw"] == 1}
-    again = [
-        f"{second['loopq default', b] / min(kl for (v, n), kl in second.items() if n == b and 'llm' in v):.2f}"
-        for b in (4, 3)
-    ]
-    least = {b: min(here.values()) for b, here in others.items()}
-    small, rotated = (kls[3][f"loopq {name}"] for name in ("small, inputs open", "default, hadamard"))
-    for said in (
-        f"leaves {ours[0]} and {ours[1]} of the KL of the best other tool",
-        f"Even levels leave {plain[0]} and {plain[1]}.",
-        f"`--rotation hadamard` ({rotated / least[3]:.2f}).",
-        f"observer the default leaves {ratios[0]} and {ratios[1]}. [Another calibration",
-        f"another-draw-of-calibration-text) gives {again[0]} and {again[1]}.",
-        f"open inputs has {small / least[3]:.2f} of auto-round's KL at INT3,",
-        f"and its three bits have {small / least[4]:.2f} of that of auto-round's four.",
-        f"auto-round takes {four:.1f} times the CPU seconds of loopq's default at INT4, and {three:.1f} times at INT3.",
-    ):
-        assert said in page
-    peer = rows["llm-compressor, mse", 3]["seconds"]
-    times, even_times = (f"{rows[name, 3]['seconds'] / peer:.1f}" for name in ("loopq default", EVEN))
-    assert (
-        f"It takes {times} times the CPU seconds of llm-compressor with `mse`, and {even_times} times with"
-        in text
-    )
-    iq4_nl = record["gguf"]["iq4_nl"]
-    assert f"loopq has {iq4_nl['loopq']:.3f}." in text
-    assert f"importance matrix has {iq4_nl['tool, importance']:.3f}." in text
-    assert rows["loopq small, inputs open", 3]["kl"] < min(others[4].values()), "three bits on a trellis"
-    error = {r["variant"]: r["kl"] for r in record["plbert"]}
-    rtn, one, every = (error[f"{name}, paper"] for name in ("RTN", "GPTQ, one step", "GPTQ, trajectory"))
-    best = min(kl for name, kl in error.items() if name.startswith("llm-compressor"))
-    assert (
-        f"rounding has an error of {rtn:.2f}. GPTQ has {one:.2f} from one step and {every:.2f} from all."
-        in text
-    )
-    assert f"best of llm-compressor has {best:.3f}, loopq {error[EVEN]:.3f} with even levels." in text
-    exl3 = {(r["model"], r["bits"]): r["kl"] for r in record["exl3"]}
-    codes = {b: exl3["smollm2_loop", b] for b in (4, 3)}
-    own = [f"{kls[b]['loopq small, inputs open'] / codes[b]:.2f}" for b in (4, 3)]
-    share = {b: f"{codes[b] / kls[b]['loopq default']:.2f}" for b in (4, 3)}
-    assert f"better than the default ({share[4]} of its KL at 4 bits, {share[3]} at 3)." in text
-    assert (
-        f"has {own[0]} and {own[1]} of EXL3's KL. Its three bits lose less than four bits of auto-round."
-        in text
-    )
-    assert f"GPTQModel has {codes[4]:.3f} at 4 bits and {codes[3]:.3f} at 3." in text
-    tiny = error["loopq small, inputs open"]
-    assert f"`--preset small` has {tiny:.3f}, where EXL3 has {exl3['plbert', 3]:.3f}." in text
+def test_blocks_between_marks_are_what_the_generators_print():
+    tables = {(page.relative_to(pages.ROOT), mark): text for (page, mark), text in _tables().items()}
+    texts = {page.relative_to(ROOT): page.read_text("utf-8") for page in PAGES}
+    marks = {(page, m) for page in texts for m in re.findall(r"<!-- ([\w ]+): begin -->", texts[page])}
+    assert marks <= set(tables), "a block that no generator writes"
+    old = [f"{page}: {m}" for (page, m), text in tables.items() if pages.within(ROOT / page, m) != text]
+    assert not old, "run python -m benches.paper, benches.quality.real or benches.zoo.overview"

@@ -90,18 +90,6 @@ def test_options_of_other_programs_are_named_somewhere():
     assert set().union(*ELSEWHERE.values()) <= named
 
 
-#: Messages that no test can raise, at most. Each has its reason.
-UNRAISED = 1
-
-
-def test_a_new_message_is_raised_by_a_test():
-    listed, there = raised.listed(), raised.messages().keys()
-    again = "run `python -m tests.house.raised TEST_FILE` on the test that raises it"
-    assert not there - listed.keys(), f"no test raises it yet: write one, then {again}"
-    assert not listed.keys() - there, f"gone, or in another function: {again}"
-    assert sum(map(bool, listed.values())) <= UNRAISED
-
-
 def test_a_raise_is_noted_in_any_process(tmp_path, monkeypatch):
     path = [str(raised.HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))

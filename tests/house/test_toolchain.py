@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,34 +40,17 @@ def check(folder, python="python3"):
     return done.returncode, done.stderr.splitlines()
 
 
-def test_new_tools_pass_in_silence(tools):
+def test_one_line_says_what_to_install(tools, tmp_path):
     assert check(tools(**NEW)) == (0, [])
-    assert check(tools(**NEW | {"python3": "Python 3.11.0", "cargo": "cargo 1.89.0"})) == (0, [])
-
-
-@pytest.mark.parametrize(
-    ("versions", "line"),
-    [
-        ({"python3": None}, "python3 not found: install Python 3.11"),
-        ({"python3": "Python 3.10.14"}, "python3 is 3.10.14: install Python 3.11"),
-        ({"python3": "Python 2.7.18"}, "python3 is 2.7.18: install Python 3.11"),
-        ({"cargo": None}, "cargo not found: install Rust 1.89 or newer"),
-        ({"cargo": "cargo 1.88.0 (873a06493 2025-05-10)"}, "cargo is 1.88.0: install Rust 1.89 or newer"),
-        ({"cargo": "cargo 1.9.0"}, "cargo is 1.9.0: install Rust 1.89 or newer"),
-        ({"cc": None}, "no C compiler"),
-    ],
-)
-def test_one_line_says_what_to_install(tools, versions, line):
-    code, lines = check(tools(**{k: v for k, v in (NEW | versions).items() if v}))
+    old = {"python3": "Python 3.10.14", "cargo": "cargo 1.9.0"}
+    code, lines = check(tools(**old))
     assert code == 1
-    assert len(lines) == 1
-    assert lines[0].startswith(f"loopq: {line}")
-
-
-def test_every_missing_tool_has_its_line(tools):
-    code, lines = check(tools())
-    assert code == 1
-    assert [line.split()[1] for line in lines] == ["python3", "cargo", "no"]
+    assert [line.partition(" or newer")[0] for line in lines] == [
+        "loopq: python3 is 3.10.14: install Python 3.11",
+        "loopq: cargo is 1.9.0: install Rust 1.89",
+    ]
+    (tmp_path / "cc").unlink()
+    assert check(tmp_path)[1][-1].startswith("loopq: no C compiler")
 
 
 def test_make_asks_before_it_does_anything(tools, tmp_path):
@@ -81,12 +62,3 @@ def test_make_asks_before_it_does_anything(tools, tmp_path):
     assert done.returncode == 2
     assert f"loopq: {old} is 3.10.14: install Python 3.11 or newer" in done.stderr
     assert not (tmp_path / "venv").exists()
-
-
-@pytest.mark.skipif(not shutil.which("cargo"), reason="needs the tools of a build")
-def test_the_tools_of_this_machine_pass():
-    done = subprocess.run(
-        ["sh", str(ROOT / "tools" / "toolchain.sh"), sys.executable],
-        capture_output=True, text=True, check=False, env=os.environ,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")

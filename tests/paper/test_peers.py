@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import numpy as np
 import pytest
 
 from benches import gguf, pages
-from benches.pages import RECORD, ROOT
-from benches.quality import peers, peers_table, real
+from benches.quality import peers_table, real
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import ConfigError
@@ -102,12 +100,6 @@ def test_a_page_without_marks_is_an_error(tmp_path):
         pages.into(page, "u", "new")
 
 
-def test_the_table_of_the_page_is_that_of_the_newest_record():
-    newest = json.loads(max(RECORD.glob("peers-20??-??-??.json")).read_text())
-    table = peers_table.page(newest["records"], list(peers.OURS))
-    assert pages.within(ROOT / "docs" / "comparison.md", "peers") == table
-
-
 def test_what_cannot_be_planted_is_named():
     with pytest.raises(ConfigError, match=r"huginn_small\+spikes: nothing is called 'spikes'"):
         prepare("huginn_small+spikes", Sizes(2, 2, 2, 16), None, 0)
@@ -161,14 +153,6 @@ def test_answers_stand_beside_full_precision_and_the_best_tool():
 )
 def test_types_of_files_are_those_of_llama_quantize(kind, name, columns, expected):
     assert gguf.held(gguf.chosen(kind, name, 30), columns) == expected
-
-
-def test_the_tables_of_real_models_are_those_of_their_record():
-    data = json.loads(real.DATA.read_text("utf-8"))
-    made = real.pages(data)
-    assert {page for page, _ in made} == {real.PAGE, real.README, real.ZOO, real.COMPARISON, real.TRELLIS}
-    for (page, mark), text in made.items():
-        assert pages.within(page, mark) == text, f"{page}: run python -m benches.quality.real"
 
 
 def test_a_result_takes_the_place_of_an_older_one_that_differs():

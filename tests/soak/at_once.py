@@ -14,7 +14,8 @@ from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 
-from ..house import test_threads as shared
+from ..support import threads as shared
+from ..support.generating import generated
 from ..support.looped import save_dense
 from ..support.systems import CASES, Case, open_system, prompts
 from .counts import Counts, before
@@ -27,9 +28,9 @@ def threads(model: Path, n_cases: int, rng: random.Random, until: float) -> Coun
     folders = [str(model), f"looped:{dense}[1:3]x2"]
     kinds: dict[str, Callable[[Case], Callable[[int], Any]]] = {
         "roll out": _rolled_out,
-        "quantize": shared._quantized,
-        "evaluate": shared._evaluated,
-        "generate": shared._generated,
+        "quantize": shared.quantized,
+        "evaluate": shared.evaluated,
+        "generate": generated,
         "load": lambda case: _loaded(rng.choice(folders), rng.choice([None, 1])),
     }
     for number in before(until, range(n_cases)):
@@ -39,7 +40,7 @@ def threads(model: Path, n_cases: int, rng: random.Random, until: float) -> Coun
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                shared._at_once(kinds[kind](CASES[name]))
+                shared.at_once(kinds[kind](CASES[name]))
             except ConfigError as error:
                 # Some options do not fit some systems, in one thread or in four.
                 counts.add("refused", "" if kind == "quantize" else f"{kind}, {name}: {error}")

@@ -15,11 +15,15 @@ ROOT = Path(__file__).parents[2]
 def copy_house(
     folder: Path, copied: Collection[str] = ("python", "tests"), left_out: Collection[Path] = ()
 ) -> Path:
-    """Copy some folders of the repository and link everything else; `left_out` is in neither."""
+    """Copy some folders of the repository and link everything else; `left_out` is in neither.
+
+    Compiled files go along: they are read where time and size of their source are the same.
+    """
 
     def ignored(at: str, names: list[str]) -> list[str]:
-        return [name for name in names if name == "__pycache__" or Path(at, name) in left_out]
+        return [name for name in names if Path(at, name) in left_out]
 
+    folder.mkdir(exist_ok=True)
     for name in copied:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for path in ROOT.iterdir():
@@ -28,15 +32,15 @@ def copy_house(
     return folder
 
 
-def run_there(house: Path, *args: str) -> str:
-    """Run Python in a copy; give what it printed."""
+def run_there(house: Path, *args: str, at: Path | None = None) -> str:
+    """Run Python in a copy, or with it in another folder; give what it printed."""
     # Threads that wait for each other take longer than the small models' work.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(house / "python"), str(house)]),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, *args], cwd=house, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *args], cwd=at or house, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benches.pages import within
-from benches.zoo import CARDS, WEIGHTS, folders, overview
+from benches.zoo import CARDS, WEIGHTS, folders
 from benches.zoo.card import card_text
 from benches.zoo.chains import chains
 from benches.zoo.measure import bits_per_answer, bits_per_byte, rows_of
@@ -60,7 +59,3 @@ def test_a_trained_model_is_what_its_card_says(name: str) -> None:
     assert abs(deep - measured["bits_per_byte"][str(full)]) < 0.5
     if margin is not None:
         assert spent(1) - deep > margin
-
-
-def test_the_documents_table_is_what_was_measured() -> None:
-    assert within(overview.DOCUMENT, overview.MARK) == overview.table(), "run python -m benches.zoo.overview"

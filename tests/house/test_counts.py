@@ -101,7 +101,7 @@ def test_rust_paths_of_groups_and_inside_expressions():
     ]
 
 
-def test_files_of_the_core_are_found_by_such_paths():
-    graph = rust.file_graph()
+def test_files_of_a_crate_are_found_by_such_paths():
+    graph = rust.file_graph("loopq-core")
     assert sum(map(len, graph.values())) > 50
     assert {"gptq/column", "weight"} <= graph["gptq/batch"]

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
@@ -96,21 +99,34 @@ class Proof(Settings):
     trust_remote_code: bool = setting(False)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Expectation:
+    """What engines must say of a model at its own depth; the fields are those of `Question`."""
+
+    ids: NDArray[np.int64]
+    expected: NDArray[np.float32]
+    slack: float = 0.0
+    states: NDArray[np.float32] | None = None
+
+    def of(self, out: Path, format_name: str, *, trust_remote_code: bool) -> Question:
+        """Return the question to an engine about a written file."""
+        return Question(out, format_name, self.ids, self.expected, trust_remote_code, self.slack, self.states)
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Engines that a written file is shown to, and what they must say (`loopq.run.export.expected`)."""
+    """Engines that a written file is shown to."""
 
     format: str
     engines: tuple[str, ...]
     trust_remote_code: bool
-    expected: Mapping[str, Any] | None = None
 
     def lines(
-        self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
+        self, out: Path, source: Checkpoint, expectation: Callable[[], Expectation | str], *, force: bool
     ) -> tuple[str, ...]:
         """Ask the engines that are installed, and say who read the file.
 
-        `compute` sets what they must say if it is absent, or returns why it cannot.
+        `expectation` gives what they must say, or why it is not known. It is called only if an engine is asked.
 
         Raises
         ------
@@ -131,11 +147,10 @@ class Asked:
             Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
         ]
         if not all(why.values()):
-            reason = "" if self.expected is not None else compute()
-            if self.expected is None:
-                reason = reason or "the model draws its first state, and its system does not tell it"
-                return (f"only loopq read it: {reason}",)
-            question = Question(out, self.format, **self.expected, trust_remote_code=self.trust_remote_code)
+            expected = expectation()
+            if isinstance(expected, str):
+                return (f"only loopq read it: {expected}",)
+            question = expected.of(out, self.format, trust_remote_code=self.trust_remote_code)
             readings += [ask(name, [question])[0] for name, reason in why.items() if not reason]
         wrong = [reading for reading in readings if not (reading.same or reading.skipped)]
         if wrong and not force:

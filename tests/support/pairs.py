@@ -26,7 +26,7 @@ from loopq.formats.hf_folder import looped_files
 from loopq.formats.support import READS, entry_of
 from loopq.models.load import load_model
 from loopq.run.config import Override, QuantConfig
-from loopq.run.export import expected_of, round_weights
+from loopq.run.export import expected_of, quantized_format, round_weights
 from loopq.run.gate import Gate
 from loopq.runtime.restore import load_checkpoint
 from loopq.systems.base import Batch
@@ -222,7 +222,7 @@ def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
         pair.system = result.settings["system"]
         files = looped_files(result.side_files, bool(options.get("remote_code")))
         config = json.loads(files.get("config.json", "{}"))
-        pair.engines = Gate().of(form, result, options)[0]
+        pair.engines = Gate().of(form, result, quantized_format(form).taken(options))[0]
     except LoopqError as error:
         pair.refused = str(error)
         if not pair.system:
@@ -250,7 +250,7 @@ def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
 
 def _reads(engine: str, form: str, result: loopq.Checkpoint, options: dict[str, Any]) -> bool:
     try:
-        return bool(Gate(engine=engine).of(form, result, options)[0])
+        return bool(Gate(engine=engine).of(form, result, quantized_format(form).taken(options))[0])
     except LoopqError:
         return False
 

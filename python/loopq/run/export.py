@@ -15,7 +15,7 @@ from loopq._native import __version__
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
-from loopq.formats.base import Format, Planned, Written, WrittenFile
+from loopq.formats.base import Format, FormatOptions, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
@@ -130,7 +130,7 @@ def export(
     if isinstance(opened, Checkpoint):
         gate.of(format_name, opened, given)
     with new_or_same(out) as place:
-        done = exported(opened, place, format_name, gate, proof, **rest)
+        done = exported(opened, place, format_name, gate, proof, given)
     if place != out:
         said = (f"{out} was written before the interruption; compared, byte for byte",)
         return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
@@ -143,28 +143,22 @@ def exported(
     format_name: str,
     gate: Gate | None = None,
     proof: Proof | None = None,
-    **options: Any,
+    options: FormatOptions | None = None,
 ) -> Exported:
     """Export as `export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
     gate, proof = gate or Gate(), proof or Proof()
     target = FORMATS.get(format_name)
-    given = target.taken(options)
+    options = options or target.values()
     if not isinstance(source, Checkpoint):
-        return Exported(target.write(out, source, **given), 0, None, "")
+        return Exported(target.write(out, source, options), 0, None, "")
     target.refuse_checkpoint()
-    engines, forced = gate.of(format_name, source, given)
+    engines, forced = gate.of(format_name, source, options)
     # The code of a loop is loopq's own.
-    trust = proof.trust_remote_code or bool(given.get("remote_code"))
+    trust = proof.trust_remote_code or options.remote_code
     asked = Asked(format_name, engines, trust) if gate.verify and engines and not target.own else None
     comparison = Comparison(source, proof, asks=asked is not None)
-    written = target.write(
-        out,
-        source,
-        also=lambda again: comparison.after(again, out),
-        typed=True,
-        **given,
-        **({"forced": forced} if forced else {}),
-    )
+    options = dataclasses.replace(options, typed=True, forced=forced)
+    written = target.write(out, source, options, also=lambda again: comparison.after(again, out))
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
     if not (engines or forced or target.own):
         lines = (f"loopq {__version__} read it: no other engine has the class",)
@@ -283,7 +277,7 @@ def refuse_early(
     format_name: str,
     n_steps: int | None = None,
     gate: Gate | None = None,
-    **options: Any,
+    options: FormatOptions | None = None,
 ) -> None:
     """Refuse before a run anything that the export would refuse later: a grid, groups or a model.
 
@@ -300,7 +294,7 @@ def refuse_early(
     fits. This is known only after the run.
     """
     target, gate = quantized_format(format_name), gate or Gate()
-    given = target.taken(options)
+    options = options or target.values()
     if target.own and gate.engine is None:
         return
     if not target.holds_tables:
@@ -318,11 +312,11 @@ def refuse_early(
         ties,
         loaded.side_files,
     )
-    target.refuse(planned, **given)
+    target.refuse(planned, options)
     if not target.own:
         refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
-    gate.readers(format_name, layers, system.name, loaded.side_files, given, dense)
+    gate.readers(format_name, layers, system.name, loaded.side_files, options, dense)
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.formats.base import FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Question, Reading, ask
@@ -42,12 +43,10 @@ class Gate(Settings):
     force: bool = setting(False)
     verify: bool = setting(True, off="no-verify")
 
-    def of(
-        self, format_name: str, source: Checkpoint, given: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], str]:
+    def of(self, format_name: str, source: Checkpoint, options: FormatOptions) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""
         system = source.settings.get("system")
-        return self.readers(format_name, source.layers, system, source.side_files, given, source.dense)
+        return self.readers(format_name, source.layers, system, source.side_files, options, source.dense)
 
     def readers(
         self,
@@ -55,12 +54,12 @@ class Gate(Settings):
         layers: Layers,
         system: str | None,
         side_files: Mapping[str, bytes],
-        given: Mapping[str, Any],
+        options: FormatOptions,
         dense: Collection[str],
     ) -> tuple[tuple[str, ...], str]:
         """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
 
-        `given` has the options of the format, `dense` the tensors that stay unchanged. The config.json is the one that
+        `options` are those of the format, `dense` the tensors that stay unchanged. The config.json is the one that
         the file will have: with `remote_code` it names the code of the loop.
 
         Raises
@@ -68,11 +67,11 @@ class Gate(Settings):
         CheckpointError
             The engine, or every engine, is known to refuse it or to load it wrongly.
         """
-        config = json.loads(looped_files(side_files, bool(given.get("remote_code"))).get(CONFIG, b"{}"))
+        config = json.loads(looped_files(side_files, options.remote_code).get(CONFIG, b"{}"))
         try:
             if self.engine is None:
-                return readers(format_name, layers, system, config, given, dense), ""
-            check_engine(self.engine, format_name, layers, system, config, given, dense)
+                return readers(format_name, layers, system, config, options, dense), ""
+            check_engine(self.engine, format_name, layers, system, config, options, dense)
             return (self.engine,), ""
         except CheckpointError as cause:
             if not self.force:

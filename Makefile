@@ -183,7 +183,7 @@ fuzz: setup ## Every reader on changed files, then the parsers of the core by co
 sanitize: ## The tests of the core under AddressSanitizer: needs nightly Rust
 	@cargo +nightly --version >/dev/null 2>&1 || \
 		{ echo "make sanitize needs nightly Rust: rustup toolchain install nightly"; exit 1; }
-	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 cargo +nightly test --release -p loopq-core \
+	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 cargo +nightly test --release -p loopq-core -p loopq-cpu \
 		--target $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p') --target-dir target/sanitize --lib --tests
 
 aarch64: ## The tests of the core as an aarch64 program, under qemu
@@ -258,9 +258,9 @@ bench: setup ## Benchmarks: the core by criterion, and beside torch
 	cargo bench -p loopq-core
 	$(PY) benches/python/bench_core.py
 
-docs: setup ## Pages and Python reference into target/html, the Rust core into target/doc
+docs: setup ## Pages and Python reference into target/html, the Rust crates into target/doc
 	$(PY) -m sphinx -q -W --keep-going -b html docs target/html
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps -p loopq-core -p loopq-cpu
 
 check: fmt-check lint types docs test ## What to run before a change is sent
 

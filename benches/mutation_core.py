@@ -36,6 +36,7 @@ _WAITING = "ctrl_c or want_of_memory or ends_the_process or other_threads_run"
 _ELSEWHERE = "every_row_type|cuts_threads|every_instruction_set"
 #: Built once for each change: no optimisation across crates, and what did not change is kept.
 _QUICK = {"LTO": "off", "CODEGEN_UNITS": "16", "INCREMENTAL": "true", "OPT_LEVEL": "2"}
+_CARGO = ("cargo", "--config", "profile.release.package.loopq-core.codegen-units=16")
 BUILD_SECONDS, TEST_SECONDS = 900, 240
 
 
@@ -77,7 +78,7 @@ class Copy:
 
     def build(self) -> bool:
         """Build the extension, and put it where Python finds it."""
-        if self.run("cargo", "build", "--release", "-q", "-p", "loopq-py", seconds=BUILD_SECONDS) != 0:
+        if self.run(*_CARGO, "build", "--release", "-q", "-p", "loopq-py", seconds=BUILD_SECONDS) != 0:
             return False
         package = self.folder / "python" / "loopq"
         shutil.copy(self.folder / "target" / "release" / "lib_native.so", package / "_native.part")
@@ -91,7 +92,7 @@ class Copy:
         options += ["-k", f"not ({_WAITING})"]
         if self.run(sys.executable, "-m", "pytest", *options, *TESTS, seconds=TEST_SECONDS) != 0:
             return "python"
-        core = ["cargo", "nextest", "run", "-p", "loopq-core", "--release", "--lib", "--tests"]
+        core = [*_CARGO, "nextest", "run", "-p", "loopq-core", "--release", "--lib", "--tests"]
         passed = self.run(*core, "-E", f"not test(/{_ELSEWHERE}/)", seconds=BUILD_SECONDS) == 0
         return "survived" if passed else "core"
 

@@ -17,7 +17,7 @@ if [ $# = 0 ]; then
     rustup target add aarch64-unknown-linux-musl
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=$qemu
-    exec cargo test --release -p loopq-core --tests --target aarch64-unknown-linux-musl
+    exec cargo test --release -p loopq-core -p loopq-cpu --tests --target aarch64-unknown-linux-musl
 fi
 wheel=$1
 shift

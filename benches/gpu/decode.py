@@ -50,7 +50,7 @@ def section(seconds: float, dry: bool, keep: Keep) -> None:
         with patch.dict(graph.RECORDERS, chosen, clear=True):
             decoders[way] = Decoder(system, system.n_steps, Generation(n_tokens=128))
         if chosen:
-            record["no_graph"][way] = decoders[way].no_graph
+            record["no_graph"][way] = decoders[way].declined.get("graph", "")
     keep(record)
     prompt = [3 + i % (size["vocab_size"] - 3) for i in range(N_PROMPT)]
     speeds: dict[str, float] = dict.fromkeys(WAYS, 0.0)

@@ -156,8 +156,8 @@ def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
     """A decoder that runs by the core, or by the model's modules."""
     if runner:
         decoder = Decoder(system, system.n_steps, Generation())
-        if decoder.no_runner:
-            raise SystemExit(decoder.no_runner)
+        if "runner" in decoder.declined:
+            raise SystemExit(decoder.declined["runner"])
         return decoder
     with patch.object(type(system), "program", lambda self, n_steps: None):
         return Decoder(system, system.n_steps, Generation())

@@ -13,7 +13,7 @@ import pytest
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.gguf import blocks
-from loopq.formats.quantized_folder import QuantizedFolder
+from loopq.formats.quantized_folder import FolderOptions, QuantizedFolder
 from loopq.formats.rules import check_engine
 from loopq.formats.support import READS
 from loopq.layers.grids.trellis import OnTrellis, Trellis
@@ -65,11 +65,11 @@ class Asked:
             name = "model.layers.0.mlp.down_proj.weight"
             layers[name] = self.layer(name, (64, 128), self.beside)
         target = FORMATS.get(self.form)
+        options = FolderOptions(ragged=self.ragged) if isinstance(target, QuantizedFolder) else None
         if self.engine is not None:
-            ragged = self.ragged if isinstance(target, QuantizedFolder) else None
-            check_engine(self.engine, self.form, layers, None, None, {"ragged": ragged})
-        if isinstance(target, QuantizedFolder):
-            target.stored(layers, ragged=self.ragged)
+            check_engine(self.engine, self.form, layers, None, None, options)
+        if options is not None:
+            target.stored(layers, options)
         elif self.form == "gguf":
             for layer in layers.values():
                 blocks(layer)

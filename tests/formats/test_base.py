@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
+from loopq.formats.base import FormatOptions
 from loopq.formats.convert import write_as
 from loopq.layers.transforms import Rotation
 from tests.support.formats import (
@@ -74,6 +77,15 @@ def test_an_option_that_is_a_switch_takes_no_other_value():
     option = next(o for o in form.options if o.flag)
     with pytest.raises(ConfigError, match="must be True or False"):
         form.taken({option.name: 3})
+
+
+@pytest.mark.parametrize("name", FORMATS.names())
+def test_every_option_has_a_value_and_no_value_of_a_format_is_without_option(name):
+    form = FORMATS.get(name)
+    values = {field.name for field in fields(form.values)}
+    declared = {option.name for option in form.options}
+    assert values - {field.name for field in fields(FormatOptions)} <= declared <= values
+    assert form.taken({}) == form.values()
 
 
 def test_a_format_that_is_only_written_says_so(tmp_path):

@@ -12,6 +12,7 @@ import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.fused import cut
+from loopq.formats.quantized_folder import FolderOptions
 from loopq.formats.rules import check_engine
 from loopq.models.load import load_model
 from loopq.quantizers.config import Override
@@ -54,9 +55,9 @@ def test_published_names_have_the_same_rows_and_come_back(settings: dict[str, An
 def test_an_engine_takes_its_own_names_alone(tmp_path: Path) -> None:
     layers = quantized(tmp_path / "m").layers
     for engine, names, other in (("vllm", "published", None), ("transformers", None, "published")):
-        check_engine(engine, "compressed-tensors", layers, "hrm_text", None, {"names": names})
+        check_engine(engine, "compressed-tensors", layers, "hrm_text", None, FolderOptions(names=names))
         with pytest.raises(CheckpointError, match="names"):
-            check_engine(engine, "compressed-tensors", layers, "hrm_text", None, {"names": other})
+            check_engine(engine, "compressed-tensors", layers, "hrm_text", None, FolderOptions(names=other))
 
 
 def test_parts_of_unlike_grids_or_dense_ones_are_refused(tmp_path: Path) -> None:
@@ -71,7 +72,8 @@ def test_parts_of_unlike_grids_or_dense_ones_are_refused(tmp_path: Path) -> None
     # Before the run, too.
     with pytest.raises(CheckpointError, match="k_proj is dense"):
         config = QuantConfig.of(levels="even", exclude=("*.k_proj.weight",))
-        refuse_early(load_model(tmp_path / "m"), config, "compressed-tensors", names="published")
+        options = FolderOptions(names="published")
+        refuse_early(load_model(tmp_path / "m"), config, "compressed-tensors", options=options)
 
 
 def test_other_models_and_uneven_rows_are_refused(tiny_folder: Path, tmp_path: Path) -> None:

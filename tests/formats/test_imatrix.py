@@ -11,7 +11,7 @@ import torch
 import loopq
 from loopq.cli import main
 from loopq.errors import CheckpointError, LoopqError
-from loopq.formats.imatrix import Entry, IMatrix
+from loopq.formats.imatrix import Entry, IMatrix, ImportanceOptions
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
@@ -67,7 +67,7 @@ class Seen:
 def test_sums_and_counts_are_written_by_llama_cpps_names(tmp_path):
     out = tmp_path / "i.gguf"
     form = IMatrix()
-    written = form.write(out, Seen(), steps="0:2")
+    written = form.write(out, Seen(), ImportanceOptions(steps="0:2"))
     assert written.lines() == [f"{out}: importance of 2 layers, steps 0:2; 1 by the loop metric"]
     assert form.holds(out)
     assert not form.holds(tmp_path)
@@ -96,7 +96,7 @@ def test_a_file_that_is_there_stays_and_another_model_is_refused(tmp_path):
     out = tmp_path / "i.gguf"
     out.write_text("mine")
     with pytest.raises(CheckpointError, match="a file stands there"):
-        IMatrix().write(out, Seen(), steps="0:2")
+        IMatrix().write(out, Seen(), ImportanceOptions(steps="0:2"))
     assert out.read_text() == "mine"
     other = Seen()
     other.side_files = {"config.json": json.dumps(CONFIG | {"architectures": ["Other"]}).encode()}

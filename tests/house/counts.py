@@ -187,12 +187,13 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 @cache
 def all_circles() -> dict[str, list[list[str]]]:
-    """Circles of the package, of the core (files, then folders), of `tools/` and of the tests' support."""
+    """Circles of the package, of each crate (files, then folders), of `tools/` and of the tests' support."""
+    crates = {crate: rust.file_graph(crate) for crate in rust.CRATES}
     beside = {"tools": ROOT / "tools", "tests.support": ROOT / "tests" / "support"}
     return {
         "Python modules": circles(import_graph()),
-        "files of the core": circles(rust.file_graph()),
-        "folders of the core": circles(rooms(rust.file_graph(), "/")),
+        **{f"files of {crate}": circles(graph) for crate, graph in crates.items()},
+        **{f"folders of {crate}": circles(rooms(graph, "/")) for crate, graph in crates.items()},
         **{name: circles(graph_of(name, read(folder))) for name, folder in beside.items()},
     }
 

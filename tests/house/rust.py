@@ -1,4 +1,4 @@
-"""Measures of the house rules in Rust: arguments of functions, and files of the core that name each other."""
+"""Measures of the house rules in Rust: arguments of functions, and files of a crate that name each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CORE = ROOT / "rust" / "loopq-core" / "src"
+#: The crates that know nothing of Python. Cargo allows no circle: the first names nothing of the second.
+CRATES = ("loopq-core", "loopq-cpu")
 
 _FUNCTION = re.compile(r"\bfn\s+(\w+)\s*(?:<[^(]*?>)?\s*\(")
 
@@ -66,9 +67,10 @@ def paths(text: str) -> Iterator[list[str]]:
 
 
 @cache
-def file_graph() -> dict[str, set[str]]:
-    """Files of the core that each file names: `mod.rs` of a folder stands for what its siblings share."""
-    names = {str(path.relative_to(CORE).with_suffix("")): path for path in CORE.rglob("*.rs")}
+def file_graph(crate: str) -> dict[str, set[str]]:
+    """Files of a crate that each file names: `mod.rs` of a folder stands for what its siblings share."""
+    source = ROOT / "rust" / crate / "src"
+    names = {str(path.relative_to(source).with_suffix("")): path for path in source.rglob("*.rs")}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         graph[name] = set()

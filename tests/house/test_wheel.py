@@ -105,6 +105,7 @@ def test_sdist_holds_what_building_needs(sdist):
         "pyproject.toml",
         "Cargo.lock",
         "rust/loopq-core/src/lib.rs",
+        "rust/loopq-cpu/src/lib.rs",
         "rust/loopq-py/src/lib.rs",
         "LICENSE",
     ):

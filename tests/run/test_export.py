@@ -44,7 +44,7 @@ def test_export_says_why_logits_were_not_compared(solved, tmp_path):
 
 def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
     values = iter([np.zeros(3), np.ones(3)])
-    monkeypatch.setattr("loopq.run.export._logits", lambda *a: next(values))
+    monkeypatch.setattr("loopq.run.export._run", lambda *a: (None, None, next(values)))
     with pytest.raises(CheckpointError, match="logits differ by 1 from those before"):
         export(solved, tmp_path / "x", "gptq")
     assert not list(tmp_path.glob("*x*")), "what was not verified has no name"

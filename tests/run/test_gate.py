@@ -195,7 +195,7 @@ def test_a_first_state_that_no_system_tells_is_not_compared(tmp_path, engine, mo
     asked = engine()
     pairs.save("R-Llama", tmp_path / "m")
     result = loopq.quantize(load_model(tmp_path / "m", trust_remote_code=True), PROMPTS, **GRID)
-    monkeypatch.setattr("loopq.run.export.expected", lambda *a: None)
+    monkeypatch.setattr("loopq.run.export.expected_of", lambda *a: None)
     done = loopq.export(
         result, tmp_path / "ct", "compressed-tensors", engine="transformers", trust_remote_code=True
     )

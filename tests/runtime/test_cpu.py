@@ -1,6 +1,6 @@
 """The layout ``lq-cpu``: products against float64 on the stored codes, its state, and what it refuses.
 
-Bits, block edges and instruction sets are swept in `tests/core/matmul.rs`.
+Bits, block edges and instruction sets are swept in `tests/cpu/matmul.rs`.
 """
 
 from __future__ import annotations

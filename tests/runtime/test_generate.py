@@ -59,7 +59,7 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
     system.model.to(torch.float64 if exact else torch.float32)
     for n_steps in case.depths:
         decoder = Decoder(system, n_steps, Generation())
-        assert (decoder.no_cache == "") == (name in _CACHED), decoder.no_cache
+        assert decoder.backend.name == ("cache" if name in _CACHED else "rollout"), decoder.declined
         ids = marked(system, _TEXT)
         for n in range(len(_MORE) + 1):
             text = [*ids, *_MORE[:n]]
@@ -107,28 +107,6 @@ def test_models_that_are_not_causal_are_refused(name):
     system = open_system(CASES[name])
     with pytest.raises(ConfigError, match=r"no text to generate|cannot generate text"):
         Decoder(system, system.n_steps, Generation())
-
-
-def test_a_cache_that_fails_or_gives_other_logits_is_not_used(monkeypatch):
-    system = open_system(CASES["transformers HRM-Text"])
-    right = system.extend
-    monkeypatch.setattr(system, "extend", lambda *args: (right(*args)[0] * 1.01, None))
-    assert Decoder(system, 2, Generation()).no_cache == "the model's own cache gives other logits"
-    monkeypatch.setattr(system, "extend", lambda *args: [][0])
-    decoder = Decoder(system, 2, Generation())
-    assert "IndexError" in decoder.no_cache
-    torch.testing.assert_close(decoder(_TEXT), rolled_out(system, _TEXT, 2)[-1])
-
-
-@pytest.mark.parametrize(("name", "low", "high"), [("Huginn", 1e-9, 1e3), ("Ouro", 1.0, 0.0)])
-def test_a_loop_is_left_early_by_the_models_own_rule(name, low, high):
-    """With a threshold that is met at once, and with one that never is."""
-    system = open_system(CASES[name])
-    late, early = (Decoder(system, 3, Generation(exit=x)) for x in (low, high))
-    torch.testing.assert_close(late(_TEXT), rolled_out(system, _TEXT, 3)[-1], rtol=1e-5, atol=1e-5)
-    first = 2 if name == "Huginn" else 1
-    torch.testing.assert_close(early(_TEXT), rolled_out(system, _TEXT, first)[-1], rtol=1e-5, atol=1e-5)
-    assert (late.depths, early.depths) == ([3], [first])
 
 
 def test_a_model_without_a_rule_is_not_left_early():
@@ -190,7 +168,7 @@ def test_a_small_vocabulary_has_enough_tokens_for_the_trials(tmp_path, vocabular
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     system = load_model(f"looped:{tmp_path}[1:3]x2").system
     decoder = Decoder(system, 2, Generation())
-    assert decoder.no_cache == ""
+    assert decoder.backend.name == "cache"
     assert decoder([1, 0]).shape == (vocabulary,)
 
 

@@ -78,7 +78,7 @@ def test_replays_give_the_logits_of_a_rollout(name, recorder, monkeypatch):
     system.model.to(torch.float64 if exact else torch.float32)
     n_steps = case.depths[-1]
     decoder = Decoder(system, n_steps, Generation(n_tokens=2))
-    assert (decoder.no_graph, decoder.no_cache) == ("", "")
+    assert decoder.backend.name == "graph"
     recorder.records = recorder.replays = 0
     # One by one past the room of two tokens, three at once, and another text.
     texts = [(_TEXT, _MORE[:n]) for n in (0, 1, 2, 3, 4, 7)] + [(_TEXT[1:], _MORE[:n]) for n in (0, 1)]
@@ -95,7 +95,8 @@ def test_a_step_that_depends_on_its_tokens_is_not_recorded(recorder):
     # The recording repeats the choice of experts.
     system = open_system(CASES["looped OLMoE, experts"])
     decoder = Decoder(system, 2, Generation())
-    assert (decoder.no_graph, decoder.no_cache) == ("a recorded step gives other logits", "")
+    assert decoder.backend.name == "cache"
+    assert decoder.declined["graph"] == "a recorded step gives other logits"
     before = recorder.replays
     for n in range(3):
         text = [*_TEXT, *_MORE[:n]]
@@ -110,8 +111,8 @@ def test_a_failed_recording_leaves_the_models_cache(monkeypatch):
     monkeypatch.setitem(graph.RECORDERS, "cpu", fails)
     system = open_system(CASES["looped Llama"])
     decoder = Decoder(system, 2, Generation())
-    assert "operation not permitted when stream is capturing" in decoder.no_graph
-    assert decoder.no_cache == ""
+    assert "operation not permitted when stream is capturing" in decoder.declined["graph"]
+    assert decoder.backend.name == "cache"
     for n in range(3):
         text = [*_TEXT, *_MORE[:n]]
         torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-4, atol=1e-5)
@@ -122,13 +123,13 @@ def test_a_failed_recording_leaves_the_models_cache(monkeypatch):
     [("Ouro", "no graph: tuple changes its size"), ("Parcae", "the model has no cache")],
 )
 def test_a_cache_that_changes_its_size_is_not_recorded(name, reason, recorder):
-    assert Decoder(open_system(CASES[name]), 2, Generation()).no_graph == reason
+    assert Decoder(open_system(CASES[name]), 2, Generation()).declined["graph"] == reason
     assert recorder.records == 0
 
 
 def test_steps_are_launched_one_by_one_without_a_recorder():
     decoder = Decoder(open_system(CASES["looped Llama"]), 2, Generation())
-    assert decoder.no_graph == "loopq records steps on a GPU, not on cpu"
+    assert decoder.declined["graph"] == "loopq records steps on a GPU, not on cpu"
 
 
 #: Operations that wait for the device, because their result or its size is a number of the processor.
@@ -185,7 +186,7 @@ _ONE = torch.ones(())
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (None, ""),
+        (None, None),
         (_copies, "a recorded step cannot be used (RuntimeError: aten::_to_copy from the processor)"),
         (
             _waits,
@@ -201,4 +202,4 @@ def test_a_step_does_not_touch_the_processor(change, reason, monkeypatch):
         system.model.to(DEVICE)
         if change is not None:
             system.model.model.norm.register_forward_hook(lambda _, args, out: change(out))
-        assert Decoder(system, 2, Generation()).no_graph == reason
+        assert Decoder(system, 2, Generation()).declined.get("graph") == reason

@@ -105,7 +105,7 @@ def test_transformed_inputs_give_the_logits_of_a_rollout(name, transform):
     finally:
         torch.set_num_threads(n_threads)
     assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
-    assert Decoder(system, 2, Generation()).no_runner == ""
+    assert Decoder(system, 2, Generation()).backend.name == "runner"
 
 
 def test_layers_with_one_input_may_have_unlike_transforms():
@@ -202,7 +202,7 @@ def test_caches_in_fewer_bits_change_logits_little_on_any_thread(name):
 def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
     system = coded(open_system(CASES["Ouro"]))
     decoder = Decoder(system, 3, Generation())
-    assert (decoder.no_runner, decoder.no_cache) == ("", "")
+    assert (decoder.backend.name, decoder.declined) == ("runner", {})
     for n in range(6, len(_TEXT) + 1):
         torch.testing.assert_close(
             decoder(_TEXT[:n]), rolled_out(system, _TEXT[:n], 3)[-1], rtol=2e-5, atol=2e-5
@@ -224,7 +224,7 @@ def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
 
     monkeypatch.setattr(system, "program", without_branch_norms)
     wrong = Decoder(system, 3, Generation())
-    assert wrong.no_runner == "the runner gives other logits"
+    assert wrong.declined["runner"] == "the runner gives other logits"
     torch.testing.assert_close(wrong(_TEXT), rolled_out(system, _TEXT, 3)[-1])
 
 
@@ -262,9 +262,9 @@ def test_tokens_run_on_one_thread_where_more_take_longer(monkeypatch):
 
 def test_what_it_does_not_know_is_run_by_the_models_modules():
     plain = Decoder(open_system(CASES["Ouro"]), 2, Generation())
-    assert plain.no_runner == "the runner takes models with codes, on the processor"
+    assert plain.declined["runner"] == "the runner takes models with codes, on the processor"
     other = Decoder(coded(open_system(CASES["Parcae"])), 2, Generation())
-    assert other.no_runner == "the runner does not know the blocks of SmallParcae"
+    assert other.declined["runner"] == "the runner does not know the blocks of SmallParcae"
 
     system = coded(open_system(CASES["looped Llama"]))
     layer = system.model.model.layers[0].mlp
@@ -277,7 +277,7 @@ def test_what_it_does_not_know_is_run_by_the_models_modules():
         trellis=Trellis(8, 512),
         layout="lq-cpu",
     )
-    assert "does not multiply by QuantLinear" in Decoder(system, 2, Generation()).no_runner
+    assert "does not multiply by QuantLinear" in Decoder(system, 2, Generation()).declined["runner"]
 
 
 def test_linear_layers_without_codes_and_unlike_activations():

@@ -67,9 +67,9 @@ def test_a_checkpoint_in_codes_gives_the_text_of_its_weights(solved, monkeypatch
         "loopq.api.Continuation", lambda *args: runners.append(Continuation(*args)) or runners[-1]
     )
     by_codes = loopq.generate(solved, "abc", n_tokens=6)
-    assert runners[0].decoder.no_runner == ""
+    assert runners[0].decoder.backend.name == "runner"
     assert loopq.generate(loopq.load(solved), "abc", n_tokens=6) == by_codes
-    assert runners[1].decoder.no_runner != ""
+    assert runners[1].decoder.backend.name != "runner"
 
 
 class _Broken:

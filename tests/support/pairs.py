@@ -26,7 +26,7 @@ from loopq.formats.hf_folder import looped_files
 from loopq.formats.support import READS, entry_of
 from loopq.models.load import load_model
 from loopq.run.config import Override, QuantConfig
-from loopq.run.export import expected
+from loopq.run.export import expected_of, quantized_format, round_weights
 from loopq.run.gate import Gate
 from loopq.runtime.restore import load_checkpoint
 from loopq.systems.base import Batch
@@ -222,7 +222,7 @@ def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
         pair.system = result.settings["system"]
         files = looped_files(result.side_files, bool(options.get("remote_code")))
         config = json.loads(files.get("config.json", "{}"))
-        pair.engines = Gate().of(form, result, options)[0]
+        pair.engines = Gate().of(form, result, quantized_format(form).taken(options))[0]
     except LoopqError as error:
         pair.refused = str(error)
         if not pair.system:
@@ -240,15 +240,17 @@ def _pair(work: Path, source: Any, name: str, form: str) -> Pair:
         return pair
     if not saved:
         return pair
-    told = expected(load_checkpoint(result, trust_remote_code=True), torch.from_numpy(IDS))
-    assert told is not None
-    pair.question = Question(out, form, **told, trust_remote_code=True)
+    loaded = load_checkpoint(result, trust_remote_code=True)
+    expected = expected_of(loaded, torch.from_numpy(IDS))
+    assert expected is not None
+    expected = dataclasses.replace(expected, slack=round_weights(loaded, expected))
+    pair.question = expected.of(out, form, trust_remote_code=True)
     return pair
 
 
 def _reads(engine: str, form: str, result: loopq.Checkpoint, options: dict[str, Any]) -> bool:
     try:
-        return bool(Gate(engine=engine).of(form, result, options)[0])
+        return bool(Gate(engine=engine).of(form, result, quantized_format(form).taken(options))[0])
     except LoopqError:
         return False
 

@@ -64,7 +64,7 @@ def test_text_is_that_of_the_models_own_cache(mode: str, tmp_path: Path) -> None
     loaded = load_model(tmp_path)
     settings = Generation(n_tokens=8)
     decoder = Decoder(loaded.system, 3, settings)
-    assert not decoder.no_cache
+    assert decoder.backend.name == "cache"
     prompt = tokens(1)[0].tolist()
     written = list(generate(loaded, prompt, decoder, settings))
     with torch.no_grad():

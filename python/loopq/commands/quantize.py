@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from loopq.commands.output import print_checkpoint, whole
 from loopq.commands.plan import dry_run, several_bits, table
 from loopq.commands.source import add_source, load_source
 from loopq.errors import LoopqError, require
-from loopq.formats.base import Format
+from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
@@ -158,7 +157,7 @@ class _Command:
     depths: list[argparse.Namespace]
     n_steps: Any
     target: Format
-    options: Mapping[str, Any]
+    options: FormatOptions
     config: QuantConfig
     loaded: LoadedModel
     tokens: TokenSet
@@ -177,7 +176,7 @@ class _Command:
         loaded = load_source(args)
         n_steps, depths = args.n_steps, each_depth(args)
         gate = Gate(**gate_options(args))
-        refuse_early(loaded, config, args.format, depths[-1].n_steps, gate, **options)
+        refuse_early(loaded, config, args.format, depths[-1].n_steps, gate, options)
         tokens = calibration_tokens(
             loaded, args.calibration, calibration_take(args), matters=config.reads_text
         )
@@ -228,7 +227,7 @@ class _Command:
         args, gate = self.args, Gate(**gate_options(self.args))
         proof = Proof(trust_remote_code=args.trust_remote_code)
         try:
-            return exported(checkpoint, self.out, args.format, gate, proof, **self.options)
+            return exported(checkpoint, self.out, args.format, gate, proof, self.options)
         except LoopqError:
             print(
                 f"{work_folder(self.out)}: what was solved is kept here: the same command with another --format goes "

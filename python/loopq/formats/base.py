@@ -45,6 +45,32 @@ class Option:
 
 
 @dataclass(frozen=True)
+class FormatOptions:
+    """Values of a format's options, and what an export adds. A format with options of its own derives a class.
+
+    Parameters
+    ----------
+    remote_code : bool
+        Put the code of the loop into the folder (`loopq.formats.hf_folder.looped_files`).
+    names : {"published"}, optional
+        Use the names of the model's published files (`loopq.formats.fused`).
+    typed : bool
+        Name the type of the model in config.json.
+    forced : str
+        Why no engine reads the output right, for the output to say so. Empty if one does.
+    """
+
+    remote_code: bool = False
+    names: str | None = None
+    typed: bool = False
+    forced: str = ""
+
+
+#: No option is given.
+DEFAULTS = FormatOptions()
+
+
+@dataclass(frozen=True)
 class Planned:
     """The known part of a run's result before the run.
 
@@ -145,6 +171,8 @@ class Format(ABC):
         Type of matrices outside the loop, unless the settings name one.
     options : tuple of Option
         Options of `write`.
+    values : type
+        `FormatOptions`, or a class derived from it: a field for each of `options`.
     loads : str
         Line of Python that loads the model, for the model card.
     library : str
@@ -159,6 +187,7 @@ class Format(ABC):
     holds_tables: ClassVar[bool] = False
     outside: ClassVar[str | None] = None
     options: ClassVar[tuple[Option, ...]] = ()
+    values: ClassVar[type[FormatOptions]] = FormatOptions
     loads: ClassVar[str] = "import loopq  # loopq.load(DIR)"
     library: ClassVar[str] = "loopq"
 
@@ -172,7 +201,7 @@ class Format(ABC):
         """Whether a file or a folder has this format."""
 
     @abstractmethod
-    def write(self, out: Path, source: Any, *, also: Check | None = None, **options: Any) -> Written:
+    def write(self, out: Path, source: Any, options: Any = DEFAULTS, *, also: Check | None = None) -> Written:
         """Write to a new file or folder. It gets its name after it has been read back and compared.
 
         Parameters
@@ -181,10 +210,10 @@ class Format(ABC):
             New file or folder.
         source : Checkpoint or object
             A checkpoint in memory. For a format of dumps, the object that `loopq.run.export` opens.
+        options : FormatOptions
+            Of the class `values`.
         also : callable, optional
             Checks the content that was read back. Only for a format that loopq reads.
-        **options
-            Options that the format declares.
 
         Raises
         ------
@@ -235,7 +264,7 @@ class Format(ABC):
         checkpoint.compare(again, path)
         return again
 
-    def refuse(self, planned: Planned, **options: Any) -> None:
+    def refuse(self, planned: Planned, options: Any = DEFAULTS) -> None:
         """Reject before a run what `write` would reject afterwards.
 
         Raises
@@ -250,12 +279,14 @@ class Format(ABC):
         """Whether the format can hold codes of such a grid, as far as its kind shows."""
         return self.own or grid.portable
 
-    def stored(self, layers: Mapping[str, QuantizedLayer], **options: Any) -> Mapping[str, QuantizedLayer]:
+    def stored(
+        self, layers: Mapping[str, QuantizedLayer], options: Any = DEFAULTS
+    ) -> Mapping[str, QuantizedLayer]:
         """Return layers in the form that the format stores."""
         return layers
 
-    def taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given options, with None for absent ones.
+    def taken(self, options: Mapping[str, Any]) -> FormatOptions:
+        """Return the given options as `values`. None stands for an absent one.
 
         Raises
         ------
@@ -273,7 +304,7 @@ class Format(ABC):
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
             if known[name].flag and not isinstance(value, bool):
                 raise ConfigError(f"{name} must be True or False; got {value!r}")
-        return given
+        return self.values(**given)
 
     def refuse_checkpoint(self) -> None:
         """Reject a checkpoint for a format with another source.

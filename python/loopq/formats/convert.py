@@ -112,7 +112,7 @@ def write_as(out: str | Path, checkpoint: Checkpoint, format_name: str, **option
     """
     target = FORMATS.get(format_name)
     target.refuse_checkpoint()
-    return target.write(Path(out), checkpoint, **target.taken(options))
+    return target.write(Path(out), checkpoint, target.taken(options))
 
 
 def check_readable(path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,6 +96,23 @@ def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> Quant
         orientation=settings.orientation,
     )
     return in_scale_type(restored, settings.scale_dtype, where)
+
+
+def cut_alike(
+    layers: Mapping[str, QuantizedLayer], stored: Mapping[str, StoredLayer]
+) -> dict[str, StoredLayer]:
+    """Cut the groups of all layers with the same group size alike, so that a cut of one of them fits."""
+    sizes: dict[int, int] = {}
+    for name, layer in layers.items():
+        whole, width = layer.grid.group_size, stored[name].layer.grid.group_size
+        if width != whole:
+            sizes[whole] = math.gcd(sizes.get(whole, whole), width)
+    cut = dict(stored)
+    for name, layer in layers.items():
+        if layer.grid.group_size in sizes:
+            again = split(stored[name].layer, sizes[layer.grid.group_size])
+            cut[name] = StoredLayer(again.layer, (*stored[name].notes, *again.notes))
+    return cut
 
 
 def costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:

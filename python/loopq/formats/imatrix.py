@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats import FORMATS
-from loopq.formats.base import Check, Format, Option, WrittenFile
+from loopq.formats.base import Check, Format, FormatOptions, Option, WrittenFile
 from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, told
 from loopq.formats.gguf.shape import Shape
 from loopq.storage.files import replacing
@@ -43,6 +44,16 @@ class Observed(Protocol):
         """Return the importance of every layer over some steps of the loop."""
 
 
+@dataclass(frozen=True)
+class ImportanceOptions(FormatOptions):
+    """`steps` selects those that count, as in `loopq.settings.steps.parse_steps`."""
+
+    steps: str = "all"
+
+
+_DEFAULTS = ImportanceOptions()
+
+
 class IMatrix(Format):
     """One file of llama.cpp with a weight for every input column of every layer."""
 
@@ -54,14 +65,21 @@ class IMatrix(Format):
         Option("steps", "the steps of the loop that count (default all)", metavar="STEPS"),
     )
 
+    values: ClassVar[type[FormatOptions]] = ImportanceOptions
+
     def holds(self, path: Path) -> bool:
         """Whether it is a GGUF file with importance."""
         return holds_gguf(path, importance=True)
 
     def write(
-        self, out: Path, source: Observed, *, also: Check | None = None, steps: str = "all", **options: Any
+        self,
+        out: Path,
+        source: Observed,
+        options: ImportanceOptions = _DEFAULTS,
+        *,
+        also: Check | None = None,
     ) -> WrittenFile:
-        """Write the file. `steps` selects the counted ones, as in `loopq.settings.steps.parse_steps`."""
+        """Write the file."""
         gguf = require("gguf")
         check_new(out)
         shape = Shape.read(source.side_files)
@@ -73,7 +91,7 @@ class IMatrix(Format):
             writer.add_array("imatrix.datasets", [str(text["source"])])
             writer.add_uint32("imatrix.chunk_count", text["n_prompts"])
             writer.add_uint32("imatrix.chunk_size", text["n_tokens"] // text["n_prompts"])
-            for entry in source.entries(steps):
+            for entry in source.entries(options.steps):
                 n_layers += 1
                 n_by_metric += entry.by_metric
                 for name in shape.tensors(entry.name):
@@ -84,7 +102,8 @@ class IMatrix(Format):
             writer.write_tensors_to_file()
             writer.close()
         by = f"; {n_by_metric} by the loop metric" if n_by_metric else ""
-        return WrittenFile(out, self.name, (f"{out}: importance of {n_layers} layers, steps {steps}{by}",))
+        said = f"{out}: importance of {n_layers} layers, steps {options.steps}{by}"
+        return WrittenFile(out, self.name, (said,))
 
     def facts(self, path: Path) -> dict[str, Any]:
         """Describe the file: its layers and the text of the observations."""

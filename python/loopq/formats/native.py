@@ -18,7 +18,7 @@ import numpy as np
 from loopq import _native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import Check, Format, WrittenLayers, write_folder
+from loopq.formats.base import DEFAULTS, Check, Format, FormatOptions, WrittenLayers, write_folder
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.hf_folder import CONFIG, KEY, METHOD
 from loopq.layers.grids import without_kind
@@ -245,7 +245,7 @@ class Native(Format):
         return (path / INDEX).is_file()
 
     def write(
-        self, out: Path, source: Checkpoint, *, also: Check | None = None, **options: Any
+        self, out: Path, source: Checkpoint, options: FormatOptions = DEFAULTS, *, also: Check | None = None
     ) -> WrittenLayers:
         """Write the folder."""
         write_folder(self, out, source, 0, partial(write, checkpoint=source), also)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,22 +19,30 @@ from loopq import _native
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder
 from loopq.formats import native as store
-from loopq.formats.base import Check, Format, Option, Planned, WrittenLayers, refuse_own, write_folder
+from loopq.formats.arrangement import Arrangement, arranged
+from loopq.formats.base import (
+    Check,
+    Format,
+    FormatOptions,
+    Option,
+    Planned,
+    WrittenLayers,
+    refuse_own,
+    write_folder,
+)
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, costs, is_ragged, restore, split
+from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, costs, cut_alike, is_ragged, restore
 from loopq.formats.float_codes import plain
-from loopq.formats.fused import joined_dense, joined_layers, published_parts, taken_apart
+from loopq.formats.folder_lines import folder_lines
+from loopq.formats.fused import joined_layers, published_parts, taken_apart
 from loopq.formats.layouts import layout_of
 from loopq.formats.record import (
     RECORD,
     Export,
     Record,
     config_of,
-    dense_modules,
-    facts_of,
     float_type,
     modules_of,
-    owners_of,
     read_record,
     write_sealed,
 )
@@ -43,7 +51,16 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import Name, Object, checked, parse_json, shown
-from loopq.terminal.table import render, size
+
+
+@dataclass(frozen=True)
+class FolderOptions(FormatOptions):
+    """`ragged` is the policy for a last group shorter than the others (`QuantizedFolder.ragged`)."""
+
+    ragged: Ragged | None = None
+
+
+_DEFAULTS = FolderOptions()
 
 
 class QuantizedFolder(Format):
@@ -81,6 +98,7 @@ class QuantizedFolder(Format):
             choices=("published",),
         ),
     )
+    values: ClassVar[type[FormatOptions]] = FolderOptions
     ragged: ClassVar[tuple[Ragged, ...]]
     reason: ClassVar[str]
     one_group_size: ClassVar[bool] = False
@@ -177,125 +195,91 @@ class QuantizedFolder(Format):
             [name for name, layer in whole if layer.orientation == "conv"],
         )
         stored = {name: self.prepare(layer, ragged) for name, layer in whole}
-        if not self.one_group_size:
-            return stored
-        sizes: dict[int, int] = {}
-        for name, layer in layers.items():
-            width = stored[name].layer.grid.group_size
-            if width != layer.grid.group_size:
-                sizes[layer.grid.group_size] = math.gcd(
-                    sizes.get(layer.grid.group_size, layer.grid.group_size), width
-                )
-        for name, layer in layers.items():
-            if layer.grid.group_size in sizes:
-                again = split(stored[name].layer, sizes[layer.grid.group_size])
-                stored[name] = StoredLayer(again.layer, (*stored[name].notes, *again.notes))
-        return stored
+        return cut_alike(layers, stored) if self.one_group_size else stored
 
     def stored(
-        self, layers: Mapping[str, QuantizedLayer], *, ragged: Ragged | None = None, **options: Any
+        self, layers: Mapping[str, QuantizedLayer], options: FolderOptions = _DEFAULTS
     ) -> Mapping[str, QuantizedLayer]:
         """Return layers in the form that the format stores."""
-        return {name: prepared.layer for name, prepared in self.prepare_all(layers, ragged).items()}
+        return {name: prepared.layer for name, prepared in self.prepare_all(layers, options.ragged).items()}
 
-    def refuse(
-        self,
-        planned: Planned,
-        *,
-        ragged: Ragged | None = None,
-        remote_code: bool | None = None,
-        names: str | None = None,
-        **options: Any,
-    ) -> None:
+    def refuse(self, planned: Planned, options: FolderOptions = _DEFAULTS) -> None:
         """Reject grids, groups and layers that the format cannot hold, and code of a loop for a model without one.
 
         Limits on the values of scales (float16 for GPTQ and Marlin) are only checked after the run.
         """
         super().refuse(planned)
-        hf_folder.looped_files(planned.side_files, bool(remote_code))
-        stored = self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
-        if names is not None:
+        hf_folder.looped_files(planned.side_files, options.remote_code)
+        stored = self.prepare_all({layer.name: layer for layer in planned.layers}, options.ragged)
+        if options.names is not None:
             parts = published_parts(config_of(planned.side_files))
             joined_layers({prepared.layer.module: prepared.layer for prepared in stored.values()}, parts)
 
     def write(
-        self,
-        out: Path,
-        source: Checkpoint,
-        *,
-        also: Check | None = None,
-        ragged: Ragged | None = None,
-        forced: str | None = None,
-        remote_code: bool | None = None,
-        names: str | None = None,
-        **options: Any,
+        self, out: Path, source: Checkpoint, options: FolderOptions = _DEFAULTS, *, also: Check | None = None
     ) -> WrittenLayers:
-        """Write the folder. `ragged` selects the policy for a last group shorter than the others.
-
-        The record holds `forced`. With `remote_code` the folder has the code of the loop (`hf_folder.looped_files`).
-        With `names` "published" it has the names of the model's published files (`loopq.formats.fused`). With
-        "typed" config.json names the model's type.
-        """
-        files = hf_folder.looped_files(source.side_files, bool(remote_code))
+        """Write the folder. The record holds `forced`, and what undoes the export."""
+        files = hf_folder.looped_files(source.side_files, options.remote_code)
         source, config = dataclasses.replace(source, side_files=files), config_of(files)
         if not source.layers:
             raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-        owners, prepared = owners_of(source), self.prepare_all(source.layers, ragged)
-        layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
-        dense = dict(source.dense)
-        if names is not None:
-            parts = published_parts(config)
-            layers, dense = joined_layers(layers, parts), joined_dense(dense, parts)
-        joined = sorted({*layers} - {m for modules in owners.values() for m in modules})
-        joined += sorted(name.removesuffix(".weight") for name in {*dense} - {*source.dense})
-        tensors = {n: t for module, layer in layers.items() for n, t in self.tensors(module, layer).items()}
-        n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
-        clash = sorted(set(tensors) & set(dense))
-        if clash:
-            raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
+        held = arranged(source, self.prepare_all(source.layers, options.ragged), config, options.names)
+        coded = self._coded(held)
         layout = layout_of(config)
-        tensors = dict(layout.stacked({**tensors, **dense}))
-        unchanged = dense_modules(dense, source.ties)
-        loaded = layout.loaded((*layers, *unchanged))
-        export = Export(layers, unchanged, facts_of(source), loaded, layout.groups)
-        more = float_type(config, dense) if options.get("typed") else {}
-        notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
-        for name, (_, *copies) in owners.items():
-            if copies:
-                notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
-        files, record = self._files(source, ragged, self.config(export), more)
-        record |= {key: modules for key, modules in (("forced", forced), ("joined", joined)) if modules}
-        fill = partial(write_sealed, tensors=tensors, files=files, record=record)
+        tensors = dict(layout.stacked({**coded, **held.dense}))
+        export = held.export(source, layout)
+        more = float_type(config, held.dense) if options.typed else {}
+        fill = partial(
+            write_sealed,
+            tensors=tensors,
+            files=self._files(source, self.config(export), more),
+            record=self._record(source, options, held.joined),
+        )
         write_folder(self, out, source, sum(t.data.size for t in tensors.values()), fill, also)
         before = sum(layer.n_bytes for layer in source.layers.values())
-        return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
+        n_bytes = sum(t.data.size for n, t in coded.items() if not n.endswith("weight_shape"))
+        return WrittenLayers(
+            out, self.name, before, n_bytes, held.notes, len(source.layers), self.remarks(export)
+        )
 
-    def _files(
-        self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object, more: Object
-    ) -> tuple[dict[str, bytes], Object]:
-        """Everything but the tensors: config.json in the order of its keys, side files byte for byte; the record."""
-        side = dict(checkpoint.side_files)
-        original = side.pop(hf_folder.CONFIG, None)
-        config = config_of(checkpoint.side_files) | more | {hf_folder.KEY: quantization}
+    def _coded(self, held: Arrangement) -> dict[str, RawTensor]:
+        """Tensors of the layers, whose names are none of the model's."""
+        coded = {
+            n: t for module, layer in held.layers.items() for n, t in self.tensors(module, layer).items()
+        }
+        clash = sorted(set(coded) & set(held.dense))
+        if clash:
+            raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
+        return coded
+
+    def _record(self, source: Checkpoint, options: FolderOptions, joined: list[str]) -> Object:
+        """What turns the folder back into the checkpoint."""
+        original = source.side_files.get(hf_folder.CONFIG)
         record = {
             "loopq_version": _native.__version__,
             "target": self.name,
-            "ragged": ragged,
-            "settings": checkpoint.settings,
-            "layers": [without_kind(layer.settings()) for layer in checkpoint.layers.values()],
-            "ties": checkpoint.ties,
+            "ragged": options.ragged,
+            "settings": source.settings,
+            "layers": [without_kind(layer.settings()) for layer in source.layers.values()],
+            "ties": source.ties,
             "config": None if original is None else original.decode(),
-            "native_sha256": checkpoint.digest(),
+            "native_sha256": source.digest(),
         }
+        return record | {k: v for k, v in (("forced", options.forced), ("joined", joined)) if v}
+
+    def _files(self, source: Checkpoint, quantization: Object, more: Object) -> dict[str, bytes]:
+        """Everything but the tensors: config.json in the order of its keys, side files byte for byte."""
+        side = {name: data for name, data in source.side_files.items() if name != hf_folder.CONFIG}
+        config = config_of(source.side_files) | more | {hf_folder.KEY: quantization}
         files = {
             hf_folder.CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-            store.REPORT: store.report_lines(checkpoint.layers.values()).encode(),
+            store.REPORT: store.report_lines(source.layers.values()).encode(),
             **self.more_files(quantization),
         }
         clash = sorted({*files, RECORD, hf_folder.SHARDS} & set(side))
         if clash:
             raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {self.name} uses itself")
-        return side | files, record
+        return side | files
 
     def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Compare the folder with a checkpoint. The code of a loop (`remote_code`) is the folder's alone."""
@@ -406,29 +390,4 @@ class QuantizedFolder(Format):
 
     def describe(self, facts: Mapping[str, Any]) -> list[str]:
         """A table of the layers, sizes, and the writing tool."""
-        rows = [
-            (
-                layer["name"],
-                "x".join(map(str, layer["shape"])),
-                layer["grid"],
-                layer["group_size"] if layer["group_size"] != -1 else "row",
-                size(layer["n_bytes"]),
-                f"{layer['bits_per_weight']:.3f}",
-            )
-            for layer in facts["layers"]
-        ]
-        plain = {
-            k: v for k, v in facts["quantization_config"].items() if isinstance(v, str | int | float | bool)
-        }
-        origin = "written by another tool: no run report, true shapes as far as the file tells them"
-        if facts["exported_by_loopq"] is not None:
-            ragged = f", ragged groups: {facts['ragged']}" if facts["ragged"] else ""
-            origin = f"exported by loopq {facts['exported_by_loopq']}{ragged}; converting back gives the same bytes"
-        return [
-            render(("layer", "shape", "grid", "group", "bytes", "bits a weight"), rows),
-            f"format {facts['format']}, {len(facts['dense'])} dense tensors; {size(facts['n_bytes_files'])} on disk, "
-            f"{size(facts['n_bytes'])} as a native checkpoint",
-            origin,
-            "config.json: " + ", ".join(f"{key} {value}" for key, value in plain.items()),
-            *([f"forced: {facts['forced']}"] if facts["forced"] else []),
-        ]
+        return folder_lines(facts)

@@ -9,6 +9,7 @@ from typing import Any
 
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
+from loopq.formats.base import FormatOptions
 from loopq.formats.support import DATE, KNOWN, READS, entry_of, is_embedded
 from loopq.layers.layer import QuantizedLayer
 from loopq.settings.registry import Registry
@@ -88,7 +89,7 @@ def check_engine(
     layers: Layers,
     system: str | None,
     config: Config | None = None,
-    given: Mapping[str, Any] | None = None,
+    options: FormatOptions | None = None,
     dense: Collection[str] = (),
 ) -> None:
     """Reject a checkpoint in a format if an engine would reject it or load it wrongly.
@@ -99,8 +100,10 @@ def check_engine(
         Layers of the checkpoint, or one row of each.
     system : str or None
         Adapter's name. None if unknown.
-    config, given : mapping, optional
-        The model's config.json, and options of the format.
+    config : mapping, optional
+        The model's config.json.
+    options : FormatOptions, optional
+        Of the format. By default none is given.
     dense : collection of str
         Names of tensors that stay unchanged.
 
@@ -116,12 +119,13 @@ def check_engine(
         raise CheckpointError(
             f"{engine} opens a model by the model_type in config.json, and this one has none: quantize its folder"
         )
-    given = given or {}
-    layers = FORMATS.get(format_name).stored(layers, **given)
+    target = FORMATS.get(format_name)
+    options = options or target.values()
+    layers = target.stored(layers, options)
     for rule in rules():
         if engine not in rule.engines or format_name not in rule.formats:
             continue
-        if given.get("names") not in rule.names:
+        if options.names not in rule.names:
             continue
         broken = (
             list(rule.broken(layers, config or {}, dense)) if system in (rule.systems or (system,)) else []
@@ -148,7 +152,7 @@ def readers(
     layers: Layers,
     system: str | None,
     config: Config,
-    given: Mapping[str, Any] | None = None,
+    options: FormatOptions | None = None,
     dense: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the engines that read a checkpoint in a format right, as far as the table says. As `check_engine`.
@@ -168,14 +172,14 @@ def readers(
     if target.own or (target.reads and is_embedded(config)):
         return ()
     try:
-        target.stored(layers, **(given or {}))
+        target.stored(layers, options or target.values())
     except CheckpointError:
         # The format itself refuses it, and says why.
         return ()
     able, reasons, silent = [], [], []
     for engine in (engine for engine, formats in READS.items() if format_name in formats):
         try:
-            check_engine(engine, format_name, layers, system, config, given, dense)
+            check_engine(engine, format_name, layers, system, config, options, dense)
         except CheckpointError as cause:
             reasons.append(str(cause))
             silent += [str(cause)] if isinstance(cause, _Silent) else []

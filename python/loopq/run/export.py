@@ -15,7 +15,7 @@ from loopq._native import __version__
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
-from loopq.formats.base import Format, Planned, Written, WrittenFile
+from loopq.formats.base import Format, FormatOptions, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
@@ -24,7 +24,7 @@ from loopq.models.load import LoadedModel
 from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside
-from loopq.run.gate import Asked, Gate, Proof
+from loopq.run.gate import Asked, Expectation, Gate, Proof
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
 from loopq.runtime.restore import load_checkpoint
@@ -130,7 +130,7 @@ def export(
     if isinstance(opened, Checkpoint):
         gate.of(format_name, opened, given)
     with new_or_same(out) as place:
-        done = exported(opened, place, format_name, gate, proof, **rest)
+        done = exported(opened, place, format_name, gate, proof, given)
     if place != out:
         said = (f"{out} was written before the interruption; compared, byte for byte",)
         return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
@@ -143,47 +143,91 @@ def exported(
     format_name: str,
     gate: Gate | None = None,
     proof: Proof | None = None,
-    **options: Any,
+    options: FormatOptions | None = None,
 ) -> Exported:
     """Export as `export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
     gate, proof = gate or Gate(), proof or Proof()
     target = FORMATS.get(format_name)
-    given = target.taken(options)
+    options = options or target.values()
     if not isinstance(source, Checkpoint):
-        return Exported(target.write(out, source, **given), 0, None, "")
+        return Exported(target.write(out, source, options), 0, None, "")
     target.refuse_checkpoint()
-    engines, forced = gate.of(format_name, source, given)
+    engines, forced = gate.of(format_name, source, options)
     # The code of a loop is loopq's own.
-    trust = proof.trust_remote_code or bool(given.get("remote_code"))
+    trust = proof.trust_remote_code or options.remote_code
     asked = Asked(format_name, engines, trust) if gate.verify and engines and not target.own else None
-    before, difference, reason = np.zeros(0), 0.0, ""
-
-    def compute() -> str:
-        nonlocal before
-        try:
-            before = _logits(source, proof, asked)
-        except _NO_LOGITS as error:
-            return str(error).splitlines()[0]
-        return ""
-
-    def compare_logits(again: Checkpoint) -> None:
-        nonlocal difference, reason
-        reason = compute()
-        # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
-        difference = 0.0 if reason else float(np.abs(before - _logits(again, proof, None)).max())
-        if difference != 0.0:
-            raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
-
-    written = target.write(
-        out, source, also=compare_logits, typed=True, **given, **({"forced": forced} if forced else {})
-    )
+    comparison = Comparison(source, proof, asks=asked is not None)
+    options = dataclasses.replace(options, typed=True, forced=forced)
+    written = target.write(out, source, options, also=lambda again: comparison.after(again, out))
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
     if not (engines or forced or target.own):
         lines = (f"loopq {__version__} read it: no other engine has the class",)
+    difference, reason = comparison.difference, comparison.reason
     if asked is not None and not reason:
-        lines += asked.lines(out, source, compute, force=gate.force)
-    read = not reason and target.reads
-    return Exported(written, proof.n_prompts * read, difference if read else None, reason, lines)
+        lines += asked.lines(out, source, comparison.expectation, force=gate.force)
+    return Exported(written, proof.n_prompts * (difference is not None), difference, reason, lines)
+
+
+class Comparison:
+    """A model's logits before an export, and after it.
+
+    Parameters
+    ----------
+    source : Checkpoint
+        What is exported.
+    proof : Proof
+        The prompts.
+    asks : bool
+        Whether engines are asked about the file: the model before says what they must give.
+
+    Attributes
+    ----------
+    difference : float or None
+        Largest difference of what was read back. None if nothing was compared.
+    reason : str
+        Why there are no logits before. Empty if there are, or nothing asked for them.
+    """
+
+    def __init__(self, source: Checkpoint, proof: Proof, *, asks: bool) -> None:
+        self._source, self._proof, self._asks = source, proof, asks
+        self._before: NDArray[Any] | None = None
+        self._expected: Expectation | None = None
+        self.difference: float | None = None
+        self.reason = ""
+
+    def before(self) -> NDArray[Any] | None:
+        """Return the logits of the source; None, with `reason`, if its model cannot be built or run here."""
+        if self._before is None and not self.reason:
+            try:
+                loaded, batch, self._before = _run(self._source, self._proof)
+                if self._asks and (expected := expected_of(loaded, batch.input_ids)) is not None:
+                    # The last use of the model.
+                    self._expected = dataclasses.replace(expected, slack=round_weights(loaded, expected))
+            except _NO_LOGITS as error:
+                self._before, self.reason = None, str(error).splitlines()[0]
+        return self._before
+
+    def after(self, again: Checkpoint, out: Path) -> None:
+        """Compare a checkpoint that was read back.
+
+        Raises
+        ------
+        CheckpointError
+            It has other logits.
+        """
+        before = self.before()
+        # A problem of the earlier checkpoint does not invalidate the export, because its numbers were compared.
+        if before is None:
+            return
+        self.difference = float(np.abs(before - _run(again, self._proof)[2]).max())
+        if self.difference != 0.0:
+            raise CheckpointError(f"{out}: logits differ by {self.difference:g} from those before")
+
+    def expectation(self) -> Expectation | str:
+        """Return what engines must say of the source, or why it is not known."""
+        if self.before() is None:
+            return self.reason
+        return self._expected or "the model draws its first state, and its system does not tell it"
 
 
 def folded(
@@ -233,7 +277,7 @@ def refuse_early(
     format_name: str,
     n_steps: int | None = None,
     gate: Gate | None = None,
-    **options: Any,
+    options: FormatOptions | None = None,
 ) -> None:
     """Refuse before a run anything that the export would refuse later: a grid, groups or a model.
 
@@ -250,7 +294,7 @@ def refuse_early(
     fits. This is known only after the run.
     """
     target, gate = quantized_format(format_name), gate or Gate()
-    given = target.taken(options)
+    options = options or target.values()
     if target.own and gate.engine is None:
         return
     if not target.holds_tables:
@@ -268,11 +312,11 @@ def refuse_early(
         ties,
         loaded.side_files,
     )
-    target.refuse(planned, **given)
+    target.refuse(planned, options)
     if not target.own:
         refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
-    gate.readers(format_name, layers, system.name, loaded.side_files, given, dense)
+    gate.readers(format_name, layers, system.name, loaded.side_files, options, dense)
 
 
 def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -300,50 +344,43 @@ def _stand_in(task: Task) -> QuantizedLayer:
     return QuantizedLayer(task.name, grid, codes, scales, zeros, p.orientation)
 
 
-def round_weights(model: nn.Module) -> None:
-    """Round the weights of a model to float16."""
-    torch = require("torch")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.half())
-
-
-def _logits(checkpoint: Checkpoint, proof: Proof, asked: Asked | None) -> NDArray[Any]:
-    """Logits at the depth of the checkpoint. `asked` gets what its engines must say."""
-    torch = require("torch")
+def _run(checkpoint: Checkpoint, proof: Proof) -> tuple[LoadedModel, Batch, NDArray[Any]]:
+    """Model of a checkpoint, prompts, and its logits at the depth of the checkpoint."""
+    require("torch")  # first, so that its absence is the reason
     loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
     batch = _random_batch(loaded, proof.n_prompts, proof.seq_len)
-    with torch.no_grad():
-        logits = loaded.system.rollout(
-            batch, int(checkpoint.settings.get("n_steps") or loaded.system.n_steps)
-        )
-    before: NDArray[Any] = logits.float().cpu().numpy()
-    if asked is not None:
-        asked.expected = expected(loaded, batch.input_ids)
-    return before
+    n_steps = int(checkpoint.settings.get("n_steps") or loaded.system.n_steps)
+    return loaded, batch, _rolled_out(loaded, batch, n_steps)
 
 
-def expected(loaded: LoadedModel, ids: Tensor) -> dict[str, Any] | None:
-    """Return what a `Question` says of a model at its own depth, and round its weights.
+def _rolled_out(loaded: LoadedModel, batch: Batch, n_steps: int) -> NDArray[Any]:
+    with require("torch").no_grad():
+        logits: NDArray[Any] = loaded.system.rollout(batch, n_steps).float().cpu().numpy()
+    return logits
+
+
+def expected_of(loaded: LoadedModel, ids: Tensor) -> Expectation | None:
+    """Return what engines must say of a model at its own depth, without any slack.
 
     None if the model draws a first state that its system does not tell, so that no engine can begin with it.
     """
-    torch, system = require("torch"), loaded.system
+    system = loaded.system
     # An engine is given the first states, or draws them itself: token by token, those of prompt 0.
     batch, draw = Batch(ids, (0,) * len(ids), by_token=True), getattr(system, "noise", None)
     if system.state_is_random and draw is None:
         return None
-
-    def run() -> NDArray[Any]:
-        with torch.no_grad():
-            logits: NDArray[Any] = system.rollout(batch, system.n_steps).float().cpu().numpy()
-        return logits
-
     states = draw(batch).float().cpu().numpy() if system.state_is_random and draw else None
-    logits = run()
-    round_weights(loaded.model)
-    slack = float(np.abs(run() - logits).max())
-    return {"ids": ids.numpy(), "expected": logits, "slack": slack, "states": states}
+    return Expectation(ids.numpy(), _rolled_out(loaded, batch, system.n_steps), states=states)
+
+
+def round_weights(loaded: LoadedModel, expected: Expectation) -> float:
+    """Round the weights of a model to float16 in place, and return the largest change of the expected logits."""
+    torch = require("torch")
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.copy_(parameter.half())
+    batch = Batch(torch.from_numpy(expected.ids), (0,) * len(expected.ids), by_token=True)
+    return float(np.abs(_rolled_out(loaded, batch, loaded.system.n_steps) - expected.expected).max())
 
 
 def _random_batch(loaded: LoadedModel, n_prompts: int, seq_len: int) -> Batch:

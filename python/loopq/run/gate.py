@@ -7,9 +7,13 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.formats.base import FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Question, Reading, ask
@@ -39,12 +43,10 @@ class Gate(Settings):
     force: bool = setting(False)
     verify: bool = setting(True, off="no-verify")
 
-    def of(
-        self, format_name: str, source: Checkpoint, given: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], str]:
+    def of(self, format_name: str, source: Checkpoint, options: FormatOptions) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""
         system = source.settings.get("system")
-        return self.readers(format_name, source.layers, system, source.side_files, given, source.dense)
+        return self.readers(format_name, source.layers, system, source.side_files, options, source.dense)
 
     def readers(
         self,
@@ -52,12 +54,12 @@ class Gate(Settings):
         layers: Layers,
         system: str | None,
         side_files: Mapping[str, bytes],
-        given: Mapping[str, Any],
+        options: FormatOptions,
         dense: Collection[str],
     ) -> tuple[tuple[str, ...], str]:
         """Return the engines that read a checkpoint right, and why a forced file is refused otherwise.
 
-        `given` has the options of the format, `dense` the tensors that stay unchanged. The config.json is the one that
+        `options` are those of the format, `dense` the tensors that stay unchanged. The config.json is the one that
         the file will have: with `remote_code` it names the code of the loop.
 
         Raises
@@ -65,11 +67,11 @@ class Gate(Settings):
         CheckpointError
             The engine, or every engine, is known to refuse it or to load it wrongly.
         """
-        config = json.loads(looped_files(side_files, bool(given.get("remote_code"))).get(CONFIG, b"{}"))
+        config = json.loads(looped_files(side_files, options.remote_code).get(CONFIG, b"{}"))
         try:
             if self.engine is None:
-                return readers(format_name, layers, system, config, given, dense), ""
-            check_engine(self.engine, format_name, layers, system, config, given, dense)
+                return readers(format_name, layers, system, config, options, dense), ""
+            check_engine(self.engine, format_name, layers, system, config, options, dense)
             return (self.engine,), ""
         except CheckpointError as cause:
             if not self.force:
@@ -96,21 +98,34 @@ class Proof(Settings):
     trust_remote_code: bool = setting(False)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Expectation:
+    """What engines must say of a model at its own depth; the fields are those of `Question`."""
+
+    ids: NDArray[np.int64]
+    expected: NDArray[np.float32]
+    slack: float = 0.0
+    states: NDArray[np.float32] | None = None
+
+    def of(self, out: Path, format_name: str, *, trust_remote_code: bool) -> Question:
+        """Return the question to an engine about a written file."""
+        return Question(out, format_name, self.ids, self.expected, trust_remote_code, self.slack, self.states)
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Engines that a written file is shown to, and what they must say (`loopq.run.export.expected`)."""
+    """Engines that a written file is shown to."""
 
     format: str
     engines: tuple[str, ...]
     trust_remote_code: bool
-    expected: Mapping[str, Any] | None = None
 
     def lines(
-        self, out: Path, source: Checkpoint, compute: Callable[[], str], *, force: bool
+        self, out: Path, source: Checkpoint, expectation: Callable[[], Expectation | str], *, force: bool
     ) -> tuple[str, ...]:
         """Ask the engines that are installed, and say who read the file.
 
-        `compute` sets what they must say if it is absent, or returns why it cannot.
+        `expectation` gives what they must say, or why it is not known. It is called only if an engine is asked.
 
         Raises
         ------
@@ -131,11 +146,10 @@ class Asked:
             Reading(e.version(self.format), problem=why[e.name], skipped=True) for e in here if why[e.name]
         ]
         if not all(why.values()):
-            reason = "" if self.expected is not None else compute()
-            if self.expected is None:
-                reason = reason or "the model draws its first state, and its system does not tell it"
-                return (f"only loopq read it: {reason}",)
-            question = Question(out, self.format, **self.expected, trust_remote_code=self.trust_remote_code)
+            expected = expectation()
+            if isinstance(expected, str):
+                return (f"only loopq read it: {expected}",)
+            question = expected.of(out, self.format, trust_remote_code=self.trust_remote_code)
             readings += [ask(name, [question])[0] for name, reason in why.items() if not reason]
         wrong = [reading for reading in readings if not (reading.same or reading.skipped)]
         if wrong and not force:

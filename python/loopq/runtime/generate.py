@@ -7,25 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from loopq.errors import ConfigError, LoopqError, NonFiniteError, require
+from loopq.errors import ConfigError, NonFiniteError, require
 from loopq.models.load import LoadedModel
 from loopq.models.trace import first_not_finite
-from loopq.runtime.graph import RECORDERS, Graph
+from loopq.runtime.backends import Job, close, opened
 from loopq.settings.declare import Settings, setting
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.capabilities import Exits, FixedLength, Programmed, ServedByCache, extended, marked
-from loopq.systems.stepwise import single_steps, steps_of
+from loopq.systems.capabilities import Exits, FixedLength, marked
+from loopq.systems.stepwise import steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.runtime.runner import Runner  # lazy: loopq imports without torch
-
 #: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
 _PROBE, _MORE = 8, 3
-#: Largest difference from the logits of a rollout, relative to them (root mean square). In 16 bits, sums over
-#: other shapes round otherwise, and a loop multiplies that.
-_TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -71,12 +66,11 @@ class Decoder:
 
     Attributes
     ----------
-    no_cache : str
-        Why every token is computed from all earlier tokens. Empty if there is a cache.
-    no_runner : str
-        Why the model's modules are called. Empty if the core runs it as one program with its cache.
-    no_graph : str
-        Why the operations of a step are launched one by one. Empty if a recorded step is replayed, or the core runs it.
+    backend : loopq.runtime.backends.Backend
+        Computes the logits. Its `name` is "runner" (the core runs the model as one program with its cache), "graph" (a
+        recorded step is replayed), "cache" (the model's own), "exit" (the loop is left early) or "rollout".
+    declined : dict of str to str
+        Backends that come before it, in this order, and why they are not used.
     depths : list of int
         Number of steps of each call.
 
@@ -90,9 +84,6 @@ class Decoder:
     def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
         self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
         self.depths: list[int] = []
-        self._runner: Runner | None = None
-        self._graph: Graph | None = None
-        self._cache: Any = None
         self._seen: list[int] = []
         if system.output != "logits" or isinstance(system, FixedLength):
             what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
@@ -100,15 +91,14 @@ class Decoder:
         vocabulary = self._refuse_two_directions()
         if settings.exit is not None and not (isinstance(system, Exits) and steps_of(system)):
             raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
-        self.no_cache = self.no_runner = self.no_graph = "left early"
-        if settings.exit is None:
-            texts = self._growing(vocabulary)
-            self.no_runner = self._why_no_runner(texts)
-            self.no_graph = self._why_no_graph(texts) if self.no_runner else ""
-            self.no_cache = self._why_no_cache(texts) if self.no_runner and self.no_graph else ""
-        if settings.kv is not None and self.no_runner:
+        texts = self._growing(vocabulary)
+        self.backend, self.declined = opened(
+            Job(system, self.n_steps, texts, settings.n_tokens, settings.exit, settings.kv)
+        )
+        if settings.kv is not None and "runner" in self.declined:
             raise ConfigError(
-                f"kv: only loopq's runner keeps keys and values in fewer bits, and it is not used: {self.no_runner}"
+                "kv: only loopq's runner keeps keys and values in fewer bits, and it is not used: "
+                f"{self.declined['runner']}"
             )
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
@@ -116,62 +106,25 @@ class Decoder:
 
         If the text continues the previous one, only the new tokens run.
         """
+        now, seen = list(ids), self._seen
+        n_seen = len(seen) if now[: len(seen)] == seen and len(now) > len(seen) else 0
+        # An interrupted call leaves it empty, because its rest cannot be continued.
+        self._seen = []
+        batch = self._batch(now)
         with require("torch").no_grad():
-            if self.settings.exit is not None:
-                logits = self._leave_early(self._batch(ids), self.settings.exit)
-            else:
-                logits = self._rolled_out(ids) if self.no_cache else self._extended(ids)
-                self.depths.append(self.n_steps)
-        self._refuse_nan(logits, self._batch(ids))
+            logits = self.backend.extend(batch, n_seen)
+        self._seen = now
+        self.depths.append(self.backend.depth)
+        self._refuse_nan(logits, batch)
         return logits.float().cpu()
 
     def restart(self) -> None:
         """Clear the text so far."""
-        self._seen, self._cache = [], None
-        if self._runner is not None:
-            self._runner.restart()
+        self._seen = []
 
     def _batch(self, ids: Sequence[int]) -> Batch:
         torch = require("torch")
         return Batch(torch.tensor([list(ids)]), (0,), self.settings.seed, by_token=True)
-
-    def _rolled_out(self, ids: Sequence[int]) -> Tensor:
-        return self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
-
-    def _extended(self, ids: Sequence[int]) -> Tensor:
-        """The same, from the keys and values of earlier tokens, in the runner's or the model's cache."""
-        seen, now = self._seen, list(ids)
-        # Also empty after an interrupted call, because its rest cannot be continued.
-        if not seen or now[: len(seen)] != seen or len(now) == len(seen):
-            self.restart()
-        n_seen, self._seen = len(self._seen), []
-        batch = self._batch(now)
-        if self._runner is not None:
-            states = self._runner.program.start
-            logits = self._runner.extend(
-                batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
-            )
-        elif self._graph is not None:
-            logits = self._graph.extend(batch, n_seen)
-        else:
-            every, self._cache = extended(self.system, batch, self.n_steps, n_seen, self._cache)
-            logits = every[0, -1]
-        self._seen = now
-        return logits
-
-    def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
-        """Logits at the step that the model's rule chooses for the last token. All tokens run to that step."""
-        system, n_steps = single_steps(self.system), self.n_steps
-        rule = system.exit_rule() if isinstance(system, Exits) else None
-        embedding = system.embed(batch)
-        state = system.initial_state(batch, embedding)
-        for t in range(n_steps):
-            state = system.step(state, embedding, t, n_steps)
-            logits = system.predict(state, embedding)[0, -1]
-            if rule is not None and rule(state[0, -1], logits, threshold):
-                break
-        self.depths.append(t + 1)
-        return logits
 
     def _refuse_two_directions(self) -> int:
         """Check that another last token keeps the earlier logits. Return the size of the vocabulary."""
@@ -181,7 +134,7 @@ class Decoder:
             texts = (self._batch(first), self._batch((*first[:-1], int(first[-1] != 1))))
             a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
         self._refuse_nan(a, texts[0])
-        if not _close(a, b):
+        if not close(a, b):
             raise ConfigError(
                 f"{self.system.name}: a later token changes the logits of earlier ones: "
                 f"{type(self.system.model).__name__} reads in both directions and cannot generate text"
@@ -197,81 +150,17 @@ class Decoder:
                 "Use float32 or another checkpoint"
             )
 
-    def _growing(self, vocabulary: int) -> list[list[int]]:
+    def _growing(self, vocabulary: int) -> tuple[Batch, ...]:
         """A prompt, and the same with one token more, and so on."""
         # Spread out, because the first ids are often marks, after which logits depend on every rounding.
         apart = max(1, vocabulary // (_PROBE + _MORE + 1))
         tried = [i * apart % vocabulary for i in range(1, _PROBE + _MORE + 1)]
         start, more = marked(self.system, tried[:_PROBE]), tried[_PROBE:]
-        return [[*start, *more[:n]] for n in range(_MORE + 1)]
-
-    def _as_rolled_out(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether texts that continue each other have the logits of a rollout."""
-        torch = require("torch")
-        with torch.no_grad():
-            logits = torch.stack([self._extended(text) for text in texts])
-            whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(texts) :]
-        self.restart()
-        return _close(logits, whole)
-
-    def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
-        """Test the core's runner, because it describes a model by the names of its modules."""
-        system = self.system
-        from loopq.runtime.linear import QuantLinear  # lazy: loopq imports without torch
-        from loopq.runtime.runner import Runner  # lazy: loopq imports without torch
-
-        coded = any(isinstance(m, QuantLinear) for m in system.model.modules())
-        if system.device.type != "cpu" or not coded:
-            return "the runner takes models with codes, on the processor"
-        try:
-            program = system.program(self.n_steps) if isinstance(system, Programmed) else None
-            if program is None:
-                return f"the runner does not know the blocks of {type(system.model).__name__}"
-            self._runner = Runner(program)
-            why = "" if self._as_rolled_out(texts) else "the runner gives other logits"
-            if not why and self.settings.kv is not None:
-                self._runner = Runner(program, self.settings.kv)
-        except LoopqError as cause:
-            why = str(cause)
-        if why:
-            self._runner = None
-            self.restart()
-        return why
-
-    def _why_no_graph(self, texts: Sequence[Sequence[int]]) -> str:
-        """Test a recorded step, because a recording repeats choices that depend on the tokens."""
-        device = self.system.device.type
-        if device not in RECORDERS:
-            return f"loopq records steps on a GPU, not on {device}"
-        self._graph = Graph(self.system, self.n_steps, self.settings.n_tokens)
-        why = self._why_not(texts, "a recorded step")
-        self._graph = None if why else self._graph
-        return why
-
-    def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
-        """Test the model's cache. Published ones differ between versions, and some give other logits."""
-        served = isinstance(self.system, ServedByCache) and self.system.served_by_cache
-        return self._why_not(texts, "the model's own cache", served)
-
-    def _why_not(self, texts: Sequence[Sequence[int]], what: str, served: bool = False) -> str:
-        try:
-            return "" if self._as_rolled_out(texts) or served else f"{what} gives other logits"
-        except LoopqError as cause:
-            return str(cause)
-        # Any error of external code has the same meaning: this cannot be used here.
-        except Exception as cause:  # noqa: BLE001
-            return f"{what} cannot be used ({type(cause).__name__}: {cause})"
-        finally:
-            self.restart()
+        return tuple(self._batch([*start, *more[:n]]) for n in range(_MORE + 1))
 
 
 #: Temperatures below it draw the same token. Its reciprocal is finite.
 _COLDEST = 1e-100
-
-
-def _close(logits: Tensor, expected: Tensor) -> bool:
-    tolerance = _TOLERANCE[str(expected.dtype).removeprefix("torch.")]
-    return bool((logits - expected).float().norm() <= tolerance * expected.float().norm())
 
 
 def choose(logits: Tensor, settings: Generation, generator: Any) -> int:

@@ -3,14 +3,14 @@
 use crate::{Error, Result};
 
 /// `a * b`, or an error that names what was sized.
-pub(crate) fn product(what: &'static str, a: usize, b: usize) -> Result<usize> {
+pub fn product(what: &'static str, a: usize, b: usize) -> Result<usize> {
     a.checked_mul(b)
         .filter(|&n| isize::try_from(n).is_ok())
         .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} x {b}") })
 }
 
 /// `a + b`, or an error that names what was sized.
-pub(crate) fn sum(what: &'static str, a: usize, b: usize) -> Result<usize> {
+pub fn sum(what: &'static str, a: usize, b: usize) -> Result<usize> {
     a.checked_add(b)
         .filter(|&n| isize::try_from(n).is_ok())
         .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} + {b}") })
@@ -22,7 +22,7 @@ pub(crate) fn n_upper(dim: usize) -> Result<usize> {
 }
 
 /// Checks that a slice has the length of a `rows` x `columns` matrix.
-pub(crate) fn check_matrix<T>(what: &'static str, data: &[T], rows: usize, columns: usize) -> Result<()> {
+pub fn check_matrix<T>(what: &'static str, data: &[T], rows: usize, columns: usize) -> Result<()> {
     let expected = product(what, rows, columns)?;
     if data.len() == expected {
         return Ok(());

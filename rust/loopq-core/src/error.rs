@@ -345,12 +345,14 @@ impl Error {
     }
 
     /// Shorthand for [`Error::Setting`].
-    pub(crate) fn setting(name: &'static str, got: impl ToString, allowed: impl ToString) -> Self {
+    #[must_use]
+    pub fn setting(name: &'static str, got: impl ToString, allowed: impl ToString) -> Self {
         Self::Setting { name, got: got.to_string(), allowed: allowed.to_string() }
     }
 
     /// Shorthand for [`Error::Shape`].
-    pub(crate) fn shape(what: &'static str, expected: impl ToString, got: impl ToString) -> Self {
+    #[must_use]
+    pub fn shape(what: &'static str, expected: impl ToString, got: impl ToString) -> Self {
         Self::Shape { what, expected: expected.to_string(), got: got.to_string() }
     }
 }
@@ -365,7 +367,8 @@ fn in_units(bytes: usize) -> String {
 }
 
 /// The name of a non-finite value.
-pub(crate) fn name_of(value: f64) -> &'static str {
+#[must_use]
+pub fn name_of(value: f64) -> &'static str {
     if value.is_nan() {
         "NaN"
     } else if value > 0.0 {

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 pub const MAX_THREADS: usize = 1024;
 
 /// Pools by their number of threads, made at first use and kept: a layer is many short calls. A forked child makes its own.
-static POOLS: PerProcess<Mutex<HashMap<usize, Arc<ThreadPool>>>> = PerProcess::new();
+static POOLS: PerProcess<Mutex<HashMap<usize, Arc<ThreadPool>>>> = PerProcess::unmade();
 
 /// A flag by which one thread stops the work of others.
 #[derive(Debug, Default)]
@@ -53,18 +53,19 @@ pub struct Execution<'a> {
 
 impl Execution<'_> {
     /// [`Error::Interrupted`] once the work is cancelled.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         self.cancel.check()
     }
 
     /// The pool of that many threads.
-    pub(crate) fn pool(&self) -> Result<Arc<ThreadPool>> {
+    pub fn pool(&self) -> Result<Arc<ThreadPool>> {
         pool(self.threads)
     }
 }
 
 /// How many threads a setting means: 0 is as many as the machine gives this process.
-pub(crate) fn number(threads: usize) -> usize {
+#[must_use]
+pub fn number(threads: usize) -> usize {
     match threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         threads => threads,
@@ -72,7 +73,7 @@ pub(crate) fn number(threads: usize) -> usize {
 }
 
 /// A pool of exactly `threads` threads, or of all for 0.
-pub(crate) fn pool(threads: usize) -> Result<Arc<ThreadPool>> {
+pub fn pool(threads: usize) -> Result<Arc<ThreadPool>> {
     if threads > MAX_THREADS {
         return Err(Error::setting("threads", threads, format!("0 (all) to {MAX_THREADS}")));
     }

@@ -15,9 +15,8 @@
 //! | [`coordinate`] | codes changed one by one, scales refitted |
 //! | [`trellis`] | codes on a trellis, column after column |
 //! | [`pack`] | bit layouts of stored codes |
-//! | [`matmul`] | activations times packed codes, on this machine's processor |
-//! | [`runner`] | a looped decoder from embedding to logits, made of those products |
 //! | [`simd`] | instruction sets and the register tile; uses nothing else of this crate |
+//! | [`dims`], [`memory`], [`execution`], [`process`] | sizes, buffers, threads and forks, for this crate and those on it |
 //!
 //! Three promises hold everywhere and are tested:
 //!
@@ -34,22 +33,19 @@ compile_error!("loopq reads little-endian dumps in place and runs on little-endi
 
 mod blocks;
 pub mod coordinate;
-mod dims;
-mod disjoint;
+pub mod dims;
 pub mod dump;
 pub mod error;
-mod execution;
+pub mod execution;
 pub mod factor;
 pub mod gptq;
 pub mod grid;
 pub mod hessian;
 mod lanes;
-pub mod matmul;
-mod memory;
+pub mod memory;
 pub mod pack;
-mod process;
+pub mod process;
 mod proxy;
-pub mod runner;
 pub mod simd;
 pub mod trellis;
 mod weight;

@@ -44,18 +44,18 @@ impl<T: Pod> Buffer<T> {
 }
 
 /// A vector of `len` zeros, for results; an error names `what` when there is no memory for it.
-pub(crate) fn zeros<T: Pod>(what: &'static str, len: usize) -> Result<Vec<T>> {
+pub fn zeros<T: Pod>(what: &'static str, len: usize) -> Result<Vec<T>> {
     let bytes = dims::product(what, len, size_of::<T>())?;
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| Error::OutOfMemory { what, bytes })
 }
 
 /// A vector of a copy of `values`.
-pub(crate) fn copied<T: Copy>(what: &'static str, values: &[T]) -> Result<Vec<T>> {
+pub fn copied<T: Copy>(what: &'static str, values: &[T]) -> Result<Vec<T>> {
     collected(what, values.iter().copied())
 }
 
 /// A vector of the values of an iterator of known length: `collect`, with an error where there is no memory for it.
-pub(crate) fn collected<T>(what: &'static str, values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
+pub fn collected<T>(what: &'static str, values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut made = Vec::new();
     reserve(what, &mut made, values.len())?;
     made.extend(values);
@@ -74,7 +74,7 @@ pub(crate) fn gathered<T: Send>(
 }
 
 /// Room for `n` entries more, and no others.
-pub(crate) fn reserve<T>(what: &'static str, to: &mut Vec<T>, n: usize) -> Result<()> {
+pub fn reserve<T>(what: &'static str, to: &mut Vec<T>, n: usize) -> Result<()> {
     let bytes = dims::product(what, n, size_of::<T>())?;
     to.try_reserve_exact(n).map_err(|_| Error::OutOfMemory { what, bytes })
 }

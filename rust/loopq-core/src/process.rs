@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// A value that each process makes once.
-pub(crate) struct PerProcess<T: 'static> {
+pub struct PerProcess<T: 'static> {
     newest: AtomicPtr<Made<T>>,
 }
 
@@ -20,13 +20,14 @@ struct Made<T> {
 
 impl<T: Default + Send + Sync> PerProcess<T> {
     /// Before anything is made.
-    pub(crate) const fn new() -> Self {
+    #[must_use]
+    pub const fn unmade() -> Self {
         Self { newest: AtomicPtr::new(null_mut()) }
     }
 
     /// The value of this process, made on first use. A parent's value is left alone: dropping it could wait for threads
     /// that do not exist here.
-    pub(crate) fn get(&self) -> &'static T {
+    pub fn get(&self) -> &'static T {
         self.of(std::process::id())
     }
 
@@ -58,7 +59,7 @@ mod tests {
 
     #[test]
     fn each_process_has_one_value_and_no_lock_of_another() {
-        static VALUE: PerProcess<Mutex<Vec<u32>>> = PerProcess::new();
+        static VALUE: PerProcess<Mutex<Vec<u32>>> = PerProcess::unmade();
         let parents = VALUE.of(1);
         assert!(std::ptr::eq(parents, VALUE.of(1)));
         let held = parents.lock();
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn threads_of_a_process_get_the_same_value() {
-        static VALUE: PerProcess<Mutex<Vec<u32>>> = PerProcess::new();
+        static VALUE: PerProcess<Mutex<Vec<u32>>> = PerProcess::unmade();
         std::thread::scope(|scope| {
             for i in 0..8 {
                 scope.spawn(move || {

@@ -1,4 +1,4 @@
-//! Python binding of `loopq-core`: conversions, the interpreter lock, and no arithmetic.
+//! Python binding of `loopq-core` and `loopq-cpu`: conversions, the interpreter lock, and no arithmetic.
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
 mod arrays;

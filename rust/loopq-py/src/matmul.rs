@@ -1,7 +1,7 @@
 //! Products with packed codes.
 
-use loopq_core::matmul::{self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use loopq_core::{grid, Cancel, Error, Execution};
+use loopq_cpu::matmul::{self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use numpy::{Ix1, Ix2, PyArray2, PyReadwriteArray};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

@@ -1,9 +1,9 @@
 //! A looped decoder as one program.
 
-use loopq_core::runner::{
+use loopq_core::{Cancel, Error, Execution};
+use loopq_cpu::runner::{
     Block, Factor, Kind, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Transform, Values,
 };
-use loopq_core::{Cancel, Error, Execution};
 use numpy::{Ix2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

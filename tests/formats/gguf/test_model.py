@@ -433,7 +433,7 @@ def test_a_tensor_of_another_type_is_refused(tmp_path):
 def test_a_file_with_other_tensors_is_noticed(tmp_path, monkeypatch):
     _, checkpoint = looped()
     form, path = FORMATS.get("gguf"), tmp_path / "m.gguf"
-    form.write(path, checkpoint, vocabulary="none")
+    form.write(path, checkpoint, form.taken({"vocabulary": "none"}))
     fewer = dict(list(checkpoint.dense.items())[1:])
     with pytest.raises(CheckpointError, match=r"m\.gguf: tensor .*: written and not in the checkpoint"):
         form.verify(path, dataclasses.replace(checkpoint, dense=fewer))

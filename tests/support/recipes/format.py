@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
+from loopq.formats.base import Check, Format, FormatOptions, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.grid import Grid
 from loopq.storage.files import replacing
+
+
+@dataclass(frozen=True)
+class MadeUpOptions(FormatOptions):
+    """`repeats`: how often each name is written."""
+
+    repeats: str = "1"
+
+
+_DEFAULTS = MadeUpOptions()
 
 
 class MadeUpFormat(Format):
@@ -21,6 +32,7 @@ class MadeUpFormat(Format):
     one_file: ClassVar[bool] = True
     reads: ClassVar[bool] = False
     options: ClassVar[tuple[Option, ...]] = (Option("repeats", "how often each name is written"),)
+    values: ClassVar[type[FormatOptions]] = MadeUpOptions
 
     def holds(self, path: Path) -> bool:
         """Whether the file's name ends like the format's."""
@@ -30,7 +42,7 @@ class MadeUpFormat(Format):
         """Any grid."""
         return True
 
-    def refuse(self, planned: Planned, **options: Any) -> None:
+    def refuse(self, planned: Planned, options: MadeUpOptions = _DEFAULTS) -> None:
         """Reject codes of 8 bits."""
         super().refuse(planned)
         for layer in planned.layers:
@@ -38,12 +50,12 @@ class MadeUpFormat(Format):
                 raise CheckpointError(f"layer {layer.name}: madeup cannot hold {layer.grid.label}")
 
     def write(
-        self, out: Path, source: Checkpoint, *, also: Check | None = None, repeats: str = "1", **options: Any
+        self, out: Path, source: Checkpoint, options: MadeUpOptions = _DEFAULTS, *, also: Check | None = None
     ) -> WrittenFile:
         """Write names and labels."""
         lines = [f"{name} {layer.grid.label}" for name, layer in source.layers.items()]
         with replacing(out) as temporary:
-            temporary.write_text("\n".join(lines * int(repeats)))
+            temporary.write_text("\n".join(lines * int(options.repeats)))
         return WrittenFile(out, self.name, ("written",))
 
     def facts(self, path: Path) -> dict[str, Any]:

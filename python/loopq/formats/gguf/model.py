@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError, require
 from loopq.formats import FORMATS
-from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
+from loopq.formats.base import Check, Format, FormatOptions, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
 from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, package, told
@@ -74,6 +75,16 @@ def blocks(layer: QuantizedLayer) -> tuple[BlockType, NDArray[np.uint8]]:
         raise CheckpointError(f"layer {layer.name}: {cause}") from None
 
 
+@dataclass(frozen=True)
+class GGUFOptions(FormatOptions):
+    """`vocabulary` is a GGUF file with the tokenizer, in the place of the model's own. "none" leaves it out."""
+
+    vocabulary: str | Path | None = None
+
+
+_DEFAULTS = GGUFOptions()
+
+
 class GGUF(Format):
     """One file of llama.cpp: a Llama-shaped loop, quantized or not."""
 
@@ -92,6 +103,8 @@ class GGUF(Format):
         ),
     )
 
+    values: ClassVar[type[FormatOptions]] = GGUFOptions
+
     def holds(self, path: Path) -> bool:
         """Whether it is a GGUF file with a model."""
         return holds_gguf(path, importance=False)
@@ -100,7 +113,7 @@ class GGUF(Format):
         """Whether the grid has blocks or a specific message."""
         return grid.portable or grid.gguf is not None
 
-    def refuse(self, planned: Planned, *, vocabulary: str | Path | None = None, **options: Any) -> None:
+    def refuse(self, planned: Planned, options: GGUFOptions = _DEFAULTS) -> None:
         """Reject an architecture, a tensor or a grid that the file cannot store.
 
         Whether float16 holds bfloat16 scales depends on their values, so this is only known after the run.
@@ -121,17 +134,15 @@ class GGUF(Format):
             for part in shape.parts(name):
                 shape.tensors(part)
         _check_head(shape, planned.ties)
-        Vocabulary.of(planned.side_files, shape.config, vocabulary)
+        Vocabulary.of(planned.side_files, shape.config, options.vocabulary)
 
     def write(
         self,
         out: Path,
         source: Checkpoint,
+        options: GGUFOptions = _DEFAULTS,
         *,
         also: Check | None = None,
-        vocabulary: str | Path | None = None,
-        forced: str | None = None,
-        **options: Any,
     ) -> WrittenFile:
         """Write the file, read it back with the package `gguf` and compare every tensor, dequantized.
 
@@ -141,14 +152,10 @@ class GGUF(Format):
             New file.
         source : Checkpoint
             Checkpoint. Without a quantized layer its tensors are written unchanged.
+        options : GGUFOptions
+            The file has `forced` under `FORCED`.
         also : callable, optional
             Not called because loopq does not read the file.
-        vocabulary : path or "none", optional
-            GGUF file to copy the tokenizer from, in the place of the model's own. "none" leaves it out.
-        forced : str, optional
-            Why no engine reads it right. The file says so under `FORCED`.
-        **options
-            None.
 
         Raises
         ------
@@ -158,11 +165,11 @@ class GGUF(Format):
         check_new(out)
         shape = Shape.read(source.side_files).check_whole()
         _check_head(shape, source.ties)
-        words = Vocabulary.of(source.side_files, shape.config, vocabulary)
+        words = Vocabulary.of(source.side_files, shape.config, options.vocabulary)
         stored = dict(_stored(source, shape))
         with replacing(out) as temporary:
             with told(out):
-                _write(temporary, shape, stored, words.entries, forced)
+                _write(temporary, shape, stored, words.entries, options.forced)
             n_compared = _compare(temporary, source, shape)
         n_bytes = out.stat().st_size
         lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
@@ -268,7 +275,7 @@ def _write(
     shape: Shape,
     stored: Mapping[str, _Stored],
     words: Mapping[str, tuple[Any, ...]],
-    forced: str | None,
+    forced: str,
 ) -> None:
     gguf = package()
     writer, of = gguf.GGUFWriter(path, shape.name), gguf.GGUFValueType

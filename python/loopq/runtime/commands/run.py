@@ -12,7 +12,7 @@ from loopq.commands.source import add_source, load_any
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.models.load import LoadedModel
-from loopq.runtime.generate import Generation
+from loopq.runtime.generate import Decoder, Generation
 from loopq.runtime.graph import RECORDERS
 from loopq.runtime.text import Continuation
 
@@ -54,17 +54,26 @@ def run(args: argparse.Namespace) -> int:
     prompt = _standard_input() if args.prompt == "-" else args.prompt
     text = Continuation(loaded, prompt, args.n_steps, settings)
     decoder, n_prompt = text.decoder, len(text.prompt)
-    cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
-    if not decoder.no_runner:
-        cache = "loopq's runner"
-    elif not decoder.no_cache and loaded.system.device.type in RECORDERS:
-        cache += f"; no graph ({decoder.no_graph})" if decoder.no_graph else "; each step is one CUDA graph"
-    _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {cache}")
+    _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {_way(decoder)}")
     for piece in text:
         print(piece, end="", flush=True)
     print()
     _say(_speed(n_prompt, text.times, decoder.depths))
     return 0
+
+
+def _way(decoder: Decoder) -> str:
+    """How the tokens are computed, in words."""
+    declined = decoder.declined
+    match decoder.backend.name:
+        case "runner":
+            return "loopq's runner"
+        case "graph":
+            return "the model's own cache; each step is one CUDA graph"
+        case "cache":
+            recorded = decoder.system.device.type in RECORDERS
+            return "the model's own cache" + (f"; no graph ({declined['graph']})" if recorded else "")
+    return f"no cache ({declined['cache']})"
 
 
 def _standard_input() -> str:

@@ -26,8 +26,7 @@ pub(crate) use search::fit;
 pub use search::SHRINK_STEPS;
 pub(crate) use steps::Steps;
 pub use table::{Table, PARTS};
-pub use trellis::{decode, value, Trellis};
-pub(crate) use trellis::{mix, FACTOR, OFFSET};
+pub use trellis::{decode, mix, value, Trellis, FACTOR, OFFSET};
 pub use units::Units;
 pub(crate) use units::{fit_units, Part};
 

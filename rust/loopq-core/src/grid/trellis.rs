@@ -33,17 +33,23 @@ impl Trellis {
     }
 
     /// Bits of a code.
-    pub(crate) fn bits(self) -> u32 {
+    #[inline]
+    #[must_use]
+    pub fn bits(self) -> u32 {
         self.bits
     }
 
     /// Bits of a state.
-    pub(crate) fn state_bits(self) -> u32 {
+    #[inline]
+    #[must_use]
+    pub fn state_bits(self) -> u32 {
         self.state_bits
     }
 
     /// Rows that a stream runs over.
-    pub(crate) fn stream_rows(self) -> usize {
+    #[inline]
+    #[must_use]
+    pub fn stream_rows(self) -> usize {
         self.stream_rows
     }
 
@@ -78,13 +84,15 @@ impl Trellis {
     }
 }
 
-/// Factor and addend that mix a state before its bytes are summed.
-pub(crate) const FACTOR: u32 = 34_038_481;
-pub(crate) const OFFSET: u32 = 76_625_530;
+/// Factor that mixes a state before its bytes are summed.
+pub const FACTOR: u32 = 34_038_481;
+/// Addend of the mixture.
+pub const OFFSET: u32 = 76_625_530;
 
 /// A state mixed into four bytes.
 #[inline]
-pub(crate) fn mix(state: u32) -> u32 {
+#[must_use]
+pub fn mix(state: u32) -> u32 {
     state.wrapping_mul(FACTOR).wrapping_add(OFFSET)
 }
 

@@ -26,6 +26,9 @@ pub(super) fn square(&(i, j): &(usize, usize)) -> (usize, usize) {
 }
 
 /// Adds the products of all blocks to the limbs of panel pairs `(i, j)`, which are in the order of [`square`].
+///
+/// Never inlined: its sums would be part of every frame of the recursion by which rayon divides the work.
+#[inline(never)]
 pub(super) fn add(
     pairs: &[(usize, usize)],
     mut hi: &mut [i64],

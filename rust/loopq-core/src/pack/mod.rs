@@ -7,7 +7,7 @@ pub mod w4;
 use crate::{Error, Result};
 
 /// Refuses codes that `bits` bits cannot hold; `codes` begins with row `first_row` of `dim` columns.
-pub(crate) fn check_codes(codes: &[u8], dim: usize, bits: u32, first_row: usize) -> Result<()> {
+pub fn check_codes(codes: &[u8], dim: usize, bits: u32, first_row: usize) -> Result<()> {
     let top = ((1_u32 << bits) - 1) as u8;
     // All bits that any code has: no branch in the loop, so that it runs at the speed of memory.
     if codes.iter().fold(0, |seen, code| seen | code) <= top {

@@ -7,9 +7,9 @@ use std::arch::asm;
 use std::marker::PhantomData;
 
 /// The bit of CPUID leaf 7 for products of bytes.
-pub(crate) const INT8: u32 = 1 << 25;
+pub const INT8: u32 = 1 << 25;
 /// The bit for products of bf16 numbers.
-pub(crate) const BF16: u32 = 1 << 22;
+pub const BF16: u32 = 1 << 22;
 
 /// Columns, lines and depth in words of a tile of bf16 products.
 const SIDE: usize = 16;
@@ -19,7 +19,8 @@ const WORDS: usize = SIDE * SIDE;
 const LINE: usize = 48;
 
 /// Whether this process may use tiles with those instructions: the processor has them, and Linux gives them on request.
-pub(crate) fn permitted(instructions: u32) -> bool {
+#[must_use]
+pub fn permitted(instructions: u32) -> bool {
     const TILES: u32 = 1 << 24;
     let edx = std::arch::x86_64::__cpuid_count(7, 0).edx;
     if edx & (TILES | instructions) != TILES | instructions {
@@ -60,7 +61,7 @@ const CONFIG: Config = {
 };
 
 /// The tiles of this thread, configured as long as this value lives; it cannot go to another thread.
-pub(crate) struct Tiles(PhantomData<*mut ()>);
+pub struct Tiles(PhantomData<*mut ()>);
 
 impl Tiles {
     /// Configures the tiles of this thread, of which it may hold one value at a time.
@@ -68,7 +69,8 @@ impl Tiles {
     /// # Safety
     /// [`permitted`] must have said yes.
     #[inline(always)]
-    pub(crate) unsafe fn configure() -> Self {
+    #[must_use]
+    pub unsafe fn configure() -> Self {
         // SAFETY: the instruction reads 64 bytes, and exists by the caller's promise.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags, readonly));

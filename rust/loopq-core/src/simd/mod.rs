@@ -3,7 +3,7 @@
 //! A leaf: it uses nothing else of this crate.
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) mod amx;
+pub mod amx;
 mod answer;
 mod axpy;
 mod dots;
@@ -15,7 +15,7 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use answer::Answer;
+pub use answer::Answer;
 pub(crate) use axpy::{axpy, dot};
 pub(crate) use dots::dots;
 pub(crate) use operands::Short;
@@ -108,7 +108,9 @@ impl Isa {
     }
 
     /// 1 portable, 2 AVX2 or NEON, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
-    pub(crate) fn level(self) -> u8 {
+    #[inline]
+    #[must_use]
+    pub fn level(self) -> u8 {
         self.0
     }
 }
@@ -118,6 +120,8 @@ impl Isa {
 /// A body is marked `#[inline(always)]`, so that it takes on the instructions of its caller, holds no intrinsics and
 /// calls nothing that is not inlined too. Its arithmetic is exact or correctly rounded element by element, and Rust
 /// never fuses or reorders it, so every version gives the same bits.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! per_isa {
     ($(#[$doc:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:ident),+>)? ($($arg:ident: $of:ty),*) $(-> $out:ty)?
         = $body:path;) => {
@@ -147,4 +151,5 @@ macro_rules! per_isa {
         }
     };
 }
-pub(crate) use per_isa;
+#[doc(inline)]
+pub use per_isa;

@@ -9,7 +9,7 @@ use super::streams::Part;
 use super::tile::{codes_of, lines_of, multiply, panel, values_of, Lanes, Panel, Sums, AHEAD};
 use super::versions::{stream_versions, versions};
 use super::windows::Windows;
-use crate::grid::{FACTOR, OFFSET};
+use loopq_core::grid::{FACTOR, OFFSET};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
 struct Vnni;

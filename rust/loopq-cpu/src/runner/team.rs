@@ -6,15 +6,15 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::execution::{number, pool, Cancel, Execution};
-use crate::process::PerProcess;
-use crate::{Error, Result};
+use loopq_core::execution::{number, pool, Cancel, Execution};
+use loopq_core::process::PerProcess;
+use loopq_core::{Error, Result};
 
 /// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
 const SPINS: u32 = 1 << 13;
 
 /// One team at a time: two that wait for each other's threads would wait for ever.
-static ONE: PerProcess<Mutex<()>> = PerProcess::new();
+static ONE: PerProcess<Mutex<()>> = PerProcess::unmade();
 
 /// A barrier, and who of the team a thread is.
 #[derive(Debug)]
@@ -115,8 +115,8 @@ pub(super) fn together(
 mod tests {
     use super::together;
     use crate::disjoint::Disjoint;
-    use crate::execution::{Cancel, Execution};
-    use crate::Error;
+    use loopq_core::execution::{Cancel, Execution};
+    use loopq_core::Error;
 
     #[test]
     fn what_one_thread_writes_all_read_after_a_meeting() {

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use super::layout::{ScaleFormat, LANES, LINE};
 use super::tile::Lanes;
 use super::windows::Windows;
-use crate::grid::mix;
+use loopq_core::grid::mix;
 
 pub(super) struct Portable;
 

@@ -11,7 +11,7 @@ use super::streams::Part;
 use super::tile::{panel, Lanes, Panel};
 use super::versions::{stream_versions, versions};
 use super::windows::Windows;
-use crate::grid::{FACTOR, OFFSET};
+use loopq_core::grid::{FACTOR, OFFSET};
 
 /// Registers for 16 outputs, and bytes of one.
 const PARTS: usize = 4;

@@ -5,9 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use super::coded::{turn, Coded};
 use super::program::{Block, Kind, Op, Program};
 use super::vector::{attend, Half, Number, Room};
-use crate::memory::collected;
-use crate::simd::Isa;
-use crate::{dims, Error, Result};
+use loopq_core::memory::collected;
+use loopq_core::simd::Isa;
+use loopq_core::{dims, Error, Result};
 
 const WHAT: &str = "keys and values";
 

@@ -29,10 +29,10 @@ pub use read::read;
 use half::bf16;
 
 use crate::disjoint::Disjoint;
-use crate::execution::{number, pool};
-use crate::simd::Isa;
-use crate::{dims, Error, Execution, Result};
 pub(crate) use activations::Rows;
+use loopq_core::execution::{number, pool};
+use loopq_core::simd::Isa;
+use loopq_core::{dims, Error, Execution, Result};
 use tile::Panel;
 
 /// Tokens quantized at once.

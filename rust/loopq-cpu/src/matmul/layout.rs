@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 
-use crate::grid::{Grid, ScaleType, Trellis, Values, PARTS};
-use crate::memory::reserve;
-use crate::{dims, Error, Result};
+use loopq_core::grid::{Grid, ScaleType, Trellis, Values, PARTS};
+use loopq_core::memory::reserve;
+use loopq_core::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
 pub const PANEL: usize = 32;

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::share;
-use crate::simd::{per_isa, Isa};
-use crate::{Execution, Result};
+use loopq_core::simd::{per_isa, Isa};
+use loopq_core::{Execution, Result};
 
 /// Cache lines that are added up side by side, so that no addition waits for another.
 const STEP: usize = 8;

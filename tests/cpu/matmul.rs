@@ -3,8 +3,8 @@
 
 use half::bf16;
 use loopq_core::grid::{value, Grid, ScaleType, Search, Table, Trellis, Values};
-use loopq_core::matmul::{multiply, pack, unpack, Codes, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use loopq_core::{Cancel, Error, Execution};
+use loopq_cpu::matmul::{multiply, pack, unpack, Codes, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use proptest::prelude::*;
 
 const PRECISIONS: [Precision; 3] = [Precision::Int8, Precision::Fixed16, Precision::Fixed24];

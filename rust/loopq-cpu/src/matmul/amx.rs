@@ -16,7 +16,7 @@ use super::activations::{Order, TILE, TILE_BYTES};
 use super::layout::{unit_inputs, unit_lines, Block, LANES, LINE, PANEL};
 use super::tile::{lines_of, value_of, values_of, Lanes, Panel, AHEAD};
 use super::GROUP;
-use crate::simd::amx::Tiles;
+use loopq_core::simd::amx::Tiles;
 
 /// Tiles of codes that the longest block fills for 16 outputs.
 const STEPS: usize = 4;

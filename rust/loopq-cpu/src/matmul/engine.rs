@@ -6,8 +6,8 @@ use super::streams::Part;
 use super::tile::{panel, Panel};
 use super::versions::{for_bits_and_limbs, for_words};
 #[cfg(target_arch = "x86_64")]
-use crate::simd::amx;
-use crate::simd::Answer;
+use loopq_core::simd::amx;
+use loopq_core::simd::Answer;
 
 /// An instruction set for products with panels. Only [`Engine::available`] makes values, after testing the machine:
 /// holding one proves that its instructions exist here.

@@ -20,9 +20,9 @@ use super::layout::{Layout, Streams, JOIN, LANES, LINE, PANEL, READ};
 use super::tile::{value_of, Lanes};
 use super::windows::Windows;
 use super::{share, Columns, Inputs, Plan};
-use crate::memory::zeros;
-use crate::simd::Isa;
-use crate::Result;
+use loopq_core::memory::zeros;
+use loopq_core::simd::Isa;
+use loopq_core::Result;
 
 /// Tokens quantized at once.
 const TOKENS: usize = 8;

@@ -1,7 +1,7 @@
 //! A decoder's structure and its checks.
 
 use crate::matmul::Precision;
-use crate::{dims, Error, Result};
+use loopq_core::{dims, Error, Result};
 
 /// How keys and values are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Where sixteen rows of a record find their states.
 
 use super::layout::{LANES, LINE};
-use crate::grid::Trellis;
+use loopq_core::grid::Trellis;
 
 /// How sixteen rows find their states in sixteen bytes, and what keeps them.
 pub(super) struct Windows {

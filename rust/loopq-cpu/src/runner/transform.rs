@@ -7,9 +7,9 @@
 //! All sums are float32 in a fixed order, the same for any instruction set and any number of tokens.
 
 use super::vector::Number;
-use crate::memory::{copied, zeros};
-use crate::simd::{per_isa, Isa};
-use crate::{dims, Error, Result};
+use loopq_core::memory::{copied, zeros};
+use loopq_core::simd::{per_isa, Isa};
+use loopq_core::{dims, Error, Result};
 
 /// Outputs of a dense factor that are summed side by side, and columns for which this happens at once.
 const LANES: usize = 16;
@@ -242,7 +242,7 @@ fn multiply<T: Number>(
 #[allow(clippy::unwrap_used)] // a test says by a panic what is wrong
 mod tests {
     use super::{Factor, Kind, Transform};
-    use crate::simd::Isa;
+    use loopq_core::simd::Isa;
 
     fn wave(n: usize, by: f32) -> Vec<f32> {
         (0..n).map(|i| (i as f32 * by).sin()).collect()

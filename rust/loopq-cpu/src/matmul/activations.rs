@@ -3,9 +3,9 @@
 use half::bf16;
 
 use super::layout::{unit_inputs, Layout, LINE};
-use crate::memory::zeros;
-use crate::simd::{per_isa, Isa};
-use crate::{dims, Error, Result};
+use loopq_core::memory::zeros;
+use loopq_core::simd::{per_isa, Isa};
+use loopq_core::{dims, Error, Result};
 
 /// How finely activations enter the products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

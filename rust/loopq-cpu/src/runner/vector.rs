@@ -1,8 +1,8 @@
 //! Operations between products, element by element: norms, gates, the exponential function and sums of products.
 
-use crate::memory::zeros;
-use crate::simd::per_isa;
-use crate::{dims, Result};
+use loopq_core::memory::zeros;
+use loopq_core::simd::per_isa;
+use loopq_core::{dims, Result};
 
 /// Sums that are taken side by side; their number fixes the bits of a result on every machine.
 const LANES: usize = 32;
@@ -258,7 +258,7 @@ pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
 mod tests {
     use super::super::coded::Coded;
     use super::{attend, exp, gated, norm, opened, rotate, rows, Half, Number, Room};
-    use crate::simd::Isa;
+    use loopq_core::simd::Isa;
 
     fn wave(n: usize, by: f32) -> Vec<f32> {
         (0..n).map(|i| (i as f32 * by).sin()).collect()

@@ -20,10 +20,10 @@ use std::borrow::Cow;
 
 use crate::disjoint::Disjoint;
 use crate::matmul::{Engine, Inputs, Layout, Rows, Weight};
-use crate::memory::zeros;
-use crate::simd::Isa;
-use crate::{dims, Error, Execution, Result};
 use cache::Cache;
+use loopq_core::memory::zeros;
+use loopq_core::simd::Isa;
+use loopq_core::{dims, Error, Execution, Result};
 use team::{together, Member};
 use vector::{gated, norm, opened, rotate, rows, Half, Room};
 

@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::layout::{unit_inputs, unit_lines, Layout, ScaleFormat, Streams, JOIN, LANES, LINE, PANEL};
-use crate::error::name_of;
-use crate::memory::zeros;
-use crate::{dims, Error, Execution, Result};
+use loopq_core::error::name_of;
+use loopq_core::memory::zeros;
+use loopq_core::{dims, Error, Execution, Result};
 
 /// A quantized layer: biased codes (outputs, inputs), with scales and zero points (outputs, groups).
 #[derive(Clone, Copy, Debug)]
@@ -46,10 +46,10 @@ fn check(layout: &Layout, layer: Codes<'_>) -> Result<()> {
     }
     if let Some(zeros) = layer.zeros {
         dims::check_matrix("zero points", zeros, layout.outputs, layout.n_groups())?;
-        crate::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
+        loopq_core::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
     }
     check_scales(layout.scales, layer.scales, layout.n_groups())?;
-    crate::pack::check_codes(layer.codes, layout.inputs, grid.bits, 0)
+    loopq_core::pack::check_codes(layer.codes, layout.inputs, grid.bits, 0)
 }
 
 /// Refuses scales that are not finite, or would not be as they are stored.

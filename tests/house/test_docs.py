@@ -252,7 +252,7 @@ def test_sentences_of_the_readme_have_the_figures_of_the_record():
     for said in (
         f"leaves {ours[0]} and {ours[1]} of the KL of the best other tool",
         f"Even levels leave {plain[0]} and {plain[1]}.",
-        f"`--rotation hadamard` ({rotated / least[3]:.2f}).",
+        f"`--set rotation=hadamard` ({rotated / least[3]:.2f}).",
         f"observer the default leaves {ratios[0]} and {ratios[1]}. [Another calibration",
         f"another-draw-of-calibration-text) gives {again[0]} and {again[1]}.",
         f"open inputs has {small / least[3]:.2f} of auto-round's KL at INT3,",

@@ -4,40 +4,82 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from loopq.analysis.diagnosis.config import DiagnoseConfig
-from loopq.annotations import hints, is_union
+from loopq.annotations import choices_of, hints, is_union, words
 from loopq.calibrate.prompts import CalibrationTake, Take
-from loopq.commands.options import flag_of, group_title, metavar_of, text_of
+from loopq.commands.options import OWN, group_title, option_of
+from loopq.commands.settable import metavar_of, shown, text_of
 from loopq.formats import FORMATS
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.gate import Gate, Proof
 from loopq.runtime.generate import Generation
-from loopq.settings.declare import Leaf, Settings, leaves, lowered
+from loopq.settings.declare import Leaf, Settings, leaves
 from loopq.settings.execution import Execution
 
 FILE = Path(__file__).with_name("settings.md")
 KEYWORDS = Path(__file__).parents[1] / "python" / "loopq" / "run" / "keywords.py"
 HEAD = """# Settings
 
-Every setting has one name. It is a keyword in Python (`loopq.quantize(model, bits=3)`) and an option (`--bits
-3`). A setting of a layer is also a name in `--layer 'PATTERN=>bits=3'` and in `Override`. loopq refuses a
-setting that nothing reads. `python docs/settings.py` writes this page from the declarations of the settings.
-`--help-all` of a command prints the same.
+Every setting has one name. It is a keyword in Python (`loopq.quantize(model, beam=64)`), and `--set beam=64` on the
+command line. Settings that are changed often have an option of their own, too (`--bits 3`). A setting of a layer is
+also a name in `--layer 'PATTERN=>beam=64'` and in `Override`. loopq refuses a setting that nothing reads.
+`python docs/settings.py` writes this page from the declarations of the settings.
+"""
+SET = """## What `--set` takes
+
+`--set NAME=VALUE` gives one setting, and may be repeated. It takes every setting of the command, also those with an
+option of their own. For a layer's setting it is the same as `--layer '*=>NAME=VALUE'`.
+
+* A switch takes `true` or `false`: `--set refit=false`.
+* A list is joined by commas: `--set fit_bits=3,4`.
+* `none` removes an optional value: `--set scale_bits=none`.
+* Later sources are stronger: `--like`, then `--preset`, then `--set` and own options, then `--layer`. `--set bits=3
+  --bits 4` is refused, since the two contradict each other.
+
+These settings have no other option:
 """
 
 
 def page() -> str:
     """Return the page."""
-    parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig)]
-    parts += _section("Of a run", QuantConfig, without=leaves(LayerConfig))
-    parts += _section("Of the prompts", CalibrationTake) + _section("Of the work", Execution)
+    parts = [HEAD, *_folded(), *_presets(), *_section("Of a layer", LayerConfig, OWN)]
+    parts += _section("Of a run", QuantConfig, OWN, without=leaves(LayerConfig))
+    parts += _section("Of the prompts", CalibrationTake, OWN) + _section("Of the work", Execution)
     parts += _section("Of a diagnosis", DiagnoseConfig) + _section("Of generated text", Generation)
     return "\n".join(parts)
+
+
+def _folded() -> Iterator[str]:
+    """The settings that only `--set` gives, with values and defaults."""
+    yield SET
+    yield "| name | values | default | read by |\n| --- | --- | --- | --- |"
+    for name, entries in {**leaves(QuantConfig), **leaves(CalibrationTake)}.items():
+        if name not in OWN:
+            defaults = dict.fromkeys(shown(entry.default) for entry in entries)
+            readers = (
+                "`fit`"
+                if entries[0].path[0] == "fit"
+                else ", ".join(dict.fromkeys(f"`{e.choice}={e.chosen}`" for e in entries if e.choice))
+            )
+            yield f"| `{name}` | {_cell(_values(entries[0]))} | {' or '.join(defaults)} | {readers or 'all'} |"
+    yield ""
+
+
+def _values(leaf: Leaf) -> str:
+    """The allowed values of a setting, in words."""
+    allowed = ("true", "false") if leaf.annotation is bool else choices_of(leaf.annotation)
+    if allowed:
+        return ", ".join(f"`{shown(value)}`" for value in allowed)
+    low, high = leaf.metadata.get("at_least"), leaf.metadata.get("at_most")
+    text = words(leaf.annotation).replace(" or None", " or `none`")
+    if low is None:
+        return text
+    return f"{text}, at least {low:g}" if high is None else f"{text}, {low:g} to {high:g}"
 
 
 def _presets() -> Iterator[str]:
@@ -48,7 +90,12 @@ def _presets() -> Iterator[str]:
     yield ""
 
 
-def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | None = None) -> list[str]:
+def _section(
+    title: str,
+    kind: type[Settings],
+    own: Sequence[str] | None = None,
+    without: dict[str, list[Leaf]] | None = None,
+) -> list[str]:
     groups: dict[str, list[list[Leaf]]] = {}
     for name, entries in leaves(kind).items():
         if name not in (without or {}):
@@ -57,23 +104,18 @@ def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | 
     for group, found in groups.items():
         lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
         lines += [
-            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |"
+            f"| `{entries[0].name}` | `{_cell(_option(entries[0], own))}` | {_cell(text_of(entries))} |"
             for entries in found
         ]
         lines.append("")
     return lines
 
 
-def _option(leaf: Leaf) -> str:
-    return flag_of(leaf) if leaf.annotation is bool else f"{flag_of(leaf)} {metavar_of(leaf)}"
-
-
-def _text(entries: list[Leaf]) -> str:
-    """The shown default of a setting; if an option turns it off, both values."""
-    leaf = entries[0]
-    return (
-        f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
-    )
+def _option(leaf: Leaf, own: Sequence[str] | None) -> str:
+    option = option_of(leaf, own)
+    if option.startswith("--set "):
+        return f"{option}={metavar_of(leaf)}"
+    return option if leaf.annotation is bool else f"{option} {metavar_of(leaf)}"
 
 
 def _cell(text: str) -> str:

@@ -66,7 +66,7 @@ def test_a_file_in_the_place_of_a_folder_is_said_before_any_work(tmp_path, comma
     [
         ["--threads", "-1"],
         ["--fit", "many"],
-        ["--fit-bits", "3,x"],
+        ["--set", "fit_bits=3,x"],
         ["--layer", "bits=8"],
         ["--bits", "x"],
     ],
@@ -100,7 +100,7 @@ def test_wrong_usage_stops_the_program():
     [
         (
             ["quantize", "m", "--out", "o", "--random-token", "3"],
-            "unknown argument --random-token (did you mean --random-tokens",
+            "unknown argument --random-token (did you mean --set random_tokens",
         ),
         (
             ["quantize", "m", "--out", "o", "--group", "3"],
@@ -114,7 +114,16 @@ def test_wrong_usage_stops_the_program():
         (["diagnose", "m", "--json", ""], "--json: an empty name"),
         (["demo", "--html", ""], "--html: an empty name"),
         ([], "the following arguments are required: COMMAND"),
-        (["quantise"], "invalid choice: 'quantise'"),
+        (["quantise"], "argument COMMAND: unknown 'quantise' (did you mean quantize?); known: "),
+        (["systems"], "there is no systems any more: `loopq check` lists the systems"),
+        (
+            ["quantize", "m", "--out", "o", "--format", "ggfu"],
+            "unknown 'ggfu' (did you mean gguf?); known: native,",
+        ),
+        (
+            ["quantize", "m", "--out", "o", "--preset", "bset"],
+            "argument --preset: unknown 'bset' (did you mean best?)",
+        ),
     ],
 )
 def test_unknown_arguments_are_reported_with_similar_ones(args, match, command):

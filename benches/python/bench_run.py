@@ -5,12 +5,12 @@
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
-Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have `--rotation hadamard`. The dense
-model is bfloat16 and runs by transformers with its own cache. A shape has random weights. With `--llama` llama.cpp
-generates from the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF file that
-`loopq export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are compared before
-anything is timed. Speeds are the best of the trials. The trials take turns, and llama.cpp's follow. The last rows
-are the runner's times for a token, for one block and the head, and for a token with the same block
+Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have `--set rotation=hadamard`.
+The dense model is bfloat16 and runs by transformers with its own cache. A shape has random weights. With `--llama`
+llama.cpp generates from the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF
+file that `loopq export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are
+compared before anything is timed. Speeds are the best of the trials. The trials take turns, and llama.cpp's follow.
+The last rows are the runner's times for a token, for one block and the head, and for a token with the same block
 throughout, which stays in cache.
 """
 

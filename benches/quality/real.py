@@ -43,10 +43,10 @@ NAMES = {
     "loopq fast": "loopq, `--preset fast`",
     EVEN: "loopq, `--levels even`",
     "loopq default": "loopq",
-    ROTATED: "loopq, `--rotation hadamard`",
+    ROTATED: "loopq, `--set rotation=hadamard`",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
     f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
-    f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --state-bits 12`",
+    f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --set state_bits=12`",
 }
 #: EXL3 has no groups, and a table of its own. Shapes (out, in) of a layer's matrices.
 EXL3 = "GPTQModel, EXL3"

@@ -330,7 +330,7 @@ def compare(work: Path, data: Path, grids: list[tuple[Any, int]], threads: int) 
         command = ["collect", str(work / "looped"), "--out", str(dump), "--hessian"]
         command += ["--metric", "loop", "--per-step", "--calibration", str(work / "calibration.txt")]
         # One dump for all rows. Other methods take the text without random tokens.
-        how = {"random-tokens": 0, "n-prompts": 32, "seq-len": SEQ_LEN, "threads": threads}
+        how = {"set": "random_tokens=0", "n-prompts": 32, "seq-len": SEQ_LEN, "threads": threads}
         command += [str(part) for name, value in how.items() for part in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]

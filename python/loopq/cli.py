@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import loopq
-from loopq.commands import COMMANDS, Command
+from loopq.commands import COMMANDS, RENAMED, Command
+from loopq.commands.settable import Set, instead, renamed
 from loopq.errors import ConfigError, LoopqError
 from loopq.run.ranks import Ranks
 from loopq.settings.registry import did_you_mean
@@ -92,6 +93,16 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "an empty name")
         return super()._get_values(action, given)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if action.nargs == argparse.PARSER and value in RENAMED:
+            raise argparse.ArgumentError(None, f"there is no {value} any more: {RENAMED[value]}")
+        known = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action, f"unknown {value!r}{did_you_mean(str(value), known)}; known: {', '.join(known)}"
+        )
+
     def error(self, message: str) -> NoReturn:
         """Print the error and where to find help, and exit with code 2. Very long messages lose their middle."""
         if len(message) > 2 * _LONG:
@@ -151,11 +162,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read a command line. An unknown option is an error that names similar ones."""
     args, unknown = parser().parse_known_args(argv)
     if unknown:
-        options = [option for action in args.parser._actions for option in action.option_strings]
-        args.parser.error(
-            f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], options)}"
-        )
+        args.parser.error(_unknown(args.parser, unknown[0], sys.argv[1:] if argv is None else list(argv)))
     return args
+
+
+def _unknown(sub: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
+    """Return the message about an unknown argument."""
+    new = instead(sub, word, argv[argv.index(word) + 1 :])
+    if new is not None:
+        return f"there is no {word.partition('=')[0]} any more: {new}"
+    options = [option for action in sub._actions for option in action.option_strings]
+    old = renamed(sub)
+    return f"unknown argument {word}{did_you_mean(word.partition('=')[0], [*options, *old], old)}"
 
 
 def _usage(sub: argparse.ArgumentParser) -> str:
@@ -256,7 +274,9 @@ def _as_options(args: argparse.Namespace, message: str) -> str:
     """Replace the settings in a message by the names of their options."""
     # If a setting has several options, the first added one names it.
     actions = [a for a in reversed(args.parser._actions) if a.default is argparse.SUPPRESS]
-    options = {a.dest: a.option_strings[0] for a in actions}
+    options = {a.dest: a.option_strings[0] for a in actions if not isinstance(a, Set)}
+    by_set = Set.of(args.parser)
+    options |= {} if by_set is None else {n: f"--set {n}" for n in by_set.settings if n not in options}
     if message.partition(" ")[0] not in options:
         return message
     return re.sub(r"^\w+|(?<= goes with )\w+", lambda name: options.get(name[0], name[0]), message)

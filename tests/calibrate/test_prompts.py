@@ -138,7 +138,7 @@ def test_random_tokens_reach_the_calibration_of_a_run_only(loaded, checkpoint_fo
     paper = quantized(preset="paper")
     assert same(paper, quantized(preset="paper", random_tokens=0.0))
     assert not same(paper, quantized(preset="paper", random_tokens=0.05))
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in size.items()]
+    options = [f"--set={name}={value}" for name, value in size.items()]
     for preset, result in (("fast", usual), ("paper", paper)):
         code, _, _ = command(
             "quantize", loaded.folder, "--out", tmp_path / preset, "--preset", preset, *options

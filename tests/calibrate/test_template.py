@@ -54,7 +54,7 @@ def test_hostile_templates_end_in_one_line(monkeypatch: pytest.MonkeyPatch, text
     ) as refused:
         applied(_tokenizer(text), {"f.jsonl, line 3": USER})
     assert why in str(refused.value)
-    assert "--template" in str(refused.value)
+    assert "--set template=true" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert time.monotonic() - began < 60
 

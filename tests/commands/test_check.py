@@ -1,4 +1,4 @@
-"""`loopq check` and `loopq systems`: does loopq fit a model?"""
+"""`loopq check`: which systems there are, and whether loopq fits a model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from transformers import AlbertConfig, AlbertModel
 from loopq.systems import SYSTEMS
 
 
-def test_systems_and_check(saved_model, command):
-    code, text, _ = command("systems")
+def test_check_of_a_model_and_without_one(saved_model, command):
+    code, text, _ = command("check")
     assert code == 0
-    assert "Huginn-3.5B: 17" in text
+    rows = {line.split()[0]: line.rstrip() for line in text.splitlines() if line.strip()}
+    assert all(system.summary and system.summary in rows[name] for name, system in SYSTEMS)
+    assert "Huginn-3.5B: 17" in rows["huginn"]
+    assert rows["huginn"].endswith("adapter")
+    listed = json.loads(command("check", "--json")[1])
+    assert [row["system"] for row in listed] == SYSTEMS.names()
     code, text, _ = command("check", saved_model)
     assert code == 0
+    assert text.startswith(str(saved_model))
+    assert "tokenizer     " in text
     assert "3 calls of each weight, as declared" in text
     assert "FAILS" not in text
     assert text.endswith("loopq fits this model\n")
@@ -38,6 +45,16 @@ def test_check_says_what_does_not_fit(saved_model, command, monkeypatch):
     assert code == 1
     assert "loopq does not fit this model: nothing forgotten" in text
     assert json.loads(command("check", saved_model, "--json")[1])["ok"] is False
+
+
+def test_a_published_name_says_what_the_model_needs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text, err = command("check", "Ouro-1.4B")
+    assert code == 0
+    assert "code          comes with the checkpoint; read it, then give --trust-remote-code" in text
+    assert "name its folder or its hub id" in err
+    assert "dtype" in json.loads(command("check", "Ouro-1.4B", "--json")[1])
+    assert command("check", "nothing")[0] == 2
 
 
 def test_a_device_that_is_not_there_is_said(saved_model, command):

@@ -25,7 +25,7 @@ from loopq.run.ranks import Ranks
         (["solve", "{tmp}", "--out", "{tmp}/o", "--metric", "loop"], 2, "unknown argument --metric"),
         (["merge", "{tmp}", "--out", "{tmp}/o"], 2, "at least two parts"),
         (["collect", "nowhere", "--out", "{tmp}/o", "--shard-batches", "0"], 2, "must be between 1 and 1048576; got 0"),
-        (["collect", "nowhere", "--out", "{tmp}/o", "--steps", "x"], 2, "goes with --hessian"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--set", "steps=x"], 2, "goes with --hessian"),
         (["collect", "nowhere", "--out", "{tmp}/o", "--per-step"], 2, "goes with --hessian"),
         (["collect", "nowhere", "--out", "{tmp}/o", "--hessian", "--rows-dtype", "float16"], 2, "without --hessian"),
     ],
@@ -92,27 +92,29 @@ def parsed(*args):
 
 def test_rows_of_all_steps_are_kept_unless_asked_otherwise():
     args = parsed()
-    assert (args.hessian, args.per_step, args.steps, args.rows_dtype) == (False, False, None, None)
-    assert (args.metric, args.metric_prompts, args.metric_draws) == ("inputs", None, None)
+    assert (args.hessian, args.per_step, args.rows_dtype, args.metric) == (False, False, None, "inputs")
+    assert not any(hasattr(args, name) for name in ("steps", "metric_prompts", "metric_draws"))
     assert (args.shard_batches, args.rank_timeout, args.include, args.exclude) == (8, 600, [], [])
 
 
 @pytest.mark.parametrize(
     ("flag", "most"),
     [
-        ("--metric-prompts", 1 << 31),
-        ("--metric-draws", 1 << 16),
+        ("--set=metric_prompts", 1 << 31),
+        ("--set=metric_draws", 1 << 16),
         ("--shard-batches", 1 << 20),
         ("--rank-timeout", 1 << 20),
     ],
 )
 def test_counts_have_bounds(flag, most, capsys):
+    option, _, name = flag.partition("=")
+    name = name or flag[2:].replace("-", "_")
     for good in (1, most):
-        assert getattr(parsed(flag, str(good)), flag[2:].replace("-", "_")) == good
+        assert getattr(parsed(f"{flag}={good}"), name) == good
     for bad in (0, most + 1):
         with pytest.raises(SystemExit):
-            parsed(flag, str(bad))
-        assert f"argument {flag}: " in capsys.readouterr().err
+            parsed(f"{flag}={bad}")
+        assert f"argument {option}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,11 +122,11 @@ def test_counts_have_bounds(flag, most, capsys):
     [
         ((), Ranks(0, 2), "2 processes can divide sums, not rows"),
         (("--metric", "loop"), None, "--metric loop goes with --hessian"),
-        (("--hessian", "--metric-prompts", "3"), None, "go with --metric loop"),
-        (("--hessian", "--metric-draws", "3"), None, "go with --metric loop"),
+        (("--hessian", "--set=metric_prompts=3"), None, "go with --metric loop"),
+        (("--hessian", "--set=metric_draws=3"), None, "go with --metric loop"),
         (("--hessian", "--rows-dtype", "float16"), None, "goes without --hessian"),
         (("--per-step",), None, "--per-step goes with --hessian"),
-        (("--steps", "0"), None, "--steps goes with --hessian"),
+        (("--set", "steps=0"), None, "--set steps goes with --hessian"),
     ],
 )
 def test_options_that_mean_nothing_together_are_refused(args, ranks, match):
@@ -134,8 +136,8 @@ def test_options_that_mean_nothing_together_are_refused(args, ranks, match):
 
 @pytest.mark.parametrize(
     "args",
-    [(), ("--rows-dtype", "float16"), ("--hessian", "--steps", "0", "--per-step"),
-     ("--hessian", "--metric", "loop", "--metric-draws", "2", "--metric-prompts", "3")],
+    [(), ("--rows-dtype", "float16"), ("--hessian", "--set", "steps=0", "--per-step"),
+     ("--hessian", "--metric", "loop", "--set", "metric_draws=2", "--set", "metric_prompts=3")],
 )  # fmt: skip
 def test_options_that_go_together_are_taken(args):
     module._check(parsed(*args), Ranks(0, 2) if "--hessian" in args else None)
@@ -168,11 +170,11 @@ def test_what_was_asked_for_reaches_the_collection(saved_model, tmp_path, comman
     assert command(*common, "--hessian", "--n-steps", 3, "--exclude", "*adapter*")[0] == 0
     assert asked[-1][2] == {"steps": None, "per_step": False, "gradients": None}
     assert "transformer.adapter.weight" not in {p.name for p in asked.pop()[0].selection.observed}
-    assert command(*common, "--hessian", "--n-steps", 3, "--steps", "1:", "--per-step")[0] == 0
+    assert command(*common, "--hessian", "--n-steps", 3, "--set", "steps=1:", "--per-step")[0] == 0
     more = asked.pop()[2]
     assert (tuple(more["steps"]), more["per_step"]) == ((1, 2), True)
-    for draws, n in (((), module._DRAWS), (("--metric-draws", 6), 6)):
-        assert command(*common, "--hessian", "--metric", "loop", "--metric-prompts", 1, *draws)[0] == 0
+    for draws, n in (((), module._DRAWS), (("--set", "metric_draws=6"), 6)):
+        assert command(*common, "--hessian", "--metric", "loop", "--set", "metric_prompts=1", *draws)[0] == 0
         assert asked.pop()[2]["gradients"] == ("gradients", 1, n)
 
 

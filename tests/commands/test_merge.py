@@ -11,7 +11,7 @@ def test_collect_solve_merge(saved_model, tmp_path, command):
     assert code == 0
     assert "about 0.6 MiB of rows for 144 tokens" in err
     assert "rows dump of system huginn, 3 steps" in text
-    assert command("solve", dump, "--out", tmp_path / "s", "--steps", "1:")[0] == 0
+    assert command("solve", dump, "--out", tmp_path / "s", "--set", "steps=1:")[0] == 0
     assert "1-2" in command("inspect", tmp_path / "s")[1]
     for seed in (0, 1):
         part = tmp_path / f"part{seed}"

@@ -11,7 +11,8 @@ import pytest
 from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands import options
-from loopq.commands.options import depths, each_depth, flag_of, given
+from loopq.commands.options import OWN, depths, each_depth, given
+from loopq.commands.settable import flag_of, shown
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
 from loopq.run.config import PRESETS, QuantConfig
@@ -39,7 +40,7 @@ def test_nothing_is_given_that_was_not_asked_for():
 def test_every_setting_has_its_option(name):
     leaf = LEAVES[name]
     if leaf.annotation is bool:
-        args, value = [flag_of(leaf)], not leaf.default
+        value = not leaf.default
     else:
         value = (choices_of(leaf.annotation) or [leaf.default])[-1]
         value = {
@@ -52,9 +53,12 @@ def test_every_setting_has_its_option(name):
             "metric_prompts": 4,
             "outside": 8,
         }.get(name, value)
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        args = [flag_of(leaf), text]
+    args = [f"--set={name}={shown(value)}"]
     assert given(PARSER.parse_args([*BASE, *args]), QuantConfig) == {name: value}
+    if name in OWN:
+        both = [*BASE, flag_of(leaf), shown(value)]
+        assert given(PARSER.parse_args(both), QuantConfig) == {name: value}
+        assert given(PARSER.parse_args([*both, *args]), QuantConfig) == {name: value}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -62,10 +66,13 @@ def test_every_setting_has_its_option(name):
     "text", ["١٢", "²", "1_000", "1e999", "9" * 400, "", " ", "nan", "inf", "0x10", "many"]
 )
 def test_what_is_no_number_is_refused_at_once(name, text, capsys):
-    flag = flag_of(LEAVES[name])
-    err = refused(capsys, flag, text)
-    assert f"argument {flag}: " in err
-    assert err.count("\n") == 1
+    err = refused(capsys, f"--set={name}={text}")
+    assert f"argument --set: {name}" in err
+    if name in OWN:
+        flag = flag_of(LEAVES[name])
+        err += refused(capsys, flag, text)
+        assert f"argument {flag}: " in err
+    assert err.count("\n") == 1 + (name in OWN)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_patterns_and_presets_change_the_settings():
     assert (config.include, config.exclude) == (("*b*",), ("*c*", "d"))
     assert read("--preset", "fast") == QuantConfig().changed(**PRESETS["fast"])
     # An option is stronger than the preset.
-    assert read("--preset", "paper", "--scale-search", "mse") == QuantConfig().changed(
+    assert read("--preset", "paper", "--set", "scale_search=mse") == QuantConfig().changed(
         method="gptq", scale_search="mse", levels="even"
     )
     base = QuantConfig().changed(bits=3, exclude=("x",), include=("y",))
@@ -157,7 +164,7 @@ def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
     assert options.adopt_like(args) == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (3, 5, 0.125)
     args = PARSER.parse_args(
-        [*BASE, "--like", "q", "--n-steps", "2", "--seed", "7", "--random-tokens", "0.5"]
+        [*BASE, "--like", "q", "--n-steps", "2", "--seed", "7", "--set", "random_tokens=0.5"]
     )
     assert options.adopt_like(args) == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (2, 7, 0.5)
@@ -178,7 +185,7 @@ def test_a_preset_may_set_the_prompts():
     default = take()
     assert default.random_tokens is None
     assert take("--preset", "paper").random_tokens == 0
-    assert take("--preset", "paper", "--random-tokens", "0.5").random_tokens == 0.5
+    assert take("--preset", "paper", "--set", "random_tokens=0.5").random_tokens == 0.5
     assert take("--preset", "fast") == default
     assert take("--n-prompts", "7").n_prompts == 7
 

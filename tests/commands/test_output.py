@@ -94,7 +94,7 @@ def test_small_scales_are_said_with_twelve_names_at_most():
     lines = layer_table([report(f"x{i}", n_zeroed_groups=2) for i in range(12)]).splitlines()
     assert lines[-1].endswith("x10 (2), x11 (2)")
     lines = layer_table([report(f"x{i}", n_subnormal_scales=3) for i in range(14)]).splitlines()
-    assert "x11 (3) and 2 more; --scale-dtype bfloat16" in lines[-1]
+    assert "x11 (3) and 2 more; --set scale_dtype=bfloat16" in lines[-1]
     assert "x12" not in lines[-1]
 
 
@@ -165,14 +165,14 @@ def chosen(cost, *layers, **more):
 
 def test_a_budget_lists_what_it_chose_the_costliest_first():
     allocation = {
-        "n_bytes": 900, "budget_bytes": 1000, "bits_a_weight": 3.5, "asked": {"score": "loss"}, "predicted_cost": 0.4,
+        "n_bytes": 900, "budget_bytes": 1000, "bits_a_weight": 3.5, "predicted_cost": 0.4,
         "chosen": [
             chosen(0.1, "a", "b", "c"), chosen(0.3, "d", bits=2),
             chosen(0.0, "e", "f", outside=8), chosen(0.0, "g", outside=None),
         ],
     }  # fmt: skip
     line, table = extras({"allocation": allocation})
-    for words in ("fit: 900 B of a budget of 1.00 kB, 3.500 bits", "score loss, predicted KL 0.40000"):
+    for words in ("fit: 900 B of a budget of 1.00 kB, 3.500 bits", "of the model; predicted KL 0.40000"):
         assert words in line
     listed = [(r["layers"], r["chosen"], r["share"]) for r in rows(table)]
     assert listed == [

@@ -18,7 +18,7 @@ def reports(folder):
 
 def test_quantize_says_what_it_did_to_every_layer(saved_model, tmp_path, command):
     out = tmp_path / "q"
-    asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, "--rank-threshold", 0.001, *TINY)
+    asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, "--set", "rank_threshold=0.001", *TINY)
     code, text, err = command("quantize", saved_model, "--out", out, *asked)
     assert code == 0
     assert "9 layers, 3 steps: about" in err
@@ -94,19 +94,19 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--layer", "*=>bits=5"], "override '*': bits must be one of 2, 3, 4, 8; got 5"),
         (["nowhere", "--layer", "*=>bit=8"], "unknown setting bit (did you mean bits?); known: act_order"),
         (["nowhere", "--exclude", "re:("], "pattern 're:(' is no regular expression"),
-        (["nowhere", "--alpha", "2", "--inputs", "asymmetric"], "argument --alpha: must be between 0 and 1; got 2.0"),
+        (["nowhere", "--set", "alpha=2"], "argument --set: alpha must be between 0 and 1; got 2.0"),
         (["nowhere", "--fit", "-1"], "--fit must be above 0; got -1.0"),
-        (["nowhere", "--fit", "3", "--fit-bits", "5"], "--fit-bits must be of 2, 3, 4, 8; got 5"),
-        (["nowhere", "--fit", "3", "--fit-group-sizes", "0"], "--fit-group-sizes must be -1"),
-        (["nowhere", "--step-weights", "loud"], "--step-weights must be sum, balanced or alpha=A"),
+        (["nowhere", "--fit", "3", "--set", "fit_bits=5"], "--set fit_bits must be of 2, 3, 4, 8; got 5"),
+        (["nowhere", "--fit", "3", "--set", "fit_group_sizes=0"], "--set fit_group_sizes must be -1"),
+        (["nowhere", "--set", "step_weights=loud"], "--set step_weights must be sum, balanced or alpha=A"),
         # Options that nothing would read.
-        (["nowhere", "--preset", "best", "--act-order"], "--act-order goes with --method gptq; method gptq-cd"),
-        (["nowhere", "--method", "rtn", "--precision", "float32"], "--precision goes with --method gptq; method rtn"),
-        (["nowhere", "--sweeps", "2"], "--sweeps goes with --inputs asymmetric; inputs open would not read it"),
-        (["nowhere", "--fit-bits", "3,4"], "--fit-bits goes with --fit"),
+        (["nowhere", "--set", "act_order=true"], "--set act_order goes with --method gptq; method gptq-cd"),
+        (["nowhere", "--method", "rtn", "--set", "precision=float32"], "--set precision goes with --method gptq; "),
+        (["nowhere", "--set", "sweeps=2"], "--set sweeps goes with --inputs asymmetric; inputs open would not read it"),
+        (["nowhere", "--set", "fit_bits=3,4"], "--set fit_bits goes with --fit"),
         # The reason for needing the model.
         (["nowhere"], "no model 'nowhere'"),
-        (["{model}", "--steps", "7"], "the rollout has 3 steps, 0 to 2"),
+        (["{model}", "--set", "steps=7"], "the rollout has 3 steps, 0 to 2"),
         (["{model}", "--exclude", "zzz"], "matches no shared parameter"),
         (["{model}", "--layer", "zzz=>bits=8"], "override 'zzz' matches no shared parameter"),
         (["{model}", "--layer", "*=>act_order=true,method=rtn"], "act_order goes with method gptq; method rtn"),
@@ -222,10 +222,14 @@ def test_settings_come_from_a_checkpoint_and_options_change_them(saved_model, tm
     assert (tmp_path / "c" / "README.md").is_file()
 
 
-@pytest.mark.parametrize("share", [(), ("--random-tokens", 0.2)])
+@pytest.mark.parametrize("share", [(), ("--set", "random_tokens=0.2")])
 def test_the_share_of_random_tokens_is_taken_from_a_checkpoint(share, saved_model, tmp_path, command):
     asked = ("--method", "gptq", "--group-size", 16, *TINY)
-    for name, more in (("a", share), ("b", ("--like", tmp_path / "a")), ("plain", ("--random-tokens", 0))):
+    for name, more in (
+        ("a", share),
+        ("b", ("--like", tmp_path / "a")),
+        ("plain", ("--set", "random_tokens=0")),
+    ):
         assert command("quantize", saved_model, "--out", tmp_path / name, *asked, *more)[0] == 0
     first, second, plain = ((tmp_path / n / "loopq.json").read_bytes() for n in ("a", "b", "plain"))
     assert first == second != plain
@@ -240,7 +244,7 @@ def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    ["--method gptq-cd", "--steps 1: --layer *adapter*=>steps=first"],
+    ["--method gptq-cd", "--set steps=1: --layer *adapter*=>steps=first"],
 )
 def test_several_processes_write_what_one_writes(saved_model, tmp_path, command, settings):
     asked = f"quantize {saved_model} --group-size 16 --threads 1 {settings} {' '.join(TINY)} --out"

@@ -93,7 +93,7 @@ ADVICE = (
     (r"use the format '(\w+)'", lambda a, m: a.but(form=m[1])),
     (r"--format ([\w-]+)", lambda a, m: a.but(form=m[1])),
     (r"--ragged (\w+)", lambda a, m: a.but(ragged=m[1])),
-    (r"scale_dtype='float16'|--scale-dtype float16", lambda a, m: a.on(scale_dtype="float16")),
+    (r"scale_dtype='float16'|--set scale_dtype=float16", lambda a, m: a.on(scale_dtype="float16")),
     (r" reads ([\w-]+), .*not ", lambda a, m: a.but(form=m[1])),
     (r"--levels even", lambda a, m: a.on(levels="even", scale_dtype="float16", group_size=32)),
     (r"without --method trellis", lambda a, m: a.on(levels="even", group_size=32)),

@@ -15,7 +15,6 @@ from loopq.evaluation.compare import compare
 from loopq.gradients import backward, sketch
 from loopq.gradients import collect_metrics as module
 from loopq.gradients.collect_metrics import collect_metrics, metric_cost
-from loopq.gradients.scores import loop_fisher
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
@@ -124,16 +123,13 @@ def other_logits_before(system, first):
 
 
 def test_what_is_not_scored_has_no_part(tiny, tokens):
-    """Gradients of metric and scores are of the answers alone: those of the question fooled INT2 of a chain."""
+    """Gradients of the metric are of the answers alone: those of the question fooled INT2 of a chain."""
     few = dataclasses.replace(tokens.take(0, 6), scored_from=20)
     run, sums = prepared(tiny, few)
-    layers = run.solve_from(sums)
-    candidates = {(n, "q"): w for n, w in tensors_of(layers).items()}
 
     def results(data):
         metric, _ = collected(run, sums, data, 1, n_prompts=1)
-        scores = loop_fisher(tiny.system, candidates, data)
-        return [*(m.right for m in metric.values()), [*scores.values()]]
+        return [m.right for m in metric.values()]
 
     answers, everything = results(few), results(tokens.take(0, 6))
     hook = other_logits_before(tiny.system, 20)

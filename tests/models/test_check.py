@@ -1,4 +1,4 @@
-"""`loopq systems` and `loopq check`: verdicts on models that fit, and on models that do not."""
+"""`loopq check`: verdicts on models that fit, and on models that do not."""
 
 from __future__ import annotations
 

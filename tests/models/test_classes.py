@@ -93,7 +93,7 @@ def test_the_command_line_checks_and_quantizes_a_users_class(
     assert main(["quantize", str(model), "--system", "generic", "--out", str(out), *options]) == 0
     checkpoint = native.read(out)
     assert list(checkpoint.layers) == ["core.weight"]
-    assert main(["--register", str(tmp_path / "nowhere.py"), "systems"]) == 2
+    assert main(["--register", str(tmp_path / "nowhere.py"), "check"]) == 2
     assert "nowhere.py: no such file" in capsys.readouterr().err
 
 

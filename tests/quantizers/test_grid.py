@@ -53,7 +53,7 @@ def test_auto_is_uneven_where_a_table_exists():
     [
         ({"group_size": 0}, r"group_size must be -1 \(per channel\) or at least 1; got 0"),
         ({"group_size": -2}, "got -2"),
-        ({"levels": "uneven", "symmetric": False}, "have no zero points: leave --asymmetric away"),
+        ({"levels": "uneven", "symmetric": False}, "have no zero points: leave --set symmetric=false out"),
         ({"levels": "uneven", "bits": 8}, "2, 3, 4 bits; got 8"),
         ({"levels": "q4_k", "group_size": 64}, "groups of 32; got group_size 64: leave --group-size away"),
         ({"levels": "q4_k", "bits": 8}, "has 4 bits and groups of 32; got bits 8: leave --bits away"),

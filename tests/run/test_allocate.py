@@ -16,21 +16,30 @@ from loopq.evaluation.compare import compare
 from loopq.models.load import load_model
 from loopq.quantizers.config import Override
 from loopq.quantizers.gptq_cd import GPTQCD
+from loopq.run import allocate
 from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
 from loopq.terminal.progress import Silent
 from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting
-from tests.support.marks import slow_unless
 from tests.support.runs import digest, tensors_of
 
 FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, rank_threshold=None)
 
 
+#: The same with one kind of levels, for half the candidates.
+EVEN = FULL.changed(levels="even")
+
+
+@pytest.fixture(autouse=True)
+def few_scored(monkeypatch):
+    """Candidates are compared on few prompts."""
+    monkeypatch.setattr(allocate, "SCORED", 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("score", slow_unless(lambda score: score == "fisher", ["fisher", "ablation"]))
-def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
-    asked = Fit(13.3, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
+def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path):
+    asked = Fit(13.3, bits=(2, 3, 4, 8), group_sizes=(16, 32))
     result = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "q", threads=1)
     facts = result.settings["allocation"]
     n_weights = sum(x.codes.size for x in result.layers.values())
@@ -59,8 +68,8 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
 
 def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
     name = "transformer.adapter.weight"
-    fixed = dataclasses.replace(FULL, overrides=(Override(name, {"bits": 8, "group_size": 8}),))
-    asked = Fit(13.95, bits=(2, 3), group_sizes=(16, 32), n_prompts=2, levels=("even",))
+    fixed = dataclasses.replace(EVEN, overrides=(Override(name, {"bits": 8, "group_size": 8}),))
+    asked = Fit(13.95, bits=(2, 3), group_sizes=(16, 32))
     result = loopq.quantize(tiny, tokens, fixed, fit=asked, threads=1)
     layer = result.layers[name]
     assert (layer.grid.bits, layer.grid.group_size) == (8, 8)
@@ -84,16 +93,29 @@ def test_grids_and_trials_are_counted(tiny, tokens):
         def note(self, text):
             self.lines.append(text)
 
-    asked = Fit(13.95, bits=(2, 3), group_sizes=(16,), n_prompts=1, levels=("even",))
-    result = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1, progress=Told())
+    asked = Fit(13.95, bits=(2, 3), group_sizes=(16,))
+    result = loopq.quantize(tiny, tokens, EVEN, fit=asked, threads=1, progress=Told())
     grids = [line for line in Told.lines if line.startswith("fit: grid")]
     assert [line[: len("fit: grid 1 of 2")] for line in grids] == ["fit: grid 1 of 2", "fit: grid 2 of 2"]
     assert Told.stages["ablation, trials"] == [2 * len(result.layers)] * 2
 
 
+def test_levels_are_those_of_the_run(tiny):
+    asked = Fit(4.0, bits=(3, 8), group_sizes=(16,))
+    levels = {name: [g["levels"] for g in asked.grids(FULL.changed(**c).layer.grid)] for name, c in {
+        "auto": {}, "even": {"levels": "even"}, "uneven": {"levels": "uneven"}, "zero points": {"symmetric": False},
+    }.items()}  # fmt: skip
+    assert levels == {
+        "auto": ["even", "uneven", "even"],
+        "even": ["even", "even"],
+        "uneven": ["uneven"],
+        "zero points": ["even", "even"],
+    }
+
+
 def test_a_method_chooses_from_the_grids_it_has(tiny, tokens):
     config = FULL.changed(method="trellis", metric="inputs", state_bits=6)
-    asked = Fit(13.5, "fisher", bits=(2, 4, 8), group_sizes=(16,), n_prompts=1)
+    asked = Fit(13.5, bits=(2, 4, 8), group_sizes=(16,))
     found = loopq.quantize(tiny, tokens, config, fit=asked, threads=1)
     assert {x.grid.bits for x in found.layers.values()} == {2, 4}
     with pytest.raises(ConfigError, match="method trellis has none of the grids"):
@@ -101,10 +123,11 @@ def test_a_method_chooses_from_the_grids_it_has(tiny, tokens):
 
 
 @pytest.mark.slow
-def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
+def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens, monkeypatch):
     """The layers that got two bits get four here, as far as the bytes reach."""
-    asked = Fit(13.26, bits=(2, 4), group_sizes=(16,), n_prompts=10, levels=("even",))
-    result = loopq.quantize(tiny, tokens, FULL, fit=asked, threads=1)
+    monkeypatch.setattr(allocate, "SCORED", 10)
+    asked = Fit(13.26, bits=(2, 4), group_sizes=(16,))
+    result = loopq.quantize(tiny, tokens, EVEN, fit=asked, threads=1)
     bits = {n: x.grid.bits for n, x in result.layers.items()}
     assert set(bits.values()) == {2, 4}
     budget = sum(x.n_bytes for x in result.layers.values())
@@ -122,11 +145,10 @@ def test_scored_bits_beat_the_reversed_choice_at_equal_bytes(tiny, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", ["ablation", "fisher"])
-def test_layers_of_one_input_get_one_grid(score):
+def test_layers_of_one_input_get_one_grid():
     """Engines put q, k and v into one matrix; what an override fixes is fixed all the same."""
-    asked = Fit(7211, score, bits=(2, 3, 4, 8), group_sizes=(8, 24), n_prompts=2, levels=("even",))
-    take = {"method": "gptq", "fit": asked, "rank_threshold": None, "threads": 1}
+    asked = Fit(7211, bits=(2, 3, 4, 8), group_sizes=(8, 24))
+    take = {"method": "gptq", "levels": "even", "fit": asked, "rank_threshold": None, "threads": 1}
 
     def grids(**settings):
         layers = loopq.quantize(ExactLoop(), ids(), **take, **settings).layers
@@ -146,30 +168,24 @@ def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):
         loopq.quantize(tiny, tokens, FULL, fit=least, threads=1)
     for bad, match in [
         ({"budget": 0.0}, "budget must be above 0"),
-        ({"score": "size"}, "score must be one of ablation, fisher"),
         ({"bits": (5,)}, "bits must be of 2, 3, 4, 8; got 5"),
-        ({"n_prompts": 0}, "n_prompts must be at least 1"),
         ({"bits": ()}, "one or more"),
         ({"group_sizes": ()}, "one or more"),
-        ({"levels": ("fitted",)}, "levels to choose from are even and uneven; got fitted"),
     ]:
         with pytest.raises(ConfigError, match=match):
             Fit(**({"budget": 3.0} | bad))
 
 
-@pytest.mark.parametrize(
-    ("score", "at"), slow_unless(lambda c: c[0] == "fisher", [("ablation", 28), ("fisher", 30)])
-)
-def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, score, at, monkeypatch):
+def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, monkeypatch):
     """Finished collecting, solving and scoring is not repeated."""
-    asked = Fit(13.3, score, bits=(2, 4), group_sizes=(16,), n_prompts=4, levels=("even",))
-    whole = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=tmp_path / "whole", threads=1)
+    asked = Fit(13.3, bits=(2, 4), group_sizes=(16,))
+    whole = loopq.quantize(tiny_folder, tokens, EVEN, fit=asked, out=tmp_path / "whole", threads=1)
     out = tmp_path / "q"
     with pytest.raises(Kill):
-        loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=out, threads=1, progress=Killer(10 + at))
+        loopq.quantize(tiny_folder, tokens, EVEN, fit=asked, out=out, threads=1, progress=Killer(38))
     solved = []
     monkeypatch.setattr(GPTQCD, "quantize", counting(GPTQCD.quantize, solved))
-    again = loopq.quantize(tiny_folder, tokens, FULL, fit=asked, out=out, threads=1)
+    again = loopq.quantize(tiny_folder, tokens, EVEN, fit=asked, out=out, threads=1)
     assert len(solved) <= 9
     assert again.settings == whole.settings
     assert digest(out) == digest(tmp_path / "whole")
@@ -179,8 +195,8 @@ def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, score, at, m
 def test_what_is_outside_the_loop_is_chosen_with_it(tokens):
     """A small file rounds the tables too; a large one leaves them as they are."""
     loaded = load_model("huginn_small")
-    few = {"bits": (3, 4), "group_sizes": (128,), "levels": ("even",), "n_prompts": 2}
-    take = {"method": "rtn", "n_prompts": 2, "seq_len": 16, "n_steps": 2, "threads": 1}
+    few = {"bits": (3, 4), "group_sizes": (128,)}
+    take = {"method": "rtn", "levels": "even", "n_prompts": 2, "seq_len": 16, "n_steps": 2, "threads": 1}
     sizes = {}
     for budget, outside in ((3.7, 4), (5.2, 8), (6.5, None)):
         result = loopq.quantize(loaded, fit=Fit(budget, **few), **take)

@@ -100,7 +100,7 @@ def test_every_keyword_of_a_run_is_a_flat_name():
         "method",
         "damping",
         "metric_draws",
-        "fit_score",
+        "fit_bits",
         "fit",
         "alpha",
         "layer",
@@ -116,7 +116,7 @@ def test_plain_data_that_is_damaged_is_refused():
         ({"layer": None}, "layer must be LayerConfig; got None"),
         ({"inputs": {"name": "both"}}, "unknown inputs 'both'"),
         ({"overrides": [{"pattern": "*"}]}, "override: expected an object with a pattern and changes"),
-        ({"fit": {"score": "fisher"}}, "Fit: expected an object"),
+        ({"fit": {"bits": [2]}}, "Fit: expected an object"),
         ({"rank_threshold": "small"}, "rank_threshold must be a finite number or None; got 'small'"),
     ]:
         with pytest.raises(ConfigError, match=match):

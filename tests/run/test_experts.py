@@ -292,11 +292,9 @@ def test_one_row_for_each_position_cannot_be_had_of_experts(loaded, tokens):
         loopq.quantize(loaded, tokens, method="gptq", inputs="equal-rows", **GRID)
 
 
-@pytest.mark.parametrize("score", ["fisher", "ablation"])
-def test_bits_can_be_divided_between_experts(loaded, tokens, score):
+def test_bits_can_be_divided_between_experts(loaded, tokens):
     result = loopq.quantize(
-        loaded, tokens, method="gptq", group_size=8, fit=17500, fit_score=score,
-        fit_bits=(3, 4), fit_group_sizes=(8,), fit_n_prompts=2,
+        loaded, tokens, method="gptq", levels="even", group_size=8, fit=17500, fit_bits=(3, 4), fit_group_sizes=(8,)
     )  # fmt: skip
     assert {layer.grid.bits for layer in result.layers.values()} <= {3, 4}
 

@@ -53,7 +53,7 @@ def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--asymmetric", "--format", "gptq"], "use the format 'gptq_v2'"),
+        (["--set", "symmetric=false", "--format", "gptq"], "use the format 'gptq_v2'"),
         (["--group-size", "24", "--format", "compressed-tensors"], "choose what to do with it"),
         (["--group-size", "24", "--format", "compressed-tensors", "--ragged", "keep"], "cannot keep it"),
         (["--layer", "*mlp*=>group_size=16", "--format", "marlin"], "Marlin holds groups of 128"),
@@ -84,7 +84,7 @@ def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_pa
     from loopq.quantizers.rtn import RTN
 
     args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--format", "gptq", "--method", "rtn"]
-    more = ["--group-size", "16", "--scale-dtype", "float32", "--n-prompts", "2", "--seq-len", "16"]
+    more = ["--group-size", "16", "--set", "scale_dtype=float32", "--n-prompts", "2", "--seq-len", "16"]
     assert main([*args, *more]) == 1
     error = capsys.readouterr().err
     assert "cannot hold" in error

@@ -13,7 +13,6 @@ import loopq
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
 from loopq.run import model_source, solver
-from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import PAIRED, run_bytes
 from loopq.run.memory import fit_parts, pass_bytes, passes
@@ -196,8 +195,7 @@ def test_want_of_memory_for_a_report_names_its_layer(tiny, tokens, monkeypatch, 
 
 def test_candidates_that_do_not_fit_are_refused(tiny, tokens):
     limited = run_of(tiny, tokens, QuantConfig.of(method="gptq"), memory=1 << 10)
-    asked = Fit(4.0, "fisher", bits=(2, 4), group_sizes=(16,), n_prompts=2, levels=("even",))
     with pytest.raises(
         ConfigError, match=r"fit: the candidates of layer .* take .* MiB, above the limit of 0\.00"
     ):
-        fit_parts(limited.job, limited.tasks, limited.sums(), asked)
+        fit_parts(limited.job, limited.tasks, limited.sums(), 2)

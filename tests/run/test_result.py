@@ -35,7 +35,7 @@ def worker(dump, out, *more):
     argv = [sys.executable, "-m", "loopq", "solve", dump, "--out", out, "--bits", "3", "--group-size", "20"]
     argv += ["--levels", "even"]
     return subprocess.Popen(
-        [*map(str, argv), "--method", "gptq", "--scale-search", "max", *(more or ["--worker"])],
+        [*map(str, argv), "--method", "gptq", "--set", "scale_search=max", *(more or ["--worker"])],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,8 @@ import pytest
 
 from loopq.calibrate.prompts import CalibrationTake
 from loopq.cli import parser
-from loopq.commands.options import override, quant_config
+from loopq.commands.options import OWN, override, quant_config
+from loopq.commands.settable import Set
 from loopq.errors import ConfigError
 from loopq.layers.grids import LEVELS
 from loopq.quantizers import QUANTIZERS
@@ -121,7 +122,7 @@ class Desk(Settings):
     paper: Paper = block(Paper)
     tool: Chosen = choice(TOOLS, "pen")
     ruler: Ruler | None = optional(Ruler, "ruler")
-    tidy: bool = setting(True, off="untidy")
+    tidy: bool = setting(True)
     place: Path | None = setting(None, option=False)
 
 
@@ -268,7 +269,7 @@ EVERY = [
     *(QuantConfig.of(inputs=name, exclude=("a*",), include=("b",)) for name in INPUTS.names()),
     QuantConfig.of(inputs="asymmetric", alpha=0.25, sweeps=3, preset="best", metric_draws=2),
     QuantConfig.of(method="gptq", damping=0.1, damping_kind="tail", scales="static", act_order=True),
-    QuantConfig.of(fit=Fit(3.25, "fisher", (2, 4), (16,), 3)),
+    QuantConfig.of(fit=Fit(3.25, (2, 4), (16,))),
     QuantConfig.of(fit=Fit(900), rank_threshold=None, rotation="random:16", rotation_seed=3),
     QuantConfig.of(Override("a*", {"bits": 8}), Override("re:b$", {"method": "rtn", "steps": "first"})),
 ]
@@ -336,24 +337,24 @@ def options_of(command):
 
 def test_every_flat_name_has_an_option_with_its_default_in_help():
     actions = options_of("quantize")
+    by_set = Set.of(subparser("quantize"))
     for kind in (QuantConfig, Execution, CalibrationTake):
         for name, entries in leaves(kind).items():
-            action, default = actions[name], entries[0].default
+            default = entries[0].default
             assert {e.help for e in entries} == {entries[0].help}, f"{name}: one meaning for all who read it"
             assert entries[0].help, f"{name} is not described"
+            assert by_set.settings[name] == entries[0]
+            if kind is not Execution and name not in OWN:
+                assert name not in actions
+                assert f" {name}" in by_set.help
+                continue
+            action = actions[name]
             # Nothing is set that was not given: defaults live in the dataclass alone.
             assert action.default is argparse.SUPPRESS
             text = action.help % vars(action)
-            if entries[0].annotation is bool:
-                assert action.const is not default
-                flag = (entries[0].metadata["off"] or f"no-{name}") if default else name
-            else:
-                shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-                if len({e.default for e in entries}) > 1:
-                    shown = ", ".join(f"{e.default} for {e.chosen}" for e in entries)
-                assert default is None or text.endswith(f"(default {shown})"), text
-                flag = name
-            assert action.option_strings == [f"--{flag.replace('_', '-')}"]
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            assert default is None or text.endswith(f"(default {shown})"), text
+            assert action.option_strings == [f"--{name.replace('_', '-')}"]
 
 
 def test_defaults_of_the_leaves_are_those_of_the_settings():
@@ -381,16 +382,11 @@ def test_a_flat_name_is_one_setting():
     assert not set(every) & set(leaves(CalibrationTake))
 
 
-def said(command, flags):
-    """Flags of a command that its help shows."""
-    text = subparser(command).format_help()
-    return [f for f in flags if re.search(rf"(?<![\w-]){f}(?![\w-])", text)]
-
-
 def test_options_reach_the_settings():
-    arguments = ["quantize", "model", "--out", "q", "--preset", "best", "--bits", "3", "--asymmetric", "--damping", "0",
-                 "--scale-bits", "none", "--unsigned-scales", "--no-refit", "--inputs", "asymmetric", "--alpha", "0.5",
-                 "--fit", "900K", "--fit-bits", "2,4",
+    arguments = ["quantize", "model", "--out", "q", "--preset", "best", "--bits", "3", "--inputs", "asymmetric",
+                 *(f"--set={s}" for s in ("symmetric=false", "damping=0", "scale_bits=none", "signed_scales=false",
+                                          "refit=false", "alpha=0.5", "fit_bits=2,4", "bits=3", "levels=even")),
+                 "--fit", "900K",
                  "--layer", "a*=>bits=8,metric=inputs", "--exclude", "x", "--exclude", "y"]  # fmt: skip
     config = quant_config(parser().parse_args(arguments))
     expected = QuantConfig.of(
@@ -398,6 +394,7 @@ def test_options_reach_the_settings():
         preset="best",
         bits=3,
         symmetric=False,
+        levels="even",
         damping=0.0,
         scale_bits=None,
         signed_scales=False,
@@ -409,8 +406,8 @@ def test_options_reach_the_settings():
     )
     assert config == expected
     assert quant_config(parser().parse_args(["quantize", "model", "--out", "q"])) == QuantConfig()
-    flags = [f"--{k.replace('_', '-')}" for k in PRESETS["best"]]
-    assert said("quantize", flags) == flags
+    text = subparser("quantize").format_help()
+    assert all(re.search(rf"(?<![\w-])({k}|--{k})(?![\w-])", text) for k in PRESETS["best"])
 
 
 def test_unused_settings_are_refused_in_options_and_overrides():

@@ -27,9 +27,9 @@ from . import counts as counted
 from .counts import Counts
 
 COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
-TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
+TINY = f"{COLLECT} --group-size 16 --set rank_threshold=none"
 PAPER = f"{TINY} --preset paper"
-FIT = "--fit 23 --fit-bits 2,4 --fit-levels even --fit-group-sizes 16"
+FIT = "--fit 23 --set fit_bits=2,4 --set fit_group_sizes=16"
 REPRODUCE = "--n-calibration 3 --n-evaluation 2 --n-prompts 2 --seq-len 16 --n-seeds 1"
 #: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
 #: what is written.
@@ -37,13 +37,12 @@ COMMANDS = {
     "quantize": f"quantize {{model}} --out {{out}} {PAPER}",
     "memory": f"quantize {{model}} --out {{out}} {PAPER} --memory {{memory}}",
     "format": f"quantize {{model}} --out {{out}} {PAPER} --format gptq",
-    "balanced": f"quantize {{model}} --out {{out}} {PAPER} --step-weights balanced",
+    "balanced": f"quantize {{model}} --out {{out}} {PAPER} --set step_weights=balanced",
     "best": f"quantize {{model}} --out {{out}} {TINY} --preset best",
-    "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
+    "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --set sweeps=2",
     "loop metric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs open",
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
     "fit": f"quantize {{model}} --out {{out}} {PAPER} {FIT}",
-    "fit fisher": f"quantize {{model}} --out {{out}} {PAPER} {FIT} --fit-score fisher",
     "trellis": f"quantize {{model}} --out {{out}} {TINY} --method trellis --bits 2",
     "evaluate": f"quantize {{model}} --out {{out}} {PAPER} --evaluate -",
     "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",

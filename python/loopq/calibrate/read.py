@@ -62,7 +62,9 @@ class Served:
             A template is requested, but the tokenizer has none.
         """
         if template and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("template: the model's tokenizer has no chat template; leave --template out")
+            raise ConfigError(
+                "template: the model's tokenizer has no chat template; leave --set template=true out"
+            )
         if not hasattr(tokenizer, "all_special_ids") or not callable(tokenizer):
             return cls(encode, tokenizer=tokenizer, field=field)
         whole, plain = list(tokenizer("a").input_ids), list(encode("a"))

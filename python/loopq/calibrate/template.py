@@ -57,7 +57,7 @@ def applied(tokenizer: Any, dialogues: Mapping[str, Any]) -> dict[str, str]:
     for line in done.stdout.splitlines():
         answer = json.loads(line)
         if "error" in answer:
-            raise CalibrationError(f"{answer['error']}; leave --template out, or change the record")
+            raise CalibrationError(f"{answer['error']}; leave --set template=true out, or change the record")
         texts.append(answer["text"])
     if len(texts) < len(places):
         place = places[len(texts)]
@@ -65,11 +65,11 @@ def applied(tokenizer: Any, dialogues: Mapping[str, Any]) -> dict[str, str]:
         if done.returncode > 0 and not any(line.startswith("Timeout") for line in said):
             raise CalibrationError(
                 f"{place}: the process for the chat template failed ({said[-1] if said else done.returncode}); leave "
-                "--template out"
+                "--set template=true out"
             )
         raise CalibrationError(
             f"{place}: the chat template of the tokenizer takes more than {SECONDS:g} s or {MEMORY / 2**30:g} GiB; "
-            "leave --template out"
+            "leave --set template=true out"
         )
     return dict(zip(places, texts, strict=True))
 

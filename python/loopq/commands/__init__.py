@@ -46,5 +46,9 @@ class Command:
 
 
 COMMANDS: Registry[Command] = Registry("command", "loopq.commands")
+#: Commands of the last release, and what to do instead. Their errors say it until the next release.
+RENAMED = {
+    "systems": "`loopq check` lists the systems, and `loopq check MODEL` tests a model",
+}
 
-__all__ = ["COMMANDS", "Command"]
+__all__ = ["COMMANDS", "RENAMED", "Command"]

@@ -1,19 +1,23 @@
-"""`loopq check`: test whether loopq's adapter fits a checkpoint."""
+"""`loopq check`: the looped systems, and whether loopq's adapter fits a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from loopq.calibrate.prompts import Take
 from loopq.commands import COMMANDS, Command
+from loopq.commands.needs import needs, systems
 from loopq.commands.options import add_execution, execution
-from loopq.commands.plan import forecasts
+from loopq.commands.plan import DryRun
 from loopq.commands.source import add_source, load
 from loopq.errors import ConfigError
 from loopq.models.check import check_model
+from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
 from loopq.terminal.table import render
@@ -21,7 +25,10 @@ from loopq.terminal.table import render
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_source(parser)
+    add_source(
+        parser,
+        "embedded model (huginn_small), folder, hub id or published model; without it, list the systems",
+    )
     add_execution(parser, only=("seed", "memory", "threads", "batch_size"))
     parser.add_argument(
         "--plan",
@@ -33,36 +40,85 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks. The exit code is 1 if one fails."""
+    """List the systems, or say what a model needs and run the checks. The exit code is 1 if one fails."""
     if args.plan:
-        return _plan(args)
-    loaded = load(args)
-    if not args.json:
-        print("\n".join(loaded.report.lines()))
-    report = check_model(loaded, n_steps=args.n_steps, seed=execution(args).seed)
-    if args.json:
-        data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
-        print(json.dumps(data, indent=1))
+        if args.model is None or not (Path(args.model) / "config.json").is_file():
+            raise ConfigError(
+                "--plan: name a folder with the model's config.json; its weights need not be there"
+            )
+        return _plan(DryRun.of(args))
+    if args.model is None and args.python is None:
+        return _list(as_json=args.json)
+    lines = [] if args.model is None else needs(args.model)
+    # A name of the table is not the place of a model.
+    named = bool(lines) and "/" not in args.model and not Path(args.model).exists()
+    if args.json and named:
+        print(json.dumps(dict(lines), indent=1))
+    elif lines and not args.json:
+        width = max(len(subject) for subject, _ in lines)
+        print("\n".join(f"{subject:{width}}  {text}" for subject, text in lines))
+    if named:
+        print("to check it, name its folder or its hub id", file=sys.stderr)
+        return 0
+    return _Check.of(args).check()
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A model to check, at one depth and with one seed."""
+
+    loaded: LoadedModel
+    n_steps: int | None
+    seed: int
+    as_json: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Check:
+        """Read the options and load the model."""
+        return cls(load(args), args.n_steps, execution(args).seed, args.json)
+
+    def check(self) -> int:
+        """Print the verdicts."""
+        loaded = self.loaded
+        if not self.as_json:
+            print("\n".join(loaded.report.lines()))
+        report = check_model(loaded, n_steps=self.n_steps, seed=self.seed)
+        if self.as_json:
+            data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
+            print(json.dumps(data, indent=1))
+            return int(not report.ok)
+        words = {True: "holds", False: "FAILS", None: "does not apply"}
+        print(f"system {report.system}, {report.n_steps} steps")
+        print(
+            render(
+                ("check", "verdict", "detail"), [(v.check, words[v.ok], v.detail) for v in report.verdicts]
+            )
+        )
+        for note in report.notes:
+            print(f"note: {note}")
+        failed = [v.check for v in report.verdicts if v.ok is False]
+        print(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
         return int(not report.ok)
-    words = {True: "holds", False: "FAILS", None: "does not apply"}
-    print(f"system {report.system}, {report.n_steps} steps")
-    print(render(("check", "verdict", "detail"), [(v.check, words[v.ok], v.detail) for v in report.verdicts]))
-    for note in report.notes:
-        print(f"note: {note}")
-    failed = [v.check for v in report.verdicts if v.ok is False]
-    print(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
-    return int(not report.ok)
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _list(*, as_json: bool) -> int:
+    """Print the systems."""
+    rows = systems()
+    print(
+        json.dumps(rows, indent=1)
+        if as_json
+        else render(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    )
+    return 0
+
+
+def _plan(shape: DryRun) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
-    if args.model is None or not (Path(args.model) / "config.json").is_file():
-        raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
-    cost, fast = forecasts(args, [QuantConfig(), QuantConfig().preset("fast")], Take())
+    cost, fast = shape.forecasts([QuantConfig(), QuantConfig().preset("fast")], Take())
     print("\n".join(cost.lines()))
     seconds = duration(sum(fast.seconds.values()))
     print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {seconds}")
     return int(cost.peak > cost.limit)
 
 
-COMMANDS.register("check")(Command("check that loopq fits a checkpoint", add, run, 41))
+COMMANDS.register("check")(Command("list the looped systems, or check that loopq fits a model", add, run, 41))

@@ -23,6 +23,7 @@ from loopq.commands.options import (
     each_depth,
     execution,
     group_of,
+    option_of,
     take,
     whole,
 )
@@ -37,6 +38,7 @@ from loopq.models.load import LoadedModel
 from loopq.runtime.generate import speed
 from loopq.runtime.restore import open_any
 from loopq.runtime.text import decode
+from loopq.settings.declare import leaves
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, short
@@ -146,7 +148,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--llama-cpp-style": args.llama_cpp_style,
         "--html": args.html,
     }
-    of_prompts |= {f"--{name.replace('_', '-')}": hasattr(args, name) for name in Take().flat()}
+    of_prompts |= {option_of(entries[0]): hasattr(args, name) for name, entries in leaves(Take).items()}
     of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
     idle = [option for option, value in (of_prompts if args.tasks else of_tasks).items() if value]
     if idle:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format, add_gate, format_options, gate_options
@@ -29,11 +32,27 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Export:
+    """What to export, where, in which format and with which of its options."""
+
+    folder: str
+    out: str
+    format: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Export:
+        """Read the options."""
+        options = format_options(args)
+        options |= {"trust_remote_code": args.trust_remote_code, **gate_options(args)}
+        return cls(args.folder, args.out, args.format, options)
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and print its size."""
-    options = format_options(args)
-    options |= {"trust_remote_code": args.trust_remote_code, **gate_options(args)}
-    done = export(args.folder, args.out, args.format, **options)
+    asked = _Export.of(args)
+    done = export(asked.folder, asked.out, asked.format, **asked.options)
     print("\n".join(done.lines()))
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
+from loopq.commands.settable import shown
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder, native
 from loopq.formats.base import Format
@@ -29,10 +30,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Identify the content and print it."""
-    path = Path(args.folder)
+    return _show(Path(args.folder), as_json=args.json)
+
+
+def _show(path: Path, *, as_json: bool) -> int:
+    """Print the content of a path."""
     if (path / "manifest.json").is_file() and not (path / native.INDEX).is_file():
         dump = Dump(path)
-        if args.json:
+        if as_json:
             print((path / "manifest.json").read_text("utf-8"))
         else:
             print_dump(dump.manifest)
@@ -40,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     target = _format(path)
     if not target.own:
         facts = target.facts(path)
-        print(json.dumps(facts, indent=1) if args.json else "\n".join(target.describe(facts)))
+        print(json.dumps(facts, indent=1) if as_json else "\n".join(target.describe(facts)))
         return 0
     checkpoint = target.read(path)
-    if args.json:
+    if as_json:
         layers = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
         print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
         return 0
@@ -81,23 +86,14 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
     layer, run = asked.layer.flat(), asked.flat()
     lines = [
         summary,
-        "layer settings: " + ", ".join(f"{k} {_word(v)}" for k, v in layer.items()),
+        "layer settings: " + ", ".join(f"{k} {shown(v) or 'none'}" for k, v in layer.items()),
         "run settings: "
-        + ", ".join(f"{k} {_word(v)}" for k, v in run.items() if k not in (*layer, "overrides")),
+        + ", ".join(f"{k} {shown(v) or 'none'}" for k, v in run.items() if k not in (*layer, "overrides")),
     ]
     for override in asked.overrides:
-        changes = ",".join(f"{k}={_word(v)}" for k, v in override.changes.items())
+        changes = ",".join(f"{k}={shown(v) or 'none'}" for k, v in override.changes.items())
         lines.append(f"for layers {override.pattern}: {changes}")
     return "\n".join(lines)
-
-
-def _word(value: Any) -> str:
-    """A setting's value in the spelling of options and overrides."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
 
 
 COMMANDS.register("inspect")(Command("show what a checkpoint or a dump holds", add, run, 12))

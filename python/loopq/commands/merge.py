@@ -21,10 +21,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge and print the content of the sum."""
+    parts, out = [Path(p) for p in args.parts], Path(args.out)
     with Line() as progress:
-        merged = merge([Path(p) for p in args.parts], Path(args.out), progress)
+        merged = merge(parts, out, progress)
     print_dump(merged)
-    print(f"written to {args.out}")
+    print(f"written to {out}")
     return 0
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.annotations import choices_of
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
+from loopq.commands.settable import Own, Set, flag_of, metavar_of, text_of
 from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Option
@@ -26,6 +26,9 @@ from loopq.settings.execution import Execution
 from loopq.storage.files import check_replaceable, nearest
 from loopq.terminal.progress import Line, Progress, Silent
 
+#: Settings of a quantization and of prompts with an option of their own. ``--set`` takes all settings.
+OWN = ("method", "bits", "group_size", "levels", "metric", "inputs", "outside", "fit", "n_prompts", "seq_len")
+
 
 def add_settings(
     parser: argparse.ArgumentParser,
@@ -33,9 +36,10 @@ def add_settings(
     *,
     only: Sequence[str] | None = None,
     without: Sequence[str] = (),
+    own: Sequence[str] | None = None,
     title: str | None = None,
 ) -> None:
-    """Add an option for every plain value below a settings type.
+    """Add options for the plain values below a settings type: own ones, and ``--set`` for the others.
 
     Parameters
     ----------
@@ -45,14 +49,22 @@ def add_settings(
         Its declarations give name, type, choices, default, help and group of each option.
     only, without : sequence of str
         Flat names to add, and to leave out. ``--help`` shows the options in `only`, by default the common ones.
+    own : sequence of str, optional
+        Flat names with an option of their own. With None all have one.
     title : str, optional
         Title of their group in the help. The default is the title of the settings type.
     """
     for name, entries in leaves(kind).items():
         if name in without or (only is not None and name not in only):
             continue
-        action = _add(group_of(parser, title or group_title(entries)), name, entries)
-        action.rare = only is None and not any(e.metadata.get("common") for e in entries)  # type: ignore[attr-defined]
+        flag = None
+        if own is None or name in own:
+            action = _add(group_of(parser, title or group_title(entries)), name, entries)
+            action.rare = only is None and not any(e.metadata.get("common") for e in entries)  # type: ignore[attr-defined]
+            flag = flag_of(entries[0])
+        by_set = Set.on(parser) if flag is None else Set.of(parser)
+        if by_set is not None:
+            by_set.accept(entries[0], flag)
 
 
 def group_of(parser: argparse.ArgumentParser, title: str) -> Any:
@@ -69,49 +81,21 @@ def group_title(entries: Sequence[Leaf]) -> str:
     return f"{first.choice} {', '.join(dict.fromkeys(e.chosen for e in entries))}"
 
 
-def flag_of(leaf: Leaf) -> str:
-    """Return the option of a setting. A setting that is on by default gets the option that turns it off."""
-    if leaf.annotation is bool and leaf.default:
-        return f"--{leaf.metadata['off']}"
-    return f"--{leaf.name.replace('_', '-')}"
-
-
-def text_of(entries: Sequence[Leaf]) -> str:
-    """Return the text of a setting's option, with its default, or the default of each choice that reads it."""
-    leaf = entries[0]
-    text = lowered(leaf.help.removesuffix("."))
-    if leaf.annotation is bool:
-        return lowered(text.partition("; else ")[2]) if leaf.default else text
-    if leaf.default is None:
-        return text
-    defaults = {e.chosen: _shown(e.default) for e in entries}
-    default = ", ".join(f"{value} for {name}" for name, value in defaults.items())
-    return f"{text} (default {default if len(set(defaults.values())) > 1 else _shown(leaf.default)})"
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def option_of(leaf: Leaf, own: Sequence[str] | None = OWN) -> str:
+    """Return how a command line gives a setting: its own option, if `own` has its name, or ``--set``."""
+    return flag_of(leaf) if own is None or leaf.name in own else f"--set {leaf.name}"
 
 
 def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
     leaf = entries[0]
-    how: dict[str, Any] = {"action": "store_const", "const": not leaf.default}
-    if leaf.annotation is not bool:
-        how = {"type": _reader(leaf.annotation, leaf.metadata), "metavar": metavar_of(leaf)}
+    how: dict[str, Any] = {"type": _reader(leaf.annotation, leaf.metadata), "metavar": metavar_of(leaf)}
+    if leaf.annotation is bool:
+        how = {"nargs": 0, "const": True}
+    text = text_of(entries).replace("%", "%%")
     action: argparse.Action = group.add_argument(
-        flag_of(leaf), dest=name, default=argparse.SUPPRESS, help=text_of(entries).replace("%", "%%"), **how
+        flag_of(leaf), action=Own, leaf=leaf, dest=name, default=argparse.SUPPRESS, help=text, **how
     )
     return action
-
-
-def metavar_of(leaf: Leaf) -> str:
-    """Return the placeholder of a setting's value."""
-    allowed = choices_of(leaf.annotation)
-    text = str(leaf.annotation)
-    kind = "A,B,..." if "tuple" in text else "X" if "float" in text else "N" if "int" in text else "TEXT"
-    return leaf.metadata.get("metavar") or (
-        "|".join(str(v) for v in allowed if v is not None) if allowed else kind
-    )
 
 
 def _reader(annotation: Any, metadata: Mapping[str, Any]) -> Any:
@@ -188,12 +172,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
-    add_settings(parser, QuantConfig, without=hidden)
-    if model:
-        text = "as --fit X: bits for each weight of the model, all tensors of the file included"
-        more: Any = {"type": float, "metavar": "X", "default": argparse.SUPPRESS, "help": text}
-        group = group_of(parser, group_title(leaves(QuantConfig)["fit"]))
-        group.add_argument("--bits-per-weight", dest="fit", **more).rare = True
+    add_settings(parser, QuantConfig, without=hidden, own=OWN)
     add_layers(parser, include=model)
 
 
@@ -314,7 +293,7 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
         + ", or 'self': text that the model writes" * (name == "calibration")
         + " (default: the text that ships with loopq)",
     )
-    add_settings(parser, settings, title=title)
+    add_settings(parser, settings, own=OWN, title=title)
 
 
 def take(args: argparse.Namespace, seq_len: int = Take().seq_len) -> Take:

@@ -95,7 +95,7 @@ def _of_scales(layers: Sequence[_Report]) -> list[str]:
     if small:
         said.append(
             "scales below 6.1e-5, which float16 holds with fewer digits and some engines take for zero: "
-            f"{_some(small)}; --scale-dtype bfloat16 holds them"
+            f"{_some(small)}; --set scale_dtype=bfloat16 holds them"
         )
     return said
 
@@ -238,7 +238,7 @@ def extras(settings: dict[str, Any]) -> list[str]:
         a = settings["allocation"]
         lines.append(
             f"fit: {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}, {a['bits_a_weight']:.3f} bits for "
-            f"each weight of the model; score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
+            f"each weight of the model; predicted KL {a['predicted_cost']:.5f}"
         )
         lines.append(_choices(a))
     return lines

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ from loopq.commands.source import load, load_source
 from loopq.layers.grid import BITS
 from loopq.models.build import build_shape
 from loopq.models.depths import Depths, at_depths
+from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
 from loopq.run.forecast import Forecast, forecast
 from loopq.run.model_source import ModelSource
-from loopq.run.trials import divide, try_grids
+from loopq.run.trials import Trial, divide, try_grids
+from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Discovers
 from loopq.terminal.progress import Line
@@ -36,48 +40,117 @@ def several_bits(text: str) -> tuple[int, ...]:
     return bits
 
 
-def shape_of(args: argparse.Namespace) -> LoopedSystem:
-    """Build a folder's model without its values, from config.json alone. Other models are loaded."""
-    if args.model is not None and (Path(args.model) / "config.json").is_file():
-        return build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
-    return load(args).system
+@dataclass(frozen=True)
+class DryRun:
+    """A model without its values, if it has a folder, and how it is to be run.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Its adapter.
+    n_steps : int, optional
+        Depth. The model's own when absent.
+    execution : Execution
+        Its memory limits everything, the model included.
+    """
+
+    system: LoopedSystem
+    n_steps: int | None
+    execution: Execution
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> DryRun:
+        """Build a folder's model from config.json alone. Other models are loaded."""
+        if args.model is not None and (Path(args.model) / "config.json").is_file():
+            system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
+        else:
+            system = load(args).system
+        if isinstance(args.n_steps, tuple):
+            return cls(Depths(system, args.n_steps), None, execution(args))
+        return cls(system, args.n_steps, execution(args))
+
+    def forecasts(self, configs: Sequence[QuantConfig], asked: Take) -> list[Forecast]:
+        """Forecast the cost of quantizations. Prompts count by their number and length."""
+        prompts = (np.zeros(asked.seq_len, np.int64),) * (asked.n_prompts or CALIBRATION_PROMPTS)
+        tokens = TokenSet(prompts, "a text", "windows")
+        return [forecast(self.system, config, tokens, self.execution, self.n_steps) for config in configs]
 
 
-def forecasts(args: argparse.Namespace, configs: Sequence[QuantConfig], asked: Take) -> list[Forecast]:
-    """Forecast the cost of quantizations of one model. Prompts count by their number and length."""
-    system, n_steps = shape_of(args), args.n_steps
-    if isinstance(n_steps, tuple):
-        system, n_steps = Depths(system, n_steps), None
-    prompts = (np.zeros(asked.seq_len, np.int64),) * (asked.n_prompts or CALIBRATION_PROMPTS)
-    how = execution(args)
-    return [
-        forecast(system, config, TokenSet(prompts, "a text", "windows"), how, n_steps) for config in configs
-    ]
-
-
-def dry_run(args: argparse.Namespace, config: QuantConfig) -> int:
+def dry_run(shape: DryRun, config: QuantConfig, asked: Take) -> int:
     """Print the cost of a quantization. The exit code is 1 if memory does not suffice."""
-    (cost,) = forecasts(args, [config], calibration_take(args))
+    (cost,) = shape.forecasts([config], asked)
     print("\n".join(cost.lines()))
     if config.fit is not None:
         print("not counted: the trials of --fit")
     return int(cost.peak > cost.limit)
 
 
-def table(args: argparse.Namespace, config: QuantConfig) -> int:
-    """Print the size of the model on several grids, and their KL on calibration prompts that are held back."""
-    loaded, depth = at_depths(load_source(args), args.n_steps)
-    tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
-    n_used, n_held = divide(tokens)
-    # No random tokens are put into the held prompts.
-    plain = calibration_tokens(loaded, args.calibration, take(args).changed(n_prompts=n_used + n_held))
-    if isinstance(loaded.system, Discovers):
-        loaded.system.look(tokens.first(execution(args).seed))
-    with Line() as progress:
-        how = execution(args, progress=progress)
-        used = tokens.take(0, n_used)
-        source = ModelSource.of(loaded.system, used, config, n_steps=depth, execution=how)
-        trials = try_grids(source, config, args.table, plain.take(n_used))
+@dataclass(frozen=True)
+class GridTable:
+    """A model and the grids of which `--table` prints size and KL.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model, at depth `n_steps`.
+    n_steps : int, optional
+        Depth. The model's own when absent.
+    tokens, plain : TokenSet
+        Calibration prompts, with random tokens and without.
+    config : QuantConfig
+        Settings besides the bits.
+    bits : tuple of int
+        Bits of the grids.
+    execution : Execution
+        How the work is done.
+    """
+
+    loaded: LoadedModel
+    n_steps: int | None
+    tokens: TokenSet
+    plain: TokenSet
+    config: QuantConfig
+    bits: tuple[int, ...]
+    execution: Execution
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, config: QuantConfig) -> GridTable:
+        """Read the options and load."""
+        loaded, depth = at_depths(load_source(args), args.n_steps)
+        tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
+        # No random tokens are put into the held prompts.
+        plain = calibration_tokens(
+            loaded, args.calibration, take(args).changed(n_prompts=sum(divide(tokens)))
+        )
+        return cls(loaded, depth, tokens, plain, config, args.table, execution(args))
+
+    def print(self) -> int:
+        """Print the size of the model on each grid, and its KL on calibration prompts that are held back."""
+        n_used, n_held = divide(self.tokens)
+        if isinstance(self.loaded.system, Discovers):
+            self.loaded.system.look(self.tokens.first(self.execution.seed))
+        with Line() as progress:
+            how = dataclasses.replace(self.execution, progress=progress)
+            used = self.tokens.take(0, n_used)
+            source = ModelSource.of(
+                self.loaded.system, used, self.config, n_steps=self.n_steps, execution=how
+            )
+            trials = try_grids(source, self.config, self.bits, self.plain.take(n_used))
+        print(_measured(trials))
+        what = _what(trials)
+        print(
+            f"{what}: measured on the last {n_held} calibration prompts, with all layers solved on the other {n_used} "
+            "and on inputs of full precision. On another kind of text it differs: `loopq evaluate` measures any"
+        )
+        return 0
+
+
+def _what(trials: Sequence[Trial]) -> str:
+    return "squared relative error" if trials[0].measured.output == "hidden" else "estimated KL"
+
+
+def _measured(trials: Sequence[Trial]) -> str:
+    """Return a table of the trials."""
     rows = []
     for trial in trials:
         layers = trial.checkpoint.layers.values()
@@ -86,11 +159,4 @@ def table(args: argparse.Namespace, config: QuantConfig) -> int:
         ends = None if interval is None else f"[{divergence(interval.low)}, {divergence(interval.high)}]"
         kl = divergence(float(trial.measured.kl.mean()))
         rows.append((trial.bits, f"{8 * packed / n_weights:.3f}", size(trial.checkpoint.n_bytes), kl, ends))
-    hidden = trials[0].measured.output == "hidden"
-    what = "squared relative error" if hidden else "estimated KL"
-    print(render(("bits", "bits a weight", "whole file", what, "95 %"), rows))
-    print(
-        f"{what}: measured on the last {n_held} calibration prompts, with all layers solved on the other {n_used} and "
-        "on inputs of full precision. On another kind of text it differs: `loopq evaluate` measures any"
-    )
-    return 0
+    return render(("bits", "bits a weight", "whole file", _what(trials), "95 %"), rows)

@@ -37,7 +37,7 @@ from loopq.commands.options import (
     take,
 )
 from loopq.commands.output import print_checkpoint, whole
-from loopq.commands.plan import dry_run, several_bits, table
+from loopq.commands.plan import DryRun, GridTable, dry_run, several_bits
 from loopq.commands.source import add_source, load_source
 from loopq.errors import LoopqError, require
 from loopq.formats.base import Format, FormatOptions
@@ -103,9 +103,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave these tensors of the model's files bit for bit as they are; repeatable",
     ).rare = True  # type: ignore[attr-defined]
-    parser.add_argument(
-        "--requantize", action="store_true", help="take a folder that loopq wrote as the model"
-    ).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser, several=True)
@@ -125,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         target = quantized_format(args.format)
         config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
-        return dry_run(args, config) if args.dry_run else table(args, config)
+        return _instead(args, config)
     job = _Command.of(args)
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
@@ -144,6 +141,13 @@ def run(args: argparse.Namespace) -> int:
     if job.is_plain:
         print(_HINT, file=sys.stderr)
     return 0
+
+
+def _instead(args: argparse.Namespace, config: QuantConfig) -> int:
+    """Print what `--dry-run` or `--table` asks for instead of an output."""
+    if args.dry_run:
+        return dry_run(DryRun.of(args), config, calibration_take(args))
+    return GridTable.of(args, config).print()
 
 
 @dataclass(frozen=True)

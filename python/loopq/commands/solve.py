@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
+from loopq.run.config import QuantConfig
 from loopq.run.ranks import Ranks
 from loopq.storage.lock import work_folder
 from loopq.terminal.progress import Line
@@ -42,25 +44,43 @@ def _shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+@dataclass(frozen=True)
+class _Solve:
+    """What to solve, with which settings, and how the work is divided."""
+
+    dump: str
+    out: str
+    config: QuantConfig
+    several: bool
+    shard: tuple[int, int] | None
+    threads: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Solve:
+        """Read the options."""
+        # Processes started by torchrun are workers.
+        several = args.worker or Ranks.of_environment() is not None
+        config = quant_config(args, model=False)
+        return cls(args.dump, args.out, config, several, args.shard, execution(args).threads)
+
+
 def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
-    config = quant_config(args, model=False)
-    # Processes started by torchrun are workers.
-    several = args.worker or Ranks.of_environment() is not None
+    asked = _Solve.of(args)
     with Line() as progress:
         result = loopq.solve(
-            args.dump,
-            config,
-            out=args.out,
-            several=several,
-            shard=args.shard,
-            threads=execution(args).threads,
+            asked.dump,
+            asked.config,
+            out=asked.out,
+            several=asked.several,
+            shard=asked.shard,
+            threads=asked.threads,
             progress=progress,
         )
     if result is None:
-        print(f"the layers of this shard are solved; the one that ends last writes {args.out}")
+        print(f"the layers of this shard are solved; the one that ends last writes {asked.out}")
     else:
-        print_checkpoint(result, args.out)
+        print_checkpoint(result, asked.out)
     return 0
 
 

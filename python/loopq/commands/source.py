@@ -57,7 +57,7 @@ def add_loading(parser: argparse.ArgumentParser, *, several: bool = False) -> No
         group.add_argument(
             "--system",
             metavar="NAME",
-            help="adapter to use, if it is not found by itself (`loopq systems` lists them)",
+            help="adapter to use, if it is not found by itself (`loopq check` lists them)",
         ),
         group.add_argument(
             "--trust-remote-code", action="store_true", help="run code that comes with the model"
@@ -108,9 +108,7 @@ def load_source(args: argparse.Namespace) -> LoadedModel:
     """Load the model of `add_source` for quantization, including one quantized by another tool."""
     check_texts(args)
     if args.python is None and args.model is not None:
-        loaded = open_source(
-            Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code
-        )
+        loaded = open_source(Path(args.model), trust_remote_code=args.trust_remote_code)
         if loaded is not None:
             to_device(loaded.model, loading(args)["device"])
             return loaded

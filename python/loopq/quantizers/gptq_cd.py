@@ -33,8 +33,8 @@ class MetricSettings(Settings):
     """
 
     kind: Literal["auto", "inputs", "loop"] = setting("auto")
-    draws: int = setting(1, at_least=1)
-    prompts: int | None = setting(None, at_least=1)
+    draws: int = setting(1, at_least=1, at_most=1 << 16)
+    prompts: int | None = setting(None, at_least=1, at_most=1 << 31)
 
 
 @QUANTIZERS.register("gptq-cd")
@@ -86,10 +86,10 @@ class GPTQCD(Method):
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
-    signed_scales: bool = setting(True, off="unsigned-scales")
+    signed_scales: bool = setting(True)
     beam: int = setting(16, at_least=1, at_most=4096)
     descent: int = setting(30, at_least=0)
-    refit: bool = setting(True, off="no-refit")
+    refit: bool = setting(True)
     rounds: int = setting(1, at_least=0)
     passes: int = setting(2, at_least=0)
 

@@ -41,7 +41,7 @@ class GridSettings(Settings):
 
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
-    symmetric: bool = setting(True, off="asymmetric")
+    symmetric: bool = setting(True)
     levels: str = setting(AUTO, names=LEVELS)
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
@@ -52,7 +52,9 @@ class GridSettings(Settings):
             raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
         if self.levels not in EVEN:
             if not self.symmetric:
-                raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
+                raise ConfigError(
+                    f"levels {self.levels!r} have no zero points: leave --set symmetric=false out"
+                )
             self._check_levels(self.make())
         most = SIGNIFICANT_BITS[self.scale_dtype]
         if self.scale_bits is not None and not 1 <= self.scale_bits <= most:

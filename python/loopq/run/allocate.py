@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare
-from loopq.gradients.scores import loop_fisher
 from loopq.layers.layer import Dequantized
 from loopq.quantizers.config import Override
-from loopq.run.budget import Candidate, Fit, choose
+from loopq.run.budget import SCORED, Candidate, Fit, choose
 from loopq.run.memory import fit_parts
 from loopq.run.model_source import ModelSource
 from loopq.run.outside import tell_left
@@ -57,7 +56,7 @@ def allocate(plan: Plan, source: ModelSource) -> Plan:
     if asked is None:
         return plan
     config = dataclasses.replace(plan.config, fit=None)
-    outside = _outside(dataclasses.replace(plan, config=config), source, asked)
+    outside = _outside(dataclasses.replace(plan, config=config), source)
     candidates = [*_inside(plan, source, asked), *outside]
     tensors = source.weights.tensors
     n_weights = sum(math.prod(t.shape) for t in tensors.values())
@@ -100,8 +99,8 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
-    grids = []
-    for choice in asked.grids(plain.grid.symmetric):
+    grids, allowed = [], asked.grids(plain.grid)
+    for choice in allowed:
         try:
             layer = plain.changed(**choice)
         except ConfigError:
@@ -109,15 +108,14 @@ def _inside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
         # Scores compare single layers, each on the inputs of full precision.
         grids.append((choice, source.plan(dataclasses.replace(config, layer=layer).changed(inputs="open"))))
     if not grids:
-        raise ConfigError(f"method {plain.method.name} has none of the grids: change --fit-bits")
+        raise ConfigError(f"method {plain.method.name} has none of the grids: change --set fit_bits=...")
     # An override may fix a part of the grid. Then several candidates are identical.
     trials: list[_Found] = [{} for _ in grids]
     costs: dict[tuple[str, str], float] = {}
-    for number, tasks in enumerate(
-        fit_parts(source.job, plan.tasks, source.sums(plan, per_step=True), asked)
-    ):
+    sums = source.sums(plan, per_step=True)
+    for number, tasks in enumerate(fit_parts(source.job, plan.tasks, sums, len(allowed))):
         part = dataclasses.replace(plan, tasks=tuple(tasks))
-        costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, trials), asked)
+        costs |= _costs(part, source, _solved(part, source, f"fit-{number}", grids, trials))
     candidates = []
     for names in (tuple(t.name for t in group) for group in alike(plan.tasks)):
         for of_grid in trials:
@@ -150,7 +148,7 @@ def _solved(
     return weights
 
 
-def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
+def _outside(plan: Plan, source: ModelSource) -> list[Candidate]:
     """Candidates of all matrices outside the loop together: unchanged, 8 bits, 4 bits; or only the requested one."""
     job, requested = source.job, plan.config.outside
     rounded = {
@@ -161,7 +159,7 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
     if not names:
         return []
     variants = {str(outside): Dequantized(layers) for outside, layers in rounded.items()}
-    tokens, seed = job.tokens.take(0, asked.n_prompts), source.execution.seed
+    tokens, seed = job.tokens.take(0, SCORED), source.execution.seed
     _, *measured = compare(job.system, variants, tokens, n_steps=job.selection.n_steps, seeds=(seed,))
     kept: list[tuple[Any, int, float]] = [
         (outside, sum(layer.n_bytes for layer in layers.values()), float(m.kl.mean()))
@@ -173,15 +171,14 @@ def _outside(plan: Plan, source: ModelSource, asked: Fit) -> list[Candidate]:
 
 
 def _costs(
-    plan: Plan, source: ModelSource, weights: Mapping[tuple[str, str], NDArray[np.float32]], asked: Fit
+    plan: Plan, source: ModelSource, weights: Mapping[tuple[str, str], NDArray[np.float32]]
 ) -> dict[tuple[str, str], float]:
+    """KL of each candidate: the model with only that layer quantized."""
     job, execution = source.job, source.execution
     journal = source.journal(plan, "scores", [t.name for t in plan.tasks])
     progress = execution.progress
-    tokens = job.tokens.take(0, asked.n_prompts)
+    tokens = job.tokens.take(0, SCORED)
     n_steps = job.selection.n_steps
-    if asked.score == "fisher":
-        return loop_fisher(job.system, weights, tokens, n_steps=n_steps, execution=execution, journal=journal)
     costs: dict[tuple[str, str], float] = {}
     progress.start("ablation", len(weights), "trials")
     for task in plan.tasks:

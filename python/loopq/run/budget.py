@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.grid import BITS, PER_CHANNEL
 from loopq.layers.grids.table import UNEVEN
+from loopq.quantizers.grid import AUTO, GridSettings
 from loopq.settings.declare import Settings, parse_text, setting
 from loopq.settings.execution import parse_bytes
 from loopq.storage.schema import Object
+
+#: Calibration prompts on which candidates are compared.
+SCORED = 16
 
 
 def parse_budget(text: str) -> float | int:
@@ -29,49 +32,38 @@ class Fit(Settings):
     budget : float or int
         Size of the file with all weights. Grids are chosen to meet it. Give bits per weight of the model, such as 3.25,
         or bytes, such as 12GB.
-    score : {"ablation", "fisher"}
-        Cost of a candidate. `ablation` measures the KL with only that layer quantized. `fisher` predicts the KL from
-        gradients through the loop.
     bits : tuple of int
         Allowed bits of a layer.
     group_sizes : tuple of int
         Allowed group sizes of a layer.
-    n_prompts : int
-        Calibration prompts for the cost.
-    levels : tuple of str
-        Allowed levels of a layer: even, uneven.
     """
 
     budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
-    score: Literal["ablation", "fisher"] = setting("ablation")
     bits: tuple[int, ...] = setting(BITS)
     group_sizes: tuple[int, ...] = setting((32, 64, 128))
-    n_prompts: int = setting(16, at_least=1)
-    levels: tuple[str, ...] = setting(("even", "uneven"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.bits or not self.group_sizes or not self.levels:
-            raise ConfigError("bits, levels and group sizes to choose from: give one or more of each")
+        if not self.bits or not self.group_sizes:
+            raise ConfigError("bits and group sizes to choose from: give one or more of each")
         wrong = sorted(set(self.bits) - set(BITS))
         if wrong:
             raise ConfigError(f"bits must be of {', '.join(map(str, BITS))}; got {wrong[0]}")
-        if not set(self.levels) <= {"even", "uneven"}:
-            raise ConfigError(f"levels to choose from are even and uneven; got {', '.join(self.levels)}")
         for size in self.group_sizes:
             if size != PER_CHANNEL and size < 1:
                 raise ConfigError(f"group_sizes must be -1 (per channel) or at least 1; got {size}")
         if not self.budget > 0:
             raise ConfigError(f"budget must be above 0; got {self.budget!r}")
 
-    def grids(self, symmetric: bool = True) -> list[Object]:
-        """Return the settings of every allowed grid. Codes with zero points have even levels."""
+    def grids(self, grid: GridSettings) -> list[Object]:
+        """Return the settings of every allowed grid. Levels "auto" are even and uneven ones; others stay."""
+        several = ("even", "uneven") if grid.levels == AUTO else (grid.levels,)
         return [
             {"bits": bits, "group_size": group, "levels": levels}
             for bits in self.bits
-            for levels in self.levels
+            for levels in several
             for group in self.group_sizes
-            if levels == "even" or (symmetric and bits in UNEVEN)
+            if levels != "uneven" or (grid.symmetric and bits in UNEVEN)
         ]
 
     def n_bytes(self, n_weights: int) -> int:
@@ -137,7 +129,7 @@ def choose(candidates: Sequence[Candidate], budget: int, fixed: int = 0) -> list
     if least > budget:
         raise ConfigError(
             f"the file is to have {budget + fixed} bytes; its smallest has {least + fixed}: raise the budget, or give "
-            "--fit-bits and --fit-group-sizes smaller candidates"
+            "--set fit_bits=... and --set fit_group_sizes=... smaller candidates"
         )
     rest = least
     front: list[tuple[int, float, tuple[Candidate, ...]]] = [(0, 0.0, ())]

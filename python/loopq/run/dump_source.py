@@ -132,8 +132,8 @@ class DumpSource(Source):
         if asked != (first.n_prompts, first.n_draws):
             raise ConfigError(
                 f"layer {task.name}: a loop metric over {asked[0]} prompts and {asked[1]} draws is asked for; the "
-                f"dump's is over {first.n_prompts} and {first.n_draws}: give --metric-prompts {first.n_prompts} "
-                f"--metric-draws {first.n_draws}, or collect again"
+                f"dump's is over {first.n_prompts} and {first.n_draws}: give --set metric_prompts={first.n_prompts} "
+                f"--set metric_draws={first.n_draws}, or collect again"
             )
 
 

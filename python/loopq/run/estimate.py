@@ -19,6 +19,7 @@ from loopq.quantizers.base import Method, Problem, has_twins
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.loop_metric import BLOCK, LoopMetric
 from loopq.quantizers.task import Task
+from loopq.run.budget import SCORED
 from loopq.run.memory import fit_bytes, fit_parts, pass_bytes, passes
 from loopq.run.plan import Plan, alike, hessian_work, solve_work, steps_apart
 from loopq.run.solver import together
@@ -151,8 +152,9 @@ def run_bytes(plan: Plan, job: Collection) -> int:
         need[f"inputs {inputs.name}"] = everything
     asked = plan.config.fit
     if asked is not None:
-        parts = fit_parts(job, tasks, apart, asked)
-        need["fit"] = max(fit_bytes(job, part, apart, asked) for part in parts)
+        n_grids = len(asked.grids(plan.config.layer.grid))
+        parts = fit_parts(job, tasks, apart, n_grids)
+        need["fit"] = max(fit_bytes(job, part, apart, n_grids) for part in parts)
     limit = job.execution.memory
     what = max(need, key=lambda name: need[name])
     if limit is not None and need[what] > limit:
@@ -205,11 +207,9 @@ def _extra(plan: Plan, job: Collection, probe_seconds: float) -> str:
     asked = plan.config.fit
     if asked is None:
         return ""
-    candidates = len(asked.grids()) * len(plan.tasks)
-    # A measured score needs one rollout per candidate. A predicted score needs one forward and one backward pass.
-    n_prompts = min(asked.n_prompts, len(job.tokens.sequences))
-    rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)
-    return f"; besides, about: bits by {asked.score} {duration(probe_seconds * rollouts)}"
+    candidates = len(asked.grids(plan.config.layer.grid)) * len(plan.tasks)
+    rollouts = min(SCORED, len(job.tokens.sequences)) * candidates
+    return f"; besides, about: choice of grids {duration(probe_seconds * rollouts)}"
 
 
 def core_rate(widest: int, threads: int) -> float:

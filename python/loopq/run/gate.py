@@ -41,7 +41,7 @@ class Gate(Settings):
 
     engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None = setting(None)
     force: bool = setting(False)
-    verify: bool = setting(True, off="no-verify")
+    verify: bool = setting(True)
 
     def of(self, format_name: str, source: Checkpoint, options: FormatOptions) -> tuple[tuple[str, ...], str]:
         """Return `readers` of a checkpoint."""

@@ -72,11 +72,8 @@ class SolveKeywords(ExecutionKeywords, total=False):
     rank_threshold: float | None
     outside: Literal[4, 8, "q4_k", "q5_k", "q6_k", "q8_0", "none"] | None
     fit: float | int | Fit | None
-    fit_score: Literal["ablation", "fisher"]
     fit_bits: Sequence[int]
     fit_group_sizes: Sequence[int]
-    fit_n_prompts: int
-    fit_levels: Sequence[str]
     layer: LayerConfig
     overrides: Sequence[Override]
     include: Sequence[str]

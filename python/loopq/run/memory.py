@@ -9,7 +9,6 @@ from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
-from loopq.run.budget import Fit
 from loopq.run.plan import alike
 from loopq.storage.model_files import is_streamed
 
@@ -55,16 +54,14 @@ def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[lis
     return sums.passes(lambda input_groups: pass_bytes(job, tasks, sums, input_groups))
 
 
-def fit_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: Fit) -> int:
-    """Bytes of all candidates of some layers, and of the sums and the solve."""
+def fit_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, n_grids: int) -> int:
+    """Bytes of some layers on all grids of a choice, and of the sums and the solve."""
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
-    # Values in single precision, and their errors where these are multiplied with gradients.
-    each = 4 if asked.score == "ablation" else 8
     input_groups = list(dict.fromkeys(t.input_group for t in tasks if t.input_group))
-    return pass_bytes(job, tasks, sums, input_groups) + each * len(asked.grids()) * n_weights
+    return pass_bytes(job, tasks, sums, input_groups) + 4 * n_grids * n_weights
 
 
-def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: Fit) -> list[list[Task]]:
+def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, n_grids: int) -> list[list[Task]]:
     """Divide layers into parts for a choice of grids. All candidates of a part fit the memory limit.
 
     Raises
@@ -76,14 +73,15 @@ def fit_parts(job: Collection, tasks: Sequence[Task], sums: HessianSet, asked: F
     parts: list[list[Task]] = []
     for group in alike(tasks):
         both = [*(parts[-1] if parts else []), *group]
-        if parts and (limit is None or fit_bytes(job, both, sums, asked) <= limit):
+        if parts and (limit is None or fit_bytes(job, both, sums, n_grids) <= limit):
             parts[-1] = both
             continue
-        need = fit_bytes(job, group, sums, asked)
+        need = fit_bytes(job, group, sums, n_grids)
         if limit is not None and need > limit:
             raise ConfigError(
                 f"fit: the candidates of layer {group[0].name} take {need / 2**20:.2f} MiB, above the limit of "
-                f"{limit / 2**20:.2f} MiB: raise --memory, or give fewer --fit-bits and --fit-group-sizes"
+                f"{limit / 2**20:.2f} MiB: raise --memory, or give fewer in --set fit_bits=... and "
+                "--set fit_group_sizes=..."
             )
         parts.append(list(group))
     return parts

@@ -37,8 +37,8 @@ def open_source(
         return None
     if (NATIVE.holds(model) or (model / RECORD).exists()) and not requantize:
         raise CheckpointError(
-            f"{model}: loopq's own output: name the model that it was made from, or give --requantize "
-            "(requantize=True) to quantize its rounded weights once more"
+            f"{model}: loopq's own output: name the model that it was made from, or pass requantize=True to "
+            "loopq.quantize to quantize its rounded weights once more"
         )
     loaded = load_checkpoint(read_any(model), trust_remote_code=trust_remote_code)
     note = "weights of a quantized file, dequantized"

@@ -3,8 +3,8 @@
 A field is a plain value, a *block*, an *optional block* or a *choice*. Plain values are int, float, bool, str, a
 Literal, a tuple of these, or None. A block is another settings type. A choice is one of several settings types of a
 registry, selected by its name. Every plain value has a flat name, unique among all settings of a run. It is the keyword
-in Python, the option on the command line and the name in a layer's override. In a block with a prefix the first field
-is called by the prefix, the others `prefix_field`.
+in Python, the name in `--set` and in a layer's override, and for some the option on the command line. In a block with a
+prefix the first field is called by the prefix, the others `prefix_field`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def setting(
     at_least: float | None = None,
     at_most: float | None = None,
     common: bool = False,
-    off: str | None = None,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
     option: bool = True,
@@ -46,8 +45,6 @@ def setting(
         Range of a number.
     common : bool
         Whether ``--help`` shows it. The others appear in ``--help-all``.
-    off : str, optional
-        Name of the option that sets a bool to False. Its default is True and its text is "A; else B".
     parse : callable, optional
         Reads the option's text. By default the annotation determines it.
     metavar : str, optional
@@ -58,8 +55,8 @@ def setting(
         Its names are values. The text lists them.
     """
     metadata = {
-        "at_least": at_least, "at_most": at_most, "common": common, "off": off, "parse": parse,
-        "metavar": metavar, "option": option, "names": names,
+        "at_least": at_least, "at_most": at_most, "common": common, "parse": parse, "metavar": metavar,
+        "option": option, "names": names,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -330,6 +327,23 @@ def parse_text(annotation: Any, text: str) -> Any:
     if annotation is float and not re.fullmatch(_NUMBER, text, re.ASCII):
         raise ValueError(f"{text!r}: give a number")
     return annotation(text)
+
+
+def read_value(leaf: Leaf, text: str) -> Any:
+    """Read the value of a setting from the text of ``--set``.
+
+    Raises
+    ------
+    ConfigError
+        The setting does not allow the value. The message names both.
+    """
+    parse = leaf.metadata.get("parse")
+    try:
+        value = parse(text) if parse else parse_text(leaf.annotation, text)
+    except ValueError as cause:
+        raise ConfigError(f"{leaf.name}: {cause}") from cause
+    check(leaf.name, value, leaf.annotation, leaf.metadata)
+    return value
 
 
 def _fields(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -24,7 +23,7 @@ def parse_bytes(text: str) -> int:
     """Read a number of bytes with a unit, such as 8G or 512M. Units are powers of 1024."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}: give bytes with a unit, as in 8G or 512M")
+        raise ValueError(f"{text!r}: give bytes with a unit, as in 8G or 512M")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 

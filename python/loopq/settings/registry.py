@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -98,7 +98,11 @@ class Registry(Generic[T]):
         raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a phrase with the known names most similar to an unknown one. It is empty if none is similar."""
+def did_you_mean(name: str, known: Iterable[str], spelled: Mapping[str, str] | None = None) -> str:
+    """Return a phrase with the known names most similar to an unknown one. It is empty if none is similar.
+
+    `spelled` says how to write some of the names.
+    """
     near = difflib.get_close_matches(name, list(known), n=3)
+    near = [(spelled or {}).get(n, n) for n in near]
     return f" (did you mean {', '.join(near)}?)" if near else ""

@@ -35,7 +35,7 @@ def find_system(model: nn.Module) -> LoopedSystem:
     kind = type(model).__name__
     if not fitting:
         raise SystemContractError(
-            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one "
+            f"no looped system fits {kind}; `loopq check` lists those there are, and --system names one "
             "(--system generic takes whatever one run calls more than once)"
         )
     raise SystemContractError(

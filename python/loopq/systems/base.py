@@ -144,7 +144,7 @@ class LoopedSystem(ABC):
     name : str
         Name in the registry.
     summary : str
-        One-line description of the loop for `loopq systems`.
+        One-line description of the loop for `loopq check`.
     published : Published
         Published models of this kind.
     output : {"logits", "hidden"}

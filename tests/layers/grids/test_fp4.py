@@ -72,8 +72,8 @@ def test_a_divisor_or_a_scale_that_is_none_is_refused():
     [
         ({"group_size": 32}, "groups of 16; got 4 bits and groups of 32"),
         ({"bits": 3}, "got 3 bits"),
-        ({"scale_dtype": "bfloat16"}, "leave --scale-dtype away"),
-        ({"symmetric": False}, "leave --asymmetric away"),
+        ({"scale_dtype": "bfloat16"}, "leave --set scale_dtype=... out"),
+        ({"symmetric": False}, "leave --set symmetric=false out"),
         ({"scale_bits": 12}, "scale_bits must be"),
         ({"levels": "nvfp5"}, "nvfp4"),
     ],

@@ -45,8 +45,8 @@ def listed() -> dict[str, bool]:
     return {
         "level": "`madeup`" in lines["--levels"],
         "method": "madeup" in lines["--method"],
-        "option": "--loudness" in lines,
-        "system": "madeup" in printed("systems"),
+        "option": "loudness" in lines["--set"],
+        "system": "madeup" in printed("check"),
         "format": "madeup" in printed("export", "--help"),
     }
 
@@ -64,7 +64,18 @@ def by_system(folder: Path) -> dict[str, Any]:
     # No engine of loopq's table opens the format.
     forced = {"write": "madeup", "force": True}
     quantized(levels="madeup", bits=2, method="gptq-cd", metric="inputs", out=folder / "q.madeup", **forced)
-    command = ["quantize", "m", "--out", "o", "--method", "madeup", "--loudness", "2", "--levels", "madeup"]
+    command = [
+        "quantize",
+        "m",
+        "--out",
+        "o",
+        "--method",
+        "madeup",
+        "--set",
+        "loudness=2",
+        "--levels",
+        "madeup",
+    ]
     asked = quant_config(parser().parse_args([*command, "--bits", "2"])).layer
     return {
         "system": plain.settings["system"],

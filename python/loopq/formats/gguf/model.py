@@ -125,7 +125,7 @@ class GGUF(Format):
             if layer.grid.scale_dtype == "float32":
                 raise CheckpointError(
                     f"layer {layer.name}: GGUF stores scales in float16, and float32 scales do not fit; quantize with "
-                    "--scale-dtype float16"
+                    "--set scale_dtype=float16"
                 )
             blocks(layer)
             shape.tensors(layer.name)

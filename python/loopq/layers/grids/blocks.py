@@ -184,7 +184,7 @@ class Blocks(Grid):
     ) -> native.Grid:
         """As in `Grid`. With a scale type, return the grid of products, in which every group has its own scale."""
         if scale_bits is not None:
-            raise ConfigError(f"{self.label} has scales of its own: leave --scale-bits away")
+            raise ConfigError(f"{self.label} has scales of its own: leave --set scale_bits=... out")
         if scale_dtype is not None:
             return native.Grid(
                 bits=self.bits,

@@ -236,7 +236,7 @@ class MXFP4(_FP4):
 
 def _asked(kind: type[_FP4], bits: int, group_size: int, scale_dtype: str, **more: Any) -> Grid:
     if scale_dtype != "float16":
-        raise ConfigError(f"{kind.name} has scales of a type of its own: leave --scale-dtype away")
+        raise ConfigError(f"{kind.name} has scales of a type of its own: leave --set scale_dtype=... out")
     return kind(bits, group_size, kind.scale_dtypes[0], **more)
 
 

@@ -1,20 +1,16 @@
-"""`loopq systems`: looped systems with an adapter in loopq, and requirements of published models."""
+"""Looped systems with an adapter in loopq, and what published models and folders need to be loaded."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from loopq.commands import COMMANDS, Command
-from loopq.errors import ConfigError
 from loopq.models.hf import TESTED_TRANSFORMERS, has_tokenizer, is_known
 from loopq.storage.files import read_json
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem
-from loopq.terminal.table import render
 
 _CODE = {
     "checkpoint": (
@@ -33,57 +29,29 @@ _NO_TOKENIZER = (
 _DTYPE = "as stored; --dtype float32|bfloat16|float16 changes it"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Add the argument."""
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="show what these published models, systems of the table or folders need to be loaded",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print a table of the systems, or the requirements of models."""
-    if args.models:
-        print("\n\n".join(map(_needs, args.models)))
-        return 0
-    rows = [
-        (
-            name,
-            system.summary,
-            ", ".join(f"{model}: {count}" for model, count in system.published.checkpoints.items()) or None,
-            ", ".join(system.published.exposed) or None,
-        )
+def systems() -> list[dict[str, str | None]]:
+    """Return a row for each system, by column."""
+    return [
+        {
+            "system": name,
+            "loop": system.summary,
+            "weights quantized": ", ".join(
+                f"{m}: {count}" for m, count in system.published.checkpoints.items()
+            )
+            or None,
+            "feedback-exposed": ", ".join(system.published.exposed) or None,
+        }
         for name, system in SYSTEMS
     ]
-    print(render(("system", "loop", "weights quantized", "feedback-exposed"), rows))
-    return 0
-
-
-def _needs(model: str) -> str:
-    lines = needs(model)
-    width = max(len(subject) for subject, _ in lines)
-    return "\n".join(f"{subject:{width}}  {text}" for subject, text in lines)
 
 
 def needs(model: str) -> list[tuple[str, str]]:
-    """Return the requirements of a model as pairs of a subject and a sentence.
+    """Return what a model needs to be loaded, as pairs of a subject and a sentence.
 
     Parameters
     ----------
     model : str
-        A published model of `loopq systems`, a system, or a folder with ``config.json``.
-
-    Returns
-    -------
-    list of (str, str)
-        Lines to print.
-
-    Raises
-    ------
-    ConfigError
-        If the name is unknown. The message lists the names.
+        A published model, a system, or a folder with ``config.json``. Other names give no lines.
     """
     if (Path(model) / "config.json").is_file():
         return _of_folder(Path(model))
@@ -95,10 +63,7 @@ def needs(model: str) -> list[tuple[str, str]]:
             return _of_published(name, kind)
         if wanted == kind.name or wanted.startswith(f"{kind.name}-"):
             return _of_published(", ".join(kind.published.checkpoints), kind)
-    raise ConfigError(
-        f"{model!r} is no folder with a config.json and no published model that loopq knows: "
-        f"{', '.join(name for name, _ in published)}; `loopq check MODEL` tries any other"
-    )
+    return []
 
 
 def _of_published(name: str, kind: type[LoopedSystem]) -> list[tuple[str, str]]:
@@ -132,6 +97,3 @@ def _asked(version: str) -> str:
     except metadata.PackageNotFoundError:
         here = "not installed here"
     return f"pip install 'transformers{version}' ({here})"
-
-
-COMMANDS.register("systems")(Command("list the looped systems, or what models need", add, run, 40))

@@ -1,4 +1,4 @@
-"""`loopq systems`: the table, and what a model or a folder needs."""
+"""What a published model or a folder needs to be loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 
 import pytest
 
+from loopq.commands.needs import needs
 from loopq.models.hf import TESTED_TRANSFORMERS
-from loopq.systems import SYSTEMS
+
+
+def text_of(model):
+    """The lines about a model as one text."""
+    return "\n".join(f"{subject} {text}" for subject, text in needs(str(model)))
 
 
 @pytest.mark.parametrize(
@@ -28,30 +33,17 @@ from loopq.systems import SYSTEMS
         ("parcae", ["Parcae-140M, Parcae-1.3B", "a plain torch class", "token ids"]),
     ],
 )
-def test_systems_says_what_a_published_model_needs(model, lines, command):
-    code, text, _ = command("systems", model)
-    assert code == 0
+def test_what_a_published_model_needs(model, lines):
+    text = text_of(model)
     assert all(line in text for line in lines)
     assert "dtype" in text
 
 
-def test_the_table_has_every_system(command):
-    code, text, _ = command("systems")
-    assert code == 0
-    rows = {line.split()[0]: line.rstrip() for line in text.splitlines() if line.strip()}
-    assert all(system.summary and system.summary in rows[name] for name, system in SYSTEMS)
-    assert "Huginn-3.5B: 17" in rows["huginn"]
-    assert rows["huginn"].endswith("adapter")
+def test_other_names_need_nothing_that_is_known():
+    assert needs("nothing") == needs("huginn_small") == needs("looped:D[1:3]x2") == []
 
 
-def test_systems_names_the_models_that_it_knows(command):
-    code, _, err = command("systems", "nothing")
-    assert code == 2
-    assert "'nothing' is no folder with a config.json and no published model" in err
-    assert "Ouro-2.6B" in err
-
-
-def test_systems_says_what_a_folder_needs(tmp_path, command):
+def test_what_a_folder_needs(tmp_path):
     config = {
         "model_type": "ouro",
         "auto_map": {},
@@ -59,7 +51,7 @@ def test_systems_says_what_a_folder_needs(tmp_path, command):
         "transformers_version": "4.55.0",
     }
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    text = command("systems", tmp_path)[1]
+    text = text_of(tmp_path)
     for part in (
         "--trust-remote-code",
         "written with 4.55.0",
@@ -69,7 +61,7 @@ def test_systems_says_what_a_folder_needs(tmp_path, command):
         assert part in text
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "albert"}), "utf-8")
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
-    text = command("systems", tmp_path, "mamba")[1]
+    text = text_of(tmp_path)
     assert "a class of transformers" in text
     assert "beside the weights" in text
-    assert "Mamba-130M, Mamba-2.8B" in text
+    assert "Mamba-130M, Mamba-2.8B" in text_of("mamba")

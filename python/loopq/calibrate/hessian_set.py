@@ -110,7 +110,7 @@ class HessianSet:
             Folder for periodic snapshots of the sums. A pass resumes from snapshots of the same work.
         """
         parts = Parts(self._pass(input_groups), work)
-        done = len(parts.saved().batches)
+        done = len(parts.saved.batches)
         if done:
             self.job.execution.progress.note(f"resumed: {done} of {self.job.n_batches} batches are there")
         if done < self.job.n_batches:
@@ -141,9 +141,10 @@ class HessianSet:
         with Journal(work, "").claims() as claims:
             parts = Parts(self._pass(input_groups), work, claims, ended)
             progress = self.job.execution.progress
-            while len(parts.saved().batches) < self.job.n_batches and not ended():
+            while len(parts.saved.batches) < self.job.n_batches and not ended():
                 self._run(parts, input_groups, "collect", progress, first)
                 time.sleep(POLL)
+                parts.look()
                 # From now on the process only waits for others, or takes over when one is gone.
                 progress = Silent()
 

@@ -10,7 +10,7 @@ from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import ConfigError, DumpError
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
-from loopq.run.dumped import MetricOfDump
+from loopq.run.plan import loop_metrics
 from loopq.settings.execution import Execution
 from tests.support.runs import SETTINGS, digest, job_of
 
@@ -62,7 +62,7 @@ def test_a_dump_takes_the_metric_that_it_holds(loaded, tokens, dump, tmp_path):
     plain = DumpSource.open(dump, Execution())
     assert plain.plan(QuantConfig()).config.layer.method.flat()["metric"] == "inputs"
     job = job_of(loaded, tokens)
-    collect_hessians(job, tmp_path / "metric", gradients=MetricOfDump.of(job, 3, 2))
+    collect_hessians(job, tmp_path / "metric", gradients=loop_metrics(job, 3, 2))
     layer = DumpSource.open(tmp_path / "metric", Execution()).plan(QuantConfig()).config.layer.method.flat()
     assert [layer[name] for name in ("metric", "metric_prompts", "metric_draws")] == ["loop", 3, 2]
 

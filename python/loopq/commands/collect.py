@@ -28,7 +28,7 @@ from loopq.errors import ConfigError
 from loopq.models.depths import at_depths
 from loopq.quantizers.gptq_cd import MetricSettings
 from loopq.run import ranks as in_ranks
-from loopq.run.dumped import MetricOfDump
+from loopq.run.plan import loop_metrics
 from loopq.run.ranks import Ranks
 from loopq.settings.steps import parse_steps
 
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             more: dict[str, Any] = {"steps": steps, "per_step": args.per_step, "gradients": None}
             if args.metric == "loop":
                 n_draws = args.metric_draws or _DRAWS
-                more["gradients"] = MetricOfDump.of(job, args.metric_prompts, n_draws)
+                more["gradients"] = loop_metrics(job, args.metric_prompts, n_draws, steps)
             if ranks is None:
                 manifest = collect_hessians(job, out, **more)
             else:

@@ -154,19 +154,19 @@ class HessianDump:
         """Collect and write the loop metrics of a pass."""
         if self.gradients is None:
             return
-        found_in_pass = self.gradients.collect(part, list(part.rows), work and work / "metric")
-        for found, index in zip(found_in_pass, numbers, strict=False):
+        measured = self.gradients.collect(part, list(part.rows), work and work / "metric")
+        for metric, index in zip(measured, numbers, strict=False):
             file = f"metrics/{index:03d}.safetensors"
             path = self.out / file
-            digest = write_gradient_sums(path, found.sums)
+            digest = write_gradient_sums(path, metric.sums)
             yield MetricFile(
                 file,
                 digest,
                 path.stat().st_size,
-                found.parameter,
-                found.steps,
-                found.n_prompts,
-                found.n_draws,
+                metric.parameter,
+                metric.steps,
+                metric.n_prompts,
+                metric.n_draws,
             )
 
     def write(self) -> Manifest:

@@ -55,7 +55,7 @@ class LoopMetrics:
         )
         steps, counts = {t.metric_name: t.steps for t in tasks}, self._counts(tasks)
         for name in list(metrics):
-            found = metrics.pop(name)
+            metric = metrics.pop(name)
             yield Measured(
-                name, steps[name], GradientSums(found.left, found.right.astype(np.float64)), *counts
+                name, steps[name], GradientSums(metric.left, metric.right.astype(np.float64)), *counts
             )

@@ -187,8 +187,8 @@ def loop_metric(sums: StoredSums, name: str, steps: Sequence[int]) -> LoopMetric
         The files lack the metric of the layer, or have it over other steps.
     """
     entry = sums.metric_file(name, steps)
-    found = sums.gradient_sums(entry)
-    return LoopMetric(found.left, found.right, entry.n_prompts * entry.n_draws)
+    gradients = sums.gradient_sums(entry)
+    return LoopMetric(gradients.left, gradients.right, entry.n_prompts * entry.n_draws)
 
 
 def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:

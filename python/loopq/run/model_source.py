@@ -155,19 +155,7 @@ class ModelSource(Source):
         return DumpSource.open(out, self.execution)
 
     def dump(self, plan: Plan, tasks: Sequence[Task], out: Path, work: Path | None) -> HessianDump:
-        """Plan files with the sums that some tasks need, in as many passes as memory requires.
-
-        Parameters
-        ----------
-        plan : Plan
-            The plan of the tasks.
-        tasks : sequence of Task
-            Layers with inputs to collect.
-        out : Path
-            Folder of the files.
-        work : Path or None
-            Folder for unfinished work.
-        """
+        """Plan files in `out` with the sums that some tasks need, in as many passes as memory requires."""
         sums = self.sums(plan, tasks)
         measured = tuple(t for t in tasks if t.gradients and t.metric_key not in self.metrics)
         gradients = LoopMetrics(self.job, measured) if measured else None

@@ -44,8 +44,8 @@ def pass_bytes(
     if sums.per_step or copies != 1:
         # Several solves may take them from memory.
         return max(saving, held + max(metric.memory, metric.kept + solve))
-    # All sums are collected and written. Then metrics are collected from the files. A solve reads one of each. Allocators
-    # keep some of the memory that reading frees: half a sum, as measured.
+    # All sums are collected and written. Then metrics are collected from the files. A solve reads one of each.
+    # Allocators keep some of the memory that reading frees: half a sum, as measured.
     one = max(map(metric_bytes, chosen), default=0)
     return max(saving, metric.memory, one + max(3 * largest, largest // 2 + solve))
 

@@ -119,10 +119,10 @@ def test_processes_divide_only_what_has_one_row_for_each_token(loaded, ragged, t
 
 def test_of_two_parts_with_one_batch_the_larger_counts():
     small, large, other = ([Range(a, b, {}, {})] for a, b in ((1, 3), (2, 6), (0, 1)))
-    saved = Saved.of({"part-a": small, "part-b": large, "part-c": other})
+    saved = Saved({"part-a": small, "part-b": large, "part-c": other})
     assert saved.parts == {"part-b": large, "part-c": other}
     assert saved.batches == {0, 2, 3, 4, 5}
-    assert Saved.of({}).batches == set()
+    assert Saved().batches == set()
 
 
 def _shifted(ranges):

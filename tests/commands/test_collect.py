@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
@@ -153,8 +152,7 @@ def test_what_was_asked_for_reaches_the_collection(saved_model, tmp_path, comman
     monkeypatch.setattr(module, "collect_rows", collect)
     monkeypatch.setattr(module, "collect_hessians", collect)
     monkeypatch.setattr(module, "print_dump", lambda manifest: print(f"content of {manifest}"))
-    of_metric = types.SimpleNamespace(of=lambda job, prompts, draws: ("gradients", prompts, draws))
-    monkeypatch.setattr(module, "MetricOfDump", of_metric)
+    monkeypatch.setattr(module, "loop_metrics", lambda job, *asked: ("gradients", *asked))
     common = ("collect", saved_model, "--n-prompts", 2, "--seq-len", 16, "--out", tmp_path / "d")
     code, out, _ = command(
         *common, "--rows-dtype", "bfloat16", "--shard-batches", 3, "--seed", 5, "--n-steps", 2
@@ -175,7 +173,7 @@ def test_what_was_asked_for_reaches_the_collection(saved_model, tmp_path, comman
     assert (tuple(more["steps"]), more["per_step"]) == ((1, 2), True)
     for draws, n in (((), module._DRAWS), (("--set", "metric_draws=6"), 6)):
         assert command(*common, "--hessian", "--metric", "loop", "--set", "metric_prompts=1", *draws)[0] == 0
-        assert asked.pop()[2]["gradients"] == ("gradients", 1, n)
+        assert asked.pop()[2]["gradients"] == ("gradients", 1, n, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

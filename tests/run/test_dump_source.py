@@ -10,8 +10,9 @@ from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import ConfigError, DumpError
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
-from loopq.run.dumped import MetricOfDump
+from loopq.run.plan import loop_metrics
 from loopq.settings.execution import Execution
+from tests.support.metric_dumps import collected
 from tests.support.runs import SETTINGS, digest, job_of
 
 
@@ -62,7 +63,7 @@ def test_a_dump_takes_the_metric_that_it_holds(loaded, tokens, dump, tmp_path):
     plain = DumpSource.open(dump, Execution())
     assert plain.plan(QuantConfig()).config.layer.method.flat()["metric"] == "inputs"
     job = job_of(loaded, tokens)
-    collect_hessians(job, tmp_path / "metric", gradients=MetricOfDump.of(job, 3, 2))
+    collect_hessians(job, tmp_path / "metric", gradients=loop_metrics(job, 3, 2))
     layer = DumpSource.open(tmp_path / "metric", Execution()).plan(QuantConfig()).config.layer.method.flat()
     assert [layer[name] for name in ("metric", "metric_prompts", "metric_draws")] == ["loop", 3, 2]
 
@@ -72,3 +73,17 @@ def test_a_dump_is_itself_what_processes_divide(dump, tmp_path):
     plan = source.plan(QuantConfig())
     assert source.divisible(plan, tmp_path, None) is source
     assert source.prepare(plan) is plan
+
+
+def test_a_metric_is_read_when_its_layer_is_solved(loaded, tokens, tmp_path):
+    source = DumpSource.open(collected(loaded, tokens, tmp_path / "metric"), Execution())
+    plan = source.plan(QuantConfig())
+    metrics = source.metrics(plan.tasks)
+    first, *others = metrics
+    assert set(metrics) == {t.metric_key for t in plan.tasks}
+    (tmp_path / "metric" / source.dump.sums.metric_file(first[0], first[1]).file).unlink()
+    assert first in metrics
+    with pytest.raises(DumpError, match="missing"):
+        metrics[first]
+    assert all(metrics[key].n_gradients == 6 for key in others)
+    assert metrics.get(("another", (0,), None)) is None

@@ -23,8 +23,8 @@ from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
-from loopq.run.dumped import MetricOfDump
 from loopq.run.memory import pass_bytes, passes
+from loopq.run.plan import loop_metrics
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
 from loopq.systems.base import Batch
@@ -223,7 +223,7 @@ def test_a_dumped_loop_metric_omits_layers_without_gradient(loaded, tokens, tmp_
     settings = {"method": "gptq-cd", "metric": "loop", "metric_prompts": 2, "metric_draws": 1, **GRID}
     direct = loopq.quantize(loaded, tokens, threads=1, **settings)
     job = job_of(loaded, tokens, threads=1)
-    collect_hessians(job, tmp_path / "dump", gradients=MetricOfDump.of(job, 2, 1))
+    collect_hessians(job, tmp_path / "dump", gradients=loop_metrics(job, 2, 1))
     again = loopq.solve(tmp_path / "dump", threads=1, **settings)
     for name, layer in direct.layers.items():
         assert layer.same_as(again.layers[name]), name
@@ -338,7 +338,7 @@ def test_shared_sums_do_not_depend_on_passes_or_a_dump(loaded, tokens, tmp_path,
     divided = loopq.quantize(loaded, tokens, threads=1, memory=most, **settings)
     job = job_of(loaded, tokens, threads=1)
     job = dataclasses.replace(job, selection=job.selection.pooled(tokens.n_tokens))
-    collect_hessians(job, tmp_path / "dump", gradients=MetricOfDump.of(job, None, 2))
+    collect_hessians(job, tmp_path / "dump", gradients=loop_metrics(job, None, 2))
     again = loopq.solve(tmp_path / "dump", threads=1, **settings)
     for name, layer in direct.layers.items():
         assert layer.same_as(divided.layers[name]), name

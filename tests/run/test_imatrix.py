@@ -49,7 +49,8 @@ def test_importance_is_the_diagonal_of_what_an_error_costs(tmp_path, monkeypatch
     expected = np.diagonal(hessians.matrix(numbers if hessians.per_step else None))
     assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16 * len(numbers)
     if "--metric" in kind:
-        sums = Dump(tmp_path / "d").gradient_sums("model.layers.0.mlp.up_proj.weight", numbers)
+        files = Dump(tmp_path / "d").sums
+        sums = files.gradient_sums(files.metric_file("model.layers.0.mlp.up_proj.weight", numbers))
         plain, graded = np.diagonal(hessians.matrix(None)), np.diagonal(sums.right)
         wanted = plain * np.median(graded / plain) + graded
         expected = wanted * (plain.sum() / wanted.sum())

@@ -113,7 +113,7 @@ def test_free_memory_is_the_limit_by_default_and_changes_no_byte(tiny, tokens, t
     monkeypatch.setattr(model_source, "device_bytes", lambda device: None)
     monkeypatch.setattr(model_source, "available_bytes", lambda: 10 * most // 9 + 2)
     # Of mapped weights the pages are needed again, so they are not free.
-    monkeypatch.setattr(model_source, "resident_bytes", lambda mapped: 2 * mapped)
+    monkeypatch.setattr(model_source, "resident_bytes", lambda mapped: 4 * mapped)
     with pytest.raises(ConfigError, match="alone it takes"):
         loopq.quantize(tiny, tokens, metric="loop")
 

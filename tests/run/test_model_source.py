@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+
+import pytest
+
+from loopq.errors import DumpError
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource
+from loopq.run.memory import pass_bytes
 from loopq.run.ranks import Ranks
 from loopq.terminal.progress import Silent
 from tests.support.runs import run_of
@@ -65,3 +72,53 @@ def test_ranks_collect_a_dump_with_what_the_plan_needs(tiny, tokens, tmp_path, m
     assert folder.parent == tmp_path
     assert dumps == [(ranks, {t.input_group: list(t.steps) for t in plan.tasks}, False, None)]
     assert all(min(t.steps) == 1 for t in plan.tasks)
+
+
+def test_the_sums_of_a_pass_are_files_until_the_next(tiny, tokens, tmp_path):
+    config = QuantConfig.of(metric="loop")
+    free = run_of(tiny, tokens, config)
+    most = max(pass_bytes(free.job, free.tasks, free.sums(), [x]) for x in free.sums().steps)
+    plan, source = run_of(tiny, tokens, config, memory=most, work=tmp_path)
+    # A killed run left it.
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "left").touch()
+    n_passes, names = 0, []
+    for tasks, hessians, metrics in source.parts(plan, plan.tasks):
+        n_passes += 1
+        inputs = {t.input_group: t.steps for t in tasks}
+        files = [path.parent.name for path in (tmp_path / "sums").rglob("*.safetensors")]
+        assert sorted(files) == ["hessians"] * len(inputs) + ["metrics"] * len(metrics)
+        assert all(hessians.accumulator(name, steps).n_rows(0) for name, steps in inputs.items())
+        assert set(metrics) == {t.metric_key for t in tasks}
+        names += [t.name for t in tasks]
+    assert n_passes > 1
+    assert sorted(names) == sorted(t.name for t in plan.tasks)
+    assert not (tmp_path / "sums").exists()
+    assert not source.metrics
+
+
+def test_without_a_work_folder_the_sums_are_temporary_files(tiny, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan, source = run_of(tiny, tokens)
+    with contextlib.closing(source.parts(plan, plan.tasks)) as parts:
+        next(parts)
+        assert len(list(tmp_path.glob("loopq-*/hessians/*"))) == len(source.sums(plan).steps)
+    assert not list(tmp_path.iterdir())
+
+
+def test_metrics_in_memory_are_not_collected_again(tiny, tokens):
+    plan, source = run_of(tiny, tokens, QuantConfig.of(metric="loop"))
+    source.collect_metrics(plan, source.all_steps(plan), plan.tasks)
+    ((_, part, metrics),) = source.parts(plan, plan.tasks)
+    assert part.metrics == []
+    assert {key: metrics[key] for key in metrics} == source.metrics
+
+
+def test_a_disk_too_small_for_a_pass_is_told_before_it(tiny, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopq.calibrate.hessian_dump.free_bytes", lambda path: 1000)
+    plan, source = run_of(tiny, tokens, work=tmp_path)
+    with pytest.raises(
+        DumpError, match=r"the sums of a pass take .*, the disk has 1\.00 kB: free some space"
+    ):
+        list(source.parts(plan, plan.tasks))
+    assert not (tmp_path / "sums").exists()

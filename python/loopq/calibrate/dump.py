@@ -171,6 +171,103 @@ class Manifest:
         return checked(cls, data, path, DumpError)
 
 
+@dataclass(frozen=True)
+class StoredSums:
+    """Hessians and loop metrics in files. Each is read on access.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of the files.
+    parameters : sequence of SharedParameter
+        The layers. Others may be among them.
+    files : sequence of DumpFile
+        The Hessian of each input group.
+    metrics : sequence of MetricFile
+        The loop metrics.
+    rows : dict
+        Rows of each Hessian by input group and step.
+    threads : int
+        Threads of the core; 0 takes all cores.
+    """
+
+    folder: Path
+    parameters: Sequence[SharedParameter]
+    files: Sequence[DumpFile]
+    metrics: Sequence[MetricFile]
+    rows: Rows
+    threads: int = 0
+
+    def accumulator(
+        self, input_group: str, steps: Sequence[int], *, per_step: bool = False
+    ) -> native.HessianAccumulator:
+        """Read the Hessian of one input group. It must hold exactly these steps, or each step separately.
+
+        `per_step` is for sources that sum on demand. It has no effect here.
+
+        Raises
+        ------
+        DumpError
+            There is none, it holds other steps, or the file is damaged.
+        """
+        entry = next((e for e in self.files if e.input_group == input_group), None)
+        if entry is None:
+            raise DumpError(f"{self.folder}: no Hessian for layer {input_group}")
+        acc = read_accumulator(self.folder / entry.file, threads=self.threads)
+        rows, have = self.rows[input_group], sorted(self.rows[input_group])
+        dim = self._parameter(input_group).in_features
+        expected = (dim, have, entry.per_step, [rows[t] for t in have])
+        if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != expected:
+            raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
+        if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
+            raise DumpError(
+                f"{self.folder}: layer {input_group}: steps {shown(list(steps))} asked for; this file holds "
+                f"{'each of' if entry.per_step else 'only the sum over'} steps {shown(have)}. Collect again with "
+                "those steps, or with --per-step"
+            )
+        return acc
+
+    def metric_file(self, name: str, steps: Sequence[int]) -> MetricFile:
+        """Find the loop metric of a parameter.
+
+        Raises
+        ------
+        DumpError
+            There is none over these steps.
+        """
+        entry = next((m for m in self.metrics if m.parameter == name), None)
+        if entry is None:
+            raise DumpError(
+                f"{self.folder}: no loop metric of layer {name}: collect again with --metric loop, or take metric "
+                "'inputs' here"
+            )
+        if tuple(steps) != entry.steps:
+            raise DumpError(
+                f"{self.folder}: layer {name}: its loop metric is over steps {shown(list(entry.steps))}; "
+                f"{shown(list(steps))} asked for: collect again with those"
+            )
+        return entry
+
+    def gradient_sums(self, entry: MetricFile) -> GradientSums:
+        """Read the sums of a loop metric.
+
+        Raises
+        ------
+        DumpError
+            The file does not fit the parameter.
+        """
+        path = self.folder / entry.file
+        return gradient_sums_from(read_tensors(path, DumpError), self._parameter(entry.parameter), str(path))
+
+    def remove(self) -> None:
+        """Remove the files."""
+        for entry in (*self.files, *self.metrics):
+            (self.folder / entry.file).unlink()
+
+    def _parameter(self, name: str) -> SharedParameter:
+        return next(p for p in self.parameters if p.name == name)
+
+
 class Dump:
     """A dump opened for reading. Every file is checked against its SHA-256.
 
@@ -194,6 +291,14 @@ class Dump:
         check_files(folder, self.manifest.files, DumpError)
         check_files(folder, self.manifest.metrics, DumpError)
         check_files(folder, self.manifest.model, DumpError, within="model")
+        self.sums = StoredSums(
+            folder,
+            self.manifest.parameters,
+            self.manifest.files,
+            self.manifest.metrics,
+            self.manifest.rows,
+            threads,
+        )
         self._dims = {p.name: p.in_features for p in self.manifest.parameters}
         self._headers: dict[str, dict[str, Stored]] = {}
         if self.manifest.kind == "rows":
@@ -233,7 +338,7 @@ class Dump:
             The finished accumulator.
         """
         if self.manifest.kind == "hessian":
-            return self._stored(input_group, steps)
+            return self.sums.accumulator(input_group, steps)
         dim = self._dims[input_group]
         acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=self._threads)
         for step in steps:
@@ -242,46 +347,6 @@ class Dump:
                     acc.update_file(step, self.folder / file, f"{input_group}/{step}")
         acc.finish()
         return acc
-
-    def _stored(self, input_group: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        entry = next((e for e in self.manifest.files if e.input_group == input_group), None)
-        if entry is None:
-            raise DumpError(f"{self.folder}: no Hessian for layer {input_group}")
-        acc = read_accumulator(self.folder / entry.file)
-        rows, have = self.manifest.rows[input_group], sorted(self.manifest.rows[input_group])
-        expected = (self._dims[input_group], have, entry.per_step, [rows[t] for t in have])
-        if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != expected:
-            raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
-        if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
-            raise DumpError(
-                f"{self.folder}: layer {input_group}: steps {shown(list(steps))} asked for; this file holds "
-                f"{'each of' if entry.per_step else 'only the sum over'} steps {shown(have)}. Collect again with "
-                "those steps, or with --per-step"
-            )
-        return acc
-
-    def gradient_sums(self, name: str, steps: Sequence[int]) -> GradientSums:
-        """Read the sums of a parameter's loop metric.
-
-        Raises
-        ------
-        DumpError
-            The dump has no sums over these steps, or the file does not fit the parameter.
-        """
-        entry = next((m for m in self.manifest.metrics if m.parameter == name), None)
-        if entry is None:
-            raise DumpError(
-                f"{self.folder}: no loop metric of layer {name}: collect again with --metric loop, or take metric "
-                "'inputs' here"
-            )
-        if tuple(steps) != entry.steps:
-            raise DumpError(
-                f"{self.folder}: layer {name}: its loop metric is over steps {shown(list(entry.steps))}; "
-                f"{shown(list(steps))} asked for: collect again with those"
-            )
-        parameter = next(p for p in self.manifest.parameters if p.name == name)
-        path = self.folder / entry.file
-        return gradient_sums_from(read_tensors(path, DumpError), parameter, str(path))
 
     def weights(self) -> ModelWeights:
         """Return the stored weights of the model. Each tensor is read on access.

@@ -6,16 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 import loopq._native as native
 from loopq.calibrate.device import Sums
 from loopq.calibrate.hessians import StepHessians
 from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.calibrate.select import pools
-from loopq.errors import CalibrationError, ConfigError, naming
+from loopq.errors import ConfigError
 from loopq.settings.execution import POLL
 from loopq.storage.journal import Journal, Snapshots
 from loopq.terminal.progress import Progress, Silent
@@ -40,7 +37,6 @@ class HessianSet:
         self.steps = {input_group: sorted(s) for input_group, s in steps.items()}
         self._dims = {p.name: p.in_features for p in job.selection.distinct_inputs}
         self.accumulators: dict[str, native.HessianAccumulator] = {}
-        self._rounded: dict[str, _Rounded] = {}
 
     def n_bytes(self, input_group: str) -> int:
         """Memory of one accumulator: 16 bytes per entry of the upper triangle, and per step kept."""
@@ -57,7 +53,7 @@ class HessianSet:
 
         `per_step` is for sources that sum on demand. It has no effect here.
         """
-        acc = self._rounded.get(input_group) or self.accumulators[input_group]
+        acc = self.accumulators[input_group]
         if not self.per_step and list(steps) != self.steps[input_group]:
             raise ConfigError(
                 f"layer {input_group}: summed over steps {self.steps[input_group]}, not {list(steps)}"
@@ -110,18 +106,12 @@ class HessianSet:
             Folder for periodic snapshots of the sums. A pass resumes from snapshots of the same work.
         """
         parts = Parts(self._pass(input_groups), work)
-        done = len(parts.saved().batches)
+        done = len(parts.saved.batches)
         if done:
             self.job.execution.progress.note(f"resumed: {done} of {self.job.n_batches} batches are there")
         if done < self.job.n_batches:
             self._run(parts, input_groups, label, self.job.execution.progress)
         self.accumulators.update(parts.finish())
-
-    def round(self, input_groups: Sequence[str]) -> None:
-        """Round finished sums over all steps to double precision, in which layers are solved. Nothing can be added."""
-        for group in () if self.per_step else input_groups:
-            with naming(group):
-                self._rounded[group] = _Rounded(self.accumulators.pop(group))
 
     def share_pass(
         self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
@@ -141,9 +131,10 @@ class HessianSet:
         with Journal(work, "").claims() as claims:
             parts = Parts(self._pass(input_groups), work, claims, ended)
             progress = self.job.execution.progress
-            while len(parts.saved().batches) < self.job.n_batches and not ended():
+            while len(parts.saved.batches) < self.job.n_batches and not ended():
                 self._run(parts, input_groups, "collect", progress, first)
                 time.sleep(POLL)
+                parts.look()
                 # From now on the process only waits for others, or takes over when one is gone.
                 progress = Silent()
 
@@ -190,37 +181,3 @@ class HessianSet:
     def drop(self, input_group: str) -> None:
         """Free one accumulator."""
         self.accumulators.pop(input_group, None)
-        self._rounded.pop(input_group, None)
-
-
-class _Rounded:
-    """H over all steps in double precision, its upper triangle row by row: half of the bytes of the exact sum."""
-
-    per_step = False
-
-    def __init__(self, exact: native.HessianAccumulator) -> None:
-        whole = exact.matrix()
-        self.dim, self.steps = len(whole), list(exact.steps)
-        self.upper = np.concatenate([row[i:] for i, row in enumerate(whole)])
-        self._rows = {step: exact.n_rows(step) for step in self.steps}
-
-    def n_rows(self, step: int) -> int:
-        return self._rows[step]
-
-    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
-        self._check(steps, None)
-        return np.take(self.upper, np.cumsum(np.arange(self.dim, 0, -1)) - np.arange(self.dim, 0, -1))
-
-    def matrix(
-        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
-    ) -> NDArray[np.float64]:
-        self._check(steps, weights)
-        whole, first = np.empty((self.dim, self.dim)), 0
-        for i in range(self.dim):
-            whole[i, i:] = whole[i:, i] = self.upper[first : first + self.dim - i]
-            first += self.dim - i
-        return whole
-
-    def _check(self, steps: Sequence[int] | None, weights: Sequence[float] | None) -> None:
-        if weights is not None or (steps is not None and sorted(steps) != self.steps):
-            raise CalibrationError(f"steps {steps}, weights {weights}: {self.steps} were rounded as one")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -67,36 +68,40 @@ class Range:
 
 @dataclass(frozen=True)
 class Saved:
-    """Saved parts that count. No batch is in two of them.
+    """Saved parts of a pass. No batch is in two of those that count.
 
     Parameters
     ----------
-    parts : mapping of str to sequence of Range
-        Ranges of each part, by its name.
+    known : mapping of str to sequence of Range
+        Ranges of each part in the folder, by its name.
     """
 
-    parts: Mapping[str, Sequence[Range]]
+    known: Mapping[str, Sequence[Range]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, saved: Mapping[str, Sequence[Range]]) -> Saved:
-        """Choose among all saved parts, the largest first."""
+    def with_parts(self, more: Mapping[str, Sequence[Range]]) -> Saved:
+        """Return these parts and others."""
+        return Saved({**self.known, **more}) if more else self
+
+    @cached_property
+    def parts(self) -> Mapping[str, Sequence[Range]]:
+        """The parts that count. The largest are chosen first."""
         chosen: dict[str, Sequence[Range]] = {}
         seen: set[int] = set()
-        for name in sorted(saved, key=lambda n: (-len(_batches(saved[n])), n)):
-            batches = _batches(saved[name])
+        for name in sorted(self.known, key=lambda n: (-len(_batches(self.known[n])), n)):
+            batches = _batches(self.known[name])
             if not seen & batches:
                 seen |= batches
-                chosen[name] = saved[name]
-        return cls(chosen)
+                chosen[name] = self.known[name]
+        return chosen
 
     @property
     def ranges(self) -> list[Range]:
-        """Ranges of all parts."""
+        """Ranges of all parts that count."""
         return [r for ranges in self.parts.values() for r in ranges]
 
-    @property
+    @cached_property
     def batches(self) -> set[int]:
-        """Batches of all parts."""
+        """Batches of all parts that count."""
         return _batches(self.ranges)
 
 
@@ -169,41 +174,49 @@ class Parts:
         self._journal = Journal(work, of.fingerprint() if work else "")
         #: Tokens before each batch, and their total.
         self._tokens = [0, *itertools.accumulate(of.batch_tokens)]
-        #: Ranges of the parts that were read. A part never changes, so each is read once.
-        self._known: dict[str, list[Range]] = {}
         self._growing = _Growing(of)
+        #: The parts in the folder when `look` read it last.
+        self.saved = Saved()
+        self.look()
 
     @property
     def shared(self) -> bool:
         """Whether other processes take part."""
         return self._claims is not None
 
-    def saved(self) -> Saved:
-        """Read the parts in the folder, of this and other processes."""
-        for name in set(self._journal.names("part-")) - set(self._known):
+    def look(self) -> None:
+        """Read the parts that other processes saved since the last look. A part never changes, so each is read once."""
+        new: dict[str, list[Range]] = {}
+        for name in set(self._journal.names("part-")) - set(self.saved.known):
             if (piece := self._journal.find(name)) is not None:
-                self._known[name] = [checked(Range, r, name, CalibrationError) for r in piece.facts["ranges"]]
-        return Saved.of(self._known)
+                new[name] = [checked(Range, r, name, CalibrationError) for r in piece.facts["ranges"]]
+        self.saved = self.saved.with_parts(new)
 
     def begin(self, number: int) -> bool:
         """Whether this process must run a batch. If so, its rows come next."""
-        saved = self.saved()
-        if number in saved.batches or self._ended():
-            return False
         if self._claims is not None:
-            if not self._claims.take(str(number)):
-                return False
-            # Another process may have saved it between the two checks.
-            saved = self.saved()
-            if number in saved.batches:
-                self._claims.release(str(number))
-                return False
-        self._growing.extend(number, lambda: self._before(number, saved), self._nothing)
+            self.look()
+        if number in self.saved.batches or self._ended() or not self._claim(number):
+            return False
+        self._growing.extend(number, lambda: self._before(number), self._nothing)
         return True
 
-    def _before(self, number: int, saved: Saved) -> Rows:
+    def _claim(self, number: int) -> bool:
+        """Claim a batch if there are other processes. Return False if one of them has it."""
+        if self._claims is None:
+            return True
+        if not self._claims.take(str(number)):
+            return False
+        # Another process may have saved it since the last look.
+        self.look()
+        if number in self.saved.batches:
+            self._claims.release(str(number))
+            return False
+        return True
+
+    def _before(self, number: int) -> Rows:
         """Rows before a batch: counted if all those batches are known, otherwise one per token."""
-        known = [r for r in (*self._growing.ranges, *saved.ranges) if r.first < number]
+        known = [r for r in (*self._growing.ranges, *self.saved.ranges) if r.first < number]
         counted = _batches(known) == set(range(number))
         return {
             k: {t: sum(r.rows[k][t] for r in known) if counted else self._tokens[number] for t in steps}
@@ -244,6 +257,7 @@ class Parts:
                 }
                 self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
             self._journal.save(name, ranges=[vars(r) for r in part.ranges])
+            self.saved = self.saved.with_parts({name: part.ranges})
         self._growing = _Growing(self._pass)
         if self._claims is not None:
             for number in claimed:
@@ -259,12 +273,12 @@ class Parts:
         """
         import torch  # lazy: loopq imports without torch
 
-        part, saved = self._growing, self.saved()
+        part = self._growing
         part.close()
-        rows = self._count_rows([*part.ranges, *saved.ranges])
+        rows = self._count_rows([*part.ranges, *self.saved.ranges])
         totals: dict[str, native.HessianAccumulator] = {}
         for i, input_group in enumerate(self._input_groups):
-            total, edges = self._saved_sums(i, input_group, saved)
+            total, edges = self._saved_sums(i, input_group)
             for step in rows[input_group]:
                 joined = edges.get(step, {}) | part.edges.get((input_group, step), {})
                 if joined:
@@ -280,12 +294,12 @@ class Parts:
         return totals
 
     def _saved_sums(
-        self, number: int, input_group: str, saved: Saved
+        self, number: int, input_group: str
     ) -> tuple[native.HessianAccumulator | None, dict[int, dict[int, Tensor]]]:
         """Add the sums of one input over all parts. Return them and the edges by step and first row."""
         total = None
         edges: dict[int, dict[int, Tensor]] = {}
-        for name in saved.parts:
+        for name in self.saved.parts:
             part = self._journal.find(f"sums-{name}-{number}")
             if part is None:
                 raise CalibrationError(

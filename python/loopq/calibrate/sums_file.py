@@ -61,7 +61,9 @@ def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTens
     return arrays, state
 
 
-def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) -> native.HessianAccumulator:
+def accumulator_from(
+    arrays: Mapping[str, RawTensor], state: Any, where: str, threads: int = 0
+) -> native.HessianAccumulator:
     """Rebuild an accumulator from `accumulator_parts`.
 
     Raises
@@ -79,7 +81,7 @@ def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) ->
             whole[limb] = [reader.get(f"{limb}.{n}", ["I64"], (entries,)).array() for n in names]
         if reader.used != set(arrays):
             raise DumpError("tensors that are no part of it")
-        return native.HessianAccumulator.from_state(cast(Any, whole))
+        return native.HessianAccumulator.from_state(cast(Any, whole), threads=threads)
     except (LoopqError, TypeError, ValueError, OverflowError) as cause:
         raise DumpError(f"{where}: damaged Hessian state: {cause}") from cause
 
@@ -93,7 +95,7 @@ def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
     return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
 
 
-def read_accumulator(path: Path) -> native.HessianAccumulator:
+def read_accumulator(path: Path, *, threads: int = 0) -> native.HessianAccumulator:
     """Read the exact state of an accumulator.
 
     Raises
@@ -103,7 +105,7 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
     """
     _, metadata = read_header(path, DumpError)
     state = parse_json(metadata.get("loopq_hessian", "null"), path, DumpError)
-    return accumulator_from(read_tensors(path, DumpError), state, str(path))
+    return accumulator_from(read_tensors(path, DumpError), state, str(path), threads)
 
 
 def write_gradient_sums(path: Path, sums: GradientSums) -> str:

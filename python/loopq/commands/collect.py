@@ -36,7 +36,7 @@ from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.gptq_cd import MetricSettings
 from loopq.run import ranks as in_ranks
-from loopq.run.dumped import MetricOfDump
+from loopq.run.plan import loop_metrics
 from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.settings.steps import parse_steps
@@ -111,7 +111,7 @@ class _SumsKept:
         """Return them as options of `collect_hessians`."""
         most = max(p.invocations for p in job.selection.parameters)
         steps = None if self.steps is None else parse_steps(self.steps, most)
-        metric = MetricOfDump.of(job, self.n_prompts, self.n_draws) if self.gradients else None
+        metric = loop_metrics(job, self.n_prompts, self.n_draws, steps) if self.gradients else None
         return {"steps": steps, "per_step": self.per_step, "gradients": metric}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from loopq.quantizers.loop_metric import LoopMetric
 
 MetricKey = tuple[str, tuple[int, ...], tuple[int | None, int] | None]
 #: Loop metrics of layers by `Task.metric_key`; None for experts that receive no gradient.
-Metrics = dict[MetricKey, LoopMetric | None]
+Metrics = Mapping[MetricKey, LoopMetric | None]
 
 
 class Pool(NamedTuple):

@@ -21,7 +21,6 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.config import quantize_all
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
-from loopq.run.memory import passes
 from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan, alike, steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
@@ -101,15 +100,9 @@ def _collect_metrics(plan: Plan, source: ModelSource) -> None:
     missing = [t for t in plan.tasks if t.gradients and t.metric_key not in source.metrics]
     if not missing:
         return
-    sums = source.sums(plan)
-    for number, input_groups in enumerate(passes(source.job, plan.tasks, sums)):
-        chosen = [t for t in missing if t.input_group in input_groups]
-        if chosen:
-            sums.run_pass(input_groups, work=source.execution.folder(f"ahead-{number}"))
-            sums.round(input_groups)
-            source.collect_metrics(plan, sums, chosen, f"metric-{number}")
-        for input_group in input_groups:
-            sums.drop(input_group)
+    with contextlib.closing(source.parts(plan, missing)) as parts:
+        for tasks, _, metrics in parts:
+            source.metrics.update({t.metric_key: metrics[t.metric_key] for t in tasks})
 
 
 @dataclass

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from loopq.calibrate.dump import Dump
-from loopq.calibrate.hessians import Hessians
+from loopq.calibrate.dump import Dump, MetricFile, StoredSums
 from loopq.calibrate.select import treat
 from loopq.errors import ConfigError
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
-from loopq.quantizers.task import Metrics, Task
+from loopq.quantizers.task import MetricKey, Metrics, Task
 from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.memory import dumped_bytes
 from loopq.run.plan import Plan
-from loopq.run.source import Source
+from loopq.run.source import Part, Source
 from loopq.settings.execution import Execution, at_most
 from loopq.storage.journal import fingerprint
 from loopq.storage.schema import Object
@@ -90,63 +89,106 @@ class DumpSource(Source):
     def prepare(self, plan: Plan) -> Plan:
         """As in `Source`. A dump decides nothing.
 
-        The solves hold all loop metrics, and the sums and the solve of the layer that needs most.
+        The solves hold one loop metric, and the sums and the solve of the layer that needs most.
         """
         manifest = self.dump.manifest
         apart = any(file.per_step for file in manifest.files)
-        need = sum(metric.n_bytes for metric in manifest.metrics) + dumped_bytes(plan.tasks, apart)
+        need = max((metric.n_bytes for metric in manifest.metrics), default=0) + dumped_bytes(
+            plan.tasks, apart
+        )
         summary = f"{len(plan.tasks)} layers, {manifest.n_steps} steps"
         self.execution.progress.note(f"{summary}: {at_most(need)}")
         return plan
 
-    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
+    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Generator[Part, None, None]:
         """Yield everything as one part."""
         yield tasks, self.dump, self.metrics(tasks)
 
-    def metrics(self, tasks: Sequence[Task]) -> Metrics:
-        """Read the loop metric of every layer that has one, as `loop_metric` does.
+    def metrics(self, tasks: Sequence[Task]) -> StoredMetrics:
+        """Return the loop metrics of the layers, each read on access.
 
         Raises
         ------
+        DumpError
+            The dump lacks the metric of a layer, or has it over other steps.
         ConfigError
             The settings have other numbers of prompts or draws than the dump.
         """
-        metrics: Metrics = {}
-        measured = {m.parameter for m in self.dump.manifest.metrics}
-        for task in tasks:
-            if task.gradients is None:
-                continue
-            if measured and task.parameter.routed_in and task.metric_name not in measured:
-                metrics[task.metric_key] = None
-                continue
-            metrics[task.metric_key] = loop_metric(self.dump, task.metric_name, task.steps)
-            self._check_counts(task)
+        metrics = StoredMetrics.of(self.dump.sums, tasks)
+        for task in metrics.tasks.values():
+            # Experts without gradients have no metric. A dump without any has none of gradients.
+            if metrics.has(task) or not (self.dump.manifest.metrics and task.parameter.routed_in):
+                self._check_counts(task, self.dump.sums.metric_file(task.metric_name, task.steps))
         return metrics
 
-    def _check_counts(self, task: Task) -> None:
+    def _check_counts(self, task: Task, entry: MetricFile) -> None:
         assert task.gradients is not None
-        manifest = self.dump.manifest
-        first = manifest.metrics[0]
-        prompts = n_gradient_prompts(task.gradients[0], int(manifest.calibration["n_prompts"]))
+        prompts = n_gradient_prompts(task.gradients[0], int(self.dump.manifest.calibration["n_prompts"]))
         asked = (prompts, task.gradients[1])
-        if asked != (first.n_prompts, first.n_draws):
+        if asked != (entry.n_prompts, entry.n_draws):
             raise ConfigError(
                 f"layer {task.name}: a loop metric over {asked[0]} prompts and {asked[1]} draws is asked for; the "
-                f"dump's is over {first.n_prompts} and {first.n_draws}: give --set metric_prompts={first.n_prompts} "
-                f"--set metric_draws={first.n_draws}, or collect again"
+                f"dump's is over {entry.n_prompts} and {entry.n_draws}: give --set metric_prompts={entry.n_prompts} "
+                f"--set metric_draws={entry.n_draws}, or collect again"
             )
 
 
-def loop_metric(dump: Dump, name: str, steps: Sequence[int]) -> LoopMetric:
-    """Read the loop metric of a layer from a dump.
+@dataclass(frozen=True)
+class StoredMetrics(Mapping[MetricKey, LoopMetric | None]):
+    """Loop metrics in files, each read on access; None for experts that receive no gradient.
+
+    Parameters
+    ----------
+    sums : StoredSums
+        The files.
+    tasks : mapping of MetricKey to Task
+        A layer of each metric.
+    known : Metrics
+        Metrics in memory, which need no file.
+    """
+
+    sums: StoredSums
+    tasks: Mapping[MetricKey, Task]
+    known: Metrics = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sums: StoredSums, tasks: Iterable[Task], known: Metrics | None = None) -> StoredMetrics:
+        """Return the metrics of those layers that have one."""
+        return cls(sums, {t.metric_key: t for t in tasks if t.gradients}, known or {})
+
+    def has(self, task: Task) -> bool:
+        """Whether there is a file of a layer's metric."""
+        return any(m.parameter == task.metric_name for m in self.sums.metrics)
+
+    def __getitem__(self, key: MetricKey) -> LoopMetric | None:
+        task = self.tasks[key]
+        if key in self.known:
+            return self.known[key]
+        if task.parameter.routed_in and not self.has(task):
+            return None
+        return loop_metric(self.sums, task.metric_name, task.steps)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.tasks
+
+    def __iter__(self) -> Iterator[MetricKey]:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+def loop_metric(sums: StoredSums, name: str, steps: Sequence[int]) -> LoopMetric:
+    """Read the loop metric of a layer.
 
     Raises
     ------
     DumpError
-        The dump lacks the metric of the layer, or has it over other steps.
+        The files lack the metric of the layer, or have it over other steps.
     """
-    sums, first = dump.gradient_sums(name, steps), dump.manifest.metrics[0]
-    return LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
+    entry = sums.metric_file(name, steps)
+    gradients = sums.gradient_sums(entry)
+    return LoopMetric(gradients.left, gradients.right, entry.n_prompts * entry.n_draws)
 
 
 def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:

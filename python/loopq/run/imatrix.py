@@ -73,7 +73,7 @@ class ObservedDump:
             summed = chosen if hessians.per_step else None
             sums = hessians.diagonal(summed)
             if parameter.name in measured:
-                metric = loop_metric(self._dump, parameter.name, chosen)
+                metric = loop_metric(self._dump.sums, parameter.name, chosen)
                 ends = np.diagonal(metric.combined(np.asarray(hessians.matrix(summed), dtype=np.float64)))
                 # Inputs that are always zero have no weight in either.
                 sums = ends * (sums.sum() / (ends.sum() or 1.0))

@@ -8,6 +8,7 @@ from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
+from loopq.quantizers.loop_metric import BLOCK
 from loopq.quantizers.task import Task
 from loopq.run.plan import alike
 from loopq.storage.model_files import is_streamed
@@ -33,14 +34,25 @@ def pass_bytes(
     wanted = set(input_groups)
     chosen = [t for t in tasks if t.input_group in wanted]
     held = int(copies * sum(map(sums.n_bytes, input_groups)))
-    # A sum takes twice its memory in addition while it is saved or added from saved parts.
-    saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
+    # A sum takes twice its memory in addition while it is saved, added from saved parts, or read.
+    largest = max(map(sums.n_bytes, input_groups), default=0)
+    saving = held + 2 * largest
     at_once = job.execution.batch_size if is_streamed(job.system.model) else 1
-    # All sums are collected and rounded. Then metrics are collected from them, and the layers are solved.
     metric = metric_cost(chosen, job.tokens, at_once)
     solve = max(map(solve_bytes, chosen), default=0)
-    rounded = held if sums.per_step or copies != 1 else held // 2
-    return max(held + saved, rounded + max(metric.memory, metric.kept + solve))
+    if sums.per_step or copies != 1:
+        # Several solves may take them from memory.
+        return max(saving, held + max(metric.memory, metric.kept + solve))
+    # All sums are collected and written. Then metrics are collected from the files. A solve reads one of each.
+    # Allocators keep some of the memory that reading frees: half a sum, as measured.
+    one = max(map(metric_bytes, chosen), default=0)
+    return max(saving, metric.memory, one + max(3 * largest, largest // 2 + solve))
+
+
+def metric_bytes(task: Task) -> int:
+    """Bytes of a layer's loop metric as a file has it."""
+    p = task.parameter
+    return 8 * (p.in_features**2 + p.out_features * min(BLOCK, p.out_features)) if task.gradients else 0
 
 
 def passes(job: Collection, tasks: Sequence[Task], sums: HessianSet) -> list[list[str]]:

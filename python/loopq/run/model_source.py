@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from loopq.calibrate.collect import collected
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_dump import HessianDump
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.hessians import Hessians
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
 from loopq.gradients.collect_metrics import collect_metrics
+from loopq.gradients.measured import LoopMetrics
 from loopq.models.depths import Depths
-from loopq.quantizers.task import Metrics, Task
+from loopq.quantizers.loop_metric import LoopMetric
+from loopq.quantizers.task import MetricKey, Task
 from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig
-from loopq.run.dump_source import DumpSource
-from loopq.run.dumped import dump_for
+from loopq.run.dump_source import DumpSource, StoredMetrics
 from loopq.run.estimate import Estimate, estimate
 from loopq.run.memory import passes
 from loopq.run.outside import outside, plan_model, tell_left
 from loopq.run.plan import Plan
 from loopq.run.ranks import Ranks, collect_hessians
-from loopq.run.source import Source
+from loopq.run.source import Part, Source
 from loopq.settings.execution import PLANNED, Execution, available_bytes, device_bytes, resident_bytes
 from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
@@ -47,12 +52,12 @@ class ModelSource(Source):
     probe_seconds : float
         Seconds of a rollout of the first prompt.
     metrics : dict
-        Collected loop metrics, by `Task.metric_key`.
+        Loop metrics in memory by `Task.metric_key`, for several solves. `parts` does not collect them again.
     """
 
     job: Collection
     probe_seconds: float = 0.0
-    metrics: Metrics = field(default_factory=dict)
+    metrics: dict[MetricKey, LoopMetric | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -144,10 +149,17 @@ class ModelSource(Source):
     def divisible(self, plan: Plan, folder: Path, ranks: Ranks | None) -> Source:
         """As in `Source`. The ranks collect a dump."""
         assert ranks is not None
-        dump = folder / f"dump-{self.key(plan)[:16]}"
-        if not collected(dump):
-            collect_hessians(ranks, dump_for(plan, self.job, dump))
-        return DumpSource.open(dump, self.execution)
+        out = folder / f"dump-{self.key(plan)[:16]}"
+        if not collected(out):
+            collect_hessians(ranks, self.dump(plan, plan.tasks, out, out / "work"))
+        return DumpSource.open(out, self.execution)
+
+    def dump(self, plan: Plan, tasks: Sequence[Task], out: Path, work: Path | None) -> HessianDump:
+        """Plan files in `out` with the sums that some tasks need, in as many passes as memory requires."""
+        sums = self.sums(plan, tasks)
+        measured = tuple(t for t in tasks if t.gradients and t.metric_key not in self.metrics)
+        gradients = LoopMetrics(self.job, measured) if measured else None
+        return HessianDump(sums, passes(self.job, plan.tasks, sums), out, work, gradients)
 
     def estimate(self, plan: Plan) -> Estimate:
         """Estimate memory and time of a plan."""
@@ -177,23 +189,33 @@ class ModelSource(Source):
         sums.run_pass(list(sums.steps), work=self.execution.folder(name) if name else None)
         return sums
 
-    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
-        """Collect in the full-precision rollout, in as many passes as memory requires."""
-        sums = self.sums(plan, tasks)
-        unobserved = [t for t in tasks if t.input_group is None]
-        for number, input_groups in enumerate(passes(self.job, plan.tasks, sums) or [[]]):
-            if input_groups:
-                sums.run_pass(input_groups, work=self.execution.folder(f"pass-{number}"))
-                sums.round(input_groups)
-            chosen = [t for t in tasks if t.input_group in input_groups]
-            chosen += unobserved if number == 0 else []
-            self.collect_metrics(plan, sums, chosen, f"metric-{number}")
-            yield chosen, sums, self.metrics
-            for input_group in input_groups:
-                sums.drop(input_group)
-            # These layers are not solved again.
-            for t in chosen if not plan.config.inputs.runs_between else ():
-                self.metrics.pop(t.metric_key, None)
+    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Generator[Part, None, None]:
+        """Collect in the full-precision rollout. The files of a pass are removed before the next."""
+        unread = [t for t in tasks if t.input_group is None]
+        with self._files() as (out, work):
+            dump = self.dump(plan, tasks, out, work)
+            if not dump.passes:
+                yield unread, dump.sums, self.metrics
+            for number, part in enumerate(dump.parts()):
+                chosen = [t for t in tasks if t.input_group in part.rows]
+                metrics = StoredMetrics.of(part, chosen, self.metrics)
+                yield [*chosen, *(unread if number == 0 else ())], part, metrics
+                part.remove()
+
+    @contextlib.contextmanager
+    def _files(self) -> Iterator[tuple[Path, Path | None]]:
+        """Provide an empty folder for sums, which is removed, and one for unfinished work, which stays."""
+        folder = self.execution.folder("sums")
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="loopq-") as temporary:
+                yield Path(temporary), None
+            return
+        # A killed run left its files.
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            yield folder, self.execution.folder("passes")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def collect_metrics(
         self, plan: Plan, hessians: Hessians, tasks: Sequence[Task], name: str = "metric"

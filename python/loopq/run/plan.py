@@ -10,9 +10,11 @@ from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import pools
 from loopq.errors import ConfigError
+from loopq.gradients.measured import LoopMetrics
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
@@ -87,6 +89,34 @@ class Plan:
         """Return empty accumulators for the tasks: one sum per input, or separate steps if a task needs them."""
         apart = self.per_step if per_step is None else per_step
         return HessianSet(job, steps_by_input(self.tasks), per_step=apart)
+
+
+def loop_metrics(
+    job: Collection, most: int | None, n_draws: int, steps: Sequence[int] | None = None
+) -> LoopMetrics:
+    """Return the collector of the loop metrics of all layers, for a dump that several plans may read.
+
+    Parameters
+    ----------
+    job : Collection
+        The model and its prompts.
+    most : int or None
+        Maximum prompts for gradients. None takes all.
+    n_draws : int
+        Label draws for each prompt.
+    steps : sequence of int, optional
+        Steps of the dump. Each layer takes those that it has; all when absent.
+    """
+    prompts = n_gradient_prompts(most, len(job.tokens.sequences))
+    config = QuantConfig.of(method="gptq-cd", metric="loop", metric_prompts=prompts, metric_draws=n_draws)
+    tasks = Plan.of(job.selection.parameters, job.selection.input_groups, config).tasks
+    return LoopMetrics(job, tuple(replace(t, steps=_kept(t.parameter, steps)) for t in tasks if t.gradients))
+
+
+def _kept(parameter: SharedParameter, steps: Sequence[int] | None) -> tuple[int, ...]:
+    """Steps of a parameter in a dump."""
+    every = range(parameter.invocations)
+    return tuple(every if steps is None else sorted(set(steps) & set(every)))
 
 
 def _task(

@@ -120,11 +120,12 @@ def collect_hessians(ranks: Ranks, dump: HessianDump) -> Manifest:
         return manifest
     dump.tell()
     try:
-        (out / "work").mkdir(exist_ok=True)
-        with Journal(out / "work", "").claims() as claims:
+        work = out / "work"
+        work.mkdir(exist_ok=True)
+        with Journal(work, "").claims() as claims:
             for number, input_groups in enumerate(dump.passes):
                 share = (ranks.rank, ranks.world)
-                dump.sums.share_pass(input_groups, dump.work(number), share, lambda: dump.is_there)
+                dump.sums.share_pass(input_groups, work / str(number), share, lambda: dump.is_there)
             while not dump.is_there:
                 if claims.take(""):
                     manifest = dump.write()

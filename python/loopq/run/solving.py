@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import singledispatch
 
@@ -38,8 +39,10 @@ def solve_parts(plan: Plan, source: Source, tasks: Sequence[Task]) -> Layers:
     """Solve some layers on the inputs of the full-precision rollout, part by part."""
     done: Layers = {}
     journal = source.journal(plan, "layers")
-    for chosen, hessians, metrics in source.parts(plan, tasks):
-        done.update(source.solver(plan, hessians, metrics, journal).run(chosen))
+    # Closed here instead of by the collector: a stored traceback would keep the sums on disk.
+    with contextlib.closing(source.parts(plan, tasks)) as parts:
+        for chosen, hessians, metrics in parts:
+            done.update(source.solver(plan, hessians, metrics, journal).run(chosen))
     return {t.name: done[t.name] for t in tasks}
 
 

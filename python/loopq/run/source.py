@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 
 Layers = dict[str, QuantizedLayer]
+#: Layers with their Hessians and loop metrics.
+Part = tuple[Sequence[Task], Hessians, Metrics]
 
 
 class Source(ABC):
@@ -88,7 +90,7 @@ class Source(ABC):
         return self
 
     @abstractmethod
-    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Iterator[tuple[Sequence[Task], Hessians, Metrics]]:
+    def parts(self, plan: Plan, tasks: Sequence[Task]) -> Generator[Part, None, None]:
         """Divide tasks into parts and yield their Hessians and loop metrics. These are valid until the next part."""
 
     def journal(self, plan: Plan, name: str, *more: Any) -> Journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,12 +79,13 @@ def try_grids(source: ModelSource, config: QuantConfig, bits: Sequence[int], hel
     first = source.prepare(source.plan(config.changed(inputs="open", bits=bits[0])))
     plans = {n: source.plan(first.config.changed(bits=n)) for n in bits}
     solved: dict[int, Layers] = {n: {} for n in bits}
-    for tasks, hessians, metrics in source.parts(first, first.tasks):
-        names = {task.name for task in tasks}
-        for n, plan in plans.items():
-            source.execution.progress.note(f"{n} bits:")
-            part = [task for task in plan.tasks if task.name in names]
-            solved[n].update(source.solver(plan, hessians, metrics).run(part))
+    with contextlib.closing(source.parts(first, first.tasks)) as parts:
+        for tasks, hessians, metrics in parts:
+            names = {task.name for task in tasks}
+            for n, plan in plans.items():
+                source.execution.progress.note(f"{n} bits:")
+                part = [task for task in plan.tasks if task.name in names]
+                solved[n].update(source.solver(plan, hessians, metrics).run(part))
     job, tensors = source.job, source.weights.tensors
     variants = {str(n): Dequantized(layers) for n, layers in solved.items()}
     how = dataclasses.replace(source.execution, work=None)

@@ -13,11 +13,14 @@ from ..support.checkpoints import checkpoint, layer
 
 def test_a_tied_layer_is_there_for_each_of_its_modules():
     whole = checkpoint(layer(32, 32), layer(32, 64, name="c.weight"), ties={"head.weight": "a.b.weight"})
-    prepared = {name: StoredLayer(layer, ("cut",)) for name, layer in whole.layers.items()}
-    held = arranged(whole, prepared, {}, None)
+
+    def prepare(layers):
+        return {name: StoredLayer(layer, ("cut",)) for name, layer in layers.items()}
+
+    held = arranged(whole, prepare, {}, None)
     assert list(held.layers) == ["a.b", "head", "c"]
     assert held.layers["head"] is held.layers["a.b"] is whole.layers["a.b.weight"]
     assert held.notes == {"a.b.weight": ("cut", "tied: stored again for head"), "c.weight": ("cut",)}
     assert (held.joined, dict(held.dense)) == ([], dict(whole.dense))
     with pytest.raises(ConfigError, match="'published' is for"):
-        arranged(whole, prepared, {"model_type": "made"}, "published")
+        arranged(whole, prepare, {"model_type": "made"}, "published")

@@ -41,7 +41,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield f"{module.name}:{node.lineno}", "".join(pieces)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{module.name}:{node.lineno}", node.value
-    for path in sorted(rust.CORE.rglob("*.rs")):
+    for path in sorted(p for crate in rust.CRATES for p in (rust.ROOT / "rust" / crate).rglob("*.rs")):
         for text in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text("utf-8")):
             yield path.name, text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +44,21 @@ class Arrangement:
 
 
 def arranged(
-    source: Checkpoint, prepared: Mapping[str, StoredLayer], config: Mapping[str, Any], names: str | None
+    source: Checkpoint,
+    prepare: Callable[[Mapping[str, QuantizedLayer]], Mapping[str, StoredLayer]],
+    config: Mapping[str, Any],
+    names: str | None,
 ) -> Arrangement:
-    """Arrange prepared layers of a checkpoint. `names` "published" joins matrices as the published files do.
+    """Arrange the layers of a checkpoint. `names` "published" joins matrices as the published files do.
+
+    `prepare` fits the layers to the format. It runs after every layer has been found to belong to a module.
 
     Raises
     ------
     CheckpointError
         A layer has no module, or matrices that are joined differ.
     """
-    owners = owners_of(source)
+    owners, prepared = owners_of(source), prepare(source.layers)
     layers = {module: stored.layer for name, stored in prepared.items() for module in owners[name]}
     dense = dict(source.dense)
     if names is not None:

@@ -223,7 +223,7 @@ class QuantizedFolder(Format):
         source, config = dataclasses.replace(source, side_files=files), config_of(files)
         if not source.layers:
             raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-        held = arranged(source, self.prepare_all(source.layers, options.ragged), config, options.names)
+        held = arranged(source, partial(self.prepare_all, ragged=options.ragged), config, options.names)
         coded = self._coded(held)
         layout = layout_of(config)
         tensors = dict(layout.stacked({**coded, **held.dense}))

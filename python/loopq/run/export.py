@@ -156,7 +156,7 @@ def exported(
     # The code of a loop is loopq's own.
     trust = proof.trust_remote_code or options.remote_code
     asked = Asked(format_name, engines, trust) if gate.verify and engines and not target.own else None
-    comparison = Comparison(source, proof, asks=asked is not None)
+    comparison = LogitsCheck(source, proof, asks=asked is not None)
     options = dataclasses.replace(options, typed=True, forced=forced)
     written = target.write(out, source, options, also=lambda again: comparison.after(again, out))
     lines: tuple[str, ...] = (f"forced: {forced}",) if forced else ()
@@ -168,7 +168,7 @@ def exported(
     return Exported(written, proof.n_prompts * (difference is not None), difference, reason, lines)
 
 
-class Comparison:
+class LogitsCheck:
     """A model's logits before an export, and after it.
 
     Parameters

@@ -59,7 +59,7 @@ class Job:
     kv: Literal[4, 8] | None = None
 
 
-class Backend(ABC):
+class NextLogits(ABC):
     """Logits of the next token of one text that grows.
 
     Attributes
@@ -100,7 +100,7 @@ class Backend(ABC):
             raise Declined(f"{what} gives other logits")
 
 
-class CoreRunner(Backend):
+class CoreRunner(NextLogits):
     """The core runs the model as one program with its own cache."""
 
     name = "runner"
@@ -136,7 +136,7 @@ class CoreRunner(Backend):
         )
 
 
-class RecordedStep(Backend):
+class RecordedStep(NextLogits):
     """A recorded step is replayed. A recording repeats choices that depend on the tokens, so it is tried."""
 
     name = "graph"
@@ -155,7 +155,7 @@ class RecordedStep(Backend):
         return self._graph.extend(batch, n_seen)
 
 
-class ModelCache(Backend):
+class ModelCache(NextLogits):
     """The model's own cache. Published ones differ between versions, and some give other logits."""
 
     name = "cache"
@@ -175,7 +175,7 @@ class ModelCache(Backend):
         return every[0, -1]
 
 
-class EarlyExit(Backend):
+class EarlyExit(NextLogits):
     """All tokens run to the step that the model's own rule chooses for the last one."""
 
     name = "exit"
@@ -203,7 +203,7 @@ class EarlyExit(Backend):
         return logits
 
 
-class Rollout(Backend):
+class Rollout(NextLogits):
     """All tokens run anew. It never declines."""
 
     name = "rollout"
@@ -213,10 +213,10 @@ class Rollout(Backend):
 
 
 #: In the order in which they are tried, before `Rollout`.
-BACKENDS: tuple[type[Backend], ...] = (CoreRunner, RecordedStep, ModelCache, EarlyExit)
+BACKENDS: tuple[type[NextLogits], ...] = (CoreRunner, RecordedStep, ModelCache, EarlyExit)
 
 
-def opened(job: Job) -> tuple[Backend, dict[str, str]]:
+def opened(job: Job) -> tuple[NextLogits, dict[str, str]]:
     """Return the first backend that runs a job, and by name the reasons of those before it."""
     declined: dict[str, str] = {}
     for kind in BACKENDS:

@@ -66,7 +66,7 @@ class Decoder:
 
     Attributes
     ----------
-    backend : loopq.runtime.backends.Backend
+    backend : loopq.runtime.backends.NextLogits
         Computes the logits. Its `name` is "runner" (the core runs the model as one program with its cache), "graph" (a
         recorded step is replayed), "cache" (the model's own), "exit" (the loop is left early) or "rollout".
     declined : dict of str to str

@@ -1,4 +1,4 @@
-"""The public functions: quantize a model, solve a dump, load, evaluate, diagnose, and generate text."""
+"""The public functions of the quantizer: quantize a model, solve a dump, load, and evaluate."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-from loopq.analysis.diagnosis.config import DiagnoseConfig
-from loopq.analysis.diagnosis.context import Context
-from loopq.analysis.diagnosis.survey import diagnose as survey
 from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
@@ -18,9 +15,11 @@ from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
+from loopq.models import restore
 from loopq.models.depths import at_depths
 from loopq.models.from_python import open_model
 from loopq.models.load import LoadedModel
+from loopq.models.restore import load_checkpoint
 from loopq.run.allocate import allocate
 from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
@@ -33,10 +32,6 @@ from loopq.run.ranks import Ranks
 from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out
 from loopq.run.together import Team
-from loopq.runtime import restore
-from loopq.runtime.generate import Generation
-from loopq.runtime.restore import load_checkpoint, open_any
-from loopq.runtime.text import Continuation
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
@@ -47,8 +42,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluation.compare import Measurement
-    from loopq.run.keywords import GenerateKeywords, MeasureKeywords, QuantizeKeywords, SolveKeywords
-    from loopq.runtime.layout import Activations
+    from loopq.models.coded import Activations
+    from loopq.run.keywords import MeasureKeywords, QuantizeKeywords, SolveKeywords
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -338,109 +333,6 @@ def _named(
 ) -> Mapping[str, Checkpoint]:
     files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
-
-
-def diagnose(
-    model: Model,
-    calibration: Prompts = None,
-    config: DiagnoseConfig | None = None,
-    *,
-    n_steps: int | None = None,
-    only: Sequence[str] | None = None,
-    name: str = "",
-    **options: Unpack[MeasureKeywords],
-) -> dict[str, Any]:
-    """Measure the effect of the loop on its own error: ranks by step, exposure, ablation, spectral radius.
-
-    Parameters
-    ----------
-    model : str, Path, LoadedModel, LoopedSystem or torch module
-        Full-precision model. The same kinds as in `quantize` are accepted.
-    calibration : TokenSet, token ids, path, or None
-        Prompts, as in `quantize`.
-    config : DiagnoseConfig, optional
-        Settings of the diagnosis.
-    n_steps : int, optional
-        Depth. The model's own depth is the default.
-    only : str or sequence of str, optional
-        Sections to run (`loopq.analysis.diagnosis.sections.SECTIONS`). By default all that the system supports.
-    name : str
-        Name of the model in the result.
-    **options
-        "n_prompts" and "seq_len" of the prompts, and settings of `Execution`.
-
-    Returns
-    -------
-    dict
-        Data of `loopq.analysis.report.page.write_page`. Its schema is in `loopq.analysis.report`.
-    """
-    execution, take = divided(options, Execution(), Take())
-    only = listed(only, tuple[str, ...])
-    loaded = open_model(model)
-    tokens = calibration_tokens(loaded, calibration, take)
-    depth = loaded.system.n_steps if n_steps is None else n_steps
-    context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
-    return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
-
-
-@overload
-def generate(
-    model: Model, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
-) -> str: ...
-
-
-@overload
-def generate(
-    model: Model, prompt: Sequence[int], *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
-) -> list[int]: ...
-
-
-def generate(
-    model: Model,
-    prompt: str | Sequence[int],
-    *,
-    n_steps: int | None = None,
-    **options: Unpack[GenerateKeywords],
-) -> str | list[int]:
-    """Continue a text.
-
-    Parameters
-    ----------
-    model : str, Path, LoadedModel, LoopedSystem or torch module
-        As in `quantize`, or a checkpoint. For several calls load that once, by ``loopq.load(folder, quantized=True)``.
-    prompt : str or sequence of int
-        Text, or token ids.
-    n_steps : int, optional
-        Depth. The model's own depth is the default.
-    **options
-        Settings of `loopq.runtime.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
-
-    Returns
-    -------
-    str or list of int
-        Text after the prompt, or its token ids if the prompt has token ids. It ends before a token that ends the text.
-
-    Raises
-    ------
-    ConfigError
-        The prompt is empty, the model generates no text, or prompt and text exceed its positions.
-
-    Notes
-    -----
-    Layers with codes run on the processor in loopq's runner if it gives the logits of a rollout. Otherwise the model's
-    own cache is used, and without one every token is computed from all earlier ones.
-
-    Examples
-    --------
-    >>> import loopq
-    >>> len(loopq.generate("huginn_small", [84, 104, 101], n_tokens=4))
-    4
-    """
-    (settings,) = divided(options, Generation())
-    loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
-    text = Continuation(loaded, prompt, n_steps, settings)
-    written = "".join(text)
-    return written if isinstance(prompt, str) else text.ids
 
 
 def _open_source(model: Model, requantize: bool) -> LoadedModel:

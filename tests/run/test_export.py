@@ -14,8 +14,8 @@ from loopq.formats import native as store
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.engines.base import Question, ask
 from loopq.layers.transforms import ChannelScale
+from loopq.models.restore import load_checkpoint
 from loopq.run.export import export, folded
-from loopq.runtime.restore import load_checkpoint
 from loopq.systems.base import Batch
 
 

@@ -15,7 +15,7 @@ from loopq.formats.convert import read_any, verify, write_as
 from loopq.formats.engines.base import Reading
 from loopq.formats.record import RECORD
 from loopq.models.load import load_model
-from loopq.runtime.restore import load_checkpoint
+from loopq.models.restore import load_checkpoint
 from tests.support import pairs
 
 GRID = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from loopq.layers.grids.integer import Integer
-from loopq.runtime.layout import Activations, Held, Layout, PackedLayer
+from loopq.models.coded import Activations
+from loopq.runtime.layout import Held, Layout, PackedLayer
 from loopq.runtime.linear import LAYOUTS, QuantLinear
 from tests.support.checkpoints import layer
 

@@ -64,7 +64,7 @@ def test_a_text_gives_a_text_and_token_ids_give_token_ids(embedded):
 def test_a_checkpoint_in_codes_gives_the_text_of_its_weights(solved, monkeypatch):
     runners = []
     monkeypatch.setattr(
-        "loopq.api.Continuation", lambda *args: runners.append(Continuation(*args)) or runners[-1]
+        "loopq.runtime.api.Continuation", lambda *args: runners.append(Continuation(*args)) or runners[-1]
     )
     by_codes = loopq.generate(solved, "abc", n_tokens=6)
     assert runners[0].decoder.backend.name == "runner"

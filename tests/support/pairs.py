@@ -25,10 +25,10 @@ from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.hf_folder import looped_files
 from loopq.formats.support import READS, entry_of
 from loopq.models.load import load_model
+from loopq.models.restore import load_checkpoint
 from loopq.run.config import Override, QuantConfig
 from loopq.run.export import expected_of, quantized_format, round_weights
 from loopq.run.gate import Gate
-from loopq.runtime.restore import load_checkpoint
 from loopq.systems.base import Batch
 from tests.support import coded, systems, vendors
 from tests.support.experts import routed_loop

@@ -35,8 +35,8 @@ from loopq.evaluation.tasks import Metric, measure_tasks
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
+from loopq.models.restore import open_any
 from loopq.runtime.generate import speed
-from loopq.runtime.restore import open_any
 from loopq.runtime.text import decode
 from loopq.settings.declare import leaves
 from loopq.storage.schema import Object

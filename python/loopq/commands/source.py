@@ -13,7 +13,7 @@ from loopq.errors import ConfigError
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model, to_device
-from loopq.runtime.restore import open_any, open_source
+from loopq.models.restore import open_any, open_source
 
 _LOADING = "how the model is loaded and run"
 

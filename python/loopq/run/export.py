@@ -21,13 +21,13 @@ from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
+from loopq.models.restore import load_checkpoint
 from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside
 from loopq.run.gate import Asked, Expectation, Gate, Proof
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
-from loopq.runtime.restore import load_checkpoint
 from loopq.storage.files import DTYPE_NAMES
 from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import stored_state

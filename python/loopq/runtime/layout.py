@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -11,12 +11,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from loopq.layers.grid import Grid
+    from loopq.models.coded import Activations
     from loopq.runtime.transforms import InputTransform
 
-__all__ = ["Activations", "Held", "Layout", "PackedLayer"]
-
-#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
-Activations = Literal["float", "int8"]
+__all__ = ["Held", "Layout", "PackedLayer"]
 
 
 @dataclass(frozen=True)

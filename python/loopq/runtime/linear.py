@@ -13,12 +13,13 @@ import loopq._native as native
 from loopq.errors import ConfigError, KernelError
 from loopq.layers.grids.integer import Integer
 from loopq.layers.grids.table import Leveled
+from loopq.models.coded import Activations
 from loopq.runtime.cpu import CpuPanels
 from loopq.runtime.cuda.launch import Product
 from loopq.runtime.cuda.layout import K_STEP, N_STEP
 from loopq.runtime.cuda.plan import fold_of
 from loopq.runtime.cuda.w4a16 import spread_scales, w4a16_linear
-from loopq.runtime.layout import Activations, Held, Layout, PackedLayer
+from loopq.runtime.layout import Held, Layout, PackedLayer
 from loopq.runtime.transforms import InputTransform
 
 if TYPE_CHECKING:

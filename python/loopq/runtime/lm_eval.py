@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.errors import require
+from loopq.models.restore import open_any
 from loopq.runtime.generate import Decoder, Generation
 from loopq.runtime.requests import (
     Request,
@@ -19,7 +20,6 @@ from loopq.runtime.requests import (
     longest_input,
     prefix_id,
 )
-from loopq.runtime.restore import open_any
 from loopq.settings.execution import Execution
 
 require("lm_eval")

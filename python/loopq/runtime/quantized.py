@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from loopq.runtime.layout import Activations
+    from loopq.models.coded import Activations
 
 
 class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here

@@ -9,7 +9,7 @@ import pytest
 
 from loopq.cli import parser
 from loopq.errors import ConfigError
-from loopq.runtime import restore
+from loopq.models import restore
 from loopq.runtime.commands import run as module
 from loopq.runtime.graph import RECORDERS
 from tests.support.looped import save_dense
@@ -30,7 +30,7 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     asked = []
     load = restore.load_checkpoint
     monkeypatch.setattr(
-        "loopq.runtime.restore.load_checkpoint",
+        "loopq.models.restore.load_checkpoint",
         lambda *args, **options: asked.append(options["activations"]) or load(*args, **options),
     )
     assert command("run", quantized, "abc", *SHORT, "--int8")[0] == 0

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from loopq.analysis.api import diagnose
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.sections import in_order
 from loopq.analysis.diagnosis.survey import diagnose_dump
 from loopq.analysis.report.page import write_data, write_page
-from loopq.api import diagnose
 from loopq.calibrate.prompts import calibration_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.numbers import tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats import FORMATS
@@ -14,11 +14,9 @@ from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
 from loopq.formats.record import RECORD
 from loopq.models.build import build_model
+from loopq.models.coded import Activations, coded_layers
 from loopq.models.files import find_names
 from loopq.models.load import LoadedModel, load_model, to_device
-
-if TYPE_CHECKING:
-    from loopq.runtime.layout import Activations
 
 
 def open_source(
@@ -67,14 +65,12 @@ def load_checkpoint(
             )
         load_into(loaded.model, checkpoint)
         return loaded
-    # Only modules with codes need torch.
-    from loopq.runtime.quantized import coded, install  # lazy: loopq imports without torch
-
+    modules = coded_layers()
     # A loop is discovered by a run while the weights exist. A model without a loop reports this on request.
     with contextlib.suppress(LoopqError):
         _ = loaded.system.n_steps
-    load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
-    kept = install(loaded.model, checkpoint, activations)
+    load_into(loaded.model, checkpoint, without=modules.coded(loaded.model, checkpoint))
+    kept = modules.install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)

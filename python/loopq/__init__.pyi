@@ -1,0 +1,13 @@
+from loopq._native import __version__ as __version__
+from loopq.analysis.api import diagnose as diagnose
+from loopq.api import evaluate as evaluate
+from loopq.api import load as load
+from loopq.api import quantize as quantize
+from loopq.api import solve as solve
+from loopq.errors import LoopqError as LoopqError
+from loopq.quantizers.config import LayerConfig as LayerConfig
+from loopq.quantizers.config import Override as Override
+from loopq.run.config import QuantConfig as QuantConfig
+from loopq.run.export import export as export
+from loopq.runtime.api import generate as generate
+from loopq.settings.execution import Execution as Execution

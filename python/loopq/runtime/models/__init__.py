@@ -1,0 +1,1 @@
+"""What the runtime adds to the opening of models."""

@@ -9,8 +9,9 @@ import pytest
 import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.load import load_model
+from loopq.models.text import decode
 from loopq.runtime.generate import Generation
-from loopq.runtime.text import Continuation, decode, prompt_ids
+from loopq.runtime.text import Continuation, prompt_ids
 from tests.support.looped import save_dense
 from tests.support.systems import CASES, as_loaded, open_system
 

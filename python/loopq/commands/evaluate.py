@@ -8,18 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.analysis.commands.page import known
-from loopq.analysis.report.depths import write_depths
-from loopq.analysis.report.page import write_page
 from loopq.api import evaluate
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
-from loopq.commands import COMMANDS, Command
+from loopq.commands import COMMANDS, Command, hooks
+from loopq.commands.hooks import SPEEDS, Finished, HeldOut
 from loopq.commands.options import (
     add_execution,
     add_text,
-    check_place,
     each_depth,
     execution,
     group_of,
@@ -28,7 +25,7 @@ from loopq.commands.options import (
     whole,
 )
 from loopq.commands.output import measurement_table, spread_table
-from loopq.commands.source import add_source, load, load_any
+from loopq.commands.source import add_source, load, load_any, source_words
 from loopq.errors import ConfigError
 from loopq.evaluation.items import TASKS, find_task, read_items
 from loopq.evaluation.tasks import Metric, measure_tasks
@@ -36,8 +33,6 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
 from loopq.models.restore import open_any
-from loopq.runtime.generate import speed
-from loopq.runtime.text import decode
 from loopq.settings.declare import leaves
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
@@ -86,12 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="paired initial states of each prompt (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="write a page: what was done to every weight, its error at every step, KL against bytes, prompts that "
-        "changed most",
-    )
+    hooks.add_hooks(parser, "evaluate")
     parser.add_argument(
         "--llama-cpp-style",
         action="store_true",
@@ -117,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
         check_readable(folder)
     if args.tasks:
         return _run_tasks(args)
-    if args.html:
-        check_place(args.html)
+    pages = hooks.asked(args, "evaluate")
     loaded = load(args)
     read = evaluation_chunks if args.llama_cpp_style else evaluation_tokens
     tokens = read(loaded, args.text, take(args, CHUNK if args.llama_cpp_style else Take().seq_len))
@@ -126,17 +115,22 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(args.n_steps, tuple):
         return _run_depths(args, loaded, checkpoints, tokens)
     summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
-    if args.html:
-        write_page(
-            args.html,
-            measured=for_page(args, loaded, tokens, summaries, said),
-            **known(args, loaded, checkpoints, tokens),
-        )
+    measured = HeldOut(tokens, summaries, said)
+    finished = Finished(
+        source_words(args),
+        str(args.model or args.python),
+        loaded,
+        checkpoints,
+        args.n_steps,
+        execution(args),
+        measured,
+    )
+    lines = [write(finished) for write in pages]
     if args.json:
         print(json.dumps(summaries, indent=1))
     else:
         print_measured(summaries, said)
-        print(f"page: {args.html}\n" if args.html else "", end="")
+        print("".join(f"{line}\n" for line in lines if line), end="")
     return 0
 
 
@@ -146,7 +140,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--text": args.text,
         "--n-seeds": args.n_seeds != 1,
         "--llama-cpp-style": args.llama_cpp_style,
-        "--html": args.html,
+        "--html": getattr(args, "html", None),
     }
     of_prompts |= {option_of(entries[0]): hasattr(args, name) for name, entries in leaves(Take).items()}
     of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
@@ -176,18 +170,16 @@ def _run_depths(
         rows += [summary | {"n_steps": one.n_steps} for summary in summaries]
     prompt = tokens.sequences[0].tolist()
     for name in (rows[0]["name"], *checkpoints):
-        # Codes stay packed, as in `loopq run`.
-        model = open_any(name, quantized=True) if name in checkpoints else loaded
-        for row in (row for row in rows if row["name"] == name):
-            row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
-    if args.html:
-        write_depths(args.html, str(args.model or args.python), rows, said)
+        for _, speed in SPEEDS:
+            # Codes stay packed, as in `loopq run`.
+            model = open_any(name, quantized=True) if name in checkpoints else loaded
+            for row in (row for row in rows if row["name"] == name):
+                row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
     print_measured(rows, said | {"n_steps": ", ".join(map(str, args.n_steps))})
     print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
-    print(f"page: {args.html}\n" if args.html else "", end="")
     return 0
 
 
@@ -237,18 +229,6 @@ def measure(
             summary["answers"] = metric.to_json(None if metric is answers[0] else answers[0])
     depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
-
-
-def for_page(
-    args: argparse.Namespace,
-    loaded: LoadedModel,
-    tokens: TokenSet,
-    summaries: Sequence[dict[str, Any]],
-    said: dict[str, Any],
-) -> dict[str, Any]:
-    """Measurements in the form for `loopq.analysis.report.page.write_page`."""
-    prompts = [decode(loaded, ids.tolist()) for ids in tokens.sequences]
-    return {"model": str(args.model or args.python), "on": said, "weights": summaries, "prompts": prompts}
 
 
 def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:

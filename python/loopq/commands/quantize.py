@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import loopq
-from loopq.analysis.commands.card import card_of
-from loopq.analysis.commands.diagnose import QUICK
-from loopq.analysis.commands.page import known
-from loopq.analysis.diagnosis.config import DiagnoseConfig
-from loopq.analysis.report.page import write_page
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
-from loopq.commands import COMMANDS, Command
-from loopq.commands.evaluate import for_page, measure, print_measured
+from loopq.commands import COMMANDS, Command, hooks
+from loopq.commands.evaluate import measure, print_measured
+from loopq.commands.hooks import Finished, HeldOut, Quantized
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -27,8 +24,8 @@ from loopq.commands.options import (
     add_text,
     adopt_like,
     calibration_take,
-    check_place,
     each_depth,
+    execution,
     format_options,
     gate_options,
     given,
@@ -38,8 +35,8 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_checkpoint, whole
 from loopq.commands.plan import DryRun, GridTable, dry_run, several_bits
-from loopq.commands.source import add_source, load_source
-from loopq.errors import LoopqError, require
+from loopq.commands.source import add_source, load_source, source_words
+from loopq.errors import LoopqError
 from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
@@ -52,7 +49,7 @@ from loopq.run.gate import Gate, Proof
 from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out, kept, work_folder
-from loopq.terminal.progress import Line, Progress
+from loopq.terminal.progress import Progress
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:
@@ -108,12 +105,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_source(parser, several=True)
     add_format(parser, default=NATIVE.name, quantized=True)
     add_gate(parser, rare=True)
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="write a page: what was done to every weight, its error at every step, with --evaluate KL and prompts, "
-        f"and a diagnosis ({', '.join(QUICK)})",
-    ).rare = True  # type: ignore[attr-defined]
+    hooks.add_hooks(parser, "quantize")
     add_execution(parser)
 
 
@@ -135,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
         print("".join(f"{line}\n" for line in lines), end="")
         rounds = job.target.holds_tables and job.config.outside is None and job.config.fit is None
         print(whole(job.out, result, rounds_outside=rounds))
-        measured = None if job.text is None else job.measure(result, job.text)
-    if args.html:
-        job.write_page(result, measured)
+        finished = job.finished(result)
+        lines = [write(finished) for write in job.pages]
+        print("".join(f"{line}\n" for line in lines if line), end="")
     if job.is_plain:
         print(_HINT, file=sys.stderr)
     return 0
@@ -155,7 +147,7 @@ class _Command:
     """A checked command with its model and prompts.
 
     `depths` has the options once for each depth; the last depth is that of the card and the page. `text` has the
-    held-out prompts of `--evaluate`.
+    held-out prompts of `--evaluate`, `pages` what the hooks of guests write.
     """
 
     depths: list[argparse.Namespace]
@@ -166,6 +158,7 @@ class _Command:
     loaded: LoadedModel
     tokens: TokenSet
     text: TokenSet | None
+    pages: list[Callable[[Finished], str]]
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Command:
@@ -174,9 +167,7 @@ class _Command:
         options = target.taken(format_options(args))
         check_out(Path(args.out))
         config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
-        if args.html:
-            require("matplotlib")
-            check_place(args.html)
+        pages = hooks.asked(args, "quantize")
         loaded = load_source(args)
         n_steps, depths = args.n_steps, each_depth(args)
         gate = Gate(**gate_options(args))
@@ -187,7 +178,7 @@ class _Command:
         text = None
         if args.evaluate:
             text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
-        return cls(depths, n_steps, target, options, config, loaded, tokens, text)
+        return cls(depths, n_steps, target, options, config, loaded, tokens, text, pages)
 
     @property
     def args(self) -> argparse.Namespace:
@@ -240,35 +231,25 @@ class _Command:
             )
             raise
 
-    def measure(self, result: Checkpoint, text: TokenSet) -> dict[str, Any]:
-        """Print measurements at every depth, write the model card, and return those of the last depth for a page."""
-        checkpoints = {str(self.out): read_any(self.out) if self.target.reads else result}
-        for args in self.depths[:-1]:
-            print_measured(*measure(args, self.loaded, checkpoints, text))
-        summaries, said = measure(self.args, self.loaded, checkpoints, text)
-        print_measured(summaries, said)
-        if not self.target.one_file:
-            print(f"model card: {card_of(self.args, self.loaded, str(self.out), summaries, said)}")
-        return for_page(self.args, self.loaded, text, summaries, said)
-
-    def write_page(self, result: Checkpoint, measured: dict[str, Any] | None) -> None:
-        """Write the page, with a diagnosis of the model before quantization on the calibration prompts."""
-        args, grid = self.args, self.config.layer.grid
-        shown = self.tokens if self.text is None else self.text
-        facts = known(args, self.loaded, {str(self.out): result}, shown)
-        with Line() as progress:
-            diagnosis = loopq.diagnose(
-                self.loaded,
-                self.tokens,
-                DiagnoseConfig(bits=grid.bits, group_size=grid.group_size),
-                n_steps=args.n_steps,
-                only=QUICK,
-                name=args.model or args.python,
-                progress=progress,
-                **given(args, Execution),
-            )
-        write_page(args.html, diagnosis=diagnosis, measured=measured, **facts)
-        print(f"page: {args.html}")
+    def finished(self, result: Checkpoint) -> Finished:
+        """Print measurements at every depth, if they are asked for. Return what hooks need, of the last depth."""
+        args, measured = self.args, None
+        if self.text is not None:
+            checkpoints = {str(self.out): read_any(self.out) if self.target.reads else result}
+            for one in self.depths:
+                summaries, said = measure(one, self.loaded, checkpoints, self.text)
+                print_measured(summaries, said)
+            measured = HeldOut(self.text, summaries, said)
+        return Finished(
+            source_words(args),
+            str(args.model or args.python),
+            self.loaded,
+            {str(self.out): result},
+            args.n_steps,
+            execution(args),
+            measured,
+            Quantized(self.config, self.tokens, None if self.target.one_file else self.out),
+        )
 
 
 COMMANDS.register("quantize")(

@@ -12,8 +12,8 @@ import numpy as np
 from loopq.calibrate.data import TokenSet
 from loopq.errors import NonFiniteError, model_code, require
 from loopq.models.load import LoadedModel
+from loopq.models.text import decode
 from loopq.runtime.generate import Decoder, Generation, end_ids, generate
-from loopq.runtime.text import decode
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import marked

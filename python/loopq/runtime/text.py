@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from loopq.errors import CheckpointError, ConfigError, model_code
-from loopq.models.load import LoadedModel, encode_bytes
+from loopq.models.load import LoadedModel
+from loopq.models.text import decode
 from loopq.runtime.generate import Decoder, Generation, generate
 from loopq.storage.schema import MAX_DIGITS
 from loopq.systems.capabilities import marked
@@ -121,26 +122,3 @@ def _numbers(prompt: str) -> list[int]:
     if not all(word.isdecimal() and len(word) <= MAX_DIGITS for word in words):
         raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
     return [int(word) for word in words]
-
-
-def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Return the text of token ids. Without a tokenizer or bytes, return the ids themselves.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Its tokenizer or encoder applies.
-    ids : sequence of int
-        Token ids.
-
-    Returns
-    -------
-    str
-        Text without special tokens. An unfinished UTF-8 character at its end becomes U+FFFD.
-    """
-    if hasattr(loaded.tokenizer, "decode"):
-        with model_code(f"text of {len(ids)} tokens", CheckpointError, "the tokenizer"):
-            return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
-    if loaded.encode is encode_bytes and max(ids, default=0) < 256:
-        return bytes(ids).decode("utf-8", "replace")
-    return "".join(f" {i}" for i in ids)

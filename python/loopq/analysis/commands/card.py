@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from loopq.analysis.report.card import check_card, write_card
 from loopq.calibrate.prompts import CHUNK, evaluation_chunks
 from loopq.commands import COMMANDS, Command
 from loopq.commands.evaluate import measure
+from loopq.commands.hooks import HOOKS, Finished, Hook
 from loopq.commands.options import add_execution, add_text, take
 from loopq.commands.source import add_source, load, source_words
 from loopq.errors import ConfigError, require
@@ -59,20 +60,35 @@ def _card(args: argparse.Namespace) -> Path:
     loaded = load(args)
     tokens = evaluation_chunks(loaded, args.text, take(args, CHUNK))
     summaries, said = measure(args, loaded, {args.folder: read_any(args.folder)}, tokens)
-    return card_of(args, loaded, args.folder, summaries, said)
+    model, source = str(args.model or args.python), source_words(args)
+    return card_of(args.folder, model, loaded, source, summaries, said)
 
 
 def card_of(
-    args: argparse.Namespace,
+    folder: str | Path,
+    model: str,
     loaded: LoadedModel,
-    folder: str,
+    source: Sequence[str],
     summaries: Sequence[Any],
     said: Mapping[str, Any],
 ) -> Path:
     """Write the model card of a measured checkpoint. Return its place."""
     measured = [summaries[0], {**summaries[1], "name": "quantized"}]
-    model = str(args.model or args.python)
-    return write_card(Path(folder), model, loaded.folder, measured, said, source_words(args))
+    return write_card(Path(folder), model, loaded.folder, measured, said, source)
+
+
+def _asked(args: argparse.Namespace, command: str) -> Callable[[Finished], str] | None:
+    """Write a card of each checkpoint that `quantize` measures."""
+    return _finish if command == "quantize" and args.evaluate else None
+
+
+def _finish(finished: Finished) -> str:
+    made, measured = finished.quantized, finished.measured
+    if made is None or measured is None or made.folder is None:
+        return ""  # a file has no card
+    loaded, rows = finished.loaded, measured.summaries
+    card = card_of(made.folder, finished.model, loaded, finished.source, rows, measured.about)
+    return f"model card: {card}"
 
 
 def _check_push(name: str) -> None:
@@ -124,4 +140,5 @@ def _push(folder: Path, name: str) -> str:
     return str(repo)
 
 
+HOOKS.register("card")(Hook(lambda parser, command: None, _asked))
 COMMANDS.register("card")(Command("write a checkpoint's model card", add, run, 14, epilog=_EXAMPLES))

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
+from loopq.commands.hooks import SPEEDS
 from loopq.commands.options import add_settings, given
 from loopq.commands.source import add_source, load_any
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.models.load import LoadedModel
-from loopq.runtime.generate import Decoder, Generation
+from loopq.runtime.generate import Decoder, Generation, speed
 from loopq.runtime.graph import RECORDERS
 from loopq.runtime.text import Continuation
 
@@ -114,3 +115,4 @@ def _say(text: str) -> None:
 
 
 COMMANDS.register("run")(Command("generate text with a model or checkpoint", add, run, 13, epilog=_EXAMPLES))
+SPEEDS.register("one token at a time")(speed)

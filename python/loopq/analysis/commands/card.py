@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ from loopq.commands.evaluate import measure
 from loopq.commands.hooks import HOOKS, Finished, Hook
 from loopq.commands.options import add_execution, add_text, take
 from loopq.commands.source import add_source, load, source_words
-from loopq.errors import ConfigError, require
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
 
 _EXAMPLES = """examples:
   loopq card DIR                                   what it is and how it was made
   loopq card DIR MODEL --text held-out.txt         also how far it is from the model, with a picture
-  loopq card DIR MODEL --push OWNER/NAME           then upload the folder to the hub"""
-
-_REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
+  hf upload OWNER/NAME DIR                         then uploads the folder to the hub"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,23 +29,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_source(parser, "the full-precision model, to measure DIR against it")
     add_text(parser, "text")
     add_execution(parser, only=("seed", "batch_size"))
-    parser.add_argument(
-        "--push",
-        metavar="NAME",
-        help="then upload the folder to this repository of the hub, which is made if it does not exist",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write."""
     check_readable(args.folder)
     check_card(Path(args.folder))
-    if args.push is not None:
-        _check_push(args.push)
     card = _card(args)
     print(f"model card: {card}")
-    if args.push is not None:
-        print(f"uploaded: {_push(card.parent, args.push)}")
+    print(f"upload it: hf upload OWNER/NAME {card.parent}")
     return 0
 
 
@@ -89,55 +77,6 @@ def _finish(finished: Finished) -> str:
     loaded, rows = finished.loaded, measured.summaries
     card = card_of(made.folder, finished.model, loaded, finished.source, rows, measured.about)
     return f"model card: {card}"
-
-
-def _check_push(name: str) -> None:
-    """Reject an upload that cannot succeed, before any work.
-
-    Raises
-    ------
-    ConfigError
-        The name is no repository, or there is no token.
-    MissingExtraError
-        huggingface_hub is not installed.
-    """
-    if not _REPOSITORY.fullmatch(name):
-        raise ConfigError(f"--push {name!r}: name a repository of the hub: OWNER/NAME, or NAME for your own")
-    if not require("huggingface_hub").get_token():
-        raise ConfigError("--push: no token of the hub: run `hf auth login`, or set HF_TOKEN")
-
-
-def _push(folder: Path, name: str) -> str:
-    """Upload the files of a folder. Return the address of the repository.
-
-    Parameters
-    ----------
-    folder : Path
-        Checkpoint with its card. Files with a leading dot stay out.
-    name : str
-        "owner/name", or a name in the user's own space. The repository is made if it does not exist.
-
-    Raises
-    ------
-    ConfigError
-        The hub cannot be reached, or refuses the upload. The message gives its reason.
-    """
-    api = require("huggingface_hub").HfApi()
-    try:
-        repo = api.create_repo(name, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo.repo_id,
-            folder_path=folder,
-            ignore_patterns=[".*"],
-            commit_message="Upload with loopq",
-        )
-    except Exception as cause:  # the client raises errors of several libraries
-        reason = next(iter(str(cause).strip().splitlines()), "")
-        raise ConfigError(
-            f"--push {name}: {type(cause).__name__}: {reason:.300}; {folder} has the card: run the command again, or "
-            "upload the folder by hand"
-        ) from cause
-    return str(repo)
 
 
 HOOKS.register("card")(Hook(lambda parser, command: None, _asked))

@@ -15,11 +15,11 @@ from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
-from loopq.evaluation.items import read_items
-from loopq.evaluation.tasks import score
 from loopq.models.replace import Replaced, Weights
+from loopq.paper.items import read_items
 from loopq.paper.models import PreparedModel, Sizes, open_source
 from loopq.paper.tables.benchmarks import METRICS
+from loopq.paper.tasks import score
 from loopq.systems import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.

@@ -167,7 +167,6 @@ def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized
         ("diagnose --python {file}", "give FILE.py:FUNCTION"),
         ("diagnose --python {file}:absent", "has no function 'absent'"),
         ("diagnose --python {file}:number", "returned int, which is neither a torch module nor an adapter"),
-        ("evaluate {model} --tasks arc_easy --task-data {out} --n-steps 2,3", "--tasks are about one depth"),
         ("solve {model} --out {out} --worker --shard 3", "'3': give K/N, as in 3/20"),
         ("run looped:{model} a", "write looped:MODEL[FIRST:LAST]xTIMES"),
     ],

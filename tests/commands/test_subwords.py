@@ -79,15 +79,12 @@ def test_bits_per_byte_are_those_of_the_text_that_is_predicted(model, checkpoint
 def test_other_commands_read_its_tokens(model, checkpoint, texts, command, tmp_path):
     code, _, err = command("run", checkpoint, "It was", "--n-tokens", 4)
     assert (code, "transformers" in err) == (0, False)
-    (tmp_path / "lambada").mkdir()
-    (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "It was a dark night"}')
     n_prompt = len(load_model(model).encode("It was"))
     assert f"{n_prompt} tokens of prompt" in err
     for line in (
         ("check", model),
         ("inspect", checkpoint),
         ("diagnose", model, "--calibration", texts, "--only", "ranks", *FEW, "--group-size", 16),
-        ("evaluate", checkpoint, "--tasks", "lambada", "--task-data", tmp_path),
     ):
         assert command(*line)[0] == 0, line
 

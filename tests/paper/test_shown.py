@@ -14,7 +14,6 @@ from benches import paper
 from loopq.analysis.diagnosis.sections import SECTIONS
 from loopq.cli import parse
 from loopq.errors import ConfigError
-from loopq.evaluation.items import find_task
 from loopq.evaluation.stats import Interval
 from loopq.paper.shown import TABLES, Claim, find
 
@@ -116,8 +115,6 @@ def test_the_document_has_a_command_for_each_item_of_the_paper() -> None:
                 find(args.table)
             for name in filter(None, (getattr(args, "only", None) or "").split(",")):
                 assert name in SECTIONS.names()
-            for name in getattr(args, "tasks", None) or ():
-                find_task(name)
         else:
             assert program == "lm-eval" or (ROOT / program).exists(), command
         files = re.findall(r"`([\w/]+\.py)`", place)

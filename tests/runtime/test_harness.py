@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from loopq.evaluation.items import TASKS, read_items
-from loopq.evaluation.tasks import score
+from loopq.paper.items import TASKS, read_items
+from loopq.paper.tasks import score
 from loopq.settings.execution import Execution
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: lm-eval is not installed")

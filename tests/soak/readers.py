@@ -26,13 +26,13 @@ import torch
 import loopq
 from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import LoopqError, model_code
-from loopq.evaluation.items import TASKS, read_items
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import inspect_any, write_as
 from loopq.formats.gguf.vocabulary import _given
 from loopq.formats.imatrix import Entry
 from loopq.models.load import encode_bytes, load_model
+from loopq.paper.items import TASKS, read_items
 
 from ..support.interop import models
 from .counts import Counts, before

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loopq.api import evaluate
-from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
 from loopq.commands import COMMANDS, Command, hooks
@@ -19,21 +18,17 @@ from loopq.commands.options import (
     add_text,
     each_depth,
     execution,
-    group_of,
-    option_of,
     take,
     whole,
 )
 from loopq.commands.output import measurement_table, spread_table
-from loopq.commands.source import add_source, load, load_any, source_words
+from loopq.commands.source import add_source, load, source_words
 from loopq.errors import ConfigError
-from loopq.evaluation.items import TASKS, find_task, read_items
-from loopq.evaluation.tasks import Metric, measure_tasks
+from loopq.evaluation.metric import Metric
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
 from loopq.models.restore import open_any
-from loopq.settings.declare import leaves
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, short
@@ -41,8 +36,7 @@ from loopq.terminal.table import render, short
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
   loopq evaluate MODEL Q --n-steps 1,2,4           one table, with tokens per second at each depth
-  loopq evaluate MODEL Q --tasks arc_easy,lambada --task-data DATA --limit 200
-  loopq evaluate Q1 Q2 --tasks hellaswag --task-data DATA       the second against the first"""
+  loopq evaluate MODEL Q --text held-out.txt       on a text of your own"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,23 +47,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="DIR",
         help="checkpoints of that model, of any format that loopq reads",
-    )
-    group = group_of(parser, "tasks, scored in place of prompts; MODEL may be a checkpoint then")
-    group.add_argument(
-        "--tasks",
-        type=tasks,
-        default=[],
-        metavar="A,B,...",
-        help=f"score these in place of prompts: {', '.join(TASKS)}",
-    )
-    group.add_argument(
-        "--task-data", type=Path, metavar="DIR", help="folder of the tasks' files (docs/tasks.md lists them)"
-    )
-    group.add_argument(
-        "--limit",
-        type=whole(1, 1 << 31),
-        metavar="N",
-        help="items of each task, from the start (default: all)",
     )
     add_text(parser, "text")
     add_execution(parser, only=("seed", "batch_size"))
@@ -90,23 +67,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tasks(text: str) -> list[str]:
-    """Read names of tasks."""
-    try:
-        return [name for name in text.split(",") if find_task(name)]
-    except ConfigError as cause:
-        raise argparse.ArgumentTypeError(str(cause)) from cause
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
     if args.python is not None and args.model is not None:
         args.model, args.checkpoints = None, [args.model, *args.checkpoints]
-    _refuse(args)
+    if not args.checkpoints:
+        raise ConfigError("name a checkpoint to compare with the model: DIR")
     for folder in args.checkpoints:
         check_readable(folder)
-    if args.tasks:
-        return _run_tasks(args)
     pages = hooks.asked(args, "evaluate")
     loaded = load(args)
     read = evaluation_chunks if args.llama_cpp_style else evaluation_tokens
@@ -134,29 +102,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """Reject options without effect."""
-    of_prompts = {
-        "--text": args.text,
-        "--n-seeds": args.n_seeds != 1,
-        "--llama-cpp-style": args.llama_cpp_style,
-        "--html": getattr(args, "html", None),
-    }
-    of_prompts |= {option_of(entries[0]): hasattr(args, name) for name, entries in leaves(Take).items()}
-    of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
-    idle = [option for option, value in (of_prompts if args.tasks else of_tasks).items() if value]
-    if idle:
-        raise ConfigError(
-            f"{idle[0]}: {'not read with --tasks' if args.tasks else 'for --tasks alone'}; leave it out"
-        )
-    if args.tasks and args.task_data is None:
-        raise ConfigError("--tasks: their files are needed as well: --task-data DIR")
-    if isinstance(args.n_steps, tuple) and args.tasks:
-        raise ConfigError("--n-steps: --tasks are about one depth; give one")
-    if not args.tasks and not args.checkpoints:
-        raise ConfigError("name a checkpoint to compare with the model: DIR; or --tasks")
-
-
 def _run_depths(
     args: argparse.Namespace,
     loaded: LoadedModel,
@@ -180,22 +125,6 @@ def _run_depths(
         return 0
     print_measured(rows, said | {"n_steps": ", ".join(map(str, args.n_steps))})
     print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
-    return 0
-
-
-def _run_tasks(args: argparse.Namespace) -> int:
-    """Score the model and its checkpoints on tasks and print a table."""
-    items = {task: read_items(task, args.task_data, args.limit) for task in args.tasks}
-
-    def filled() -> Iterator[tuple[str, LoadedModel]]:
-        loaded = load_any(args)
-        yield args.model or args.python, loaded
-        for folder in args.checkpoints:
-            yield folder, load_checkpoint(folder, loaded)
-
-    with Line() as progress:
-        rows = measure_tasks(filled(), items, execution(args, progress=progress), n_steps=args.n_steps)
-    print(json.dumps(rows, indent=1) if args.json else task_table(rows))
     return 0
 
 

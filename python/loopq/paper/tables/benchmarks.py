@@ -8,8 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from loopq.evaluation.items import Item, read_items
-from loopq.evaluation.tasks import Metric, score
+from loopq.evaluation.metric import Metric
 from loopq.models.load import LoadedModel
 from loopq.models.replace import Replaced
 from loopq.paper.bench import ROTATION, Bench
@@ -26,8 +25,10 @@ from loopq.paper.compared import (
     three,
     unresolved,
 )
+from loopq.paper.items import Item, read_items
 from loopq.paper.shown import MIN_UNITS, TABLES, Claim, Found, PaperTable, Shown, ShownTable
 from loopq.paper.tables.components import TURNED
+from loopq.paper.tasks import score
 from loopq.quantizers.config import Override
 from loopq.run.source import Layers
 from loopq.runtime.requests import longest_input

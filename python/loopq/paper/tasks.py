@@ -3,94 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from loopq.evaluation.items import Item, find_task
-from loopq.evaluation.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
+from loopq.evaluation.metric import Metric
 from loopq.models.load import LoadedModel
+from loopq.paper.items import Item, find_task
 from loopq.runtime.generate import Decoder, Generation
 from loopq.runtime.requests import encode_pair, generate_until, log_likelihoods, longest_input, n_generated
 from loopq.settings.execution import Execution
-from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress
 
 #: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
 _N_ANSWER = 256
 _STOPS = ("Question:", "</s>", "<|im_end|>")
 _NONE = "[invalid]"
-#: Of a perplexity, whose resampling costs items times this.
-_N_RESAMPLES = 10_000
-
-
-def _perplexity(nll: ArrayLike, sizes: ArrayLike, axis: int = -1) -> NDArray[np.float64]:
-    return np.asarray(np.exp(np.sum(nll, axis) / np.sum(sizes, axis)))
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One number per item, and the task's metric computed from them.
-
-    Parameters
-    ----------
-    name : str
-        Name of the metric in the harness.
-    values : float64 ndarray of shape (n_items,)
-        1 where the item is right, else 0. For a perplexity, the negative log-likelihood in nats.
-    sizes : float64 ndarray of shape (n_items,), optional
-        For a perplexity, the words of each item, or 1.
-    """
-
-    name: str
-    values: NDArray[np.float64]
-    sizes: NDArray[np.float64] | None = None
-
-    @property
-    def value(self) -> float:
-        """Share of the items that are right, or exp(sum of the values / sum of the sizes)."""
-        return float(self.values.mean() if self.sizes is None else _perplexity(self.values, self.sizes))
-
-    def interval(self) -> Interval:
-        """95 % interval: Wilson's for a share, bootstrap over items for a perplexity."""
-        if self.sizes is None:
-            return wilson(int(self.values.sum()), self.values.size)
-        return bootstrap(
-            [self.values, self.sizes], _perplexity, n_resamples=_N_RESAMPLES, method="bootstrap over items"
-        )
-
-    def change(self, before: Metric) -> tuple[Interval, float | None]:
-        """Change from other weights on the same items, by a paired bootstrap over items.
-
-        Returns
-        -------
-        change : Interval
-            Difference of the shares, this one minus `before`. For perplexities, this one divided by `before`.
-        p_value : float or None
-            p value of the exact McNemar test. None for a perplexity.
-        """
-        if self.sizes is not None:
-            columns = [self.values - before.values, self.sizes]
-            method = "paired bootstrap over items of a ratio"
-            return bootstrap(columns, _perplexity, n_resamples=_N_RESAMPLES, method=method), None
-        gained, lost = (
-            int((a > b).sum()) for a, b in ((self.values, before.values), (before.values, self.values))
-        )
-        return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
-
-    def to_json(self, before: Metric | None) -> Object:
-        """Plain data: every item's value, the interval, and the change from `before` where given."""
-        change, p_value = (None, None) if before is None else self.change(before)
-        return {
-            "metric": self.name,
-            "interval": self.interval().to_json(),
-            "change": None if change is None else change.to_json(),
-            "p_value": p_value,
-            "values": self.values.tolist(),
-            "sizes": None if self.sizes is None else self.sizes.tolist(),
-        }
 
 
 @dataclass(frozen=True)
@@ -130,7 +59,7 @@ def score(
     task : str
         Name of the task.
     items : sequence of Item
-        From `loopq.evaluation.items.read_items`.
+        From `loopq.paper.items.read_items`.
     execution : Execution, optional
         Seed of the initial states, batch size and progress.
     n_steps : int, optional
@@ -211,46 +140,3 @@ def _plain(answer: str) -> str:
     """A number without commas, currency and full stop. For a right answer, the text after its mark."""
     text = answer.replace(",", "").replace("$", "").rpartition("#### ")[2]
     return text.removesuffix(".").lower()
-
-
-def measure_tasks(
-    models: Iterable[tuple[str, LoadedModel]],
-    items: Mapping[str, Sequence[Item]],
-    execution: Execution | None = None,
-    *,
-    n_steps: int | None = None,
-) -> list[Object]:
-    """Score several sets of weights on the same items and compare the others with the first.
-
-    Parameters
-    ----------
-    models : iterable of (name, LoadedModel)
-        Each model is scored before the next is requested. One model can thus load one checkpoint after another.
-    items : mapping of str to sequence of Item
-        By the task's name.
-    execution : Execution, optional
-        Seed, batch size and progress.
-    n_steps : int, optional
-        Depth.
-
-    Returns
-    -------
-    list of dict
-        Plain data for each task, metric and set of weights: value, interval and each item's own value. Sets after the
-        first also have the change from it (`Metric.change`).
-    """
-    how, scored = execution or Execution(), []
-    for name, model in models:
-        how.progress.note(name)
-        scored.append(
-            (name, {t: score(model, t, chosen, how, n_steps=n_steps) for t, chosen in items.items()})
-        )
-    rows = []
-    for task in items:
-        for k, first in enumerate(scored[0][1][task].metrics):
-            for name, scores in scored:
-                metric = scores[task].metrics[k]
-                harness, n_cut = find_task(task).harness, scores[task].n_cut
-                head = {"task": task, "harness": harness, "weights": name, "n_cut": n_cut}
-                rows.append(head | metric.to_json(None if metric is first else first))
-    return rows

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.evaluation import tasks
-from loopq.evaluation.items import Item
-from loopq.evaluation.tasks import Metric, score
+from loopq.evaluation.metric import Metric
 from loopq.models.load import load_model
+from loopq.paper import tasks
+from loopq.paper.items import Item
+from loopq.paper.tasks import score
 from loopq.runtime.generate import Decoder, Generation
 from loopq.runtime.requests import generate_until
 from loopq.settings.execution import Execution

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.evaluation.items import TASKS, Item, read_items
+from loopq.paper.items import TASKS, Item, read_items
 
 
 def write(data: Path, task: str, *records: Any) -> Path:

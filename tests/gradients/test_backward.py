@@ -17,7 +17,7 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan
 from loopq.storage.model_files import source_of
-from tests.support.conformance import Noted
+from tests.support.exact_metric import Noted
 from tests.support.vendors import inkling, tokens
 
 

@@ -19,7 +19,6 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.gradients.backward import Backward
-from loopq.gradients.sketch import Kept, Reached
 from loopq.gradients.unroll import unroll
 from loopq.models.check import check_model
 from loopq.models.experts import unfuse
@@ -31,6 +30,7 @@ from loopq.systems.base import LoopedSystem, differentiable
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
 from tests.support.accelerator import DEVICE, accelerator
+from tests.support.exact_metric import Noted
 from tests.support.systems import CASES, Case, as_loaded, build, open_system, prompts
 
 # Systems with a fixed depth.
@@ -55,17 +55,6 @@ def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[
     ):
         assert not system.rollout(batch, run_at).requires_grad
     return rows
-
-
-class Noted(Reached):
-    """Sums of each gradient, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, float]] = []
-
-    def add(self, name: str, products: Kept) -> None:
-        self.found.append((name, float(products[0])))
 
 
 def _gradients(

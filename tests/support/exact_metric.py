@@ -9,6 +9,7 @@ import torch
 
 from loopq.gradients.backward import draw_labels
 from loopq.gradients.collect_metrics import LEAST_SCALE, n_ahead
+from loopq.gradients.sketch import Kept, Reached
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
 from loopq.systems.declare import parameter_of
@@ -99,3 +100,14 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="sca
             right = right + sum(g.T @ weight_of_block @ g for g in block)
         metrics[t.name] = LoopMetric(tuple(left), right, len(kept[t.name]))
     return metrics
+
+
+class Noted(Reached):
+    """Sums of each gradient, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, float]] = []
+
+    def add(self, name: str, products: Kept) -> None:
+        self.found.append((name, float(products[0])))

@@ -3,11 +3,8 @@
 It needs numpy and safetensors. Functions that run a model need the extra "torch".
 """
 
-import importlib
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 # While the program `loopq` imports, Ctrl-C ends it at once. Otherwise some modules would report a failed import, others
 # a traceback. As a library loopq changes nothing. Only necessary modules are imported before.
@@ -17,6 +14,10 @@ if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loo
     from loopq.terminal.interrupts import end_at_once
 
     signal.signal(signal.SIGINT, end_at_once)
+
+import importlib
+from pathlib import Path
+from typing import Any
 
 from loopq._native import __version__
 from loopq.api import evaluate, load, quantize, solve

@@ -22,7 +22,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
 from loopq.models.restore import load_checkpoint
-from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
+from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside
 from loopq.run.gate import Asked, Expectation, Gate, Proof
@@ -46,7 +46,8 @@ _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
     "dump": ObservedDump,
 }
 
-
+#: Type of the transforms that a layer before may take.
+_SCALE = "channel_scale"
 #: Errors of a checkpoint whose model cannot be built or run here.
 _NO_LOGITS = (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError)
 
@@ -233,10 +234,12 @@ class LogitsCheck:
 def folded(
     checkpoint: Checkpoint, loaded: LoadedModel | None = None, *, trust_remote_code: bool = False
 ) -> Checkpoint:
-    """Return a checkpoint whose AWQ scales are in the layers before. The same object without any scale.
+    """Return a checkpoint whose channel scales are in the layers before. The same object without any scale.
 
     Raises
     ------
+    ConfigError
+        No guest brings the folding.
     CheckpointError
         A scale has no place, or does not fold exactly. The message names the layer.
     """
@@ -245,6 +248,7 @@ def folded(
         return checkpoint
     loaded = loaded or load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
     folds = _folds(loaded, names, checkpoint.settings.get("n_steps"))
+    fold = FOLDINGS.get(_SCALE).fold
     layers, dense = fold(checkpoint.layers, checkpoint.dense, folds, loaded.system.model)
     return dataclasses.replace(checkpoint, layers=layers, dense=dense)
 
@@ -255,7 +259,7 @@ def _folds(loaded: LoadedModel, names: Collection[str], n_steps: int | None) -> 
     depth = system.check_depth(n_steps or system.n_steps)
     owners = {p.name: p.owners for p in system.shared_parameters(depth) if p.name in names}
     batch = _random_batch(loaded, 1, system.prompt_length if isinstance(system, FixedLength) else 8)
-    return find_folds(system.model, owners, lambda: system.rollout(batch, depth))
+    return FOLDINGS.get(_SCALE).find(system.model, owners, lambda: system.rollout(batch, depth))
 
 
 def quantized_format(format_name: str) -> Format:
@@ -313,8 +317,9 @@ def refuse_early(
         loaded.side_files,
     )
     target.refuse(planned, options)
-    if not target.own:
-        refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
+    scaled = {t.name for t in tasks if t.config.method.folds}
+    if scaled and not target.own:
+        FOLDINGS.get(_SCALE).refuse_unlike(_folds(loaded, scaled, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
     gate.readers(format_name, layers, system.name, loaded.side_files, options, dense)
 

@@ -368,7 +368,7 @@ def _within(
         return value._changed(changes)
     except ConfigError as error:
         first, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{names.get(first, first)} {rest}") from error
+        raise type(error)(f"{names.get(first, first)} {rest}") from error
 
 
 def _opened(field: Any, value: Settings | None, in_block: dict[str, Any]) -> Settings | None:
@@ -418,6 +418,9 @@ def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -
     allowed = choices_of(annotation)
     fit = fits(value, annotation)
     if allowed is not None and not fit:
+        if "choice" in metadata and isinstance(value, str) and value in metadata["choice"].rooms:
+            # Says which room brings it.
+            metadata["choice"].get(value)
         hint = did_you_mean(str(value), map(str, allowed))
         named = ", ".join("none" if v is None else str(v) for v in allowed)
         raise ConfigError(f"{name} must be one of {named}; got {value!r}{hint}")

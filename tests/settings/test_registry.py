@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, UnknownNameError
 from loopq.settings.registry import Registry
 
 
@@ -51,6 +51,17 @@ def test_a_room_that_is_taken_out_takes_its_entries_along(house):
     (house / "room" / "tools" / "brush.py").unlink()
     (house / "room" / "tools" / "__init__.py").unlink()
     assert tools().names() == ["pen"]
+
+
+def test_a_name_of_a_room_that_is_taken_out_is_refused_with_the_room(house):
+    from madeup_house.tools import TOOLS
+
+    TOOLS.rooms = {"brush": "room"}
+    (house / "room" / "tools" / "brush.py").unlink()
+    with pytest.raises(
+        UnknownNameError, match="tool 'brush' needs the folder loopq/room, which .*; known: pen"
+    ):
+        tools().get("brush")
 
 
 def test_a_name_registers_once_and_an_unknown_one_gets_hints():

@@ -59,7 +59,7 @@ def test_a_name_of_a_room_that_is_taken_out_is_refused_with_the_room(house):
     TOOLS.rooms = {"brush": "room"}
     (house / "room" / "tools" / "brush.py").unlink()
     with pytest.raises(
-        UnknownNameError, match="tool 'brush' needs the folder loopq/room, which .*; known: pen"
+        UnknownNameError, match=r"tool 'brush' needs the folder loopq/room, which .*; known: pen"
     ):
         tools().get("brush")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN
 from loopq.paper.models import open_source
@@ -40,7 +40,7 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
     scored = []
     plain = benchmarks.score
     monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
-    measured = run.make("benchmarks", [one], tmp_path / "work", Silent())
+    measured = results.make("benchmarks", [one], tmp_path / "work", Silent())
     assert not measured.refused
     rows = measured.shown.tables[0].rows
     assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
@@ -48,11 +48,11 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
     # Of a run that was killed every variant's score on a task is there already.
     assert len(scored) == 5 * 5
     assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
-    assert "eight solved problems" in run.make("gsm8k", [one], None, Silent()).refused["huginn_small"]
+    assert "eight solved problems" in results.make("gsm8k", [one], None, Silent()).refused["huginn_small"]
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:
-    measured = run.make("benchmarks", [huginn], tmp_path, Silent())
+    measured = results.make("benchmarks", [huginn], tmp_path, Silent())
     assert "tasks need a data folder" in measured.refused["huginn_small"]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import Bench
 from loopq.paper.tables import mamba
 from loopq.terminal.progress import Silent
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:
-    measured = run.make("mamba", [huginn], tmp_path, Silent())
+    measured = results.make("mamba", [huginn], tmp_path, Silent())
     assert "no selective-scan layer" in measured.refused["huginn_small"]
 
 

@@ -15,7 +15,7 @@ from loopq.errors import ConfigError
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import Sizes, open_source
 from loopq.paper.planted import plant
-from loopq.paper.run import in_order, judged, make, write
+from loopq.paper.results import in_order, judged, make, write
 from loopq.paper.shown import TABLES, find
 from loopq.terminal.progress import Line, Progress
 from loopq.terminal.table import render

@@ -46,12 +46,12 @@ from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.hessian_set import HessianSet
-from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.commands.variants import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
+from loopq.paper.plbert import PLBERT, data_folder
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig

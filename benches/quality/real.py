@@ -18,8 +18,8 @@ from benches.pages import RECORD, ROOT, into
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
 from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
-from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
+from loopq.paper.plbert import PLBERT
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"

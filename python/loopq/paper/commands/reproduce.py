@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loopq import zoo
-from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_settings, check_place, execution, given
 from loopq.commands.source import add_loading, loading
@@ -15,6 +14,7 @@ from loopq.errors import ConfigError
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import Sizes, open_source
 from loopq.paper.planted import plant
+from loopq.paper.plbert import PLBERT, data_folder
 from loopq.paper.results import in_order, judged, make, write
 from loopq.paper.shown import TABLES, find
 from loopq.terminal.progress import Line, Progress

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+import loopq
+from loopq.calibrate.data import from_ids
+from loopq.errors import ConfigError
+from loopq.models.from_python import wrap
 from loopq.paper.run.closed_loop import ClosedLoop
 from loopq.run.config import QuantConfig
+from loopq.run.estimate import run_bytes
 from loopq.run.open_loop import Open
+from tests.support.experts import N_STEPS, routed_loop
 from tests.support.runs import run_of
 
 
@@ -58,3 +64,26 @@ def test_closed_loop_with_next_to_no_error_is_open_loop(tiny, tokens):
     run = run_of(tiny, tokens, config, batch_size=5)
     plain, again = run.solve(), run.solve(ClosedLoop())
     assert np.mean([(again[n].codes == plain[n].codes).mean() for n in plain]) > 0.95
+
+
+def test_inputs_of_the_quantized_rollout_count_its_own_rows():
+    loaded = wrap(routed_loop(closed=(2,)))
+    tokens = from_ids(np.random.default_rng(0).integers(0, 60, (7, 12)), "ids")
+    result = loopq.quantize(loaded, tokens, method="gptq", inputs="closed-loop", bits=3, group_size=8)
+    plain = loopq.quantize(loaded, tokens, method="gptq", bits=3, group_size=8)
+    rows = [
+        [r.layers[f"block.experts.{n}.up_proj.weight"].report["step_rows"] for n in range(4)]
+        for r in (result, plain)
+    ]
+    assert rows[0] != rows[1]
+    assert np.sum(rows[0]) == np.sum(rows[1]) == 7 * 12 * N_STEPS
+
+
+def test_its_second_run_is_counted_and_is_not_divided(tiny, tokens):
+    config = QuantConfig.of(inputs="closed-loop")
+    free = run_of(tiny, tokens, config)
+    assert free.estimate().n_passes == 2
+    assert "2 passes over the calibration set" in str(free.estimate())
+    need = run_bytes(free.plan, free.job)
+    with pytest.raises(ConfigError, match="inputs closed-loop: takes"):
+        run_of(tiny, tokens, config, memory=need - 1).estimate()

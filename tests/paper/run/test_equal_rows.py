@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 import loopq
+from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError
+from loopq.models.from_python import wrap
 from loopq.paper.run.equal_rows import EqualRows
 from loopq.run.config import QuantConfig
 from tests.support.accelerator import DEVICE, accelerator
+from tests.support.experts import routed_loop
 from tests.support.runs import run_of
 
 
@@ -53,3 +56,14 @@ def test_rows_are_summed_where_the_model_is(tiny, tokens):
         tiny.model.to(DEVICE)
         sums = EqualRows(run.job).accumulator(name, [0, 1, 2]).matrix()
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_one_row_for_each_position_cannot_be_had_of_experts():
+    loaded = wrap(routed_loop(closed=(2,)))
+    tokens = from_ids(np.random.default_rng(0).integers(0, 60, (7, 12)), "ids")
+    with pytest.raises(ConfigError, match="experts have other tokens at each step"):
+        loopq.quantize(loaded, tokens, method="gptq", inputs="equal-rows", bits=3, group_size=8)
+
+
+def test_its_one_run_is_counted(tiny, tokens):
+    assert run_of(tiny, tokens, QuantConfig.of(inputs="equal-rows")).estimate().n_passes == 1

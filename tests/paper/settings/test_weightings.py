@@ -7,13 +7,20 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import loopq
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.hessian_dump import collect_hessians
+from loopq.cli import parse
+from loopq.commands.options import quant_config
 from loopq.errors import ConfigError, SolveError
 from loopq.paper.settings.weightings import alpha_weights, balanced_weights
+from loopq.run.asymmetric import AsymmetricInputs
 from loopq.run.config import QuantConfig
 from loopq.run.step_weights import relative
 from loopq.settings.steps import Calibration, weigher_of
+from tests.support.asymmetric import prepared
 from tests.support.problems import accumulate, solve, step_rows
-from tests.support.runs import run_of
+from tests.support.runs import SETTINGS, digest, job_of, run_of
 
 
 def balanced_sum(sums):
@@ -124,3 +131,40 @@ def test_a_value_is_read_exactly_and_strictly():
     for bad in ("alpha=2", "alpha=-1", "alpha=", "alpha", "alpha=1/0", "balanced=1"):
         with pytest.raises(ConfigError, match=f"^step_weights '{bad}': write "):
             Calibration(step_weights=bad)
+
+
+@pytest.mark.slow
+def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
+    """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
+    for spec in ("alpha=1/4", "balanced"):
+        run = prepared(tiny, tokens, step_weights=spec)
+        plain = run.solve_from(run.all_steps(), run.config.changed(inputs="open"))
+        result = run.solve(AsymmetricInputs())
+        for task in run.tasks:
+            report = result[task.name].report
+            assert report["step_weighting"] == spec
+            assert sum(report["step_weights"]) == pytest.approx(1.0)
+            if task.input_group == run.tasks[0].input_group:
+                np.testing.assert_array_equal(result[task.name].codes, plain[task.name].codes)
+                assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
+    by_sum = prepared(tiny, tokens).solve(AsymmetricInputs())
+    by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(AsymmetricInputs())
+    assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["balanced", "alpha=1/4"])
+def test_a_dump_of_rows_knows_each_step_apart(loaded, tokens, tmp_path, weights):
+    settings = SETTINGS | {"step_weights": weights}
+    loopq.quantize(loaded, tokens, out=tmp_path / "plain", batch_size=3, **settings)
+    collect_rows(job_of(loaded, tokens, batch_size=3), tmp_path / "dump")
+    loopq.solve(tmp_path / "dump", out=tmp_path / "solved", threads=1, **settings)
+    assert digest(tmp_path / "solved") == digest(tmp_path / "plain")
+    collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "summed")
+    with pytest.raises(ConfigError, match="only their sum was collected"):
+        loopq.solve(tmp_path / "summed", **settings)
+
+
+def test_a_value_may_have_a_sign_of_equality_on_the_command_line():
+    args = parse(["quantize", "model", "--out", "q", "--set", "step_weights=alpha=0.15"])
+    assert quant_config(args).layer.calibration.step_weights == "alpha=0.15"

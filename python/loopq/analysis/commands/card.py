@@ -85,7 +85,7 @@ def _add(parser: argparse.ArgumentParser, command: str) -> None:
             action.help = f"{action.help} and write a model card"
 
 
-def _asked(args: argparse.Namespace, command: str) -> Callable[[Finished], str] | None:
+def asked(args: argparse.Namespace, command: str) -> Callable[[Finished], str] | None:
     """Write a card of each checkpoint that `quantize` measures."""
     return _finish if command == "quantize" and args.evaluate else None
 
@@ -97,5 +97,5 @@ def _finish(finished: Finished) -> str:
     return f"model card: {card_of(made.folder, finished.source, finished.loaded, measured)}"
 
 
-HOOKS.register("card")(Hook(_add, _asked))
+HOOKS.register("card")(Hook(_add, asked))
 COMMANDS.register("card")(Command("write a checkpoint's model card", add, run, 14, epilog=_EXAMPLES))

@@ -98,6 +98,24 @@ def graph_of(package: str, of: Iterable[Module]) -> Graph:
     return graph
 
 
+def options_handed_on(of: Iterable[Module]) -> list[str]:
+    """Functions that take a whole command line, and fields that keep one, apart from a command's `run` and readers.
+
+    A reader is the `of` of a dataclass, a function that `of` calls, or the `asked` of a hook.
+    """
+    beyond = []
+    for module in of:
+        taking = [f for f in module.functions() if "argparse.Namespace" in ast.unparse(f.args)]
+        calls = (c.func for f in taking if f.name == "of" for c in ast.walk(f) if isinstance(c, ast.Call))
+        readers = {"run", "of", "asked", *(c.id for c in calls if isinstance(c, ast.Name))}
+        beyond += [f"{module.name}.{f.name}" for f in taking if f.name not in readers]
+        for cls in module.classes():
+            fields = [ast.unparse(node.annotation) for node in cls.body if isinstance(node, ast.AnnAssign)]
+            kept = any("argparse.Namespace" in text.replace("[[argparse.Namespace", "") for text in fields)
+            beyond += [f"{module.name}.{cls.name}"] if kept else []
+    return beyond
+
+
 @cache
 def import_graph() -> Graph:
     """The same for loopq."""

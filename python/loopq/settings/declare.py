@@ -5,6 +5,9 @@ Literal, a tuple of these, or None. A block is another settings type. A choice i
 registry, selected by its name. Every plain value has a flat name, unique among all settings of a run. It is the keyword
 in Python, the name in `--set` and in a layer's override, and for some the option on the command line. In a block with a
 prefix the first field is called by the prefix, the others `prefix_field`.
+
+This is a small pydantic. Pydantic and the generators of command lines have no flat names across nested settings and no
+settings that only some choices read, and `import loopq` needs numpy and safetensors alone.
 """
 
 from __future__ import annotations

@@ -7,13 +7,17 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from loopq.evaluation.metric import Metric
 from loopq.paper import results
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN
 from loopq.paper.models import open_source
 from loopq.paper.tables import benchmarks
+from loopq.paper.tables.components import TURNED
+from loopq.paper.tasks import Scores
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 from tests.support.paper import SMALL
@@ -49,6 +53,25 @@ def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.
     assert len(scored) == 5 * 5
     assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
     assert "eight solved problems" in results.make("gsm8k", [one], None, Silent()).refused["huginn_small"]
+
+
+def test_every_variant_is_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lambada").mkdir()
+    lines = [json.dumps({"text": f"The sun went down behind hill {number}"}) for number in range(5)]
+    (tmp_path / "lambada" / "lambada_test.jsonl").write_text("\n".join(lines))
+    scored = []
+
+    def score(loaded: Any, task: str, items: Any, *_: Any, **__: Any) -> Scores:
+        scored.append([item.choices for item in items])
+        return Scores((Metric("acc", np.arange(len(items)) % 2.0),), 0)
+
+    monkeypatch.setattr(benchmarks, "score", score)
+    monkeypatch.setattr(Bench, "solve", lambda self, config: {})
+    one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1))
+    found = benchmarks.measure(one, ("lambada",))["variants"]
+    assert list(found) == [FULL, RTN, ONE, ALL, TURNED]
+    assert scored == [[("0",), ("1",), ("2",)]] * 5
+    assert found[ALL] == {"lambada": {"values": [0.0, 1.0, 0.0], "sizes": None}}
 
 
 def test_a_model_without_it_is_refused_with_the_reason(huginn: Bench, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantize the embedded model with each variant and print the comparison."""
     if args.html:
-        return _pages(args)
+        return _pages(Path(args.html), getattr(args, "data", None), execution(args))
     if args.page:
         check_place(args.page)
     with Line() as progress:
@@ -161,15 +161,11 @@ def _print(result: dict[str, Any]) -> None:
     print(layer_table(result["layers"]))
 
 
-def _pages(args: argparse.Namespace) -> int:
+def _pages(out: Path, data: Path | None, how: Execution) -> int:
     require("matplotlib")
-    check_place(Path(args.html) / "page.html")
+    check_place(out / "page.html")
     with Line() as progress:
-        written, left = pages(
-            Path(args.html),
-            data=getattr(args, "data", None),
-            execution=execution(args, progress=progress),
-        )
+        written, left = pages(out, data=data, execution=how.changed(progress=progress))
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
     print("\n".join(left), end="\n" if left else "")

@@ -66,14 +66,10 @@ def write(place: str, finished: Finished) -> str:
                 finished.loaded,
                 made.calibration,
                 DiagnoseConfig(bits=grid.bits, group_size=grid.group_size),
-                n_steps=finished.n_steps,
+                n_steps=finished.source.depth,
                 only=QUICK,
-                name=finished.model,
-                progress=progress,
-                seed=how.seed,
-                batch_size=how.batch_size,
-                threads=how.threads,
-                memory=how.memory,
+                name=finished.source.name,
+                **how.changed(progress=progress).flat(),
             )
     measured = None if finished.measured is None else _measured(finished, finished.measured)
     write_page(place, diagnosis=diagnosis, measured=measured, **known(finished))
@@ -83,7 +79,7 @@ def write(place: str, finished: Finished) -> str:
 def _measured(finished: Finished, measured: HeldOut) -> dict[str, Any]:
     """Measurements in the form for `write_page`."""
     return {
-        "model": finished.model,
+        "model": finished.source.name,
         "on": measured.about,
         "weights": measured.summaries,
         "prompts": [decode(finished.loaded, ids.tolist()) for ids in measured.text.sequences],
@@ -98,12 +94,12 @@ def known(finished: Finished) -> dict[str, Any]:
             loaded.system,
             {name: weights_of(checkpoint) for name, checkpoint in finished.checkpoints.items()},
             tokens,
-            n_steps=finished.n_steps,
+            n_steps=finished.source.depth,
             seed=how.seed,
             batch_size=how.batch_size,
             progress=progress,
         )
-    why = reasons(loaded.system, finished.n_steps)
+    why = reasons(loaded.system, finished.source.depth)
     return {
         "weights": {name: tensors(checkpoint, why) for name, checkpoint in finished.checkpoints.items()},
         "errors": {"on": tokens.take(0, N_PROMPTS).describe(), "weights": errors},

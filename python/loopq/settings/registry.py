@@ -26,8 +26,10 @@ class Registry(Generic[T]):
     Import registers the entries. For the package `loopq.x` the packages `loopq.ROOM.x` belong to it.
     """
 
-    def __init__(self, kind: str, package: str) -> None:
+    def __init__(self, kind: str, package: str, removed: Mapping[str, str] | None = None) -> None:
         self.kind = kind
+        #: Names of the last release, and what to do instead. Their errors say it until the next release.
+        self.removed = removed or {}
         self._package = package
         self._entries: dict[str, T] = {}
         self._loaded = False
@@ -89,11 +91,14 @@ class Registry(Generic[T]):
         Raises
         ------
         ConfigError
-            There is no entry of this name. The message lists close matches and all names.
+            There is no entry of this name. The message lists close matches and all names, or says what to do instead
+            of an entry of the last release.
         """
         self._load()
         if name in self._entries:
             return self._entries[name]
+        if name in self.removed:
+            raise ConfigError(f"there is no {self.kind} {name} any more: {self.removed[name]}")
         hint = did_you_mean(name, self._entries)
         raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")
 

@@ -142,7 +142,7 @@ def units() -> dict[str, str]:
     """Modules that a registry finds, with the registry's name: they lie in its package, or in a room's package of
     that name, and register."""
     packages: dict[str, set[str]] = {}
-    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
+    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*[,)]"
     for module in modules():
         for registry, package in re.findall(pattern, module.text, re.MULTILINE):
             packages.setdefault(registry, set()).add(package)

@@ -10,7 +10,8 @@ from typing import Any
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.survey import diagnose
-from loopq.analysis.report.comparison import write_comparison
+from loopq.analysis.report.alternatives import comparison
+from loopq.analysis.report.markup import page_html
 from loopq.analysis.report.page import write_data, write_page
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.plbert import PLBERT, data_folder, load_plbert, phonemes
@@ -21,6 +22,7 @@ from loopq.commands.output import layer_table, measurement_table
 from loopq.errors import require
 from loopq.models.load import LoadedModel, load_model
 from loopq.settings.execution import Execution
+from loopq.storage.files import write_text
 from loopq.terminal.progress import Line
 
 # Few prompts, so that both pages take about as long as the comparison; every page states its counts.
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             execution=execution(args, progress=progress),
         )
     if args.page:
-        write_comparison(result, args.page)
+        write_text(args.page, _page(result))
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -97,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(result: dict[str, Any]) -> None:
     """Print the tables of a comparison."""
-    cal, held = result["calibration"], result["evaluation"]
-    print(
-        f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
-        f"measured on {held['n_tokens']} held-out tokens, {len(result['seeds'])} paired initial states each"
-    )
+    print(_about(result))
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["variants"]]))
@@ -119,6 +117,23 @@ def _print(result: dict[str, Any]) -> None:
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
+
+
+def _about(result: dict[str, Any]) -> str:
+    cal, held = result["calibration"], result["evaluation"]
+    return (
+        f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
+        f"measured on {held['n_tokens']} held-out tokens, {len(result['seeds'])} paired initial states each"
+    )
+
+
+def _page(result: dict[str, Any]) -> str:
+    """Return the tables of a comparison as one HTML page that loads nothing."""
+    tables = [
+        comparison(f"INT{grid['bits']}, group {grid['group_size']}", [result["reference"], *grid["variants"]])
+        for grid in result["grids"]
+    ]
+    return page_html("loopq demo", _about(result), "\n".join(tables))
 
 
 def _pages(args: argparse.Namespace) -> int:

@@ -52,8 +52,6 @@ def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
         (["--set", "symmetric=false", "--format", "gptq"], "use the format 'gptq_v2'"),
         (["--group-size", "24", "--format", "compressed-tensors"], "choose what to do with it"),
         (["--group-size", "24", "--format", "compressed-tensors", "--ragged", "keep"], "cannot keep it"),
-        (["--layer", "*mlp*=>group_size=16", "--format", "marlin"], "Marlin holds groups of 128"),
-        (["--bits", "3", "--format", "marlin"], "symmetric INT4 alone"),
         (
             ["--layer", "*adapter*=>rotation=hadamard:16", "--format", "gptq"],
             r"transformed input \(1 such layers\)",

@@ -47,7 +47,6 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq_v2": ({**INT4, "symmetric": False}, {"ragged": "split"}),
     "gguf": (INT4, {}),
     "modelopt": ({"method": "rtn", "levels": "nvfp4", "group_size": 16}, {}),
-    "marlin": ({**INT4, "group_size": 128}, {}),
 }
 
 

@@ -315,7 +315,7 @@ def add_format(
         default=default,
         choices=format_names(),
         help="format of the output" + (" (default %(default)s)" if default else ""),
-    )
+    ).removed = FORMATS.removed  # type: ignore[attr-defined]
     readers: dict[Option, list[str]] = {}
     for name, target in FORMATS:
         for option in target.options:

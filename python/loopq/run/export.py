@@ -100,8 +100,8 @@ def export(
         Name in `loopq.formats.FORMATS`.
     **options
         Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
-        "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
-        compressed-tensors, gptq, gptq_v2 and marlin. "names" ("published") joins matrices as the published files of
+        "seq_len", "trust_remote_code"). "ragged" ("keep" or "split") handles a shorter last group in
+        compressed-tensors, gptq and gptq_v2. "names" ("published") joins matrices as the published files of
         HRM-Text do, for vLLM and SGLang. "remote_code" puts a file beside a ``looped:`` checkpoint with
         which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
         for gguf. "steps" selects the steps of imatrix.
@@ -294,8 +294,8 @@ def refuse_early(
 
     Notes
     -----
-    One row represents each layer. In GPTQ, Marlin and bfloat16 of GGUF the scales' values decide whether their type
-    fits. This is known only after the run.
+    One row represents each layer. In GPTQ and bfloat16 of GGUF the scales' values decide whether their type fits.
+    This is known only after the run.
     """
     target, gate = quantized_format(format_name), gate or Gate()
     options = options or target.values()

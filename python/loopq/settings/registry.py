@@ -33,11 +33,20 @@ class Registry(Generic[T]):
         Package whose modules register them.
     rooms : mapping of str to str, optional
         Room of each name that a removable room registers. Without the room the error about the name says so.
+    removed : mapping of str to str, optional
+        Names of the last release, and what to do instead. Their errors say it until the next release.
     """
 
-    def __init__(self, kind: str, package: str, rooms: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        *,
+        rooms: Mapping[str, str] | None = None,
+        removed: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind = kind
-        self.rooms = rooms or {}
+        self.rooms, self.removed = rooms or {}, removed or {}
         self._package = package
         self._entries: dict[str, T] = {}
         self._loaded = False
@@ -99,11 +108,14 @@ class Registry(Generic[T]):
         Raises
         ------
         UnknownNameError
-            There is no entry of this name. The message lists close matches and all names.
+            There is no entry of this name. The message lists close matches and all names, or says what to do instead
+            of an entry of the last release.
         """
         self._load()
         if name in self._entries:
             return self._entries[name]
+        if name in self.removed:
+            raise UnknownNameError(f"there is no {self.kind} {name} any more: {self.removed[name]}")
         if name in self.rooms:
             why = f"{self.kind} {name!r} needs the folder loopq/{self.rooms[name]}, which this installation lacks"
         else:

@@ -12,7 +12,8 @@ from typing import Any
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.survey import diagnose
-from loopq.analysis.report.comparison import write_comparison
+from loopq.analysis.report.alternatives import comparison
+from loopq.analysis.report.markup import page_html
 from loopq.analysis.report.page import write_data, write_page
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
@@ -23,6 +24,7 @@ from loopq.errors import require
 from loopq.models.load import LoadedModel, load_model
 from loopq.settings.execution import Execution
 from loopq.settings.registry import Registry
+from loopq.storage.files import write_text
 from loopq.terminal.progress import Line
 
 
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             execution=execution(args, progress=progress),
         )
     if args.page:
-        write_comparison(result, args.page)
+        write_text(args.page, _page(result))
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -137,11 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(result: dict[str, Any]) -> None:
     """Print the tables of a comparison."""
-    cal, held = result["calibration"], result["evaluation"]
-    print(
-        f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
-        f"measured on {held['n_tokens']} held-out tokens, {len(result['seeds'])} paired initial states each"
-    )
+    print(_about(result))
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["variants"]]))
@@ -159,6 +157,23 @@ def _print(result: dict[str, Any]) -> None:
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
+
+
+def _about(result: dict[str, Any]) -> str:
+    cal, held = result["calibration"], result["evaluation"]
+    return (
+        f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
+        f"measured on {held['n_tokens']} held-out tokens, {len(result['seeds'])} paired initial states each"
+    )
+
+
+def _page(result: dict[str, Any]) -> str:
+    """Return the tables of a comparison as one HTML page that loads nothing."""
+    tables = [
+        comparison(f"INT{grid['bits']}, group {grid['group_size']}", [result["reference"], *grid["variants"]])
+        for grid in result["grids"]
+    ]
+    return page_html("loopq demo", _about(result), "\n".join(tables))
 
 
 def _pages(out: Path, data: Path | None, how: Execution) -> int:

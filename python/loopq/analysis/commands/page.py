@@ -12,20 +12,18 @@ from loopq.analysis.commands.diagnose import QUICK
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.report.page import write_page
 from loopq.analysis.report.weights import tensors
-from loopq.commands.hooks import HOOKS, Finished, HeldOut, Hook
+from loopq.commands.hooks import HOOKS, Finished, Hook
 from loopq.commands.options import check_place
 from loopq.errors import ConfigError, require
 from loopq.evaluation.layers import N_PROMPTS, layer_errors
 from loopq.formats.checkpoint import weights_of
-from loopq.models.text import decode
 from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Line
 
 _HELP = {
-    "quantize": "write a page: what was done to every weight, its error at every step, with --evaluate KL and prompts, "
+    "quantize": "write a page: what was done to every weight, its error at every step, with --evaluate KL, "
     f"and a diagnosis ({', '.join(QUICK)})",
-    "evaluate": "write a page: what was done to every weight, its error at every step, KL against bytes, prompts that "
-    "changed most",
+    "evaluate": "write a page: what was done to every weight, its error at every step, KL against bytes",
 }
 
 
@@ -71,19 +69,11 @@ def write(place: str, finished: Finished) -> str:
                 name=finished.source.name,
                 **how.changed(progress=progress).flat(),
             )
-    measured = None if finished.measured is None else _measured(finished, finished.measured)
+    held_out, measured = finished.measured, None
+    if held_out is not None:
+        measured = {"model": finished.source.name, "on": held_out.about, "weights": held_out.summaries}
     write_page(place, diagnosis=diagnosis, measured=measured, **known(finished))
     return f"page: {place}"
-
-
-def _measured(finished: Finished, measured: HeldOut) -> dict[str, Any]:
-    """Measurements in the form for `write_page`."""
-    return {
-        "model": finished.source.name,
-        "on": measured.about,
-        "weights": measured.summaries,
-        "prompts": [decode(finished.loaded, ids.tolist()) for ids in measured.text.sequences],
-    }
 
 
 def known(finished: Finished) -> dict[str, Any]:

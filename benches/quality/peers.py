@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benches.pages import RECORD, ROOT, into
+from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
 from benches.quality.peers_table import (
@@ -431,7 +431,7 @@ def main() -> None:
     print(text)
     stem = args.out / f"peers-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(
-        json.dumps({"settings": settings, "records": records, "scores": scores}, indent=1) + "\n"
+        json_lines({"settings": settings, "records": records, "scores": scores}) + "\n"
     )
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD:

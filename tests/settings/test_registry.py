@@ -74,7 +74,7 @@ def test_a_name_registers_once_and_an_unknown_one_gets_hints():
 
 
 def test_a_removed_name_says_what_to_do_instead():
-    registry: Registry[str] = Registry("tool", "loopq.terminal", {"axe": "take the saw"})
+    registry: Registry[str] = Registry("tool", "loopq.terminal", removed={"axe": "take the saw"})
     with pytest.raises(ConfigError, match="there is no tool axe any more: take the saw"):
         registry.get("axe")
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import loopq
+from benches.pages import json_lines
 from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.hf_folder import looped_files
@@ -314,7 +315,7 @@ def main(*only: str) -> None:
             before = record.get(pair.model, {}).get(pair.format, {})
             walked.setdefault(pair.model, {})[pair.format] = recorded(pair, before)
     walked = {name: walked.get(name, record.get(name, {})) for name in MODELS}
-    text = json.dumps(walked, indent=1).replace(place, "FOLDER")
+    text = json_lines(walked).replace(place, "FOLDER")
     RECORD.write_text(text + "\n", "utf-8")
 
 

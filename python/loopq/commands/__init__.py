@@ -48,7 +48,7 @@ class Command:
 COMMANDS: Registry[Command] = Registry(
     "command",
     "loopq.commands",
-    {"systems": "`loopq check` lists the systems, and `loopq check MODEL` tests a model"},
+    removed={"systems": "`loopq check` lists the systems, and `loopq check MODEL` tests a model"},
 )
 
 __all__ = ["COMMANDS", "Command"]

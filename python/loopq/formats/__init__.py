@@ -6,5 +6,5 @@ from loopq.settings.registry import Registry
 FORMATS: Registry[Format] = Registry(
     "format",
     "loopq.formats",
-    {"marlin": "write gptq (4 bits, symmetric); engines reorder its codes for the Marlin kernel themselves"},
+    removed={"marlin": "write gptq (4 bits, symmetric); engines reorder its codes for the Marlin kernel themselves"},
 )

@@ -117,14 +117,14 @@ class QuantConfig(Settings):
     def for_format(self, native: bool, outside: Any = None) -> QuantConfig:
         """Return the settings of a format where they are left to it.
 
-        Unless loopq's own format is written, levels that are "auto" become even, and method "awq" becomes "awq-fold".
+        Unless loopq's own format is written, levels that are "auto" become even, rotations "none", and method "awq" becomes "awq-fold".
         `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by
         itself.
         """
         if native:
             return self
 
-        instead = {("levels", AUTO): "even", ("method", "awq"): "awq-fold"}
+        instead = {("levels", AUTO): "even", ("rotation", AUTO): "none", ("method", "awq"): "awq-fold"}
 
         def held(changes: Mapping[str, Any]) -> dict[str, Any]:
             return {k: instead.get((k, v), v) if isinstance(v, str) else v for k, v in changes.items()}

@@ -6,5 +6,7 @@ from loopq.settings.registry import Registry
 FORMATS: Registry[Format] = Registry(
     "format",
     "loopq.formats",
-    removed={"marlin": "write gptq (4 bits, symmetric); engines reorder its codes for the Marlin kernel themselves"},
+    removed={
+        "marlin": "write gptq (4 bits, symmetric); engines reorder its codes for the Marlin kernel themselves"
+    },
 )

@@ -20,6 +20,9 @@ from loopq.settings.declare import Settings, setting
 
 Matrix = NDArray[np.float64]
 KINDS = ("hadamard", "random")
+#: Rotation that is chosen for each layer by a trial, and the block sizes of its candidate.
+AUTO = "auto"
+LEAST_BLOCK, LARGEST_BLOCK = 16, 128
 
 
 class Transform(Protocol):
@@ -165,13 +168,12 @@ class Rotation:
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
         out = np.empty(rows.shape, dtype=np.float64)
-        start = 0
-        for size in self.sizes():
-            r = self.matrix(size)
-            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (
-                r.T if transposed else r
-            )
-            start += size
+        whole = self.dim - self.dim % self.block
+        for start, stop, size in ((0, whole, self.block), (whole, self.dim, self.dim - whole)):
+            if stop > start:
+                r = self.matrix(size)
+                blocks = rows[:, start:stop].astype(np.float64).reshape(-1, size)
+                out[:, start:stop] = (blocks @ (r.T if transposed else r)).reshape(len(rows), -1)
         return out
 
     def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -271,26 +273,36 @@ class RotationConfig(Settings):
     Parameters
     ----------
     kind : str
-        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. It rotates blocks of SIZE input columns, or
-        one block as wide as the layer. Inputs are rotated at run time, and the weight is rotated to compensate.
+        Rotation: auto | none | hadamard | hadamard:SIZE | random | random:SIZE. It rotates blocks of SIZE input
+        columns, or one block as wide as the layer, at run time. The weight is rotated to compensate.
+        `auto` tries blocks as wide as a group for each layer that only loopq reads, with uneven levels or on a trellis,
+        and keeps them where they lower its loss.
     seed : int
         Seed of random rotations.
     """
 
-    kind: str = setting("none", metavar="KIND")
+    kind: str = setting(AUTO, metavar="KIND")
     seed: int = setting(0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, size = self.kind.partition(":")
-        if self.kind != "none" and (
+        if self.kind not in ("none", AUTO) and (
             kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
         ):
             raise ConfigError(
-                f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
+                f"rotation must be auto, none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
             )
 
-    def of(self, dim: int) -> Rotation | None:
-        """Return the rotation of a layer of `dim` input columns, or None."""
+    def of(self, dim: int, group_size: int) -> Rotation | None:
+        """Return the rotation of a layer of `dim` input columns, or None.
+
+        For "auto" it is the candidate: Hadamard blocks, the largest power of two that divides `dim` and is no wider
+        than a group. Rows with one scale get blocks of 64.
+        """
+        if self.kind == AUTO:
+            widest = min(group_size if group_size > 0 else 64, LARGEST_BLOCK)
+            block = min(dim & -dim, 1 << (widest.bit_length() - 1))
+            return Rotation(dim, "hadamard", block) if block >= LEAST_BLOCK else None
         kind, _, size = self.kind.partition(":")
         return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)

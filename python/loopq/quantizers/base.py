@@ -182,6 +182,8 @@ class Method(Chosen):
         Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
     prefers_uneven : bool
         Whether levels "auto" are uneven.
+    prefers_rotation : bool
+        Whether rotation "auto" tries to rotate the input. Such a method has a `damping`.
     """
 
     needs_hessian: ClassVar[bool] = True
@@ -191,6 +193,7 @@ class Method(Chosen):
     in_other_formats: ClassVar[str] = ""
     has_twin: ClassVar[bool] = False
     prefers_uneven: ClassVar[bool] = False
+    prefers_rotation: ClassVar[bool] = False
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:

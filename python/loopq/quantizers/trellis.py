@@ -56,6 +56,7 @@ class TrellisMethod(Method):
     """
 
     rounds_as_published: ClassVar[bool] = False
+    prefers_rotation: ClassVar[bool] = True
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     state_bits: int | None = setting(None, at_least=4, at_most=16)

@@ -310,7 +310,7 @@ def refuse_early(
     dense, ties = _other_tensors(system.model, {t.name for t in tasks})
     planned = Planned(
         tuple(map(_stand_in, tasks)),
-        tuple(t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.transforms),
+        tuple(t.name for t in tasks if t.config.rotates or t.config.method.transforms),
         tuple(t.name for t in tasks if not t.parameter.owners),
         dense,
         ties,

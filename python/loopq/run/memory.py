@@ -22,7 +22,7 @@ def solve_bytes(task: Task) -> int:
     """Bytes of the solve of one layer, in addition to its Hessian's sums."""
     p, config = task.parameter, task.config
     squares, copies = config.method.memory
-    squares += ROTATION * (config.rotation.kind != "none")
+    squares += ROTATION * (config.rotates)
     observed = task.input_group is not None
     return 8 * squares * observed * p.in_features**2 + 4 * copies * p.in_features * p.out_features
 

@@ -156,6 +156,15 @@ per_isa! {
 fn turn_body(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns: &mut [[f32; COLUMNS]]) {
     let rest = size / factor.n;
     match &factor.kind {
+        Kind::Sylvester if rest == 1 => {
+            for x in x.chunks_exact_mut(size) {
+                butterflies(x, 1);
+                for x in x {
+                    *x *= factor.by;
+                }
+            }
+            return;
+        }
         Kind::Sylvester => {
             x.chunks_exact_mut(size).for_each(|x| butterflies(x, rest));
             transpose(x, rest, size, y);
@@ -181,6 +190,10 @@ fn turn_body(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns
 /// Sums and differences at distance `n`, then at twice that, and so on up to all of `x`.
 #[inline(always)]
 pub(super) fn butterflies(x: &mut [f32], mut n: usize) {
+    if n == 1 && x.len().is_multiple_of(LANES) {
+        x.as_chunks_mut().0.iter_mut().for_each(near);
+        n = LANES;
+    }
     while n < x.len() {
         for both in x.chunks_exact_mut(2 * n) {
             let (a, b) = both.split_at_mut(n);
@@ -189,6 +202,18 @@ pub(super) fn butterflies(x: &mut [f32], mut n: usize) {
             }
         }
         n *= 2;
+    }
+}
+
+/// The same at distances below [`LANES`], in registers.
+#[inline(always)]
+fn near(x: &mut [f32; LANES]) {
+    for distance in [1, 2, 4, 8] {
+        let from = *x;
+        for i in 0..LANES {
+            let other = from[i ^ distance];
+            x[i] = if i & distance == 0 { from[i] + other } else { other - from[i] };
+        }
     }
 }
 
@@ -261,6 +286,7 @@ mod tests {
     fn cases() -> Vec<Vec<(usize, Vec<Vec<f32>>)>> {
         vec![
             vec![(1, vec![signs(20), sylvester(8)])],
+            vec![(3, vec![sylvester(64)]), (1, vec![sylvester(16)])],
             vec![(1, vec![sylvester(4), wave(25, 0.3), sylvester(2), signs(12)])],
             vec![(5, vec![sylvester(16)]), (1, vec![wave(9, 0.3)])],
             vec![(2, vec![signs(36)]), (3, vec![sylvester(1)])],

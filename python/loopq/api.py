@@ -19,6 +19,7 @@ from loopq.models import restore
 from loopq.models.depths import at_depths
 from loopq.models.from_python import open_model
 from loopq.models.load import LoadedModel
+from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.run.allocate import allocate
 from loopq.run.config import QuantConfig, divided
@@ -106,7 +107,8 @@ def quantize(
     True
     """
     job = _Quantization(model, calibration, n_steps, listed(keep, tuple[str, ...]), requantize)
-    return job.run(config or QuantConfig(), options, out, write, ranks)
+    with plain_modes():
+        return job.run(config or QuantConfig(), options, out, write, ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +263,14 @@ def load(
         The checkpoint is damaged, or does not fit the model.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
-    return load_checkpoint(
-        checkpoint, model, quantized=quantized, activations=activations, trust_remote_code=trust_remote_code
-    )
+    with plain_modes():
+        return load_checkpoint(
+            checkpoint,
+            model,
+            quantized=quantized,
+            activations=activations,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def evaluate(
@@ -311,7 +318,20 @@ def evaluate(
     ['full precision', 'INT4']
     """
     how, take = divided(options, Execution(), Take())
-    named = _named(checkpoints)
+    with plain_modes():
+        return _measured(model, _named(checkpoints), text, take, n_steps=n_steps, seeds=seeds, how=how)
+
+
+def _measured(
+    model: Model,
+    named: Mapping[str, Checkpoint],
+    text: Prompts,
+    take: Take,
+    *,
+    n_steps: int | None,
+    seeds: Sequence[int],
+    how: Execution,
+) -> list[Measurement]:
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
     if tokens.shortage:

@@ -12,6 +12,7 @@ from loopq.analysis.diagnosis.survey import diagnose as survey
 from loopq.annotations import listed
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens
 from loopq.models.from_python import open_model
+from loopq.models.plain import plain_modes
 from loopq.run.config import divided
 from loopq.settings.execution import Execution
 
@@ -56,8 +57,9 @@ def diagnose(
     """
     execution, take = divided(options, Execution(), Take())
     only = listed(only, tuple[str, ...])
-    loaded = open_model(model)
-    tokens = calibration_tokens(loaded, calibration, take)
-    depth = loaded.system.n_steps if n_steps is None else n_steps
-    context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
-    return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
+    with plain_modes():
+        loaded = open_model(model)
+        tokens = calibration_tokens(loaded, calibration, take)
+        depth = loaded.system.n_steps if n_steps is None else n_steps
+        context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
+        return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, overload
 
 from loopq.models.from_python import open_model
+from loopq.models.plain import plain_modes
 from loopq.models.restore import open_any
 from loopq.run.config import divided
 from loopq.runtime.generate import Generation
@@ -71,7 +72,8 @@ def generate(
     4
     """
     (settings,) = divided(options, Generation())
-    loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
-    text = Continuation(loaded, prompt, n_steps, settings)
-    written = "".join(text)
+    with plain_modes():
+        loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
+        text = Continuation(loaded, prompt, n_steps, settings)
+        written = "".join(text)
     return written if isinstance(prompt, str) else text.ids

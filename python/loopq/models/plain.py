@@ -1,4 +1,4 @@
-"""The plain module without compiled or parallel wrappers, with computed weights as plain parameters, and plain modes."""
+"""The plain module without compiled or parallel wrappers, with computed weights as plain parameters. Plain modes."""
 
 from __future__ import annotations
 

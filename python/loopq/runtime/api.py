@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, overload
 
-from loopq.models.from_python import open_model
+from loopq.formats.checkpoint import Checkpoint
+from loopq.models.from_python import Opening, open_model
+from loopq.models.load import LoadedModel
 from loopq.models.plain import plain_modes
-from loopq.models.restore import open_any
+from loopq.models.restore import load_checkpoint, open_any
 from loopq.run.config import divided
 from loopq.runtime.generate import Generation
 from loopq.runtime.text import Continuation
@@ -20,18 +22,22 @@ if TYPE_CHECKING:
 
 @overload
 def generate(
-    model: Model, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+    model: Model | Checkpoint, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
 ) -> str: ...
 
 
 @overload
 def generate(
-    model: Model, prompt: Sequence[int], *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+    model: Model | Checkpoint,
+    prompt: Sequence[int],
+    *,
+    n_steps: int | None = None,
+    **options: Unpack[GenerateKeywords],
 ) -> list[int]: ...
 
 
 def generate(
-    model: Model,
+    model: Model | Checkpoint,
     prompt: str | Sequence[int],
     *,
     n_steps: int | None = None,
@@ -42,13 +48,15 @@ def generate(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        As in `quantize`, or a checkpoint. For several calls load that once, by ``loopq.load(folder, quantized=True)``.
+        As in `quantize`, or a checkpoint: a folder, or what `quantize` returns. For several calls load it once, by
+        ``loopq.load(checkpoint, quantized=True)``.
     prompt : str or sequence of int
         Text, or token ids.
     n_steps : int, optional
         Depth. The model's own depth is the default.
     **options
         Settings of `loopq.runtime.generate.Generation`: "n_tokens", "temperature", "top_p", "seed", "exit", "kv".
+        "tokenizer" and "trust_remote_code" are those of `quantize`.
 
     Returns
     -------
@@ -71,9 +79,18 @@ def generate(
     >>> len(loopq.generate("huginn_small", [84, 104, 101], n_tokens=4))
     4
     """
-    (settings,) = divided(options, Generation())
+    settings, opening = divided(options, Generation(), Opening())
     with plain_modes():
-        loaded = open_any(model, quantized=True) if isinstance(model, str | Path) else open_model(model)
+        loaded = _opened(model, opening)
         text = Continuation(loaded, prompt, n_steps, settings)
         written = "".join(text)
     return written if isinstance(prompt, str) else text.ids
+
+
+def _opened(model: Model | Checkpoint, opening: Opening) -> LoadedModel:
+    trusted = opening.trust_remote_code
+    if isinstance(model, Checkpoint):
+        return opening.applied(load_checkpoint(model, quantized=True, trust_remote_code=trusted))
+    if isinstance(model, str | Path):
+        return opening.applied(open_any(model, quantized=True, trust_remote_code=trusted))
+    return open_model(model, opening)

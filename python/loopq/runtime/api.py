@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.from_python import Opening, open_model
@@ -13,7 +13,7 @@ from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint, open_any
 from loopq.run.config import divided
 from loopq.runtime.generate import Generation
-from loopq.runtime.text import Continuation
+from loopq.runtime.text import Continuation, given_ids
 
 if TYPE_CHECKING:
     from loopq.api import Model
@@ -22,23 +22,37 @@ if TYPE_CHECKING:
 
 @overload
 def generate(
-    model: Model | Checkpoint, prompt: str, *, n_steps: int | None = None, **options: Unpack[GenerateKeywords]
+    model: Model | Checkpoint,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    n_steps: int | None = None,
+    **options: Unpack[GenerateKeywords],
 ) -> str: ...
 
 
 @overload
 def generate(
     model: Model | Checkpoint,
-    prompt: Sequence[int],
+    prompt: Iterable[int],
     *,
     n_steps: int | None = None,
     **options: Unpack[GenerateKeywords],
 ) -> list[int]: ...
 
 
+@overload
 def generate(
     model: Model | Checkpoint,
-    prompt: str | Sequence[int],
+    prompt: Iterable[Any],
+    *,
+    n_steps: int | None = None,
+    **options: Unpack[GenerateKeywords],
+) -> str | list[int]: ...
+
+
+def generate(
+    model: Model | Checkpoint,
+    prompt: str | Iterable[Any],
     *,
     n_steps: int | None = None,
     **options: Unpack[GenerateKeywords],
@@ -50,8 +64,9 @@ def generate(
     model : str, Path, LoadedModel, LoopedSystem or torch module
         As in `quantize`, or a checkpoint: a folder, or what `quantize` returns. For several calls load it once, by
         ``loopq.load(checkpoint, quantized=True)``.
-    prompt : str or sequence of int
-        Text, or token ids.
+    prompt : str or iterable
+        Text, token ids, a dialogue (a list of messages with "role" and "content", which takes the chat template), or
+        another prompt as in `quantize`. Padding of a tokenizer's batch is left out.
     n_steps : int, optional
         Depth. The model's own depth is the default.
     **options
@@ -67,6 +82,8 @@ def generate(
     ------
     ConfigError
         The prompt is empty, the model generates no text, or prompt and text exceed its positions.
+    CalibrationError
+        The prompt is of another kind, or there are several.
 
     Notes
     -----
@@ -82,9 +99,12 @@ def generate(
     settings, opening = divided(options, Generation(), Opening())
     with plain_modes():
         loaded = _opened(model, opening)
+        is_text = isinstance(prompt, str)
+        if not isinstance(prompt, str):
+            prompt, is_text = given_ids(loaded, prompt)
         text = Continuation(loaded, prompt, n_steps, settings)
         written = "".join(text)
-    return written if isinstance(prompt, str) else text.ids
+    return written if is_text else text.ids
 
 
 def _opened(model: Model | Checkpoint, opening: Opening) -> LoadedModel:

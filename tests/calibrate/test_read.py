@@ -238,7 +238,11 @@ def test_only_padding_is_left_out(tmp_path, mask, said):
     path = tmp_path / "a.jsonl"
     rows = [([0, 0, 5, 6], [0, 0, 1, 1]), ([7, 8, 9, 0], [1, 1, 1, 0]), ([1, 2, 3, 4], None)]
     path.write_text("\n".join(json.dumps({"input_ids": i, "attention_mask": m}) for i, m in rows))
-    assert [s.tolist() for s in read_tokens(path, BYTES, 8, None).sequences] == [[5, 6], [7, 8, 9], [1, 2, 3, 4]]
+    assert [s.tolist() for s in read_tokens(path, BYTES, 8, None).sequences] == [
+        [5, 6],
+        [7, 8, 9],
+        [1, 2, 3, 4],
+    ]
     path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], "attention_mask": mask}))
     with pytest.raises(CalibrationError, match=said):
         read_tokens(path, BYTES, 8, None)

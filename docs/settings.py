@@ -14,6 +14,7 @@ from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.commands.options import OWN, group_title, option_of
 from loopq.commands.settable import metavar_of, shown, text_of
 from loopq.formats import FORMATS
+from loopq.models.from_python import Opening
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.run.gate import Gate, Proof
@@ -128,7 +129,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig, Override
@@ -150,10 +151,21 @@ def keywords() -> str:
     own = [
         ("ExecutionKeywords", ("TypedDict",), "how a run is carried out", _typed(Execution)),
         ("TakeKeywords", ("TypedDict",), "number and length of prompts", take),
+        ("OpeningKeywords", ("TypedDict",), "how a model is opened", _typed(Opening)),
         ("SolveKeywords", ("ExecutionKeywords",), "`solve`", preset | _typed(QuantConfig)),
-        ("QuantizeKeywords", ("SolveKeywords", "TakeKeywords"), "`quantize`", more | _typed(Gate)),
-        ("MeasureKeywords", ("TakeKeywords", "ExecutionKeywords"), "`evaluate` and `diagnose`", {}),
-        ("GenerateKeywords", ("TypedDict",), "`generate`", _typed(Generation)),
+        (
+            "QuantizeKeywords",
+            ("SolveKeywords", "TakeKeywords", "OpeningKeywords"),
+            "`quantize`",
+            more | _typed(Gate),
+        ),
+        (
+            "MeasureKeywords",
+            ("TakeKeywords", "ExecutionKeywords", "OpeningKeywords"),
+            "`evaluate` and `diagnose`",
+            {},
+        ),
+        ("GenerateKeywords", ("OpeningKeywords",), "`generate`", _typed(Generation)),
         ("ExportKeywords", ("TypedDict",), "`export`", texts | _typed(Gate) | _typed(Proof)),
     ]
     return _MODULE + "".join(map(_class, *zip(*own, strict=True)))

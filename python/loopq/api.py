@@ -17,14 +17,15 @@ from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.models import restore
 from loopq.models.depths import at_depths
-from loopq.models.from_python import open_model
+from loopq.models.from_python import Opening, open_model
 from loopq.models.load import LoadedModel
+from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.run.allocate import allocate
 from loopq.run.config import QuantConfig, divided
 from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import exported, folded, quantized_format, refuse_early
-from loopq.run.gate import Gate
+from loopq.run.gate import Gate, Proof
 from loopq.run.kept import Kept
 from loopq.run.model_source import ModelSource
 from loopq.run.plan import Plan
@@ -41,6 +42,7 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
+    from loopq.calibrate.data import TokenSet
     from loopq.evaluation.compare import Measurement
     from loopq.models.coded import Activations
     from loopq.run.keywords import MeasureKeywords, QuantizeKeywords, SolveKeywords
@@ -87,7 +89,8 @@ def quantize(
     **options
         "preset", settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
         `Execution` ("seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's tokens by
-        default) apply to prompts, "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
+        default) apply to prompts, "tokenizer" and "trust_remote_code" to the model
+        (`loopq.models.from_python.Opening`), "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
 
     Returns
     -------
@@ -106,7 +109,8 @@ def quantize(
     True
     """
     job = _Quantization(model, calibration, n_steps, listed(keep, tuple[str, ...]), requantize)
-    return job.run(config or QuantConfig(), options, out, write, ranks)
+    with plain_modes():
+        return job.run(config or QuantConfig(), options, out, write, ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +131,22 @@ class _Quantization:
         write: str | Write | None,
         ranks: Ranks | None,
     ) -> Checkpoint:
-        config, execution, take, gate = divided(options, config, Execution(), CalibrationTake(), Gate())
+        config, execution, take, gate, opening = divided(
+            options, config, Execution(), CalibrationTake(), Gate(), Opening()
+        )
         target = quantized_format(write if isinstance(write, str) else NATIVE.name)
         own_format = target.own and not callable(write)
         if isinstance(write, str):
-            write = None if target.own else lambda solved: exported(solved, Path(str(out)), target.name, gate)
+            proof = Proof(trust_remote_code=opening.trust_remote_code)
+            write = (
+                None
+                if target.own
+                else lambda solved: exported(solved, Path(str(out)), target.name, gate, proof)
+            )
         config = config.for_format(own_format, target.outside)
         team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
         with output(out, execution, write, shared=team is not None) as (execution, finish):
-            loaded, depth = at_depths(_open_source(self.model, self.requantize), self.n_steps)
+            loaded, depth = at_depths(_open_source(self.model, self.requantize, opening), self.n_steps)
             kept = Kept.of(loaded.folder, self.keep)
             if self.keep:
                 steps = loaded.system.n_steps if depth is None else depth
@@ -261,9 +272,14 @@ def load(
         The checkpoint is damaged, or does not fit the model.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
-    return load_checkpoint(
-        checkpoint, model, quantized=quantized, activations=activations, trust_remote_code=trust_remote_code
-    )
+    with plain_modes():
+        return load_checkpoint(
+            checkpoint,
+            model,
+            quantized=quantized,
+            activations=activations,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def evaluate(
@@ -290,7 +306,7 @@ def evaluate(
     seeds : sequence of int
         Seeds of the initial states, the same for every set of weights.
     **options
-        "n_prompts" and "seq_len", and settings of `Execution`.
+        "n_prompts" and "seq_len", "tokenizer" and "trust_remote_code" as in `quantize`, and settings of `Execution`.
 
     Returns
     -------
@@ -310,10 +326,21 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    how, take = divided(options, Execution(), Take())
-    named = _named(checkpoints)
-    loaded = open_model(model)
-    tokens = evaluation_tokens(loaded, text, take)
+    how, take, opening = divided(options, Execution(), Take(), Opening())
+    with plain_modes():
+        named, loaded = _named(checkpoints), open_model(model, opening)
+        tokens = evaluation_tokens(loaded, text, take)
+        return _measured(loaded, named, tokens, n_steps, seeds, how)
+
+
+def _measured(
+    loaded: LoadedModel,
+    named: Mapping[str, Checkpoint],
+    tokens: TokenSet,
+    n_steps: int | None,
+    seeds: Sequence[int],
+    how: Execution,
+) -> list[Measurement]:
     if tokens.shortage:
         how.progress.note(tokens.shortage)
     system, count = loaded.system, loaded.count_bytes
@@ -335,8 +362,10 @@ def _named(
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
 
 
-def _open_source(model: Model, requantize: bool) -> LoadedModel:
+def _open_source(model: Model, requantize: bool, opening: Opening) -> LoadedModel:
     """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
     if isinstance(model, str | Path):
-        return restore.open_source(Path(model), requantize=requantize) or open_model(model)
-    return open_model(model)
+        trusted = opening.trust_remote_code
+        loaded = restore.open_source(Path(model), requantize=requantize, trust_remote_code=trusted)
+        return open_model(model, opening) if loaded is None else opening.applied(loaded)
+    return open_model(model, opening)

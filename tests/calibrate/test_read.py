@@ -56,8 +56,8 @@ def test_kinds_of_file(tmp_path):
         ("f.jsonl", b'{"text": ""}', "prompt 0 is empty"),
         ("g.npy", b"nonsense", "cannot be read as an array"),
         ("h.jsonl", b'{"text": 5}', "line 1: field 'text' must be text; got 5"),
-        ("i.jsonl", b'{"input_ids": [1, "a"]}', "line 1: 'input_ids' must be a list of whole numbers"),
-        ("j.jsonl", b'{"input_ids": [[1], [2, 3]]}', "line 1: 'input_ids' must be a list of whole numbers"),
+        ("i.jsonl", b'{"input_ids": [1, "a"]}', "line 1: 'input_ids': token ids are whole numbers"),
+        ("j.jsonl", b'{"input_ids": [[1], [2, 3]]}', "line 1: 'input_ids': token ids are whole numbers"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, content, match):
@@ -214,9 +214,38 @@ def test_messages_take_the_template(tmp_path):
     path.write_text(
         json.dumps({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]})
     )
-    assert _texts(path, template=True) == ["<s>s<u>u<a>"]
-    with pytest.raises(CalibrationError, match=r"line 1: no field 'text' .*its fields: 'messages'"):
-        _texts(path)
+    assert _texts(path) == _texts(path, template=True) == ["<s>s<u>u<a>"]
+    check_source(path, "", False)
+    with pytest.raises(CalibrationError, match=r"line 1: has messages, .* no chat template"):
+        read_tokens(path, BYTES, 64, None)
+    with pytest.raises(CalibrationError, match=r"line 1: no field 'text'"):
+        _texts(path, field="text")
+    both = tmp_path / "both.jsonl"
+    both.write_text('{"text": "t", "messages": [{"role": "user", "content": "u"}]}')
+    assert _texts(both) == ["\x01t\x02"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([0, 1, 0, 1], "has a 0 between ones"),
+        ([1, 1, 1], "must have a 0 or a 1 for each of the 4 ids"),
+        ([1, 2, 1, 1], "must have a 0 or a 1"),
+        ([0, 0, 0, 0], "prompt 0 is empty"),
+    ],
+)
+def test_only_padding_is_left_out(tmp_path, mask, said):
+    path = tmp_path / "a.jsonl"
+    rows = [([0, 0, 5, 6], [0, 0, 1, 1]), ([7, 8, 9, 0], [1, 1, 1, 0]), ([1, 2, 3, 4], None)]
+    path.write_text("\n".join(json.dumps({"input_ids": i, "attention_mask": m}) for i, m in rows))
+    assert [s.tolist() for s in read_tokens(path, BYTES, 8, None).sequences] == [
+        [5, 6],
+        [7, 8, 9],
+        [1, 2, 3, 4],
+    ]
+    path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], "attention_mask": mask}))
+    with pytest.raises(CalibrationError, match=said):
+        read_tokens(path, BYTES, 8, None)
 
 
 @pytest.mark.parametrize("size", [2**30 + 1, 2**40])

@@ -45,6 +45,22 @@ def test_unfit_parts_of_a_checkpoint_are_refused_before_writing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_is_shown_in_one_line_and_a_table():
+    whole = checkpoint(layer(8, 32), layer(8, 48, group_size=-1, name="<b>.weight"))
+    whole.settings["system"] = "a\n\x1b[31m" * 99
+    assert len(repr(whole).splitlines()) == 1
+    assert len(repr(whole)) < 500
+    assert repr(whole).isprintable()
+    page = whole._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "&lt;b&gt;.weight" in page
+    assert "<b>" not in page
+    many = checkpoint(*(layer(1, 8, name=f"{i}.weight") for i in range(210)))
+    assert many._repr_html_().count("<tr>") == 201
+    assert "10 more layers" in many._repr_html_()
+    assert repr(checkpoint())
+
+
 def test_load_takes_every_format(solved, tmp_path):
     expected = logits(loopq.load(solved))
     for form in ("compressed-tensors", "gptq"):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import loopq
 from loopq.formats.checkpoint import load_into
 from loopq.models.from_python import wrap
-from loopq.models.plain import plain
+from loopq.models.plain import plain, plain_modes
 
 _IDS = [[(i * 7 + j * 3) % 64 for j in range(24)] for i in range(6)]
 
@@ -110,3 +110,44 @@ def _batches(ids: torch.Tensor) -> Any:
 def test_a_plain_module_is_itself() -> None:
     model = _Net()
     assert plain(model) == (model, ())
+
+
+class _Kept(_Net):
+    """A model with a buffer and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(1))
+        self.head.weight = nn.Parameter(torch.randn(64, 32))
+        self.embed.weight = self.head.weight
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("mode", [
+    torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+])  # fmt: skip
+def test_modes_of_the_caller_change_no_byte(mode: Callable[[], Any], made_inside: bool) -> None:
+    def found(model: Any) -> tuple[Any, ...]:
+        result = loopq.quantize(model, _IDS, group_size=16, threads=1)
+        assert next(iter(result.layers.values())).report["metric"] == "loop"
+        measured = loopq.evaluate(model, {"q": result}, _IDS[:2])
+        return (result.digest(), measured[1].kl.tolist(), loopq.generate(model, _IDS[0], n_tokens=3))
+
+    plainly = found(_Kept())
+    model = _Kept()
+    with warnings.catch_warnings(), mode():
+        warnings.filterwarnings("ignore", message=".*prompts were used for calibration")
+        assert found(_Kept() if made_inside else model) == plainly
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert torch.is_grad_enabled() == (mode not in (torch.no_grad, torch.inference_mode))
+
+
+def test_weights_made_under_inference_mode_are_copied_once() -> None:
+    with torch.inference_mode():
+        given = _Kept()
+        with plain_modes():
+            model, notes = plain(given)
+    assert len(notes) == 1
+    assert model.embed.weight is model.head.weight
+    assert not any(t.is_inference() for t in model.state_dict().values())
+    assert all(torch.equal(t, given.state_dict()[n]) for n, t in model.state_dict().items())

@@ -33,3 +33,27 @@ def subword_folder(folder: Path, kind: str = "huginn") -> Path:
     settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     (folder / "tokenizer_config.json").write_text(settings)
     return folder
+
+
+def dense_folder(folder: Path) -> Path:
+    """Write a tiny Llama with a loop, and a tokenizer of transformers with marks, padding and a chat template."""
+    import torch
+    from tokenizers.processors import TemplateProcessing
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY + 2, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=VOCABULARY, eos_token_id=VOCABULARY + 1, pad_token_id=VOCABULARY + 1,
+    )  # fmt: skip
+    config.looped_layers = [1, 2, 2]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    inner = tiny_tokenizer()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", VOCABULARY)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    ).save_pretrained(folder)  # fmt: skip
+    return folder

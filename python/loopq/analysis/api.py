@@ -11,7 +11,8 @@ from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.survey import diagnose as survey
 from loopq.annotations import listed
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens
-from loopq.models.from_python import open_model
+from loopq.models.from_python import Opening, open_model
+from loopq.models.plain import plain_modes
 from loopq.run.config import divided
 from loopq.settings.execution import Execution
 
@@ -47,17 +48,19 @@ def diagnose(
     name : str
         Name of the model in the result.
     **options
-        "n_prompts" and "seq_len" of the prompts, and settings of `Execution`.
+        "n_prompts" and "seq_len" of the prompts, "tokenizer" and "trust_remote_code" as in `quantize`, and settings of
+        `Execution`.
 
     Returns
     -------
     dict
         Data of `loopq.analysis.report.page.write_page`. Its schema is in `loopq.analysis.report`.
     """
-    execution, take = divided(options, Execution(), Take())
+    execution, take, opening = divided(options, Execution(), Take(), Opening())
     only = listed(only, tuple[str, ...])
-    loaded = open_model(model)
-    tokens = calibration_tokens(loaded, calibration, take)
-    depth = loaded.system.n_steps if n_steps is None else n_steps
-    context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
-    return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
+    with plain_modes():
+        loaded = open_model(model, opening)
+        tokens = calibration_tokens(loaded, calibration, take)
+        depth = loaded.system.n_steps if n_steps is None else n_steps
+        context = Context(loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution)
+        return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))

@@ -196,7 +196,41 @@ def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
     >>> from_ids([[1, 2, 3], [4, 5]]).plan(batch_size=8)
     [[0], [1]]
     """
-    return TokenSet(tuple(np.asarray(s, dtype=np.int64).reshape(-1) for s in ids), source, "prompts")
+    rows = (whole_numbers(row, f"{source}, prompt {number}") for number, row in enumerate(ids))
+    return TokenSet(tuple(rows), source, "prompts")
+
+
+def whole_numbers(given: Any, where: str, n_axes: int = 1) -> NDArray[np.int64]:
+    """Return token ids as an array, from a list, an array or a tensor on any device.
+
+    Raises
+    ------
+    CalibrationError
+        They are floats, booleans or complex numbers, such as embeddings or a mask, or have another number of axes.
+    """
+    try:
+        ids = _array(given)
+        kind = f"{ids.dtype} {ids.shape}"
+    except (TypeError, ValueError):  # bfloat16, which NumPy lacks, or lists of different lengths
+        ids, kind = (
+            np.asarray(None),
+            str(getattr(given, "dtype", "")) or f"{type(given).__name__} {given!r:.60}",
+        )
+    if isinstance(given, list | tuple) and any(isinstance(i, bool) for i in given):
+        ids, kind = np.asarray(None), "booleans"
+    # An empty list has the type of floats.
+    if ids.ndim != n_axes or (ids.size and ids.dtype.kind not in "iu"):
+        axes = "in a list of one axis" if n_axes == 1 else f"of {n_axes} axes"
+        raise CalibrationError(f"{where}: token ids are whole numbers {axes}; got {kind}")
+    return ids.astype(np.int64)
+
+
+def _array(given: Any) -> NDArray[Any]:
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().numpy()
+    elif isinstance(given, list | tuple):
+        given = [_array(i) if hasattr(i, "detach") else i for i in given]
+    return np.asarray(given)
 
 
 def windows(

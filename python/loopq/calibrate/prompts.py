@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, check_vocabulary, cut, from_ids, windows
+from loopq.calibrate.data import TokenSet, check_vocabulary, windows
+from loopq.calibrate.given import given_tokens
 from loopq.calibrate.mixed import mixed
 from loopq.calibrate.read import Served, check_source, read_tokens
 from loopq.calibrate.written import written
@@ -29,9 +30,10 @@ CHUNK, _ALL = 512, 1 << 62
 #: Default share of random tokens in a calibration text.
 RANDOM_TOKENS = 0.05
 
-#: Prompts: a set, token ids of each prompt or of one text, or a path. With None they are the model's own prompts, or
-#: else the text that ships with loopq.
-Prompts = TokenSet | Sequence[Sequence[int]] | Sequence[int] | str | Path | None
+#: Prompts: a set, a path, or what Python holds (`loopq.calibrate.given`): token ids of each prompt or of one text,
+#: texts, records, dialogues, a tokenizer's batch, a Dataset, a DataLoader. With None they are the model's own prompts,
+#: or else the text that ships with loopq.
+Prompts = TokenSet | str | Path | Iterable[Any] | None
 #: Instead of a path: prompts that the model writes.
 SELF = "self"
 #: Returns prompts of a model's task. Takes model, "calibration" or "evaluation", number of prompts, number of the draw.
@@ -129,9 +131,10 @@ def calibration_tokens(
     ----------
     loaded : LoadedModel
         The model. It provides the tokenizer and the size of the vocabulary.
-    prompts : TokenSet, token ids, path, or None
+    prompts : TokenSet, path, iterable, or None
         A path is read by its kind (`loopq.calibrate.read.read_tokens`). With "self" the model writes the prompts. None
-        takes those of `register_prompts`, or else the text that ships with loopq.
+        takes those of `register_prompts`, or else the text that ships with loopq. Anything else is taken by
+        `loopq.calibrate.given.given_tokens`.
     take : Take, optional
         Number and length. A `CalibrationTake` also sets the share of random tokens. A plain `Take` adds none.
     matters : bool
@@ -204,7 +207,7 @@ def _tokens(
     tokens = _read(loaded, prompts, take, use, served or take.served(loaded))
     if not isinstance(prompts, TokenSet) and take.n_prompts != _ALL:
         tokens = dataclasses.replace(tokens, n_asked=_count(take, use))
-    known = _n_vocabulary(loaded)
+    known = n_vocabulary(loaded)
     if known is not None:
         check_vocabulary(tokens, known)
     return tokens
@@ -216,7 +219,7 @@ def _count(take: Take, use: str) -> int:
     return CALIBRATION_PROMPTS if use == "calibration" else EVALUATION_PROMPTS
 
 
-def _n_vocabulary(loaded: LoadedModel) -> int | None:
+def n_vocabulary(loaded: LoadedModel) -> int | None:
     settings = getattr(loaded.model, "config", None)
     known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
     return known if isinstance(known, int) else None
@@ -224,7 +227,7 @@ def _n_vocabulary(loaded: LoadedModel) -> int | None:
 
 def _known_tokens(loaded: LoadedModel) -> NDArray[np.int64] | None:
     """Token ids that a text can hold, without special tokens and without padding rows of the embedding."""
-    n_rows = _n_vocabulary(loaded)
+    n_rows = n_vocabulary(loaded)
     if n_rows is None:
         return None
     tokenizer = loaded.tokenizer
@@ -252,8 +255,4 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: S
         return written(loaded.system, served.first, known, take.seq_len, count)
     if isinstance(prompts, str | Path):
         return read_tokens(Path(prompts), served, take.seq_len, count)
-    given: list[Any] = list(prompts)
-    if given and all(np.ndim(ids) == 0 for ids in given):
-        whole = np.asarray([int(i) for i in given], dtype=np.int64)
-        return cut(whole, min(take.seq_len, whole.size), count, "token ids")
-    return from_ids(given[: take.n_prompts])
+    return given_tokens(prompts, served, take.seq_len, take.n_prompts, count)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import Encode, TokenSet, check_count, cut, from_ids, windows
+from loopq.calibrate.data import Encode, TokenSet, check_count, cut, from_ids, whole_numbers, windows
 from loopq.calibrate.template import applied
 from loopq.errors import CalibrationError, ConfigError, LoopqError, require
 from loopq.storage.files import MAX_SIZE, check_regular
@@ -25,6 +25,7 @@ MAX_TEXT = 2**30
 #: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
 READ_AT_ONCE, _LAST = 2**24, 256
 _ROLES = ("user", "assistant")
+_NO_IDS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Served:
     field : str
         Text fields of a record, joined by commas. If empty, it is "text", or else all text fields.
     template : bool
-        Whether the chat template is applied. Fields are then turns of user and assistant.
+        Whether the chat template is applied to every record. Fields are then turns of user and assistant. Messages take
+        it anyway.
     """
 
     encode: Encode
@@ -81,9 +83,15 @@ class Served:
             The record lacks all of them, or a value has another kind.
         """
         if "input_ids" in record and not self.field:
-            return _whole_numbers(record["input_ids"], place)
+            return _without_padding(record, place)
         text = "\n".join(self._texts(record, place))
         return np.asarray([*self.first, *self.encode(text), *self.last], dtype=np.int64)
+
+    def is_dialogue(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record takes the chat template. Messages do, unless the record has a text or ids as well."""
+        if self.field or "input_ids" in record:
+            return self.template and bool(self.field)
+        return self.template or ("text" not in record and isinstance(record.get("messages"), list))
 
     def dialogue(self, record: Mapping[str, Any], place: str) -> list[Any]:
         """Return the messages of a record, or its fields as turns."""
@@ -108,14 +116,24 @@ class Served:
         return ["text"] if "text" in record else [n for n, v in record.items() if isinstance(v, str)]
 
 
-def _whole_numbers(given: Any, place: str) -> NDArray[np.int64]:
-    try:
-        ids = np.asarray(given)
-    except ValueError:
-        ids = np.asarray(None)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CalibrationError(f"{place}: 'input_ids' must be a list of whole numbers")
-    return ids.astype(np.int64)
+def _without_padding(record: Mapping[str, Any], place: str) -> NDArray[np.int64]:
+    """Return the `input_ids` of a record where its `attention_mask` is 1."""
+    ids = whole_numbers(record["input_ids"], f"{place}: 'input_ids'")
+    mask = record.get("attention_mask")
+    if mask is None:
+        return ids
+    kept = np.asarray(mask.detach().cpu() if hasattr(mask, "detach") else mask)
+    if kept.shape != ids.shape or not np.isin(kept, (0, 1)).all():
+        raise CalibrationError(
+            f"{place}: 'attention_mask' must have a 0 or a 1 for each of the {ids.size} ids; got {kept.dtype} "
+            f"{kept.shape}"
+        )
+    places = np.flatnonzero(kept)
+    if places.size and places[-1] - places[0] >= places.size:
+        raise CalibrationError(
+            f"{place}: 'attention_mask' has a 0 between ones; only padding before or after a prompt can be left out"
+        )
+    return ids[places]
 
 
 def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None) -> TokenSet:
@@ -150,28 +168,39 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     parts = _parts(path)
     if parts[0].suffix in _RECORDS:
         records = itertools.islice(_records(parts), n_prompts)
-        return TokenSet(tuple(_prompts(records, served, seq_len)), path.name, "prompts")
+        return TokenSet(tuple(ids[:seq_len] for ids in encoded(records, served)), path.name, "prompts")
     if path.suffix == ".npy":
         return from_ids(_ids_of(path)[:n_prompts, :seq_len], path.name)
     _refuse_fields(path, served)
     return _from_text(parts, served, seq_len, n_prompts, path.name)
 
 
-def _prompts(records: Iterable[tuple[str, Any]], served: Served, seq_len: int) -> Iterator[NDArray[np.int64]]:
-    if not served.template:
-        for place, record in records:
-            yield served.ids(_fields(record, place), place)[:seq_len]
-        return
-    placed = [(place, _fields(record, place)) for place, record in records]
-    dialogues = {
-        place: served.dialogue(record, place)
-        for place, record in placed
-        if served.field or "input_ids" not in record
-    }
+def encoded(records: Iterable[tuple[str, Any]], served: Served) -> list[NDArray[np.int64]]:
+    """Return the token ids of records, each with its place for messages. Dialogues take the chat template together.
+
+    Raises
+    ------
+    CalibrationError
+        As of `Served.ids`, or a record has messages and the tokenizer has no chat template.
+    """
+    prompts: list[NDArray[np.int64]] = []
+    dialogues: dict[str, list[Any]] = {}
+    at: list[int] = []
+    for place, record in records:
+        fields = _fields(record, place)
+        if served.is_dialogue(fields):
+            if not getattr(served.tokenizer, "chat_template", None):
+                raise CalibrationError(
+                    f"{place}: has messages, and the model's tokenizer has no chat template; name fields with text "
+                    "(--set field=NAME), or give texts"
+                )
+            at.append(len(prompts))
+            dialogues[place] = served.dialogue(fields, place)
+        prompts.append(_NO_IDS if served.is_dialogue(fields) else served.ids(fields, place))
     texts = applied(served.tokenizer, dialogues) if dialogues else {}
-    for place, record in placed:
-        ids = served.encode(texts[place]) if place in texts else served.ids(record, place)
-        yield np.asarray(ids, dtype=np.int64)[:seq_len]
+    for number, text in zip(at, texts.values(), strict=True):
+        prompts[number] = np.asarray(served.encode(text), dtype=np.int64)
+    return prompts
 
 
 def check_source(path: Path, field: str, template: bool) -> None:
@@ -185,8 +214,8 @@ def check_source(path: Path, field: str, template: bool) -> None:
     parts, served = _parts(path), Served(lambda text: (), field=field, template=template)
     if parts[0].suffix in _RECORDS:
         for place, record in _records(parts):
-            if not template:
-                served.ids(_fields(record, place), place)
+            if not served.is_dialogue(_fields(record, place)):
+                served.ids(record, place)
             return
         raise CalibrationError(f"{path}: no token sequences; give a file with records")
     if path.suffix == ".npy":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,14 @@ from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
 from loopq.storage.model_files import raw, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Depth, checked, shown
+from loopq.terminal.table import short, size
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+#: Layers that a notebook shows of a checkpoint.
+_SHOWN_LAYERS = 200
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class _Settings:
     n_steps: Depth | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A quantized model as plain arrays.
 
@@ -52,6 +58,37 @@ class Checkpoint:
     ties: dict[str, str]
     settings: dict[str, Any]
     side_files: dict[str, bytes] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Return one line. The arrays and settings of even a small model have thousands of characters."""
+        return f"Checkpoint({self._summary()})"
+
+    def _summary(self) -> str:
+        packed = sum(layer.n_bytes for layer in self.layers.values())
+        n_weights = sum(layer.codes.size for layer in self.layers.values())
+        bits = f", {8 * packed / n_weights:.3f} bits a weight" if n_weights else ""
+        return (
+            f"{shown(self.settings.get('system'))}: {len(self.layers)} quantized layers in {size(packed)}{bits}; "
+            f"{len(self.dense)} other tensors in {size(self.n_bytes - packed)}"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the table of layers that a notebook shows."""
+        rows = [("layer", "shape", "grid", "group", "size", "bits a weight", "loss")]
+        for layer in list(self.layers.values())[:_SHOWN_LAYERS]:
+            group, loss = layer.grid.group_size, layer.report.get("proxy")
+            loss = short(loss) if isinstance(loss, float) else None
+            shape, bits = "x".join(map(str, layer.shape)), f"{8 * layer.n_bytes / layer.codes.size:.3f}"
+            group_size = "row" if group == -1 else str(group)
+            rows.append(
+                (layer.name, shape, layer.grid.label, group_size, size(layer.n_bytes), bits, loss or "-")
+            )
+        lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        lines[0] = lines[0].replace("td>", "th>")
+        left = len(self.layers) - _SHOWN_LAYERS
+        more = f"<p>{left} more layers</p>" if left > 0 else ""
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<p>{html.escape(self._summary())}</p><table>{table}</table>{more}"
 
     @property
     def n_bytes(self) -> int:

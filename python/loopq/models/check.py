@@ -282,21 +282,30 @@ def vocabulary(system: LoopedSystem) -> int:
     ConfigError
         If the model has no embedding that defines them.
     """
+    sizes = token_rows(system)
+    if not sizes:
+        raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")
+    # The last ids are often special tokens.
+    return max(2, max(sizes) - 8)
+
+
+def token_rows(system: LoopedSystem) -> set[int]:
+    """Return the vocabulary size of the model's config, or else the rows of the tables that one run reads by token.
+
+    They are those of all embedding tables if that run fails.
+    """
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
     config: Any = getattr(system.model, "config", None)
     size = getattr(config, "vocab_size", None)
-    if size is None:
-        # A table of positions or steps may be larger or smaller than the token table.
-        ids, called = torch.tensor([[1, 0, 1, 1]]), []
-        # The checked rollout reports the model's error in a verdict.
-        with contextlib.suppress(*_OF_THE_MODEL):
-            called = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
-        tables = called or [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
-        sizes = [m.num_embeddings for m in tables]
-        if not sizes:
-            raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")
-        size = max(sizes)
-    # The last ids are often special tokens.
-    return max(2, int(size) - 8)
+    tables = [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
+    sizes = {m.num_embeddings for m in tables} if size is None else {int(size)}
+    if len(sizes) < 2:
+        return sizes
+    # A table of positions or steps may be larger or smaller than the token table.
+    ids, called = torch.tensor([[1, 0, 1, 1]]), []
+    # The checked rollout reports the model's error in a verdict.
+    with contextlib.suppress(*_OF_THE_MODEL):
+        called = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
+    return {m.num_embeddings for m in called} or sizes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError, ConfigError, model_code, require
+from loopq.errors import CheckpointError, ConfigError, LoopqError, model_code, require
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
@@ -286,11 +286,15 @@ def is_known(config: Mapping[str, Any]) -> bool:
     )
 
 
-def refuse_text(text: str) -> Sequence[int]:
-    """Placeholder for a missing tokenizer."""
-    raise ConfigError(
-        "no tokenizer beside the model; give prompts as token ids (.npy, or .jsonl with input_ids)"
-    )
+@dataclass(frozen=True)
+class NoText:
+    """Placeholder for a missing tokenizer. It refuses text, and says why there is none and what to do."""
+
+    reason: str = "no tokenizer beside the model"
+    advice: str = "give prompts as token ids (.npy, or .jsonl with input_ids)"
+
+    def __call__(self, text: str) -> Sequence[int]:
+        raise ConfigError(f"{self.reason}; {self.advice}")
 
 
 def load_tokenizer(
@@ -298,7 +302,7 @@ def load_tokenizer(
 ) -> tuple[Any, Callable[[str], Sequence[int]]]:
     """Return the tokenizer beside a ``config.json`` (None without one) and the function that encodes text."""
     if not has_tokenizer(folder):
-        return None, refuse_text
+        return None, NoText()
     transformers = require("transformers")
     # For a model_type it does not know, transformers prints a long warning before it uses the tokenizer's files.
     plain = _settings(config)
@@ -316,12 +320,30 @@ def load_tokenizer(
             f"{folder}: the tokenizer cannot be loaded ({type(cause).__name__}: {shown(first)}){hint}"
         ) from cause
 
+    return tokenizer, encoder(tokenizer, f"{folder}")
+
+
+def encoder(tokenizer: Any, where: str) -> Callable[[str], Sequence[int]]:
+    """Return the function from text to token ids of a tokenizer of transformers. It adds no special tokens."""
+
     # A text is cut after it is encoded. Without `verbose=False` the tokenizer warns that it exceeds the model's length.
     def encode(text: str) -> list[int]:
-        with model_code(f"{folder}", CheckpointError, "the tokenizer"):
+        with model_code(where, CheckpointError, "the tokenizer"):
             return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    return tokenizer, encode
+    return encode
+
+
+def cached_tokenizer(name: str, revision: str | None) -> Path | None:
+    """Return the folder of tokenizer files by a folder's name, or by a hub id in the local cache. None without them."""
+    if not name:
+        return None
+    folder = Path(name)
+    if not folder.is_dir() and HUB_ID.match(name):
+        with contextlib.suppress(OSError, ValueError, LoopqError):  # not in the cache, or no huggingface_hub
+            hub = require("huggingface_hub")
+            folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+    return folder if has_tokenizer(folder) else None
 
 
 def side_files(folder: Path) -> tuple[Path, ...]:

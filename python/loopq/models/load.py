@@ -135,7 +135,7 @@ class LoadedModel:
     @property
     def no_text(self) -> bool:
         """Whether no function turns text into token ids."""
-        return self.tokenizer is None and self.encode is hf.refuse_text
+        return isinstance(self.encode, hf.NoText)
 
     def count_bytes(self, ids: NDArray[np.int64]) -> int | None:
         """UTF-8 bytes of the text for token ids. None where `encode` has no known inverse.

@@ -1,8 +1,11 @@
-"""The plain module without compiled or parallel wrappers, with computed weights as plain parameters."""
+"""The plain module without compiled or parallel wrappers, with computed weights as plain parameters. Plain modes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+from collections.abc import Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,29 @@ from loopq.models.stream import Stream
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+#: Kinds of devices that torch can cast for (`torch.autocast`).
+_CAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Leave the caller's `torch.no_grad`, `inference_mode` and `autocast` inside the block.
+
+    They would turn off the loop metric, or calibrate in another type. Modes belong to the thread, so no other sees it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:  # nothing is loaded that has modes
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        # Also turns gradients on.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in filter(torch.is_autocast_enabled, _CAST):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -22,7 +48,8 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         The same module if it is already plain. Otherwise a new module that shares its parameters and buffers. It drops
         the wrappers of `torch.compile`, `DataParallel` and similar ones. Weights computed by parametrizations
         (weight_norm, spectral_norm and others) become plain parameters. Weights that accelerate keeps on the disk or
-        elsewhere (`device_map`) are read at each visit of a layer.
+        elsewhere (`device_map`) are read at each visit of a layer. Weights made under `torch.inference_mode` have no
+        gradient, so they are copied.
     notes : tuple of str
         What was done.
     """
@@ -31,12 +58,14 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         return _streamed(inside)
     computed = [name for name, m in inside.named_modules() if _is_computed(m)]
     wrapped = inside is not model or any(_inside(m) is not m or _is_compiled(m) for m in inside.modules())
-    if not wrapped and not computed:
+    inferred = any(t.is_inference() for t in (*inside.parameters(), *inside.buffers()))
+    if not wrapped and not computed and not inferred:
         return model, ()
     notes = ["compiled or parallel modules: the plain ones inside are run"] * wrapped
     notes += [
         f"{name}: its weight is computed from other parameters; what comes out is kept" for name in computed
     ]
+    notes += ["made under torch.inference_mode: copies of its weights are run"] * inferred
     return _copied(inside, {}), tuple(notes)
 
 
@@ -94,6 +123,8 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
         new.__dict__[name] = MethodType(value.__func__, new) if bound else value
     for table in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
         new.__dict__[table] = copy.copy(module.__dict__[table])
+    for table in (new._parameters, new._buffers):
+        table.update({name: _with_gradient(value, done) for name, value in table.items()})
     new.__dict__["_compiled_call_impl"] = None
     unhooked(new.__dict__, new)
     if _is_computed(module):
@@ -101,6 +132,19 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
     for name, child in new._modules.items():
         new._modules[name] = None if child is None else _copied(child, done)
     return new
+
+
+def _with_gradient(value: Any, done: dict[int, Any]) -> Any:
+    """Copy a tensor that was made under `torch.inference_mode`. A tied one stays one tensor."""
+    if value is None or not value.is_inference():
+        return value
+    if id(value) not in done:
+        from torch import nn  # lazy: loopq imports without torch
+
+        done[id(value)] = value.detach().clone()
+        if isinstance(value, nn.Parameter):
+            done[id(value)] = nn.Parameter(done[id(value)], requires_grad=value.is_floating_point())
+    return done[id(value)]
 
 
 def _fold(module: Any, new: Any) -> None:

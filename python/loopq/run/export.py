@@ -21,6 +21,7 @@ from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
+from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
@@ -125,13 +126,14 @@ def export(
     rest = {k: v for k, v in options.items() if k not in keys}
     target = FORMATS.get(format_name)
     given = target.taken(rest)
-    opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
-    if isinstance(opened, Checkpoint) and not target.own:
-        opened = folded(opened, trust_remote_code=proof.trust_remote_code)
-    if isinstance(opened, Checkpoint):
-        gate.of(format_name, opened, given)
-    with new_or_same(out) as place:
-        done = exported(opened, place, format_name, gate, proof, given)
+    with plain_modes():
+        opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
+        if isinstance(opened, Checkpoint) and not target.own:
+            opened = folded(opened, trust_remote_code=proof.trust_remote_code)
+        if isinstance(opened, Checkpoint):
+            gate.of(format_name, opened, given)
+        with new_or_same(out) as place:
+            done = exported(opened, place, format_name, gate, proof, given)
     if place != out:
         said = (f"{out} was written before the interruption; compared, byte for byte",)
         return dataclasses.replace(done, written=WrittenFile(out, format_name, said))

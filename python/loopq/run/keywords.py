@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig, Override
@@ -31,6 +31,13 @@ class TakeKeywords(TypedDict, total=False):
     seq_len: int
     field: str | None
     template: bool
+
+
+class OpeningKeywords(TypedDict, total=False):
+    """Keywords of how a model is opened."""
+
+    tokenizer: Any
+    trust_remote_code: bool
 
 
 class SolveKeywords(ExecutionKeywords, total=False):
@@ -80,7 +87,7 @@ class SolveKeywords(ExecutionKeywords, total=False):
     exclude: Sequence[str]
 
 
-class QuantizeKeywords(SolveKeywords, TakeKeywords, total=False):
+class QuantizeKeywords(SolveKeywords, TakeKeywords, OpeningKeywords, total=False):
     """Keywords of `quantize`."""
 
     random_tokens: float | None
@@ -89,11 +96,11 @@ class QuantizeKeywords(SolveKeywords, TakeKeywords, total=False):
     verify: bool
 
 
-class MeasureKeywords(TakeKeywords, ExecutionKeywords, total=False):
+class MeasureKeywords(TakeKeywords, ExecutionKeywords, OpeningKeywords, total=False):
     """Keywords of `evaluate` and `diagnose`."""
 
 
-class GenerateKeywords(TypedDict, total=False):
+class GenerateKeywords(OpeningKeywords, total=False):
     """Keywords of `generate`."""
 
     n_tokens: int

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from loopq.calibrate.given import one_prompt
+from loopq.calibrate.prompts import Take, n_vocabulary
 from loopq.errors import CheckpointError, ConfigError, model_code
 from loopq.models.load import LoadedModel
 from loopq.models.text import decode
@@ -20,8 +23,8 @@ class Continuation:
     ----------
     loaded : LoadedModel
         Model, adapter and tokenizer.
-    prompt : str or sequence of int
-        Text or token ids.
+    prompt : str or iterable
+        Text, token ids, or another prompt of `loopq.calibrate.given.one_prompt`.
     n_steps : int, optional
         Depth. The model's own depth is the default.
     settings : Generation, optional
@@ -47,7 +50,7 @@ class Continuation:
     def __init__(
         self,
         loaded: LoadedModel,
-        prompt: str | Sequence[int],
+        prompt: str | Iterable[Any],
         n_steps: int | None = None,
         settings: Generation | None = None,
     ) -> None:
@@ -73,15 +76,15 @@ class Continuation:
         yield decode(self._loaded, self.ids)[len(printed) :]
 
 
-def prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
+def prompt_ids(loaded: LoadedModel, prompt: str | Iterable[Any]) -> list[int]:
     """Return the token ids of a prompt, with the tokenizer's special tokens before a text.
 
     Parameters
     ----------
     loaded : LoadedModel
         Gives the tokenizer, and the tokens that the model needs after the prompt.
-    prompt : str or sequence of int
-        Text or token ids.
+    prompt : str or iterable
+        Text, token ids, or another prompt of `loopq.calibrate.given.one_prompt`.
 
     Returns
     -------
@@ -93,8 +96,8 @@ def prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
     ConfigError
         If the prompt has no tokens, or is no text, or has token ids that the model does not know.
     """
-    ids = _encoded(loaded, prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-    n_known = loaded.config.get("vocab_size")
+    ids = _encoded(loaded, prompt) if isinstance(prompt, str) else given_ids(loaded, prompt)[0]
+    n_known = n_vocabulary(loaded)
     wrong = [i for i in ids if i < 0 or (n_known is not None and i >= n_known)]
     if wrong:
         last = "any" if n_known is None else n_known - 1
@@ -102,6 +105,11 @@ def prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
     if not ids:
         raise ConfigError("the prompt has no tokens: give at least one character")
     return marked(loaded.system, ids)
+
+
+def given_ids(loaded: LoadedModel, prompt: Iterable[Any]) -> tuple[list[int], bool]:
+    """Return the token ids of one prompt that is no text alone, and whether it has text. See `one_prompt`."""
+    return one_prompt(prompt, Take().served(loaded))
 
 
 def _encoded(loaded: LoadedModel, prompt: str) -> list[int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Modules that take scales, by name, and the layers whose scale each of them takes.
 Folds: TypeAlias = Mapping[str, Sequence[str]]
 #: Layers and other tensors of a checkpoint.
-Tensors: TypeAlias = tuple[Mapping[str, QuantizedLayer], Mapping[str, RawTensor]]
+Tensors: TypeAlias = tuple[dict[str, QuantizedLayer], dict[str, RawTensor]]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -12,6 +13,7 @@ from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
+from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
@@ -22,7 +24,8 @@ from loopq.models.load import LoadedModel
 from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.run.allocate import allocate
-from loopq.run.config import QuantConfig, divided
+from loopq.run.config import PRESETS, QuantConfig, divided
+from loopq.run.destination import Wanted
 from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import exported, folded, quantized_format, refuse_early
 from loopq.run.gate import Gate, Proof
@@ -90,7 +93,9 @@ def quantize(
         "preset", settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
         `Execution` ("seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's tokens by
         default) apply to prompts, "tokenizer" and "trust_remote_code" to the model
-        (`loopq.models.from_python.Opening`), "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
+        (`loopq.models.from_python.Opening`). "engine" names the program that will run `out` ("loopq", "transformers",
+        "vllm", "sglang", "gptqmodel" or "llama.cpp"), and decides format, levels and rotation. With `write` it is only
+        checked, as are "force" and "verify" (`loopq.run.gate.Gate`).
 
     Returns
     -------
@@ -134,24 +139,31 @@ class _Quantization:
         config, execution, take, gate, opening = divided(
             options, config, Execution(), CalibrationTake(), Gate(), Opening()
         )
-        target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+        source = self.model
+        if gate.engine is not None and write is None:
+            source = _open_source(source, self.requantize, opening)
+            given = {*options, *PRESETS.get(options.get("preset") or "", ())}
+            choice = Wanted(source, config, given, gate=gate).choose(gate.engine)
+            execution.progress.note(choice.line())
+            config, target, values = choice.config, choice.target, choice.options
+        else:
+            target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+            values = target.values()
         own_format = target.own and not callable(write)
-        if isinstance(write, str):
-            proof = Proof(trust_remote_code=opening.trust_remote_code)
-            write = (
-                None
-                if target.own
-                else lambda solved: exported(solved, Path(str(out)), target.name, gate, proof)
-            )
+        proof = Proof(trust_remote_code=opening.trust_remote_code)
+        if own_format:
+            write = None
+        elif not callable(write):
+            write = partial(_export, out=out, target=target, gate=gate, proof=proof, values=values)
         config = config.for_format(own_format, target.outside)
         team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
         with output(out, execution, write, shared=team is not None) as (execution, finish):
-            loaded, depth = at_depths(_open_source(self.model, self.requantize, opening), self.n_steps)
+            loaded, depth = at_depths(_open_source(source, self.requantize, opening), self.n_steps)
             kept = Kept.of(loaded.folder, self.keep)
             if self.keep:
                 steps = loaded.system.n_steps if depth is None else depth
                 config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
-            refuse_early(loaded, config, target.name, depth, gate)
+            refuse_early(loaded, config, target.name, depth, gate, values)
             plan, source = self._prepared(loaded, take, config, depth, execution)
             put = kept.put if own_format else lambda solved: folded(kept.put(solved), loaded)
             checkpoint = carry_out(plan, source, lambda solved: finish(put(solved)), team)
@@ -181,6 +193,12 @@ class _Quantization:
             system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
         )
         return allocate(source.prepare(source.plan(config)), source), source
+
+
+def _export(
+    solved: Checkpoint, *, out: Any, target: Format, gate: Gate, proof: Proof, values: FormatOptions
+) -> None:
+    exported(solved, Path(out), target.name, gate, proof, values)
 
 
 def solve(

@@ -34,7 +34,7 @@ def test_export_refuses_before_it_writes(quantized, tmp_path, command):
         tmp_path / "e",
         "--format",
         "compressed-tensors",
-        "--engine",
+        "--for",
         "sglang",
     )
     code, _, err = command(*args)

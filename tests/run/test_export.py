@@ -12,7 +12,8 @@ import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
 from loopq.formats.convert import read_any, write_as
-from loopq.run.export import export, folded
+from loopq.run.destination import export
+from loopq.run.export import folded
 
 
 def test_export_compares_logits(solved, tmp_path):

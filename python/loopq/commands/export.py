@@ -9,7 +9,7 @@ from typing import Any
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format, add_gate, format_options, gate_options
-from loopq.run.export import export
+from loopq.run.destination import export
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +34,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Export:
-    """What to export, where, in which format and with which of its options."""
+    """What to export, where, in which format or for which engine, and with which options."""
 
     folder: str
     out: str
-    format: str
+    format: str | None
     options: Mapping[str, Any]
 
     @classmethod

@@ -16,10 +16,11 @@ from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Option
 from loopq.formats.convert import format_names, settings_of
-from loopq.formats.support import READS
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
+from loopq.run.destination import destinations
+from loopq.run.gate import LOOPQ
 from loopq.run.ranks import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution
@@ -301,21 +302,27 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
     return CalibrationTake().changed(**(of_preset | given(args, CalibrationTake)))
 
 
-def add_format(
-    parser: argparse.ArgumentParser, default: str | None = None, *, quantized: bool = False
-) -> None:
-    """Add the choice of a format, and the options of the formats. Without a default it is required.
+def add_format(parser: argparse.ArgumentParser, *, quantized: bool = False) -> None:
+    """Add the choice of an engine or a format, and the options of the formats.
 
     If a quantized model is written (`quantized`), options of formats with other sources are left out. ``--help-all``
     shows the rest.
     """
     parser.add_argument(
+        "--for",
+        dest="engine",
+        choices=destinations(),
+        help="program that will run the file. It decides format, levels and rotation"
+        + (f" (default {LOOPQ})" if quantized else ""),
+    )
+    form = parser.add_argument(
         "--format",
-        required=default is None,
-        default=default,
         choices=format_names(),
-        help="format of the output" + (" (default %(default)s)" if default else ""),
-    ).removed = FORMATS.removed  # type: ignore[attr-defined]
+        help="format of the output, in place of the one that --for decides; then --for only refuses, before the work, "
+        "what that program cannot run",
+    )
+    form.rare = quantized  # type: ignore[attr-defined]
+    form.removed = FORMATS.removed  # type: ignore[attr-defined]
     readers: dict[Option, list[str]] = {}
     for name, target in FORMATS:
         for option in target.options:
@@ -333,12 +340,6 @@ def add_format(
 
 def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
     """Add what decides whether a file is written, and which engines read it afterwards."""
-    engine = parser.add_argument(
-        "--engine",
-        choices=tuple(READS),
-        help="refuse, before the work, what this engine is known to refuse or to load wrongly "
-        "(docs/formats/engines.md); without it, what no engine reads right",
-    )
     force = parser.add_argument(
         "--force", action="store_true", help="write such a file all the same, and say so in it"
     )
@@ -348,7 +349,7 @@ def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
         default="yes",
         help="let every installed engine load the file and compare its logits (default %(default)s)",
     )
-    engine.rare = force.rare = verify.rare = rare  # type: ignore[attr-defined]
+    force.rare = verify.rare = rare  # type: ignore[attr-defined]
 
 
 def gate_options(args: argparse.Namespace) -> Mapping[str, Any]:

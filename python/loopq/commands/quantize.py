@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import loopq
 from loopq.calibrate.data import TokenSet
@@ -26,6 +27,7 @@ from loopq.commands.options import (
     execution,
     format_options,
     gate_options,
+    given,
     quant_config,
     ranks_of_environment,
     take,
@@ -40,9 +42,10 @@ from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
-from loopq.run.config import QuantConfig
+from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.destination import Choice, Wanted, last_lines
 from loopq.run.export import Exported, exported, quantized_format, refuse_early
-from loopq.run.gate import Gate, Proof
+from loopq.run.gate import LOOPQ, Gate, Proof
 from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out, kept, work_folder
@@ -100,7 +103,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser, several=True)
-    add_format(parser, default=NATIVE.name, quantized=True)
+    add_format(parser, quantized=True)
     add_gate(parser, rare=True)
     hooks.add_hooks(parser, "quantize")
     add_execution(parser)
@@ -117,10 +120,13 @@ def run(args: argparse.Namespace) -> int:
         )
         return table.print()
     job = _Job.of(asked)
+    asked = job.asked
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
     with kept(asked.out) if job.text is not None and ranks is None else contextlib.nullcontext():
         with shown as progress:
+            if job.choice is not None:
+                progress.note(job.choice.line())
             result, lines = job.quantize(progress, ranks)
         if ranks is not None and ranks.rank > 0:
             return 0
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         rounds = asked.target.holds_tables and asked.config.outside is None and asked.config.fit is None
         print(whole(asked.out, result, rounds_outside=rounds))
         finished = job.finished(result)
-        lines = [write(finished) for write in asked.pages]
+        lines = [write(finished) for write in asked.pages] + job.last_lines()
         print("".join(f"{line}\n" for line in lines if line), end="")
     if asked.is_plain:
         print(_HINT, file=sys.stderr)
@@ -142,12 +148,15 @@ class _Options:
 
     source: ModelOptions
     out: Path
+    engine: str | None
+    given: frozenset[str]
     config: QuantConfig
     calibration: str | None
     take: CalibrationTake
     execution: Execution
     target: Format
     options: FormatOptions
+    format_options: Mapping[str, Any]
     gate: Gate
     keep: Sequence[str]
     text: str | None
@@ -157,13 +166,21 @@ class _Options:
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Options:
         """Read and check the options."""
-        target = quantized_format(args.format)
-        options = target.taken(format_options(args))
+        engine = None if args.format else args.engine or LOOPQ
+        target = quantized_format(args.format or NATIVE.name)
+        # Those of an engine are read when its format is known.
+        options = target.values() if engine else target.taken(format_options(args))
         if args.out is not None:
             check_out(Path(args.out))
         args, base = adopt_like(args)
-        config = quant_config(args, base).for_format(target.own, target.outside)
+        config = quant_config(args, base)
+        if engine in (None, LOOPQ) or args.out is None:
+            config = config.for_format(target.own and engine in (None, LOOPQ), target.outside)
+        changed = {*given(args, QuantConfig), *PRESETS.get(args.preset, ()), *(base.flat() if base else ())}
         return cls(
+            engine=engine,
+            given=frozenset(changed),
+            format_options=format_options(args),
             pages=hooks.asked(args, "quantize"),
             source=ModelOptions.of(args),
             out=Path(args.out or ""),
@@ -189,23 +206,39 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Job:
-    """A command with its model and prompts. `text` has the held-out prompts of `--evaluate`."""
+    """A command with its model and prompts.
+
+    `text` has the held-out prompts of `--evaluate`, `choice` how the model is written for the engine, `others` the
+    engines that it could be written for as well.
+    """
 
     asked: _Options
     loaded: LoadedModel
     tokens: TokenSet
     text: TokenSet | None
+    choice: Choice | None
+    others: Sequence[str]
 
     @classmethod
     def of(cls, asked: _Options) -> _Job:
         """Load. Invalid input is rejected first, because a run takes long."""
-        loaded, config = asked.source.load_source(), asked.config
-        refuse_early(loaded, config, asked.target.name, asked.source.depth, asked.gate, asked.options)
+        loaded, choice, others = asked.source.load_source(), None, []
+        if asked.engine is None:
+            refuse_early(
+                loaded, asked.config, asked.target.name, asked.source.depth, asked.gate, asked.options
+            )
+        else:
+            wanted = Wanted(
+                loaded, asked.config, asked.given, asked.format_options, asked.source.depth, asked.gate
+            )
+            choice, others = wanted.choose(asked.engine), wanted.others(asked.engine)
+            asked = replace(asked, target=choice.target, config=choice.config, options=choice.options)
+        config = asked.config
         tokens = calibration_tokens(loaded, asked.calibration, asked.take, matters=config.reads_text)
         text = None
         if asked.text is not None:
             text = evaluation_tokens(loaded, None if asked.text == "-" else asked.text, asked.text_take)
-        return cls(asked, loaded, tokens, text)
+        return cls(asked, loaded, tokens, text, choice, others)
 
     def quantize(self, progress: Progress, ranks: Ranks | None) -> tuple[Checkpoint, list[str]]:
         """Quantize and write the output. Return the checkpoint and what its format reports."""
@@ -240,6 +273,12 @@ class _Job:
                 file=sys.stderr,
             )
             raise
+
+    def last_lines(self) -> list[str]:
+        """Return where the output runs."""
+        if self.choice is None:
+            return []
+        return last_lines(self.choice, self.asked.out, self.others, self.asked.source.name)
 
     def finished(self, result: Checkpoint) -> Finished:
         """Print measurements at every depth, if they are asked for. Return what hooks need, of the last depth."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,22 +15,18 @@ from loopq._native import __version__
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
-from loopq.formats.base import Format, FormatOptions, Planned, Written, WrittenFile
+from loopq.formats.base import Format, FormatOptions, Planned, Written
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
-from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
-from loopq.run.config import QuantConfig, divided, refuse_outside
-from loopq.run.gate import Asked, Expectation, Gate, Proof
-from loopq.run.imatrix import ObservedDump
+from loopq.run.config import QuantConfig, refuse_outside
+from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
-from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import stored_state
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import FixedLength
@@ -38,14 +34,6 @@ from loopq.systems.capabilities import FixedLength
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.run.keywords import ExportKeywords
-
-#: Functions that open a path, by the source of a format.
-_OPEN: Mapping[str, Callable[[str | Path], Any]] = {
-    "checkpoint": read_any,
-    "model": read_model,
-    "dump": ObservedDump,
-}
 
 #: Type of the transforms that a layer before may take.
 _SCALE = "channel_scale"
@@ -85,61 +73,6 @@ class Exported:
         return [*self.written.lines(), *said, *self.read_by]
 
 
-def export(
-    source: str | Path | Checkpoint, out: str | Path, format_name: str, **options: Unpack[ExportKeywords]
-) -> Exported:
-    """Write a checkpoint in another tool's format and check the result on disk.
-
-    Parameters
-    ----------
-    source : path or Checkpoint
-        Checkpoint, in memory or in a folder of any format that loopq reads. "gguf" also takes an unquantized model: a
-        folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``. "imatrix" takes a calibration dump.
-    out : path
-        New folder. For "gguf" and "imatrix" it is a new file.
-    format_name : str
-        Name in `loopq.formats.FORMATS`.
-    **options
-        Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
-        "seq_len", "trust_remote_code"). "ragged" ("keep" or "split") handles a shorter last group in
-        compressed-tensors, gptq and gptq_v2. "names" ("published") joins matrices as the published files of
-        HRM-Text do, for vLLM and SGLang. "remote_code" puts a file beside a ``looped:`` checkpoint with
-        which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
-        for gguf. "steps" selects the steps of imatrix.
-
-    Returns
-    -------
-    Exported
-        The written output and the comparison.
-
-    Raises
-    ------
-    CheckpointError
-        The format or the engine cannot hold the checkpoint, the values read back differ from the solved ones, or an
-        engine gives other logits.
-    ConfigError
-        The format or the engine does not exist, or the format does not read an option.
-    """
-    out = Path(out)
-    keys = set(Gate().flat()) | set(Proof().flat())
-    gate, proof = divided({k: v for k, v in options.items() if k in keys}, Gate(), Proof())
-    rest = {k: v for k, v in options.items() if k not in keys}
-    target = FORMATS.get(format_name)
-    given = target.taken(rest)
-    with plain_modes():
-        opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
-        if isinstance(opened, Checkpoint) and not target.own:
-            opened = folded(opened, trust_remote_code=proof.trust_remote_code)
-        if isinstance(opened, Checkpoint):
-            gate.of(format_name, opened, given)
-        with new_or_same(out) as place:
-            done = exported(opened, place, format_name, gate, proof, given)
-    if place != out:
-        said = (f"{out} was written before the interruption; compared, byte for byte",)
-        return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
-    return done
-
-
 def exported(
     source: Any,
     out: Path,
@@ -148,7 +81,7 @@ def exported(
     proof: Proof | None = None,
     options: FormatOptions | None = None,
 ) -> Exported:
-    """Export as `export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
+    """Export as `loopq.export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
     gate, proof = gate or Gate(), proof or Proof()
     target = FORMATS.get(format_name)
     options = options or target.values()
@@ -301,7 +234,7 @@ def refuse_early(
     """
     target, gate = quantized_format(format_name), gate or Gate()
     options = options or target.values()
-    if target.own and gate.engine is None:
+    if target.own and gate.engine in (None, LOOPQ):
         return
     if not target.holds_tables:
         refuse_outside(config, f"{format_name} cannot hold", "leave it away, or keep loopq's own format")

@@ -17,7 +17,7 @@ from loopq.models.restore import load_checkpoint
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
-from loopq.run.export import export
+from loopq.run.destination import export
 from loopq.run.solver import groups_of, save_layer
 from loopq.storage.journal import Journal
 from loopq.systems.base import Batch

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine
+from loopq.formats.engines.base import Engine, Way
 from loopq.formats.gguf.file import contents, open_gguf
 
 
@@ -19,6 +19,11 @@ class LlamaCpp(Engine):
     """llama.cpp's server on the CPU. It gives log-probabilities of the token after a prompt."""
 
     name: ClassVar[str] = "llama.cpp"
+    # Types of a size, the one with the least KL first: docs/formats/gguf.md. K-quants need rows of whole blocks of 256.
+    ways: ClassVar[tuple[Way, ...]] = tuple(
+        Way("gguf", "llama-cli -m OUT", settings={"levels": levels}, bits=bits)
+        for bits, levels in ((4, "iq4_nl"), (3, "q3_k"), (2, "q2_k"), (2, "q2_0"), (8, "q8_0"))
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"gguf": ("xllamacpp", "gguf")}
 
     def unasked(self, path: Path) -> str:

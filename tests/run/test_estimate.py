@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 import loopq._native as native
@@ -15,8 +13,12 @@ from loopq.run import solver
 from loopq.run.budget import Fit
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
+from loopq.run.model_source import ModelSource
+from loopq.settings.execution import Execution
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.runs import run_of
+
+PARTS = ["rollouts", "gradients", "Hessians", "factors", "solves", "files"]
 
 
 def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
@@ -24,11 +26,12 @@ def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
         return run_of(loaded, tokens, QuantConfig.of(**changes)).estimate()
 
     plain, best = of(), of(preset="best")
-    assert (plain.metric.n_gradients, plain.metric_seconds) == (0, 0.0)
+    assert list(plain.seconds) == list(best.seconds) == PARTS
+    assert all(s > 0 for s in best.seconds.values())
+    assert (plain.n_gradients, plain.seconds["gradients"]) == (0, 0.0)
     assert "gradients" not in str(plain)
     # An eighth of the ten prompts is run ahead.
-    assert best.metric.n_gradients == 4 * (2 + len(tokens.sequences))
-    assert best.seconds > best.metric_seconds > 0
+    assert best.n_gradients == 4 * (2 + len(tokens.sequences))
     assert "48 gradients for the loop metric" in str(best)
     groups = len(run_of(loaded, tokens).job.selection.distinct_inputs)
     assert of(inputs="asymmetric", sweeps=2).n_passes == 4 * groups
@@ -44,24 +47,76 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
     limited = run_of(loaded, tokens, memory=free.memory - 1).estimate()
     assert (free.n_passes, limited.n_passes) == (1, 2)
     assert limited.memory < free.memory
+    assert limited.fits
     # Each pass takes the gradients again, for the sums of fewer layers.
     loop = QuantConfig.of(metric="loop")
     free = run_of(loaded, tokens, loop).estimate()
     limited = run_of(loaded, tokens, loop, memory=free.memory - 1).estimate()
-    assert limited.metric.n_gradients == 2 * free.metric.n_gradients
-    assert limited.metric.memory < free.metric.memory
+    assert limited.n_gradients == 2 * free.n_gradients
 
 
-def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
-    def extra(**changes):
-        run = run_of(tiny, tokens, QuantConfig.of(**changes))
-        return dataclasses.replace(run.source, probe_seconds=0.5).estimate(run.plan).extra
+@pytest.fixture
+def rates(monkeypatch):
+    """Rates that do not depend on the machine."""
+    for name in ("core_rate", "product_rate"):
+        monkeypatch.setattr(module, name, lambda *_: 1e9)
+    monkeypatch.setattr(module, "unit_seconds", lambda *_: 1e-9)
 
-    layers = len(run_of(tiny, tokens).tasks)
-    assert extra() == ""
-    measured = extra(levels="even", fit=Fit(3.25, bits=(3, 4), group_sizes=(16,)))
-    n_prompts = min(16, len(tokens.sequences))
-    assert measured == f"; besides, about: choice of grids {duration(n_prompts * 2 * layers * 0.5)}"
+
+def cost(run, token=1e-3):
+    return module.estimate(run.plan, run.job, token, 0.0).seconds
+
+
+def test_each_part_grows_with_prompts_steps_and_layers(tiny, tokens, rates):
+    loop = QuantConfig.of(metric="loop")
+    whole = cost(run_of(tiny, tokens, loop))
+    less = cost(run_of(tiny, tokens.take(0, 5), loop))
+    assert [part for part in PARTS if less[part] < whole[part]] == ["rollouts", "gradients", "Hessians"]
+    first = run_of(tiny, tokens, QuantConfig.of(metric="loop", steps="0"))
+    assert cost(first)["Hessians"] < whole["Hessians"]
+    # Without times, a rollout counts by the multiply-adds of all its steps.
+    shallow = ModelSource.of_shape(tiny, tokens, loop, n_steps=1, execution=Execution(threads=1))
+    deep = ModelSource.of_shape(tiny, tokens, loop, n_steps=2, execution=Execution(threads=1))
+    assert (
+        shallow.estimate(shallow.plan(loop)).seconds["rollouts"]
+        < deep.estimate(deep.plan(loop)).seconds["rollouts"]
+    )
+    run = run_of(tiny, tokens, loop)
+    fewer = cost(run_of(tiny, tokens, QuantConfig.of(metric="loop", exclude=(run.tasks[-1].name,))))
+    assert fewer["solves"] < whole["solves"]
+    assert fewer["factors"] < whole["factors"]
+
+
+def test_wider_searches_take_longer(tiny, tokens, rates):
+    def solves(**changes):
+        return cost(run_of(tiny, tokens, QuantConfig.of(**changes)))["solves"]
+
+    assert (
+        solves(method="rtn")
+        < solves(method="gptq")
+        < solves(beam=4)
+        < solves(beam=16)
+        < solves(metric="loop")
+    )
+    assert solves(method="trellis", state_bits=8) < solves(method="trellis", state_bits=10)
+    once, twice = ({"inputs": "asymmetric", "sweeps": n} for n in (1, 2))
+    assert solves(**twice) == pytest.approx(2 * solves(**once))
+    assert solves(outside=8) > solves()
+
+
+def test_what_choosing_bits_takes_is_a_part(tiny, tokens, rates):
+    run = run_of(tiny, tokens, QuantConfig.of(levels="even", fit=Fit(3.25, bits=(3, 4), group_sizes=(16,))))
+    seconds = cost(run)
+    rollouts = seconds["rollouts"] * 2 * len(run.tasks)
+    assert seconds["choice of grids"] == pytest.approx(rollouts + 2 * seconds["solves"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "gptq"}, {"metric": "loop"}, {"method": "trellis", "state_bits": 10}]
+)
+def test_a_small_solve_is_timed_for_each_method(settings):
+    config = LayerConfig.of(group_size=16, bits=3, levels="even", **settings)
+    assert 0 < module.unit_seconds(config.method, config.grid, 64) < 1e-3
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "1.5 h")])
@@ -72,12 +127,12 @@ def test_durations(seconds, text):
 def test_rates_are_those_of_the_models_device(tiny, tokens, monkeypatch):
     fast = run_of(tiny, tokens, QuantConfig.of(preset="fast"))
     monkeypatch.setattr(module, "_column_seconds", lambda *_: 1 / 0)
-    assert fast.estimate().seconds < 1e5
+    assert fast.estimate().seconds["solves"] < 1e5
     monkeypatch.setattr(module, "core_rate", lambda *_: 1 / 0)
     monkeypatch.setattr(module, "_column_seconds", lambda *_: 1e6)
     with accelerator():
         tiny.model.to(DEVICE)
-        seconds = run_of(tiny, tokens, fast.config).estimate().seconds
+        seconds = run_of(tiny, tokens, fast.config).estimate().seconds["solves"]
         groups = solver.together(fast.tasks, DEVICE, None)
     assert seconds == pytest.approx(module.launch_seconds(groups, DEVICE, 8), abs=1e5)
 

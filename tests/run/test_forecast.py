@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loopq.run.forecast import Forecast, forecast
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.models.build import build_shape
 from loopq.run.config import QuantConfig
-from loopq.run.forecast import Forecast, forecast
 from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem
 from tests.support.looptoys import LinearLoop, LinearSystem

@@ -34,7 +34,7 @@ from loopq.commands.options import (
     take,
 )
 from loopq.commands.output import print_checkpoint, whole
-from loopq.commands.plan import DryRun, GridTable, dry_run, several_bits
+from loopq.commands.plan import GridTable, dry_run, several_bits
 from loopq.commands.source import add_source, load_source, source_words
 from loopq.errors import LoopqError
 from loopq.formats.base import Format, FormatOptions
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 def _instead(args: argparse.Namespace, config: QuantConfig) -> int:
     """Print what `--dry-run` or `--table` asks for instead of an output."""
     if args.dry_run:
-        return dry_run(DryRun.of(args), config, calibration_take(args))
+        return dry_run(args, config)
     return GridTable.of(args, config).print()
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 import loopq._native as native
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError
+from loopq.models.build import build_shape
 from loopq.quantizers import base
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.twin import solve as twin
@@ -15,8 +21,11 @@ from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration
 from loopq.run.model_source import ModelSource
 from loopq.settings.execution import Execution
+from loopq.storage.model_files import set_source
 from tests.support.accelerator import DEVICE, accelerator
+from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.runs import run_of
+from tests.support.vendors import dory, inkling
 
 PARTS = ["rollouts", "gradients", "Hessians", "factors", "solves", "files"]
 
@@ -75,8 +84,8 @@ def test_each_part_grows_with_prompts_steps_and_layers(tiny, tokens, rates):
     first = run_of(tiny, tokens, QuantConfig.of(metric="loop", steps="0"))
     assert cost(first)["Hessians"] < whole["Hessians"]
     # Without times, a rollout counts by the multiply-adds of all its steps.
-    shallow = ModelSource.of_shape(tiny, tokens, loop, n_steps=1, execution=Execution(threads=1))
-    deep = ModelSource.of_shape(tiny, tokens, loop, n_steps=2, execution=Execution(threads=1))
+    shallow = ModelSource.of_shape(tiny.system, tokens, loop, n_steps=1, execution=Execution(threads=1))
+    deep = ModelSource.of_shape(tiny.system, tokens, loop, n_steps=2, execution=Execution(threads=1))
     assert (
         shallow.estimate(shallow.plan(loop)).seconds["rollouts"]
         < deep.estimate(deep.plan(loop)).seconds["rollouts"]
@@ -101,7 +110,6 @@ def test_wider_searches_take_longer(tiny, tokens, rates):
     assert solves(method="trellis", state_bits=8) < solves(method="trellis", state_bits=10)
     once, twice = ({"inputs": "asymmetric", "sweeps": n} for n in (1, 2))
     assert solves(**twice) == pytest.approx(2 * solves(**once))
-    assert solves(outside=8) > solves()
 
 
 def test_what_choosing_bits_takes_is_a_part(tiny, tokens, rates):
@@ -179,3 +187,72 @@ def test_a_narrow_layer_is_solved_on_the_device(monkeypatch, metric):
     assert {p.metric is not None for p in solved} == {metric == "loop"}
     rounded = LayerConfig.of(method="awq", group_size=16)
     assert module._column_seconds(rounded.method, rounded.grid, 24, DEVICE) == 0.0
+
+
+_PLAIN = QuantConfig().with_metric("inputs")
+
+
+def shaped(system, memory, config=_PLAIN, batch_size=8):
+    prompts = TokenSet((np.zeros(64, np.int64),) * 16, "a text", "windows")
+    how = Execution(memory=memory, batch_size=batch_size, threads=1)
+    source = ModelSource.of_shape(system, prompts, config, execution=how)
+    return source.estimate(source.plan(config))
+
+
+@pytest.mark.parametrize("kind", [dory, inkling])
+def test_less_memory_means_more_passes_and_layers_that_do_not_fit_are_read(kind, tmp_path):
+    model = kind()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    system = build_shape(tmp_path)
+    assert all(p.is_meta for p in system.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    plenty = shaped(system, 1 << 30)
+    assert (plenty.weights, plenty.held, plenty.n_passes) == (weights, weights, 1)
+    assert plenty.limit == (1 << 30) + weights
+    assert plenty.fits
+    assert plenty.output < weights
+    less = shaped(system, plenty.memory - 1)
+    assert less.n_passes > 1
+    assert less.memory < plenty.memory
+    default = shaped(system, 1 << 30, QuantConfig.of(metric="loop"))
+    assert default.seconds["gradients"] > plenty.seconds["gradients"] == 0
+    with pytest.raises(ConfigError, match="above the limit"):
+        shaped(system, 1000)
+    set_source(system.model, {})
+    streamed = shaped(system, 1 << 30)
+    assert streamed.held < weights
+    assert streamed.peak < plenty.peak
+    assert "layer by layer" in "\n".join(streamed.lines())
+    alone = shaped(system, 1 << 30, batch_size=1)
+    assert alone.seconds["reading weights"] > 2 * streamed.seconds["reading weights"] > 0
+    assert "reading weights" not in plenty.seconds
+
+
+def test_sizes_are_those_of_the_shapes():
+    config = QuantConfig.of(method="gptq", bits=4, group_size=4)
+    system = LinearSystem(LinearLoop(width=8, vocab=11))
+    sizes = shaped(system, 1 << 30, config)
+    wide, codes = (16, 8), 8 * 16 + 8 * 8
+    assert sizes.weights == sizes.held == 8 * (codes + 2 * 11 * 8)
+    assert sizes.codes == codes
+    assert sizes.output == sizes.weights - 8 * codes + codes // 2 + 2 * (8 * 4 + 8 * 2)
+    assert (sizes.n_passes, sizes.n_tokens) == (1, 16 * 64)
+    sums = sum(8 * w * (w + 1) for w in wide)
+    assert sums < sizes.memory < sums + 100_000
+
+
+def test_a_wider_model_takes_more_memory():
+    narrow, wide = (shaped(LinearSystem(LinearLoop(width=w)), 1 << 30) for w in (32, 64))
+    assert narrow.memory < wide.memory
+    assert narrow.added < wide.added
+    assert narrow.seconds["factors"] < wide.seconds["factors"]
+
+
+def test_what_does_not_fit_is_said():
+    enough = shaped(LinearSystem(LinearLoop()), 1 << 30)
+    short = dataclasses.replace(enough, limit=enough.held + enough.memory - 1)
+    assert enough.fits
+    assert not short.fits
+    assert "above the limit" in "\n".join(short.lines())
+    assert "above the limit" not in "\n".join(enough.lines())

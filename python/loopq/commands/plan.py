@@ -82,14 +82,13 @@ def estimates(args: argparse.Namespace, configs: Sequence[QuantConfig], asked: T
     if isinstance(n_steps, tuple):
         system, n_steps = Depths(system, n_steps), None
     shape = any(p.is_meta for p in system.model.parameters())
-    costs = []
+    make = ModelSource.of_shape if shape else ModelSource.of
+    # The process has imported the libraries, and loaded or built the model.
+    start, costs = time.process_time() + shape * held / DISK, []
     for config in configs:
-        make = ModelSource.of_shape if shape else ModelSource.of
         source = make(system, tokens, config, n_steps=n_steps, execution=how)
         plan = source.plan(config.with_metric("loop") if shape else config)
         cost = source.estimate(plan if shape else choose_metric(plan, source.job))
-        # The process has imported the libraries, and loaded or built the model.
-        start = time.process_time() + shape * cost.weights / DISK
         costs.append(dataclasses.replace(cost, seconds={"start": start, **cost.seconds}))
     return costs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import loopq._native as native
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.rollouts import Collection
 from loopq.errors import ConfigError
@@ -48,7 +49,9 @@ def activation_bytes(plan: Plan, job: Collection) -> int:
     size = max(p.element_size() for p in model.parameters())
     # Logits and their copies in single precision. Without a head this is a layer's output.
     wide = max((p.shape[0] for p in model.parameters() if p.ndim == 2), default=0)
-    batch = max(job.batch_tokens) * wide * (size + 4)
+    # Rows of incomplete blocks wait for the next batch.
+    waiting = sum(p.invocations * p.in_features for p in job.selection.distinct_inputs)
+    batch = max(job.batch_tokens) * wide * (size + 4) + native.BLOCK_ROWS * size * waiting
     graph = sum(p.invocations * (p.in_features + p.out_features) for p in job.selection.parameters)
     at_once = execution.batch_size if is_streamed(model) else 1
     gradient = at_once * longest * (16 * wide + size * graph)

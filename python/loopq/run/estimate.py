@@ -200,7 +200,7 @@ def _model_seconds(
 ) -> dict[str, float]:
     """Seconds of rollouts, gradients, and reading of weights for each visit of a layer."""
     tokens, model, parameters = job.tokens, job.system.model, job.selection.parameters
-    streamed, rate = is_streamed(model), product_rate(job.system.device)
+    streamed, rate = is_streamed(model), product_rate(_device(job))
     inside = [(p, p.in_features * p.out_features) for p in parameters]
     if not token:
         # Weights outside of the loop count once.
@@ -226,21 +226,21 @@ def _model_seconds(
 
 def _solve_seconds(plan: Plan, job: Collection, chosen: Sequence[Sequence[Task]]) -> dict[str, float]:
     """Seconds of Hessians, factors and solves."""
-    tasks, device, threads = plan.tasks, job.system.device, job.execution.threads
+    tasks, device, threads = plan.tasks, _device(job), job.execution.threads
     inputs, cores = plan.config.inputs, threads or os.cpu_count() or 1
     widest = max((t.parameter.in_features for t in tasks), default=0)
     sums = hessian_work(tasks, job.tokens.n_tokens, job.selection.shares)
     times = inputs.n_runs(1, 1)
-    rate = core_rate(widest, threads) if device.type == "cpu" else product_rate(device)
+    rate = core_rate(widest, threads) if device == "cpu" else product_rate(device)
     seconds = {
         "Hessians": sums * (PAIRED * times / 2 if inputs.pairs else times) / rate,
         "factors": times * factor_work(tasks) / rate,
     }
-    if has_twins(str(device)):
-        groups = [g for each in chosen for g in together(each, str(device), job.execution.memory)]
+    if has_twins(device):
+        groups = [g for each in chosen for g in together(each, device, job.execution.memory)]
         # Inputs of two rollouts are solved one by one.
         groups = alike(tasks) if inputs.pairs else groups
-        launches = launch_seconds(groups, str(device), min(widest, PROBED))
+        launches = launch_seconds(groups, device, min(widest, PROBED))
         seconds["solves"] = times * (launches + sum(map(sweep_work, tasks)) / rate)
         return seconds
     seconds["solves"] = 0.0
@@ -251,6 +251,12 @@ def _solve_seconds(plan: Plan, job: Collection, chosen: Sequence[Sequence[Task]]
         busy = min(cores, -(-p.out_features // BLOCK)) if method.gradients else cores
         seconds["solves"] += times * one * sweep_work(task) / busy
     return seconds
+
+
+def _device(job: Collection) -> str:
+    """Device of the work: the processor for a model without values."""
+    device = job.system.device
+    return "cpu" if device.type == "meta" else str(device)
 
 
 def launch_seconds(groups: Sequence[Sequence[Task]], device: str, probed: int) -> float:
@@ -337,7 +343,7 @@ def core_rate(widest: int, threads: int) -> float:
 
 
 @functools.cache
-def product_rate(device: torch.device | str = "cpu") -> float:
+def product_rate(device: str = "cpu") -> float:
     """Multiply-adds per second of a product of single-precision matrices, measured for a few milliseconds."""
     import torch  # lazy: loopq imports without torch
 

@@ -14,8 +14,7 @@ from loopq.calibrate.hessian_set import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
 from loopq.run import model_source, solver
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import PAIRED, run_bytes
-from loopq.run.memory import fit_parts, pass_bytes, passes
+from loopq.run.memory import PAIRED, fit_parts, pass_bytes, passes, run_bytes
 from tests.support.runs import digest, run_of
 
 WHOLE = """
@@ -23,7 +22,6 @@ import json, resource, sys
 import torch
 torch.set_num_threads(1)
 import loopq
-from loopq.run.estimate import estimate
 
 share, settings = float(sys.argv[2]), json.loads(sys.argv[3])
 

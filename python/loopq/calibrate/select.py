@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
@@ -124,6 +125,35 @@ def select(
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
     input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
     return Selection(parameters, input_groups, depth, shares)
+
+
+def select_shape(
+    system: LoopedSystem,
+    *,
+    n_steps: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Selection:
+    """Choose the parameters of a run of a model without values, which cannot run.
+
+    Layers of one module with one width are assumed to read one input. Experts share the tokens evenly.
+    """
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    parameters = treat(system.shared_parameters(depth), include, exclude)
+    first: dict[tuple[str, int], str] = {}
+    blocks: dict[str, set[str]] = {}
+    groups = {}
+    for p in (p for p in parameters if p.treatment != "dense"):
+        module = p.owners[0].rpartition(".")[0]
+        groups[p.name] = first.setdefault((module, p.in_features), p.name)
+        if p.routed_in:
+            blocks.setdefault(p.routed_in, set()).add(module)
+    settings: Any = getattr(system.model, "config", None)
+    settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    chosen = getattr(settings, "num_experts_per_tok", 1)
+    routed = [p for p in parameters if p.name in groups and p.routed_in]
+    shares = {p.name: min(1.0, chosen / len(blocks[p.routed_in])) for p in routed}
+    return Selection(parameters, groups, depth, shares)
 
 
 def shared(

@@ -13,13 +13,13 @@ from loopq.calibrate.prompts import Take
 from loopq.commands import COMMANDS, Command
 from loopq.commands.needs import needs, systems
 from loopq.commands.options import add_execution, execution
-from loopq.commands.plan import DryRun
+from loopq.commands.plan import estimates
 from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.models.check import check_model
 from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import duration
+from loopq.settings.execution import Execution
 from loopq.terminal.table import render
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--plan: name a folder with the model's config.json; its weights need not be there"
             )
-        return _plan(DryRun.of(ModelOptions.of(args), execution(args)))
+        return _plan(ModelOptions.of(args), execution(args))
     if args.model is None and args.python is None:
         return _list(as_json=args.json)
     lines = [] if args.model is None else needs(args.model)
@@ -113,13 +113,12 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
-def _plan(shape: DryRun) -> int:
+def _plan(asked: ModelOptions, how: Execution) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
-    cost, fast = shape.forecasts([QuantConfig(), QuantConfig().preset("fast")], Take())
+    cost, fast = estimates(asked, how, [QuantConfig(), QuantConfig().preset("fast")], Take())
     print("\n".join(cost.lines()))
-    seconds = duration(sum(fast.seconds.values()))
-    print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {seconds}")
-    return int(cost.peak > cost.limit)
+    print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {fast.time}")
+    return int(not cost.fits)
 
 
 COMMANDS.register("check")(Command("list the looped systems, or check that loopq fits a model", add, run, 41))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +17,25 @@ from loopq.calibrate.prompts import CALIBRATION_PROMPTS, CalibrationTake, Take, 
 from loopq.commands.options import whole
 from loopq.commands.output import divergence
 from loopq.commands.source import ModelOptions
+from loopq.errors import ConfigError
 from loopq.layers.grid import BITS
 from loopq.models.build import build_shape
 from loopq.models.depths import Depths, at_depths
 from loopq.models.load import LoadedModel
+from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig
-from loopq.run.forecast import Forecast, forecast
+from loopq.run.estimate import DISK, Estimate
+from loopq.run.memory import weight_bytes
 from loopq.run.model_source import ModelSource
 from loopq.run.trials import Trial, divide, try_grids
-from loopq.settings.execution import Execution
-from loopq.systems.base import LoopedSystem
+from loopq.settings.execution import PLANNED, Execution, available_bytes
+from loopq.storage.model_files import set_source
 from loopq.systems.capabilities import Discovers
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, size
+
+#: Bytes of the largest model that is built to time it.
+TIMED = 1 << 30
 
 
 def several_bits(text: str) -> tuple[int, ...]:
@@ -40,52 +48,59 @@ def several_bits(text: str) -> tuple[int, ...]:
     return bits
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """A model without its values, if it has a folder, and how it is to be run.
+def estimates(
+    asked: ModelOptions, execution: Execution, configs: Sequence[QuantConfig], take: Take
+) -> list[Estimate]:
+    """Estimate the cost of quantizations. Prompts count by their number and length.
 
-    Parameters
-    ----------
-    system : LoopedSystem
-        Its adapter.
-    n_steps : int, optional
-        Depth. The model's own when absent.
-    execution : Execution
-        Its memory limits everything, the model included.
+    A folder's model is built from config.json alone, with drawn values if it is small. Other models are loaded. The
+    memory limit includes the model.
+
+    Raises
+    ------
+    ConfigError
+        Weights, or one layer's Hessian and solve beside them, exceed the limit.
     """
+    free = available_bytes()
+    limit = execution.memory or (1 << 62 if free is None else int(PLANNED * free))
+    if asked.model is not None and (Path(asked.model) / "config.json").is_file():
+        known, trusted = asked.loading["system"], asked.loading["trust_remote_code"]
+        build = functools.partial(build_shape, Path(asked.model), known, trusted)
+        system = build()
+        weights, _ = weight_bytes(system.model)
+        if weights <= min(TIMED, limit):
+            system = build(device="cpu")
+        elif weights > limit:
+            set_source(system.model, {})
+    else:
+        system = asked.load().system
+    _, held = weight_bytes(system.model)
+    if held >= limit:
+        raise ConfigError(
+            f"weights take {size(held)} at once, above the limit of {size(limit)}: raise --memory"
+        )
+    how = dataclasses.replace(execution, memory=limit - held)
+    prompts = (np.zeros(take.seq_len, np.int64),) * (take.n_prompts or CALIBRATION_PROMPTS)
+    tokens, n_steps = TokenSet(prompts, "a text", "windows"), asked.n_steps
+    if isinstance(n_steps, tuple):
+        system, n_steps = Depths(system, n_steps), None
+    shape = any(p.is_meta for p in system.model.parameters())
+    make = ModelSource.of_shape if shape else ModelSource.of
+    # The process has imported the libraries, and loaded or built the model.
+    start, costs = time.process_time() + shape * held / DISK, []
+    for config in configs:
+        source = make(system, tokens, config, n_steps=n_steps, execution=how)
+        plan = source.plan(config.with_metric("loop") if shape else config)
+        cost = source.estimate(plan if shape else choose_metric(plan, source.job))
+        costs.append(dataclasses.replace(cost, seconds={"start": start, **cost.seconds}))
+    return costs
 
-    system: LoopedSystem
-    n_steps: int | None
-    execution: Execution
 
-    @classmethod
-    def of(cls, source: ModelOptions, execution: Execution) -> DryRun:
-        """Build a folder's model from config.json alone. Other models are loaded."""
-        how = source.loading
-        if source.model is not None and (Path(source.model) / "config.json").is_file():
-            system = build_shape(
-                Path(source.model), how["system"], trust_remote_code=how["trust_remote_code"]
-            )
-        else:
-            system = source.load().system
-        if isinstance(source.n_steps, tuple):
-            return cls(Depths(system, source.n_steps), None, execution)
-        return cls(system, source.n_steps, execution)
-
-    def forecasts(self, configs: Sequence[QuantConfig], asked: Take) -> list[Forecast]:
-        """Forecast the cost of quantizations. Prompts count by their number and length."""
-        prompts = (np.zeros(asked.seq_len, np.int64),) * (asked.n_prompts or CALIBRATION_PROMPTS)
-        tokens = TokenSet(prompts, "a text", "windows")
-        return [forecast(self.system, config, tokens, self.execution, self.n_steps) for config in configs]
-
-
-def dry_run(shape: DryRun, config: QuantConfig, asked: Take) -> int:
+def dry_run(asked: ModelOptions, execution: Execution, config: QuantConfig, take: Take) -> int:
     """Print the cost of a quantization. The exit code is 1 if memory does not suffice."""
-    (cost,) = shape.forecasts([config], asked)
+    (cost,) = estimates(asked, execution, [config], take)
     print("\n".join(cost.lines()))
-    if config.fit is not None:
-        print("not counted: the trials of --fit")
-    return int(cost.peak > cost.limit)
+    return int(not cost.fits)
 
 
 @dataclass(frozen=True)

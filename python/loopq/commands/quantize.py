@@ -33,7 +33,7 @@ from loopq.commands.options import (
     take,
 )
 from loopq.commands.output import print_checkpoint, whole
-from loopq.commands.plan import DryRun, GridTable, dry_run, several_bits
+from loopq.commands.plan import GridTable, dry_run, several_bits
 from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import LoopqError
 from loopq.formats.base import Format, FormatOptions
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers, or what `--dry-run` or `--table` ask for instead."""
     asked = _Options.of(args)
     if args.dry_run:
-        return dry_run(DryRun.of(asked.source, asked.execution), asked.config, asked.take)
+        return dry_run(asked.source, asked.execution, asked.config, asked.take)
     if args.table:
         table = GridTable.of(
             asked.source, asked.calibration, asked.take, asked.config, args.table, asked.execution

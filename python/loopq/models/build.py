@@ -60,8 +60,10 @@ def build_model(
     )
 
 
-def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: bool = False) -> LoopedSystem:
-    """Build the adapter of a model on the device "meta": all shapes, no values. Only ``config.json`` is read.
+def build_shape(
+    folder: Path, system: str | None = None, trust_remote_code: bool = False, *, device: str = "meta"
+) -> LoopedSystem:
+    """Build the adapter of a model from its ``config.json`` alone: all shapes, and on "cpu" drawn values.
 
     Raises
     ------
@@ -74,7 +76,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
-    with torch.device("meta"), model_code(f"{where}: building the model", CheckpointError):
+    with torch.device(device), model_code(f"{where}: building the model", CheckpointError):
         model = _built(registered, folder, config, trust_remote_code)
     find_names(model, ())
     return choose_system(model.eval(), system)

@@ -50,13 +50,15 @@ def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
 
 
 def test_a_memory_limit_means_more_passes(loaded, tokens):
-    free = run_of(loaded, tokens).estimate()
-    limited = run_of(loaded, tokens, memory=free.memory - 1).estimate()
+    # A rotated solve of the widest layer takes more than all sums of so small a model.
+    plain = QuantConfig.of(rotation="none")
+    free = run_of(loaded, tokens, plain).estimate()
+    limited = run_of(loaded, tokens, plain, memory=free.memory - 1).estimate()
     assert (free.n_passes, limited.n_passes) == (1, 2)
     assert limited.memory < free.memory
     assert limited.fits
     # Each pass takes the gradients again, for the sums of fewer layers.
-    loop = QuantConfig.of(metric="loop")
+    loop = QuantConfig.of(metric="loop", rotation="none")
     free = run_of(loaded, tokens, loop).estimate()
     limited = run_of(loaded, tokens, loop, memory=free.memory - 1).estimate()
     assert limited.n_gradients == 2 * free.n_gradients
@@ -220,7 +222,7 @@ def test_less_memory_means_more_passes_and_layers_that_do_not_fit_are_read(kind,
     set_source(system.model, {})
     streamed = shaped(system, 1 << 30)
     assert streamed.held < weights
-    assert streamed.peak < plenty.peak
+    assert streamed.peak - streamed.process < plenty.peak - plenty.process
     assert "layer by layer" in "\n".join(streamed.lines())
     alone = shaped(system, 1 << 30, batch_size=1)
     assert alone.seconds["reading weights"] > 2 * streamed.seconds["reading weights"] > 0

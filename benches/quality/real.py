@@ -17,7 +17,7 @@ from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
+from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, table
 from loopq.evaluation.stats import bootstrap
 from loopq.paper.plbert import PLBERT
 
@@ -42,8 +42,8 @@ NAMES = {
     "auto-round, best": "auto-round, recipe `best`",
     "loopq fast": "loopq, `--preset fast`",
     EVEN: "loopq, `--levels even`",
+    UNTURNED: "loopq, `--set rotation=none`",
     "loopq default": "loopq",
-    ROTATED: "loopq, `--set rotation=hadamard`",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
     f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
     f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --set state_bits=12`",

@@ -91,7 +91,7 @@ class QuantizeKeywords(SolveKeywords, TakeKeywords, OpeningKeywords, total=False
     """Keywords of `quantize`."""
 
     random_tokens: float | None
-    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp", "loopq"] | None
     force: bool
     verify: bool
 
@@ -119,7 +119,7 @@ class ExportKeywords(TypedDict, total=False):
     names: Literal["published"] | None
     vocabulary: str | None
     steps: str | None
-    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp", "loopq"] | None
     force: bool
     verify: bool
     n_prompts: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import huggingface_hub.constants
 import pytest
 import torch
@@ -168,7 +166,7 @@ def test_only_a_model_of_256_ids_takes_bytes(n_ids, n_places):
     assert any("UTF-8 bytes" in note for note in loaded.report.notes) == (n_ids == 256)
 
 
-def test_the_code_of_a_folder_runs_if_it_is_trusted(remote_folder):
+def test_the_code_of_a_folder_runs_if_it_is_trusted(remote_folder, monkeypatch):
     ids = [[1, 2, 3, 4, 5, 6]]
     doors = [
         lambda **trust: loopq.quantize(remote_folder, ids, group_size=16, **trust),
@@ -179,11 +177,21 @@ def test_the_code_of_a_folder_runs_if_it_is_trusted(remote_folder):
     for door in doors:
         with pytest.raises(ConfigError, match="trust_remote_code=True"):
             door()
-        # The code runs, and the adapter of its config misses some layers.
-        with contextlib.suppress(SystemContractError):
-            door(trust_remote_code=True)
+    # The code runs, and the adapter of its config misses some layers.
     with pytest.raises(SystemContractError, match="no module"):
         doors[0](trust_remote_code=True)
+    allowed = []
+
+    def load(spec, *, trust_remote_code, **options):
+        allowed.append(trust_remote_code)
+        raise ConfigError("seen")
+
+    for place in ("from_python", "restore"):
+        monkeypatch.setattr(f"loopq.models.{place}.load_model", load)
+    for door in doors:
+        with pytest.raises(ConfigError, match="seen"):
+            door(trust_remote_code=True)
+    assert allowed == [True] * 4
 
 
 def test_what_is_no_model_is_refused(module):

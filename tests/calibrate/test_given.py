@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -20,7 +21,8 @@ from tests.support.subwords import dense_folder
 _TEXTS = ["The sea was calm.", "And the ship went on, as it had for days.", "Nobody spoke.", "No wind."]
 _RECORDS = [{"text": text, "n": number} for number, text in enumerate(_TEXTS)]
 _DIALOGUES = [
-    [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in zip(_TEXTS, _TEXTS[1:])
+    [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
+    for a, b in itertools.pairwise(_TEXTS)
 ]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopq
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.models.from_python import Opening, load_python, open_model, wrap
 from loopq.models.load import encode_bytes, load_model
 from loopq.models.systems.generic import Generic
@@ -164,6 +164,34 @@ def test_only_a_model_of_256_ids_takes_bytes(n_ids, n_places):
     loaded = wrap(_Bytes(n_ids, n_places))
     assert (loaded.encode is encode_bytes) == (n_ids == 256)
     assert any("UTF-8 bytes" in note for note in loaded.report.notes) == (n_ids == 256)
+
+
+def test_the_code_of_a_folder_runs_if_it_is_trusted(remote_folder, monkeypatch):
+    ids = [[1, 2, 3, 4, 5, 6]]
+    doors = [
+        lambda **trust: loopq.quantize(remote_folder, ids, group_size=16, **trust),
+        lambda **trust: loopq.evaluate(remote_folder, {}, ids, **trust),
+        lambda **trust: loopq.diagnose(remote_folder, ids, only=["ranks"], **trust),
+        lambda **trust: loopq.generate(remote_folder, [1, 2], n_tokens=2, **trust),
+    ]
+    for door in doors:
+        with pytest.raises(ConfigError, match="trust_remote_code=True"):
+            door()
+    # The code runs, and the adapter of its config misses some layers.
+    with pytest.raises(SystemContractError, match="no module"):
+        doors[0](trust_remote_code=True)
+    allowed = []
+
+    def load(spec, *, trust_remote_code, **options):
+        allowed.append(trust_remote_code)
+        raise ConfigError("seen")
+
+    for place in ("from_python", "restore"):
+        monkeypatch.setattr(f"loopq.models.{place}.load_model", load)
+    for door in doors:
+        with pytest.raises(ConfigError, match="seen"):
+            door(trust_remote_code=True)
+    assert allowed == [True] * 4
 
 
 def test_what_is_no_model_is_refused(module):

@@ -56,7 +56,7 @@ class Take(Settings):
         text fields if there is no "text".
     template : bool
         Apply the tokenizer's chat template to each record. It uses the record's "messages", or its fields as turns of
-        user and assistant.
+        user and assistant. Records with "messages" and no "text" take it anyway.
     """
 
     n_prompts: int | None = setting(None, at_least=1, common=True)

@@ -96,7 +96,7 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
         files = sorted({str(v).split(".")[0] + ".py" for v in config["auto_map"].values()})
         raise ConfigError(
             f"{source}: model_type {config.get('model_type')!r} is not in transformers; it comes with code of its "
-            f"own ({', '.join(files)}). Read it, then allow it with --trust-remote-code"
+            f"own ({', '.join(files)}). Read it, then allow it with --trust-remote-code (trust_remote_code=True)"
         )
     if not known and not config.get("auto_map"):
         raise ConfigError(

@@ -343,7 +343,7 @@ def test_every_published_count_is_checked() -> None:
     from loopq.systems import SYSTEMS
 
     named = {name for _, cls in SYSTEMS for name in cls.published.checkpoints}
-    # Dory and Inkling are counted by `check --plan` (tests/run/test_forecast.py).
+    # Dory and Inkling are counted by `check --plan` (tests/run/test_estimate.py).
     vendors = {"Inkling-2-Mini", "NVIDIA-Nemotron-Labs-Dory1.0-4B"}
     assert named - set(FULL_SIZE) - vendors == {"PL-BERT (Kokoro)", "Zamba-7B", "Zamba2-1.2B"}
 

@@ -132,7 +132,7 @@ def _record(item: Any, where: str) -> Iterator[Record]:
         axes = len(item.shape)
         ids = whole_numbers(item, where, n_axes=2 if axes == 2 else 1)
         yield from ({"input_ids": row} for row in np.atleast_2d(ids))
-    elif isinstance(item, list | tuple) or _is_array(item):
+    elif isinstance(item, list | tuple | range) or _is_array(item):
         yield from _listed(list(item), where)
     else:
         raise CalibrationError(f"{where}: got {type(item).__name__} {item!r:.60}; {_TAKEN}")

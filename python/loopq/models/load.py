@@ -344,6 +344,7 @@ class _ModelFolder:
 
 
 def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:
+    require("torch")
     folder = _ModelFolder.find(spec, system, revision, how.allow_pickle)
     model, found = folder.filled(how)
     widened = widen(model) if how.dtype is None and device == "cpu" else ""

@@ -145,7 +145,9 @@ def units() -> dict[str, str]:
     pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
     for module in modules():
         for registry, package in re.findall(pattern, module.text, re.MULTILINE):
-            packages.setdefault(registry, set()).add(package)
+            # A guest that adds to another one's registry has its package at the same place below its own folder.
+            below = package.partition(".")[2] if is_guests(package) else package
+            packages.setdefault(registry, set()).update({package, below})
     by_name = {}
     for module in modules():
         parent = module.name.rpartition(".")[0]

@@ -13,13 +13,8 @@ from loopq.models.load import load_model
 from loopq.runtime.generate import Decoder, Generation, generate
 from loopq.systems.base import Batch
 from tests.support import vendors
-from tests.support.conformance import SteppingConformance
 from tests.support.marks import slow_unless
 from tests.support.vendors import check_round_trip, dory, logits, rename, tokens
-
-
-class TestDory(SteppingConformance):
-    system = "dory"
 
 
 @pytest.mark.parametrize("paired", slow_unless(bool, [False, True]))

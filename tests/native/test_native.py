@@ -399,16 +399,8 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
 
 #: One scale for each row, without groups.
 CD = core.cd_settings(
-    bits=3,
-    group_size=-1,
-    symmetric=True,
-    signed=True,
-    scale_dtype="float32",
-    beam=1,
-    sweeps=9,
-    rounds=9,
-    refit=True,
-)
+    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", beam=1, sweeps=9, rounds=9, refit=True,
+)  # fmt: skip
 
 
 def prompt_in_a_loop() -> None:

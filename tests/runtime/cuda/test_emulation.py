@@ -136,16 +136,10 @@ def test_order_of_threads_and_blocks_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("blocks", "slices", "warps", "n"),
     [
-        (1, 1, 1, 16),
-        (1, 1, 1, 160),
-        (1, 1, 16, 32),
-        (3, 1, 4, 112),
-        (2, 5, 2, 64),
-        (1, 9, 7, 48),
-        (4, 2, 16, 256),
+        (1, 1, 1, 16), (1, 1, 1, 160), (1, 1, 16, 32), (3, 1, 4, 112), (2, 5, 2, 64), (1, 9, 7, 48), (4, 2, 16, 256),
         (1, 3, 2, 272),
     ],
-)
+)  # fmt: skip
 def test_every_way_of_cutting(blocks: int, slices: int, warps: int, n: int) -> None:
     case = Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, seed=n)
     result, problem = solve(case)

@@ -15,11 +15,6 @@ from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
-@pytest.fixture
-def system():
-    return LinearSystem(LinearLoop())
-
-
 def test_displacement_converges_to_its_closed_form(system):
     # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}

@@ -26,12 +26,6 @@ from loopq.paper.tables import main as table
 from tests.support.paper import main_table, save
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
-
-
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
     result = main_table(save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=3))
     assert result["model"] == "tiny"

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from benches.gguf import FILES, PADDED
-from benches.pages import RECORD, ROOT, into
+from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
 from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
-from loopq.calibrate.plbert import PLBERT
 from loopq.evaluation.stats import bootstrap
+from loopq.paper.plbert import PLBERT
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
@@ -341,7 +341,7 @@ def main() -> None:
     data = json.loads(DATA.read_text("utf-8"))
     for file in args.results:
         add(data, json.loads(file.read_text("utf-8")))
-    DATA.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    DATA.write_text(json_lines(data) + "\n", "utf-8")
     for (page, mark), text in pages(data).items():
         into(page, mark, text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import loopq
-from loopq.commands import COMMANDS, RENAMED, Command
+from loopq.commands import COMMANDS, Command
 from loopq.commands.settable import Set, instead, renamed
 from loopq.errors import ConfigError, LoopqError
 from loopq.run.ranks import Ranks
@@ -96,8 +96,9 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        if action.nargs == argparse.PARSER and value in RENAMED:
-            raise argparse.ArgumentError(None, f"there is no {value} any more: {RENAMED[value]}")
+        removed = getattr(action, "removed", {})
+        if value in removed:
+            raise argparse.ArgumentError(None, f"there is no {value} any more: {removed[value]}")
         known = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
             action, f"unknown {value!r}{did_you_mean(str(value), known)}; known: {', '.join(known)}"
@@ -137,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
         prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.", epilog=_FIRST
     )
     subs = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    subs.removed = COMMANDS.removed  # type: ignore[attr-defined]
     top.usage = "loopq COMMAND [options]"
     for name, command in sorted(COMMANDS, key=lambda entry: entry[1].order):
         sub = subs.add_parser(name, help=command.help, description=command.help, epilog=command.epilog)

@@ -72,5 +72,3 @@ def test_command_line(solved, tmp_path, capsys):
         p.name: p.read_bytes() for p in (tmp_path / "n").iterdir()
     }
     capsys.readouterr()
-    assert main(["export", str(solved), "--out", str(tmp_path / "m"), "--format", "marlin"]) == 1
-    assert "Marlin holds groups of 128" in capsys.readouterr().err

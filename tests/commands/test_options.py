@@ -11,7 +11,7 @@ import pytest
 from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands import options
-from loopq.commands.options import OWN, depths, each_depth, given
+from loopq.commands.options import OWN, depths, given
 from loopq.commands.settable import flag_of, shown
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
@@ -117,9 +117,6 @@ def test_one_depth_is_a_number_and_several_are_taken_one_by_one():
     for bad in ("1,1", "0", "1,", "a", "2,x"):
         with pytest.raises(argparse.ArgumentTypeError):
             depths(bad)
-    args = argparse.Namespace(n_steps=(1, 2), model="m")
-    assert [(one.n_steps, one.model) for one in each_depth(args)] == [(1, "m"), (2, "m")]
-    assert [one.n_steps for one in each_depth(argparse.Namespace(n_steps=None))] == [None]
 
 
 def read(*args):
@@ -158,24 +155,24 @@ def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
         "calibration": {"random_tokens": 0.125},
     }  # fmt: skip
     monkeypatch.setattr(options, "settings_of", lambda path: stored)
-    args = PARSER.parse_args(BASE)
-    assert options.adopt_like(args) is None
-    args = PARSER.parse_args([*BASE, "--like", "q"])
-    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+
+    def adopted(*words):
+        return options.adopt_like(PARSER.parse_args([*BASE, *words]))
+
+    assert adopted()[1] is None
+    args, config = adopted("--like", "q")
+    assert config == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (3, 5, 0.125)
-    args = PARSER.parse_args(
-        [*BASE, "--like", "q", "--n-steps", "2", "--seed", "7", "--set", "random_tokens=0.5"]
-    )
-    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+    args, config = adopted("--like", "q", "--n-steps", "2", "--seed", "7", "--set", "random_tokens=0.5")
+    assert config == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (2, 7, 0.5)
     stored |= {"depths": [1, 4], "calibration": {}}
-    args = PARSER.parse_args([*BASE, "--like", "q"])
-    options.adopt_like(args)
+    args, _ = adopted("--like", "q")
     assert args.n_steps == (1, 4)
     assert getattr(args, "random_tokens", 0.0) == 0.0
     del stored["quantization"]
     with pytest.raises(ConfigError, match="--like q: no settings of a run in it"):
-        options.adopt_like(PARSER.parse_args([*BASE, "--like", "q"]))
+        adopted("--like", "q")
 
 
 def test_a_preset_may_set_the_prompts():

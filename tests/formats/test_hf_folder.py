@@ -13,7 +13,6 @@ from loopq.formats.record import RECORD
 from loopq.storage.files import read_json, read_tensors, write_json, write_tensors
 from tests.support.formats import (
     CT,
-    MA,
     V1,
     V2,
     broken,
@@ -75,7 +74,7 @@ def test_shards_of_other_tools(tmp_path):
 
 
 def test_truncated_files_are_refused(tmp_path):
-    for form in (CT, V1, V2, MA):
+    for form in (CT, V1, V2):
         folder = broken(tmp_path / "d", form, source=layer(256, 128, 4, 128))
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-3])

@@ -59,11 +59,6 @@ def test_layers_of_different_grids(tmp_path):
         "config_groups"
     ]
     assert [g["targets"] for g in groups.values()] == [["x.a", "x.c"], ["x.b"], ["x.d"]]
-    mixed = checkpoint(layer(64, 256, 4, 128, name="x.a.weight"), layer(64, 256, 4, -1, name="x.b.weight"))
-    with pytest.raises(
-        CheckpointError, match=r"Marlin's config holds one group size; the layers have \[-1, 128\]"
-    ):
-        write_as(tmp_path / "m", mixed, "marlin")
 
 
 def test_quantize_config_alone_is_enough(tmp_path):

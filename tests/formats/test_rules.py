@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
 from loopq.formats.rules import check_engine, readers, rules
 from loopq.formats.support import ENTRIES, KNOWN, NOWHERE, READS, entry_of
 from loopq.systems import SYSTEMS
@@ -185,9 +186,9 @@ def test_systems_and_formats_unknown_to_an_engine_are_refused():
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run huginn: no support is known"):
         check_engine("llama.cpp", "gguf", plain, "huginn")
     with pytest.raises(
-        CheckpointError, match=r"vllm reads native, compressed-tensors, gptq, modelopt, not marlin"
+        CheckpointError, match=r"vllm reads native, compressed-tensors, gptq, modelopt, not gguf"
     ):
-        check_engine("vllm", "marlin", plain, None)
+        check_engine("vllm", "gguf", plain, None)
 
 
 def test_the_tables_name_known_systems_engines_and_formats():
@@ -226,20 +227,20 @@ def test_a_model_without_a_type_is_opened_by_no_engine():
         readers("compressed-tensors", layers(mlp__down_proj={}), "generic", {})
 
 
-def test_a_format_that_no_engine_opens_is_refused():
-    wide = np.zeros((256, 128), np.float32)
-    plain = {"a.weight": models.rounded("a.weight", wide, bits=4, group_size=128)}
+def test_a_format_that_no_engine_opens_is_refused(monkeypatch):
+    monkeypatch.setitem(FORMATS._entries, "mine", FORMATS.get("gptq"))
+    plain = layers(mlp__down_proj={})
     with pytest.raises(
-        CheckpointError, match="no engine reads marlin of this model right: none opens the format"
+        CheckpointError, match="no engine reads mine of this model right: none opens the format"
     ):
-        readers("marlin", plain, "generic", {"model_type": "llama"})
+        readers("mine", plain, "generic", {"model_type": "llama"})
 
 
 def test_embedded_models_are_loopqs_own():
     plain = layers(mlp__down_proj={})
     assert readers("native", plain, "parcae", {}) == ()
     embedded = {"model_type": "loopq-zoo-parcae"}
-    assert readers("gptq", plain, "parcae", embedded) == readers("marlin", plain, "parcae", embedded) == ()
+    assert readers("gptq", plain, "parcae", embedded) == readers("modelopt", plain, "parcae", embedded) == ()
     with pytest.raises(CheckpointError, match=r"vllm does not run huginn \(loopq-zoo-huginn\): no support"):
         check_engine("vllm", "native", plain, "huginn", {"model_type": "loopq-zoo-huginn"})
     # loopq does not read GGUF.

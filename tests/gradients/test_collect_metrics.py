@@ -172,8 +172,8 @@ def test_other_steps_and_other_draws_have_other_metrics(tiny, tokens, monkeypatc
     alone, its_sums = prepared(tiny, tokens.take(0, 3), metric_draws=3, steps="1:")
     expected = alone.solve_from(its_sums)
     assert all(by_case["1:", 3][n].same_as(x) for n, x in expected.items())
-    # Bits, damping and step weights do not matter here, so a second run collects nothing.
-    run.solve_from(sums, asked(metric_draws=2, bits=2, damping=0.1, step_weights="balanced"))
+    # Bits and damping do not matter here, so a second run collects nothing.
+    run.solve_from(sums, asked(metric_draws=2, bits=2, damping=0.1))
     assert len(seen) == (1 + 3) * (4 + 1)
 
 

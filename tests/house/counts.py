@@ -98,6 +98,24 @@ def graph_of(package: str, of: Iterable[Module]) -> Graph:
     return graph
 
 
+def options_handed_on(of: Iterable[Module]) -> list[str]:
+    """Functions that take a whole command line, and fields that keep one, apart from a command's `run` and readers.
+
+    A reader is the `of` of a dataclass, a function that `of` calls, or the `asked` of a hook.
+    """
+    beyond = []
+    for module in of:
+        taking = [f for f in module.functions() if "argparse.Namespace" in ast.unparse(f.args)]
+        calls = (c.func for f in taking if f.name == "of" for c in ast.walk(f) if isinstance(c, ast.Call))
+        readers = {"run", "of", "asked", *(c.id for c in calls if isinstance(c, ast.Name))}
+        beyond += [f"{module.name}.{f.name}" for f in taking if f.name not in readers]
+        for cls in module.classes():
+            fields = [ast.unparse(node.annotation) for node in cls.body if isinstance(node, ast.AnnAssign)]
+            kept = any("argparse.Namespace" in text.replace("[[argparse.Namespace", "") for text in fields)
+            beyond += [f"{module.name}.{cls.name}"] if kept else []
+    return beyond
+
+
 @cache
 def import_graph() -> Graph:
     """The same for loopq."""
@@ -142,7 +160,7 @@ def units() -> dict[str, str]:
     """Modules that a registry finds, with the registry's name: they lie in its package, or in a room's package of
     that name, and register."""
     packages: dict[str, set[str]] = {}
-    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
+    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*[,)]"
     for module in modules():
         for registry, package in re.findall(pattern, module.text, re.MULTILINE):
             # A guest that adds to another one's registry has its package at the same place below its own folder.

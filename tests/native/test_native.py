@@ -56,6 +56,29 @@ def test_golden_packing() -> None:
     assert np.array_equal(words.ravel().view(np.uint32), np.array(golden["marlin"]["words"], np.uint32))
 
 
+@pytest.mark.parametrize(("k", "n", "groups"), [(128, 256, 1), (256, 256, 2), (512, 768, 4), (384, 512, 1)])
+def test_marlin_follows_the_closed_formulas(k: int, n: int, groups: int) -> None:
+    """Those of docs/formats/packing.md, entry by entry."""
+    rng = np.random.default_rng(k)
+    codes, scales = rng.integers(0, 16, (n, k)).astype(np.uint8), rng.random((n, groups)).astype(np.float32)
+    rows, columns = np.meshgrid(np.arange(n), np.arange(k), indexing="ij")
+    word = (columns >> 4) * 2 * n + (rows >> 6) * 128 + (4 * (rows & 7) + ((columns & 7) >> 1)) * 4
+    word += (rows >> 4) & 3
+    nibble = 2 * ((rows >> 3) & 1) + ((columns >> 3) & 1) + 4 * (columns & 1)
+    words = np.zeros(k // 16 * 2 * n, np.uint32)
+    np.bitwise_or.at(words, word.ravel(), (codes.astype(np.uint32) << (4 * nibble).astype(np.uint32)).ravel())
+    out = np.arange(n)
+    place = (out & ~31) + 8 * ((out & 7) >> 1) + 2 * ((out & 31) >> 3) + (out & 1)
+    if groups > 1:
+        place = (out & ~63) + 8 * (out & 7) + ((out & 63) >> 3)
+    packed, stored = _native.marlin_pack(codes, scales)
+    assert np.array_equal(packed.view(np.uint32), words.reshape(k // 16, 2 * n))
+    assert np.array_equal(stored[:, place], scales.T)
+    again = _native.marlin_unpack(packed, stored)
+    assert np.array_equal(again[0], codes.astype(np.int16) - 8)
+    assert np.array_equal(again[1], scales)
+
+
 def test_golden_hessian() -> None:
     golden = json.loads((GOLDEN / "hessian.json").read_text())
     rows = (np.array(golden["rows"]) / golden["denominator"]).astype(np.float32)

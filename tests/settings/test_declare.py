@@ -243,9 +243,9 @@ def test_unknown_names_and_what_would_not_be_read_are_refused():
     ]:
         with pytest.raises(ConfigError, match=f"^{match}"):
             settings.changed(**changes)
-    config = QuantConfig(overrides=(Override("a*", {"method": "awq", "damping": 0.1}),))
+    config = QuantConfig(overrides=(Override("a*", {"method": "rtn", "damping": 0.1}),))
     with pytest.raises(
-        ConfigError, match=r"override 'a\*', layer abc: damping goes with .*; method awq would not read it"
+        ConfigError, match=r"override 'a\*', layer abc: damping goes with .*; method rtn would not read it"
     ):
         config.for_layer("abc")
 
@@ -402,7 +402,7 @@ def test_unused_settings_are_refused_in_options_and_overrides():
         ConfigError, match="metric goes with method gptq-cd or trellis; method gptq would not read it"
     ):
         quant_config(parser().parse_args([*base, "--method", "gptq", "--metric", "loop"]))
-    config = quant_config(parser().parse_args([*base, "--method", "awq", "--layer", "a*=>damping=0.1"]))
+    config = quant_config(parser().parse_args([*base, "--method", "rtn", "--layer", "a*=>damping=0.1"]))
     with pytest.raises(ConfigError, match=r"override 'a\*', layer abc: damping goes with method gptq"):
         config.for_layer("abc")
 

@@ -111,14 +111,12 @@ def checkpoints(base: Path) -> list[Target]:
     zeros = checkpoint(
         layer(8, 32, 4, 16, False, name="x.0.a.weight"), layer(8, 32, 8, -1, False, name="x.0.b.weight")
     )
-    wide = checkpoint(layer(256, 128, 4, -1, name="x.0.a.weight"))
     kinds = [
         ("native", whole, "native", None),
         ("ct", grids, "compressed-tensors", "split"),
         ("ct-bare", zeros, "compressed-tensors", None),
         ("gptq", grids, "gptq", "keep"),
         ("gptq-bare", zeros, "gptq_v2", None),
-        ("marlin", wide, "marlin", None),
         ("shards", checkpoint(plain), "gptq", None),
     ]
     for name, model, kind, ragged in kinds:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import benches.zoo.models
+from loopq.models.classes import Findings
 from loopq.models.load import LoadedModel, describe, encode_bytes
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import Batch, LoopedSystem
@@ -72,7 +73,7 @@ def as_loaded(system: LoopedSystem, **findings: Any) -> LoadedModel:
         config={},
         folder=None,
         side_files={},
-        report=describe(system.model, "tiny", "registered", **findings),
+        report=describe(system.model, "tiny", "registered", Findings(**findings)),
     )
 
 

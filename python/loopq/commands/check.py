@@ -14,7 +14,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.needs import needs, systems
 from loopq.commands.options import add_execution, execution
 from loopq.commands.plan import DryRun
-from loopq.commands.source import add_source, load
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.models.check import check_model
 from loopq.models.load import LoadedModel
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--plan: name a folder with the model's config.json; its weights need not be there"
             )
-        return _plan(DryRun.of(args))
+        return _plan(DryRun.of(ModelOptions.of(args), execution(args)))
     if args.model is None and args.python is None:
         return _list(as_json=args.json)
     lines = [] if args.model is None else needs(args.model)
@@ -75,7 +75,8 @@ class _Check:
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Check:
         """Read the options and load the model."""
-        return cls(load(args), args.n_steps, execution(args).seed, args.json)
+        source = ModelOptions.of(args)
+        return cls(source.load(), source.depth, execution(args).seed, args.json)
 
     def check(self) -> int:
         """Print the verdicts."""

@@ -29,7 +29,7 @@ from loopq.commands.options import (
     whole,
 )
 from loopq.commands.output import print_dump
-from loopq.commands.source import add_source, load
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.models.depths import at_depths
 from loopq.models.load import LoadedModel
@@ -135,7 +135,8 @@ class _Collect:
         """Check the options and load."""
         _check(args, ranks)
         settings = given(args, LayerConfig)
-        loaded, depth = at_depths(load(args), args.n_steps)
+        source = ModelOptions.of(args)
+        loaded, depth = at_depths(source.load(), source.n_steps)
         tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
         sums = _SumsKept(
             settings.get("steps"),

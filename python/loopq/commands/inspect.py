@@ -11,7 +11,7 @@ from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.commands.settable import shown
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, UnknownNameError
 from loopq.formats import hf_folder, native
 from loopq.formats.base import Format
 from loopq.formats.convert import format_of
@@ -71,9 +71,11 @@ def _format(path: Path) -> Format:
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:
-    """The settings of the run, one line per group. `--json` prints all of them."""
+    """The settings of the run, one line per group. `--json` prints all of them.
+
+    A method that is not installed made the same codes, so the rest of the checkpoint is shown.
+    """
     try:
-        asked = QuantConfig.from_json(settings["quantization"])
         calibration = settings["calibration"]
         depths = settings.get("depths") or [settings["n_steps"]]
         summary = (
@@ -81,6 +83,9 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
             f"calibrated on {calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of "
             f"{calibration['source']}"
         )
+        asked = QuantConfig.from_json(settings["quantization"])
+    except UnknownNameError as cause:
+        return f"{summary}\nsettings are shown by --json only: {cause}"
     except (ConfigError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
     layer, run = asked.layer.flat(), asked.flat()

@@ -125,12 +125,6 @@ def depths(text: str) -> int | tuple[int, ...]:
     return values[0] if len(values) == 1 else values
 
 
-def each_depth(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The same options once for each depth."""
-    several = args.n_steps if isinstance(args.n_steps, tuple) else (args.n_steps,)
-    return [argparse.Namespace(**{**vars(args), "n_steps": n}) for n in several]
-
-
 def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
     """Return the given options of a settings type by flat name."""
     return {name: getattr(args, name) for name in leaves(kind) if hasattr(args, name)}
@@ -238,15 +232,15 @@ def quant_config(
     return config.changed(**given(args, QuantConfig))
 
 
-def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
-    """Set depth, seed and share of random tokens from the checkpoint given by ``--like``.
-
-    Values given as options stay.
+def adopt_like(args: argparse.Namespace) -> tuple[argparse.Namespace, QuantConfig | None]:
+    """Take what the options leave open from the checkpoint given by ``--like``.
 
     Returns
     -------
-    QuantConfig or None
-        Settings of the checkpoint. None without the option.
+    options : Namespace
+        With the checkpoint's depth, seed and share of random tokens where the command line gives none.
+    config : QuantConfig or None
+        Settings of the checkpoint. None without ``--like``.
 
     Raises
     ------
@@ -254,17 +248,17 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
         If the checkpoint holds no settings of a run.
     """
     if args.like is None:
-        return None
+        return args, None
     settings = settings_of(args.like)
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: no settings of a run in it; name a checkpoint of loopq")
+    taken = {"seed": settings["seed"]} | vars(args)
     if args.n_steps is None:
-        args.n_steps = tuple(settings.get("depths", ())) or settings["n_steps"]
-    args.seed = getattr(args, "seed", settings["seed"])
+        taken["n_steps"] = tuple(settings.get("depths", ())) or settings["n_steps"]
     share = settings["calibration"].get("random_tokens", 0.0)
     if share != RANDOM_TOKENS:
-        args.random_tokens = getattr(args, "random_tokens", share)
-    return QuantConfig.from_json(settings["quantization"])
+        taken.setdefault("random_tokens", share)
+    return argparse.Namespace(**taken), QuantConfig.from_json(settings["quantization"])
 
 
 def add_execution(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
@@ -321,7 +315,7 @@ def add_format(
         default=default,
         choices=format_names(),
         help="format of the output" + (" (default %(default)s)" if default else ""),
-    )
+    ).removed = FORMATS.removed  # type: ignore[attr-defined]
     readers: dict[Option, list[str]] = {}
     for name, target in FORMATS:
         for option in target.options:

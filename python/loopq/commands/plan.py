@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import CALIBRATION_PROMPTS, Take, calibration_tokens
-from loopq.commands.options import calibration_take, execution, take, whole
+from loopq.calibrate.prompts import CALIBRATION_PROMPTS, CalibrationTake, Take, calibration_tokens
+from loopq.commands.options import whole
 from loopq.commands.output import divergence
-from loopq.commands.source import load, load_source
+from loopq.commands.source import ModelOptions
 from loopq.layers.grid import BITS
 from loopq.models.build import build_shape
 from loopq.models.depths import Depths, at_depths
@@ -59,15 +59,18 @@ class DryRun:
     execution: Execution
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> DryRun:
+    def of(cls, source: ModelOptions, execution: Execution) -> DryRun:
         """Build a folder's model from config.json alone. Other models are loaded."""
-        if args.model is not None and (Path(args.model) / "config.json").is_file():
-            system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
+        how = source.loading
+        if source.model is not None and (Path(source.model) / "config.json").is_file():
+            system = build_shape(
+                Path(source.model), how["system"], trust_remote_code=how["trust_remote_code"]
+            )
         else:
-            system = load(args).system
-        if isinstance(args.n_steps, tuple):
-            return cls(Depths(system, args.n_steps), None, execution(args))
-        return cls(system, args.n_steps, execution(args))
+            system = source.load().system
+        if isinstance(source.n_steps, tuple):
+            return cls(Depths(system, source.n_steps), None, execution)
+        return cls(system, source.n_steps, execution)
 
     def forecasts(self, configs: Sequence[QuantConfig], asked: Take) -> list[Forecast]:
         """Forecast the cost of quantizations. Prompts count by their number and length."""
@@ -114,15 +117,22 @@ class GridTable:
     execution: Execution
 
     @classmethod
-    def of(cls, args: argparse.Namespace, config: QuantConfig) -> GridTable:
-        """Read the options and load."""
-        loaded, depth = at_depths(load_source(args), args.n_steps)
-        tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
+    def of(
+        cls,
+        source: ModelOptions,
+        calibration: str | None,
+        take: CalibrationTake,
+        config: QuantConfig,
+        bits: tuple[int, ...],
+        execution: Execution,
+    ) -> GridTable:
+        """Load the model and its prompts."""
+        loaded, depth = at_depths(source.load_source(), source.n_steps)
+        tokens = calibration_tokens(loaded, calibration, take)
         # No random tokens are put into the held prompts.
-        plain = calibration_tokens(
-            loaded, args.calibration, take(args).changed(n_prompts=sum(divide(tokens)))
-        )
-        return cls(loaded, depth, tokens, plain, config, args.table, execution(args))
+        held = take.changed(n_prompts=sum(divide(tokens)), random_tokens=0.0)
+        plain = calibration_tokens(loaded, calibration, held)
+        return cls(loaded, depth, tokens, plain, config, bits, execution)
 
     def print(self) -> int:
         """Print the size of the model on each grid, and its KL on calibration prompts that are held back."""

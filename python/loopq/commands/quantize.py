@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import loopq
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.commands import COMMANDS, Command, hooks
 from loopq.commands.evaluate import measure, print_measured
-from loopq.commands.hooks import Finished, HeldOut, Quantized
+from loopq.commands.hooks import Finished, Quantized
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -24,18 +23,16 @@ from loopq.commands.options import (
     add_text,
     adopt_like,
     calibration_take,
-    each_depth,
     execution,
     format_options,
     gate_options,
-    given,
     quant_config,
     ranks_of_environment,
     take,
 )
 from loopq.commands.output import print_checkpoint, whole
 from loopq.commands.plan import DryRun, GridTable, dry_run, several_bits
-from loopq.commands.source import add_source, load_source, source_words
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import LoopqError
 from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
@@ -68,7 +65,7 @@ _RARE = (
     (
         "evaluate",
         "FILE",
-        "measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
+        "measure the result on this held-out text (-: the one that ships with loopq)",
     ),
 )
 
@@ -110,85 +107,77 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize and print a table of the layers."""
-    if args.out is None:
-        target = quantized_format(args.format)
-        config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
-        return _instead(args, config)
-    job = _Command.of(args)
+    """Quantize and print a table of the layers, or what `--dry-run` or `--table` ask for instead."""
+    asked = _Options.of(args)
+    if args.dry_run:
+        return dry_run(DryRun.of(asked.source, asked.execution), asked.config, asked.take)
+    if args.table:
+        table = GridTable.of(
+            asked.source, asked.calibration, asked.take, asked.config, args.table, asked.execution
+        )
+        return table.print()
+    job = _Job.of(asked)
     ranks, shown = ranks_of_environment()
     # The measured card belongs to the output: a run that is killed before it has not ended.
-    with kept(job.out) if job.text is not None and ranks is None else contextlib.nullcontext():
+    with kept(asked.out) if job.text is not None and ranks is None else contextlib.nullcontext():
         with shown as progress:
             result, lines = job.quantize(progress, ranks)
         if ranks is not None and ranks.rank > 0:
             return 0
-        print_checkpoint(result, str(job.out) if job.target.own else None)
+        print_checkpoint(result, str(asked.out) if asked.target.own else None)
         print("".join(f"{line}\n" for line in lines), end="")
-        rounds = job.target.holds_tables and job.config.outside is None and job.config.fit is None
-        print(whole(job.out, result, rounds_outside=rounds))
+        rounds = asked.target.holds_tables and asked.config.outside is None and asked.config.fit is None
+        print(whole(asked.out, result, rounds_outside=rounds))
         finished = job.finished(result)
-        lines = [write(finished) for write in job.pages]
+        lines = [write(finished) for write in asked.pages]
         print("".join(f"{line}\n" for line in lines if line), end="")
-    if job.is_plain:
+    if asked.is_plain:
         print(_HINT, file=sys.stderr)
     return 0
 
 
-def _instead(args: argparse.Namespace, config: QuantConfig) -> int:
-    """Print what `--dry-run` or `--table` asks for instead of an output."""
-    if args.dry_run:
-        return dry_run(DryRun.of(args), config, calibration_take(args))
-    return GridTable.of(args, config).print()
-
-
 @dataclass(frozen=True)
-class _Command:
-    """A checked command with its model and prompts.
+class _Options:
+    """Checked options. `text` is the file of `--evaluate`, `pages` what the hooks of guests write."""
 
-    `depths` has the options once for each depth; the last depth is that of the card and the page. `text` has the
-    held-out prompts of `--evaluate`, `pages` what the hooks of guests write.
-    """
-
-    depths: list[argparse.Namespace]
-    n_steps: Any
+    source: ModelOptions
+    out: Path
+    config: QuantConfig
+    calibration: str | None
+    take: CalibrationTake
+    execution: Execution
     target: Format
     options: FormatOptions
-    config: QuantConfig
-    loaded: LoadedModel
-    tokens: TokenSet
-    text: TokenSet | None
-    pages: list[Callable[[Finished], str]]
+    gate: Gate
+    keep: Sequence[str]
+    text: str | None
+    text_take: Take
+    pages: Sequence[Callable[[Finished], str]]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> _Command:
-        """Check the options and load. Invalid input is rejected first, because loading a large model takes minutes."""
+    def of(cls, args: argparse.Namespace) -> _Options:
+        """Read and check the options."""
         target = quantized_format(args.format)
         options = target.taken(format_options(args))
-        check_out(Path(args.out))
-        config = quant_config(args, adopt_like(args)).for_format(target.own, target.outside)
-        pages = hooks.asked(args, "quantize")
-        loaded = load_source(args)
-        n_steps, depths = args.n_steps, each_depth(args)
-        gate = Gate(**gate_options(args))
-        refuse_early(loaded, config, args.format, depths[-1].n_steps, gate, options)
-        tokens = calibration_tokens(
-            loaded, args.calibration, calibration_take(args), matters=config.reads_text
+        if args.out is not None:
+            check_out(Path(args.out))
+        args, base = adopt_like(args)
+        config = quant_config(args, base).for_format(target.own, target.outside)
+        return cls(
+            pages=hooks.asked(args, "quantize"),
+            source=ModelOptions.of(args),
+            out=Path(args.out or ""),
+            config=config,
+            calibration=args.calibration,
+            take=calibration_take(args),
+            execution=execution(args),
+            target=target,
+            options=options,
+            gate=Gate(**gate_options(args)),
+            keep=args.keep,
+            text=args.evaluate,
+            text_take=take(args),
         )
-        text = None
-        if args.evaluate:
-            text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
-        return cls(depths, n_steps, target, options, config, loaded, tokens, text, pages)
-
-    @property
-    def args(self) -> argparse.Namespace:
-        """Options at the last depth."""
-        return self.depths[-1]
-
-    @property
-    def out(self) -> Path:
-        """Place of the output."""
-        return Path(self.args.out)
 
     @property
     def is_plain(self) -> bool:
@@ -197,6 +186,27 @@ class _Command:
         plain = LayerConfig.of(bits=grid.bits, group_size=grid.group_size, levels=grid.levels)
         return self.config.layer == plain and self.config.fit is None
 
+
+@dataclass(frozen=True)
+class _Job:
+    """A command with its model and prompts. `text` has the held-out prompts of `--evaluate`."""
+
+    asked: _Options
+    loaded: LoadedModel
+    tokens: TokenSet
+    text: TokenSet | None
+
+    @classmethod
+    def of(cls, asked: _Options) -> _Job:
+        """Load. Invalid input is rejected first, because a run takes long."""
+        loaded, config = asked.source.load_source(), asked.config
+        refuse_early(loaded, config, asked.target.name, asked.source.depth, asked.gate, asked.options)
+        tokens = calibration_tokens(loaded, asked.calibration, asked.take, matters=config.reads_text)
+        text = None
+        if asked.text is not None:
+            text = evaluation_tokens(loaded, None if asked.text == "-" else asked.text, asked.text_take)
+        return cls(asked, loaded, tokens, text)
+
     def quantize(self, progress: Progress, ranks: Ranks | None) -> tuple[Checkpoint, list[str]]:
         """Quantize and write the output. Return the checkpoint and what its format reports."""
         lines: list[str] = []
@@ -204,28 +214,28 @@ class _Command:
         def write(checkpoint: Checkpoint) -> None:
             lines.extend(self._export(checkpoint).lines())
 
+        asked = self.asked
         result = loopq.quantize(
             self.loaded,
             self.tokens,
-            self.config,
-            out=self.out,
-            n_steps=self.n_steps,
-            write=None if self.target.own else write,
-            progress=progress,
+            asked.config,
+            out=asked.out,
+            n_steps=asked.source.n_steps,
+            write=None if asked.target.own else write,
             ranks=ranks,
-            keep=self.args.keep,
-            **given(self.args, Execution),
+            keep=asked.keep,
+            **asked.execution.changed(progress=progress).flat(),
         )
         return result, lines
 
     def _export(self, checkpoint: Checkpoint) -> Exported:
-        args, gate = self.args, Gate(**gate_options(self.args))
-        proof = Proof(trust_remote_code=args.trust_remote_code)
+        asked = self.asked
+        proof = Proof(trust_remote_code=asked.source.loading["trust_remote_code"])
         try:
-            return exported(checkpoint, self.out, args.format, gate, proof, self.options)
+            return exported(checkpoint, asked.out, asked.target.name, asked.gate, proof, asked.options)
         except LoopqError:
             print(
-                f"{work_folder(self.out)}: what was solved is kept here: the same command with another --format goes "
+                f"{work_folder(asked.out)}: what was solved is kept here: the same command with another --format goes "
                 "on from it",
                 file=sys.stderr,
             )
@@ -233,22 +243,19 @@ class _Command:
 
     def finished(self, result: Checkpoint) -> Finished:
         """Print measurements at every depth, if they are asked for. Return what hooks need, of the last depth."""
-        args, measured = self.args, None
+        asked, measured = self.asked, None
         if self.text is not None:
-            checkpoints = {str(self.out): read_any(self.out) if self.target.reads else result}
-            for one in self.depths:
-                summaries, said = measure(one, self.loaded, checkpoints, self.text)
-                print_measured(summaries, said)
-            measured = HeldOut(self.text, summaries, said)
+            checkpoints = {str(asked.out): read_any(asked.out) if asked.target.reads else result}
+            for depth in asked.source.depths:
+                measured = measure(self.loaded, checkpoints, self.text, depth, asked.execution)
+                print_measured(measured.summaries, measured.about)
         return Finished(
-            source_words(args),
-            str(args.model or args.python),
+            asked.source,
             self.loaded,
-            {str(self.out): result},
-            args.n_steps,
-            execution(args),
+            {str(asked.out): result},
+            asked.execution,
             measured,
-            Quantized(self.config, self.tokens, None if self.target.one_file else self.out),
+            Quantized(asked.config, self.tokens, None if asked.target.one_file else asked.out),
         )
 
 

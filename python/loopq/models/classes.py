@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,20 @@ if TYPE_CHECKING:
 MOST = 10_000  # Building 2^40 layers would never end.
 _COUNT = re.compile(r"^(n|num)_.*(layer|block|expert)")
 _CLASSES: dict[str, ModelClass] = {}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Differences from the checkpoint, for the load report. Fields are those of `loopq.models.load.LoadReport`."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def noted(self, *notes: str) -> Findings:
+        """Add notes. Empty ones are left out."""
+        return dataclasses.replace(self, notes=(*self.notes, *filter(None, notes)))
 
 
 def register_model(
@@ -86,15 +102,15 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
 
 def load_registered(
     folder: Path, config: Mapping[str, Any], model_class: ModelClass, allow_pickle: bool
-) -> tuple[nn.Module, Object]:
+) -> tuple[nn.Module, Findings]:
     """Build a registered model and fill it from the files beside its ``config.json``.
 
     Returns
     -------
     model : nn.Module
         On the CPU.
-    findings : dict
-        "missing" and "unexpected" of the load report.
+    found : Findings
+        Missing and unexpected tensors.
 
     Raises
     ------
@@ -113,7 +129,7 @@ def load_registered(
     # The file stores a tied parameter under one of its names.
     filled = {id(state[name]) for name in tensors if name in state}
     missing = [name for name in missing if id(state[name]) not in filled]
-    return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
+    return model, Findings(tuple(sorted(missing)), tuple(sorted(unexpected)))
 
 
 def _check_size(folder: Path, config: Mapping[str, Any], model_class: ModelClass, tensors: Tensors) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
+from loopq.models.classes import Findings
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, load_model, to_device
 from loopq.models.plain import plain
 from loopq.models.systems.generic import Generic
@@ -63,7 +64,7 @@ def wrap(
         config={},
         folder=None,
         side_files={},
-        report=describe(system.model, type(system.model).__name__, "module", notes=notes),
+        report=describe(system.model, type(system.model).__name__, "module", Findings(notes=notes)),
     )
 
 

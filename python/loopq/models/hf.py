@@ -15,13 +15,14 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
 from loopq.models.blank import blank, building, drawn
 from loopq.models.buffers import repair_buffers
+from loopq.models.classes import Findings
 from loopq.models.files import find_names
 from loopq.models.precision import hold
 from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
 from loopq.storage.files import check_size
 from loopq.storage.model_files import types_of
-from loopq.storage.schema import Object, shown
+from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -114,14 +115,13 @@ class Loading:
     memory: int | None = None
 
 
-def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Object]:
+def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Findings]:
     """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns
     -------
     model : nn.Module
-    findings : dict
-        "missing", "unexpected", "repaired" and "notes" of the load report.
+    found : Findings
     """
     quantization = config.get(hf_folder.KEY)
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == hf_folder.METHOD:
@@ -134,19 +134,19 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
     side_files(folder)
     check_remote_code(config, source, how.trust_remote_code)
     if not _fits(folder, config, how):
-        model = _streamed(folder, config, how)
-        return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
+        note = "weights do not fit in memory: a layer's are read for each of its visits"
+        return _streamed(folder, config, how), Findings(notes=(note,))
     model, info = _pretrained(folder, config, source, how)
-    findings = {
-        "missing": _names(info, "missing_keys"),
-        "unexpected": _names(info, "unexpected_keys"),
-        "repaired": repair_buffers(model),
-        "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
-    }
+    found = Findings(
+        _names(info, "missing_keys"),
+        _names(info, "unexpected_keys"),
+        repair_buffers(model),
+        (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
+    )
     stored = hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else {}
     find_names(model, stored)
     hold(model, types_of(stored))
-    return model, findings
+    return model, found
 
 
 def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:

@@ -117,17 +117,18 @@ class QuantConfig(Settings):
     def for_format(self, native: bool, outside: Any = None) -> QuantConfig:
         """Return the settings of a format where they are left to it.
 
-        Unless loopq's own format is written, levels that are "auto" become even, and method "awq" becomes "awq-fold".
-        `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by
-        itself.
+        Unless loopq's own format is written, levels that are "auto" become even, and a method may name another in its
+        place. `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit`
+        chooses by itself.
         """
         if native:
             return self
 
-        instead = {("levels", AUTO): "even", ("method", "awq"): "awq-fold"}
-
         def held(changes: Mapping[str, Any]) -> dict[str, Any]:
-            return {k: instead.get((k, v), v) if isinstance(v, str) else v for k, v in changes.items()}
+            method = changes.get("method")
+            other = QUANTIZERS.get(method).in_other_formats if isinstance(method, str) else ""
+            even = {"levels": "even"} if changes.get("levels") == AUTO else {}
+            return {**changes, **even, **({"method": other} if other else {})}
 
         overrides = tuple(Override(o.pattern, held(o.changes)) for o in self.overrides)
         layer = self.layer.changed(**held(self.layer.flat()))

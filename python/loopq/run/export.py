@@ -22,7 +22,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
 from loopq.models.restore import load_checkpoint
-from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
+from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, divided, refuse_outside
 from loopq.run.gate import Asked, Expectation, Gate, Proof
@@ -46,7 +46,8 @@ _OPEN: Mapping[str, Callable[[str | Path], Any]] = {
     "dump": ObservedDump,
 }
 
-
+#: Type of the transforms that a layer before may take.
+_SCALE = "channel_scale"
 #: Errors of a checkpoint whose model cannot be built or run here.
 _NO_LOGITS = (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError)
 
@@ -99,8 +100,8 @@ def export(
         Name in `loopq.formats.FORMATS`.
     **options
         Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
-        "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
-        compressed-tensors, gptq, gptq_v2 and marlin. "names" ("published") joins matrices as the published files of
+        "seq_len", "trust_remote_code"). "ragged" ("keep" or "split") handles a shorter last group in
+        compressed-tensors, gptq and gptq_v2. "names" ("published") joins matrices as the published files of
         HRM-Text do, for vLLM and SGLang. "remote_code" puts a file beside a ``looped:`` checkpoint with
         which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
         for gguf. "steps" selects the steps of imatrix.
@@ -233,10 +234,12 @@ class LogitsCheck:
 def folded(
     checkpoint: Checkpoint, loaded: LoadedModel | None = None, *, trust_remote_code: bool = False
 ) -> Checkpoint:
-    """Return a checkpoint whose AWQ scales are in the layers before. The same object without any scale.
+    """Return a checkpoint whose channel scales are in the layers before. The same object without any scale.
 
     Raises
     ------
+    ConfigError
+        No guest brings the folding.
     CheckpointError
         A scale has no place, or does not fold exactly. The message names the layer.
     """
@@ -245,6 +248,7 @@ def folded(
         return checkpoint
     loaded = loaded or load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
     folds = _folds(loaded, names, checkpoint.settings.get("n_steps"))
+    fold = FOLDINGS.get(_SCALE).fold
     layers, dense = fold(checkpoint.layers, checkpoint.dense, folds, loaded.system.model)
     return dataclasses.replace(checkpoint, layers=layers, dense=dense)
 
@@ -255,7 +259,7 @@ def _folds(loaded: LoadedModel, names: Collection[str], n_steps: int | None) -> 
     depth = system.check_depth(n_steps or system.n_steps)
     owners = {p.name: p.owners for p in system.shared_parameters(depth) if p.name in names}
     batch = _random_batch(loaded, 1, system.prompt_length if isinstance(system, FixedLength) else 8)
-    return find_folds(system.model, owners, lambda: system.rollout(batch, depth))
+    return FOLDINGS.get(_SCALE).find(system.model, owners, lambda: system.rollout(batch, depth))
 
 
 def quantized_format(format_name: str) -> Format:
@@ -290,8 +294,8 @@ def refuse_early(
 
     Notes
     -----
-    One row represents each layer. In GPTQ, Marlin and bfloat16 of GGUF the scales' values decide whether their type
-    fits. This is known only after the run.
+    One row represents each layer. In GPTQ and bfloat16 of GGUF the scales' values decide whether their type fits.
+    This is known only after the run.
     """
     target, gate = quantized_format(format_name), gate or Gate()
     options = options or target.values()
@@ -313,8 +317,9 @@ def refuse_early(
         loaded.side_files,
     )
     target.refuse(planned, options)
-    if not target.own:
-        refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
+    scaled = {t.name for t in tasks if t.config.method.folds}
+    if scaled and not target.own:
+        FOLDINGS.get(_SCALE).refuse_unlike(_folds(loaded, scaled, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
     gate.readers(format_name, layers, system.name, loaded.side_files, options, dense)
 

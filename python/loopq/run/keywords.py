@@ -107,7 +107,7 @@ class GenerateKeywords(TypedDict, total=False):
 class ExportKeywords(TypedDict, total=False):
     """Keywords of `export`."""
 
-    ragged: Literal["keep", "split", "pad"] | None
+    ragged: Literal["keep", "split"] | None
     remote_code: str | None
     names: Literal["published"] | None
     vocabulary: str | None

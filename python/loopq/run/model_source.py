@@ -141,8 +141,8 @@ class ModelSource(Source):
         plan = choose_metric(plan, self.job)
         summary = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
         self.execution.progress.note(f"{summary}: {self.estimate(plan)}")
-        if any(t.config.method.folds for t in plan.tasks):
-            self.execution.progress.note("awq-fold: layers of one input share a scale of powers of two")
+        for method in sorted({t.config.method.name for t in plan.tasks if t.config.method.folds}):
+            self.execution.progress.note(f"{method}: layers of one input share a transform")
         tell_left(plan, self.job, self.weights)
         return plan
 

@@ -1,4 +1,4 @@
-"""Every set of weights, KL against bytes, the prompts that changed most."""
+"""Every set of weights, KL against bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from loopq.analysis.report import alternatives as alternatives_module
-from loopq.analysis.report.alternatives import alternatives, changed_prompts, comparison, facts
+from loopq.analysis.report.alternatives import _ticks, alternatives, comparison, facts
 from tests.analysis.report.conftest import measured, summary
 
 
@@ -18,6 +17,11 @@ def test_every_set_of_weights_has_a_row_and_a_point():
     # The longest bar is the largest KL.
     assert re.findall(r"width:([\d.]+)%", text) == ["0.0", "100.0", "25.0"]
     assert text.count("<circle") == 2
+
+
+def test_one_point_is_no_plot():
+    for summaries in ([summary("Q", 0.02)], [summary("Q", 0.02), summary("unknown", 0.1, None)]):
+        assert "<circle" not in alternatives(measured(*summaries))
 
 
 def test_facts_are_of_one_set_of_weights():
@@ -37,29 +41,9 @@ def test_hidden_states_have_no_kl():
     assert "cosine" in text
 
 
-def test_the_prompt_of_largest_kl_is_first_and_shortened():
-    text = changed_prompts(measured(summary("Q4", 0.005)))
-    assert text.index("the second &amp; more") < text.index("xxx") < text.index("the first")
-    assert "x" * 161 not in text
-    assert text.count('class="bar"') == 3
-
-
-def test_prompts_of_several_sets_of_weights_are_side_by_side():
-    other = summary("other", 1.0, kl_by_prompt=[0.0, 0.0, 3.0])
-    text = changed_prompts(measured(summary("Q4", 0.005), other))
-    assert "<th scope=col class=number>Q4</th><th scope=col class=number>other</th>" in text
-    assert text.index("xxx") < text.index("the second")
-    assert 'class="bar"' not in text
-
-
-def test_one_point_is_no_plot():
-    for summaries in ([summary("Q", 0.02)], [summary("Q", 0.02), summary("unknown", 0.1, None)]):
-        assert "<circle" not in alternatives(measured(*summaries))
-
-
 def test_weights_that_overflow_are_shown_as_such():
     data = measured(summary("broken", float("nan"), kl_95=None), summary("Q", 0.1), summary("Q2", 0.2))
-    text = alternatives(data) + changed_prompts(data)
+    text = alternatives(data)
     assert "nan</td>" in text
     assert "nan%" not in text
     assert text.count("<circle") == 2
@@ -106,27 +90,14 @@ def test_facts_compare_with_full_precision():
     assert "all weights" not in facts(measured(summary("Q", 0.02, None)))
 
 
-def test_own_rows_are_marked_and_missing_numbers_are_dashes():
-    rows = [summary("ours 1", 0.5), summary("theirs", 1.0, None, kl_95=None, bits_per_byte=None)]
-    first, second = comparison("t", rows, "ours").split("<tbody>")[1].split("</tr>")[:2]
-    assert "<th scope=row class=ours>ours 1</th>" in first
-    assert 'class="plot ours"' in first
+def test_missing_numbers_are_dashes():
+    rows = [summary("one", 0.5), summary("other", 1.0, None, kl_95=None, bits_per_byte=None)]
+    first, second = comparison("t", rows).split("<tbody>")[1].split("</tr>")[:2]
     assert "width:50.0%" in first
     assert ">1.00 kB</td>" in first
-    assert "ours" not in second
     assert second.count(">-</td>") == 3
     plain = comparison("t", [summary("a", 0.5, kl_95=None)])
     assert "interval" not in plain
-
-
-def test_eight_prompts_are_shown_the_worst_first():
-    data = measured(summary("Q", 1.0, kl_by_prompt=[i / 10 for i in range(10)]))
-    data["prompts"] = [f"prompt {i}" for i in range(10)]
-    text = changed_prompts(data)
-    assert re.findall(r"<th scope=row class=quote>prompt (\d)</th>", text) == list("98765432")
-    assert "8 of 10 prompts" in text
-    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", text)]
-    assert widths == pytest.approx([100 * i / 9 for i in range(9, 1, -1)], abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +113,4 @@ def test_eight_prompts_are_shown_the_worst_first():
     ],
 )
 def test_ticks_are_round_and_reach_the_largest(most, ticks):
-    assert alternatives_module._ticks(most) == pytest.approx(ticks)
-
-
-def test_prompts_are_scored_relative_to_a_checkpoints_mean():
-    big = summary("big", 10.0, kl_by_prompt=[12.0, 9.0, 9.0])
-    small = summary("small", 0.1, kl_by_prompt=[0.1, 0.05, 0.15])
-    html = changed_prompts(measured(big, small))
-    # 1.2 + 1, 0.9 + 0.5 and 0.9 + 1.5 of the means.
-    assert re.findall(r'class=number data-sort="(\d)\.0">\d</td>', html) == ["2", "0", "1"]
-    assert "3 of 3 prompts" in html
-    assert ">second &amp; more<" not in html
-    assert ">the second &amp; more<" in html
-    assert f">{'x' * 160}<" in html
+    assert _ticks(most) == pytest.approx(ticks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,22 @@ from loopq.analysis.diagnosis import exposure, rollouts
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.rollouts import run_variants
 from loopq.analysis.diagnosis.weights import rounded
+from loopq.evaluation.metric import Metric
 from loopq.layers.grid import PER_CHANNEL
+from loopq.paper import results
 from loopq.paper.bench import Bench
-from loopq.paper.compared import ALL, RTN
+from loopq.paper.compared import ALL, FULL, ONE, RTN
 from loopq.paper.models import open_source
 from loopq.paper.planted import plant
-from loopq.paper.tables import components, feedback
+from loopq.paper.tables import benchmarks, components, feedback
 from loopq.paper.tables.depth_curve import depth_curve, show
 from loopq.paper.tables.rank_survey import layer_class, rank_survey
+from loopq.paper.tasks import Scores
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
 from loopq.systems.declare import parameter_of
+from loopq.terminal.progress import Silent
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 from tests.support.paper import SMALL, bench, save
 
@@ -211,3 +217,56 @@ def test_a_model_without_tokens_is_refused(huginn: Bench, monkeypatch: pytest.Mo
     assert feedback.refuses(huginn) is None
     monkeypatch.setattr(type(huginn.system), "output", "hidden")
     assert "no logits" in str(feedback.refuses(huginn))
+
+
+# The table of benchmarks.
+
+
+@pytest.mark.slow
+def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, lines in {
+        "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,
+        **dict.fromkeys(
+            ("arc/arc_easy_test.jsonl", "arc/arc_challenge_test.jsonl"),
+            [{"query": "Question: Two?", "choices": ["one", "two"], "gold": 1}] * 2,
+        ),
+    }.items():
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "hellaswag").mkdir()
+    with lzma.open(tmp_path / "hellaswag" / "hellaswag_val.jsonl.xz", "wt") as out:
+        out.write(json.dumps({"query": "He", "choices": ["runs.", "is a"], "gold": 0}))
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was a long day . \n")
+    one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1, batch_size=4))
+    monkeypatch.setattr(benchmarks, "CAN", -1.0)
+    scored = []
+    plain = benchmarks.score
+    monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
+    measured = results.make("benchmarks", [one], tmp_path / "work", Silent())
+    assert not measured.refused
+    rows = measured.shown.tables[0].rows
+    assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
+    assert len(measured.shown.claims) == 10
+    # Of a run that was killed every variant's score on a task is there already.
+    assert len(scored) == 5 * 5
+    assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
+
+
+def test_every_variant_is_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lambada").mkdir()
+    lines = [json.dumps({"text": f"The sun went down behind hill {number}"}) for number in range(5)]
+    (tmp_path / "lambada" / "lambada_test.jsonl").write_text("\n".join(lines))
+    scored = []
+
+    def score(loaded: Any, task: str, items: Any, *_: Any, **__: Any) -> Scores:
+        scored.append([item.choices for item in items])
+        return Scores((Metric("acc", np.arange(len(items)) % 2.0),), 0)
+
+    monkeypatch.setattr(benchmarks, "score", score)
+    monkeypatch.setattr(Bench, "solve", lambda self, config: {})
+    one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1))
+    found = benchmarks.measure(one, ("lambada",))["variants"]
+    assert list(found) == [FULL, RTN, ONE, ALL, components.TURNED]
+    assert scored == [[("0",), ("1",), ("2",)]] * 5
+    assert found[ALL] == {"lambada": {"values": [0.0, 1.0, 0.0], "sizes": None}}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from loopq.analysis.diagnosis.weights import quantizable
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import Bench
-from loopq.paper.run import Made
+from loopq.paper.results import Made
 from loopq.paper.shown import TABLES
 from loopq.terminal.progress import Silent
 from tests.support.marks import slow_unless
@@ -48,5 +48,5 @@ def test_it_is_measured_shown_and_resumed(name: str, huginn: Bench, tmp_path: Pa
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_without_it_is_refused_with_the_reason(name: str, huginn: Bench, tmp_path: Path) -> None:
-    refused = run.make(name, [huginn], tmp_path, Silent()).refused
+    refused = results.make(name, [huginn], tmp_path, Silent()).refused
     assert REFUSED[name] in refused["huginn_small"]

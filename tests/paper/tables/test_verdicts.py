@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import lzma
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from loopq.paper import run
-from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, FULL, ONE, RTN
-from loopq.paper.models import open_source
 from loopq.paper.tables import awq, benchmarks, closed_loop, horizon
 from loopq.paper.tables.bits_per_byte import show
 from loopq.paper.tables.horizon import horizons
 from loopq.paper.tables.step_window import late_step_wins
-from loopq.settings.execution import Execution
-from loopq.terminal.progress import Silent
-from tests.support.paper import SMALL, found
+from tests.support.paper import found
 
 # Table 13: calibration step of GPTQ and AWQ.
 
@@ -77,37 +69,6 @@ def test_a_loop_meets_models_of_one_step_in_as_many_bytes() -> None:
 
 
 # The table of benchmarks.
-
-
-@pytest.mark.slow
-def test_tasks_are_scored_on_the_same_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, lines in {
-        "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,
-        **dict.fromkeys(
-            ("arc/arc_easy_test.jsonl", "arc/arc_challenge_test.jsonl"),
-            [{"query": "Question: Two?", "choices": ["one", "two"], "gold": 1}] * 2,
-        ),
-    }.items():
-        (tmp_path / place).parent.mkdir(exist_ok=True)
-        (tmp_path / place).write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "hellaswag").mkdir()
-    with lzma.open(tmp_path / "hellaswag" / "hellaswag_val.jsonl.xz", "wt") as out:
-        out.write(json.dumps({"query": "He", "choices": ["runs.", "is a"], "gold": 0}))
-    (tmp_path / "wikitext2").mkdir()
-    (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was a long day . \n")
-    one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1, batch_size=4))
-    monkeypatch.setattr(benchmarks, "CAN", -1.0)
-    scored = []
-    plain = benchmarks.score
-    monkeypatch.setattr(benchmarks, "score", lambda *a, **k: scored.append(a[1]) or plain(*a, **k))
-    measured = run.make("benchmarks", [one], tmp_path / "work", Silent())
-    assert not measured.refused
-    rows = measured.shown.tables[0].rows
-    assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
-    assert len(measured.shown.claims) == 10
-    # Of a run that was killed every variant's score on a task is there already.
-    assert len(scored) == 5 * 5
-    assert one.once("huginn_small lambada 0", lambda: pytest.fail("scored again"))["sizes"] is None
 
 
 @pytest.mark.parametrize(("articles", "better", "holds"), [(6, 1.0, True), (2, 1.0, None), (6, 1e-5, None)])

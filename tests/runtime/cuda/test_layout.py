@@ -1,4 +1,4 @@
-"""The packed layout: formulas of kernels/README.md against the vectorised packer, and from Marlin."""
+"""The packed layout: formulas of kernels/README.md against the vectorised packer."""
 
 from __future__ import annotations
 

@@ -47,15 +47,15 @@ def section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}\n</section>'
 
 
-def paragraph(text: str, css: str = "") -> str:
+def paragraph(text: str) -> str:
     """Return a paragraph of plain text."""
-    return f'<p class="{css}">{html.escape(text)}</p>' if css else f"<p>{html.escape(text)}</p>"
+    return f"<p>{html.escape(text)}</p>"
 
 
-def listed(items: Iterable[str], css: str = "") -> str:
+def listed(items: Iterable[str]) -> str:
     """Return a list of plain sentences."""
     body = "".join(f"<li>{html.escape(item)}</li>" for item in items)
-    return f'<ul class="{css}">{body}</ul>'
+    return f"<ul>{body}</ul>"
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def number(value: float | None, spec: str = ",.3g") -> Cell:
     return Cell(format(value, spec), "number", repr(float(value)))
 
 
-def bar(share: float, css: str = "") -> Cell:
+def bar(share: float) -> Cell:
     """Return a cell with a bar of a share of its width. A share that is not finite has no bar."""
     if not math.isfinite(share):
         return Cell("", "plot", "")
     width = f"{100 * min(share, 1.0):.1f}%"
-    return Cell(f'<div class="bar" style="width:{width}"></div>', f"plot {css}".strip(), repr(share))
+    return Cell(f'<div class="bar" style="width:{width}"></div>', "plot", repr(share))
 
 
 def table(

@@ -9,7 +9,7 @@ from pathlib import Path
 from loopq.commands import COMMANDS, Command
 from loopq.commands.hooks import SPEEDS
 from loopq.commands.options import add_settings, given
-from loopq.commands.source import add_source, load_any
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.models.load import LoadedModel
@@ -51,9 +51,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
-    loaded = _open(args)
+    source = ModelOptions.of(args)
+    loaded = _open(source, dense=args.dense, int8=args.int8)
     prompt = _standard_input() if args.prompt == "-" else args.prompt
-    text = Continuation(loaded, prompt, args.n_steps, settings)
+    text = Continuation(loaded, prompt, source.depth, settings)
     decoder, n_prompt = text.decoder, len(text.prompt)
     _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {_way(decoder)}")
     for piece in text:
@@ -89,12 +90,12 @@ def _standard_input() -> str:
     return prompt
 
 
-def _open(args: argparse.Namespace) -> LoadedModel:
+def _open(source: ModelOptions, *, dense: bool, int8: bool) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
-    if (args.dense or args.int8) and not (args.model and is_checkpoint(Path(args.model))):
-        option = "--dense" if args.dense else "--int8"
-        raise ConfigError(f"{option}: {args.model} is not a quantized checkpoint; leave the option away")
-    return load_any(args, quantized=not args.dense, activations="int8" if args.int8 else "float")
+    if (dense or int8) and not (source.model and is_checkpoint(Path(source.model))):
+        option = "--dense" if dense else "--int8"
+        raise ConfigError(f"{option}: {source.name} is not a quantized checkpoint; leave the option away")
+    return source.load_any(quantized=not dense, activations="int8" if int8 else "float")
 
 
 def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:

@@ -27,7 +27,7 @@ def test_sections_are_those_of_what_is_known(everything, no_figures):
         "diagnosis": {"where", "loop", "again"},
         "weights": {"weights"},
         "errors": {"where"},
-        "measured": {"cost", "prompts"},
+        "measured": {"cost"},
     }
     for known, there in sections.items():
         text = page.render(**{known: everything[known]})
@@ -39,7 +39,6 @@ def test_sections_are_those_of_what_is_known(everything, no_figures):
         "weights",
         "where",
         "cost",
-        "prompts",
         "loop",
         "again",
     ]

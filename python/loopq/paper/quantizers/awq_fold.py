@@ -20,8 +20,9 @@ from loopq.errors import CheckpointError
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import ChannelScale
+from loopq.paper.quantizers.awq import AWQ, channel_scale
 from loopq.quantizers import QUANTIZERS, Problem
-from loopq.quantizers.awq import AWQ, channel_scale
+from loopq.quantizers.folding import FOLDINGS, Folding, Folds
 from loopq.quantizers.task import Task
 from loopq.storage.files import RawTensor, float_to_raw
 from loopq.storage.names import names_of
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     #: Identity of a tensor's values while it is alive: views of all of them have the same.
     Key: TypeAlias = tuple[int, int, int]
 
-#: Modules that take scales, by name, and the layers whose scale each of them takes.
-Folds: TypeAlias = Mapping[str, Sequence[str]]
 _AGAIN = "Quantize with --method awq-fold"
 
 
@@ -51,6 +50,7 @@ class FoldedAWQ(AWQ):
 
     transforms: ClassVar[bool] = False
     folds: ClassVar[bool] = True
+    in_other_formats: ClassVar[str] = ""
 
     def scale(self, magnitude: NDArray[np.float64], power: float) -> ChannelScale:
         """Return the scale of a power, rounded to powers of two."""
@@ -374,3 +374,6 @@ def _refuse(name: str, why: str, instead: str = "") -> NoReturn:
     raise CheckpointError(
         f"layer {name}: its AWQ scale does not fold: {why}. {instead}, or keep loopq's own format"
     )
+
+
+FOLDINGS.register("channel_scale")(Folding(find_folds, refuse_unlike, fold))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loopq.calibrate.plbert import data_folder, load_plbert, phonemes
 from loopq.errors import ConfigError, DumpError
+from loopq.paper.plbert import data_folder, load_plbert, phonemes
 from loopq.storage.files import MAX_SIZE
 
 
@@ -64,7 +64,7 @@ def test_a_file_of_any_size_is_refused_unread(tmp_path: Path, name: str) -> None
 
 
 def test_weights_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopq.calibrate.plbert.MAX_SIZE", 1000)
+    monkeypatch.setattr("loopq.paper.plbert.MAX_SIZE", 1000)
     _packed(tmp_path, bytes(10_000))
     with pytest.raises(DumpError, match=r"model\.safetensors\.xz: more than 1000 bytes, unpacked"):
         load_plbert(tmp_path)

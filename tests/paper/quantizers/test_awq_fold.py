@@ -15,8 +15,8 @@ from loopq.errors import CheckpointError
 from loopq.layers.grids import even
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
+from loopq.paper.quantizers.awq_fold import find_folds, fold
 from loopq.quantizers import Problem
-from loopq.quantizers.awq_fold import find_folds, fold
 from loopq.quantizers.config import LayerConfig, quantize_all
 from loopq.storage.model_files import model_tensors, to_torch
 from tests.support.problems import solve

@@ -12,7 +12,7 @@ import pytest
 
 from loopq.errors import ConfigError
 from loopq.evaluation.stats import Interval
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, bars, curves, table
 from loopq.paper.shown import Claim, PaperTable, Shown
@@ -36,7 +36,7 @@ def test_a_model_has_the_tables_that_it_can_have(kind: str, tmp_path: Path) -> N
     changes: dict[str, Any] = {"coconut": {"vocab_size": 259}}.get(kind, {})
     one = bench(save(tmp_path / kind, kind, **changes))
     names = ("rank", "depth-curve", "components", "mamba", "horizon", "algorithm")
-    by_name = {name: run.make(name, [one], None, Silent()) for name in names}
+    by_name = {name: results.make(name, [one], None, Silent()) for name in names}
     refused = {name for name, m in by_name.items() if m.refused}
     # One step is no evidence about loops: of such a model there is the scan alone.
     expected = {"components", "mamba"} if kind in ("ouro", "coconut") else set(names)
@@ -57,7 +57,7 @@ def test_one_model_that_fails_does_not_stop_the_others(
         return plain(self, variants)
 
     monkeypatch.setattr(Bench, "measure", measure)
-    measured = run.make("bits-per-byte", [bad, good], None, Silent())
+    measured = results.make("bits-per-byte", [bad, good], None, Silent())
     assert measured.refused == {"bad": "no"}
     assert [f["model"] for f in measured.found] == ["good"]
 
@@ -66,18 +66,18 @@ def test_scores_of_all_tables_are_one_family_and_few_units_none() -> None:
     def score(p: float, n: int = 500) -> Claim:
         return Claim("m", "t", "f", Interval(0.2, 0.1, 0.3, 0.95, "test", n), p=p)
 
-    def table(*claims: Claim) -> run.Made:
-        return run.Made(
+    def table(*claims: Claim) -> results.Made:
+        return results.Made(
             "rank", PaperTable((), "", "", None, lambda founds: Shown([])), (), {}, Shown([], claims)
         )
 
     plain = dataclasses.replace(score(0.0), p=None)
     few = dataclasses.replace(plain, interval=dataclasses.replace(plain.interval, n=4))
-    made = run.judged([table(score(0.02), plain, score(0.5, 499)), table(few, score(0.03), score(0.001))])
+    made = results.judged([table(score(0.02), plain, score(0.5, 499)), table(few, score(0.03), score(0.001))])
     # Holm: three times the least, twice the next, and no less for the last.
     assert [[c.p for c in m.shown.claims] for m in made] == [[0.04, None], [0.04, pytest.approx(0.003)]]
     assert [[c.verdict for c in m.shown.claims] for m in made] == [["holds"] * 2] * 2
-    (alone,) = run.judged([table(plain)])
+    (alone,) = results.judged([table(plain)])
     assert alone.shown.claims == [plain]
 
 
@@ -102,7 +102,7 @@ def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
         ],
     )
     entry = PaperTable(("Table 1",), "Title", "What it showed.", None, lambda founds: shown)
-    page = run.write([run.Made("rank", entry, (), {}, shown)], tmp_path)
+    page = results.write([results.Made("rank", entry, (), {}, shown)], tmp_path)
     assert page.read_text("utf-8").count(f">{text}<") == 1
     sizes = set()
     with opened(tmp_path / "profile") as browser:
@@ -120,4 +120,4 @@ def test_figures_of_many_models_can_be_read(tmp_path: Path) -> None:
 
 def test_nothing_made_is_nothing_to_write(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no table was made"):
-        run.write([], tmp_path)
+        results.write([], tmp_path)

@@ -40,6 +40,7 @@ class AWQ(Method):
     """
 
     transforms: ClassVar[bool] = True
+    in_other_formats: ClassVar[str] = "awq-fold"
     scale_search: ScaleSearch = setting("mse")
 
     def scale(self, magnitude: NDArray[np.float64], power: float) -> ChannelScale:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError, SolveError
-from loopq.quantizers.awq import channel_scale
+from loopq.paper.quantizers.awq import channel_scale
 from tests.support.problems import solve
 
 

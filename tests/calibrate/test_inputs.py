@@ -13,6 +13,7 @@ from loopq.storage import journal
 from loopq.storage.folders import INPUTS
 from tests.support.kills import Kill
 from tests.support.looped import save_dense
+from tests.support.marks import slow_unless
 from tests.support.python_models import MODULE
 from tests.support.runs import digest
 
@@ -82,7 +83,11 @@ def room(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("case", CASES)
+#: One of each way to a digest: a file of the model, a version, code, the text.
+QUICK_CASES = ("activation", "loopq", "helper", "python", "text")
+
+
+@pytest.mark.parametrize("case", slow_unless(QUICK_CASES.__contains__, CASES))
 def test_a_run_starts_again_after_a_changed_input(room, command, monkeypatch, case):
     model, change, name = CASES[case]
     register = ("--register", room / "registered.py") if case in ("register", "helper") else ()

@@ -103,17 +103,6 @@ def test_inspect_explains_each_format(tmp_path):
             assert inspect_any(tmp_path / form)["exported_by_loopq"] is None
 
 
-def test_folders_that_are_no_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match=r"neither loopq\.json nor config\.json"):
-        read_any(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="a model that is not quantized"):
-        read_any(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
-        read_any(tmp_path)
-
-
 def test_folders_that_are_no_checkpoint_say_why(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"no checkpoint: neither loopq\.json nor config\.json is there"
@@ -122,7 +111,10 @@ def test_folders_that_are_no_checkpoint_say_why(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert not convert.is_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"a model that is not quantized"):
-        convert.format_of(tmp_path)
+        read_any(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
+        read_any(tmp_path)
     entries = {"quant_method": "odd", "format": "older", "checkpoint_format": "newer"}
     for name in ("newer", "older", None):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entries}))

@@ -140,17 +140,11 @@ def test_reports_are_a_line_for_each_layer(tmp_path):
     [
         (lambda d: d["layers"].append(d["layers"][0]), "layers: a name stands twice"),
         (lambda d: d["files"].append(d["files"][0]), "files: a name stands twice"),
-        (
-            lambda d: d.update(files=[f for f in d["files"] if f["file"] != "report.jsonl"]),
-            "must be among them",
-        ),
-        (
-            lambda d: d.update(files=[f for f in d["files"] if f["file"] != "model.safetensors"]),
-            "must be among them",
-        ),
+        (lambda d: d.update(files=[f for f in d["files"] if f["file"] != "report.jsonl"]), "must be among them"),
+        (lambda d: d.update(files=[f for f in d["files"] if f["file"] != "model.safetensors"]), "must be among them"),
         (lambda d: d.update(format="other"), "its format is not 'loopq-checkpoint'"),
     ],
-)
+)  # fmt: skip
 def test_an_index_that_contradicts_itself_is_refused(tmp_path, change, match):
     NATIVE.write(tmp_path / "q", made())
     reseal(tmp_path / "q" / "loopq.json", change)

@@ -32,30 +32,25 @@ def layers(**grids):
 ODD = {
     "vllm 3-bit": ("vllm", "gptq", {"mlp__down_proj": {"bits": 3}}, "GPTQ of 2 or 3 bits"),
     "vllm siblings": (
-        "vllm",
-        "compressed-tensors",
+        "vllm", "compressed-tensors",
         {"mlp__gate_proj": {}, "mlp__up_proj": {"bits": 8}},
         "q, k and v, or gate and up, of unlike bits",
     ),
     "sglang dense sibling": ("sglang", "gptq", {"self_attn__q_proj": {}}, "some of them dense"),
     "transformers mixed": (
-        "transformers",
-        "compressed-tensors",
+        "transformers", "compressed-tensors",
         {"a": {}, "b": {"symmetric": False}},
         "symmetric and asymmetric layers in one file",
     ),
     "transformers asymmetric": (
-        "transformers",
-        "compressed-tensors",
-        {"a": {"symmetric": False}},
-        "asymmetric layers",
+        "transformers", "compressed-tensors", {"a": {"symmetric": False}}, "asymmetric layers",
     ),
     "optimum mixed": ("transformers", "gptq", {"a": {}, "b": {"bits": 8}}, "optimum knows one setting"),
     "optimum groups": ("transformers", "gptq", {"a": {"group_size": 16}}, "not 32, 64, 128 or 256"),
     "3 bits, odd outputs": ("gptqmodel", "gptq", {"a": {"bits": 3, "rows": 20}}, "no multiple of 32"),
     "experts in loopq's plugin": ("vllm", "native", {"experts__0__up": {"bits": 2}}, "experts in codes"),
     "small groups": ("gptqmodel", "gptq_v2", {"a": {"group_size": 8}}, "groups of fewer than 16"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from loopq.systems.base import Batch
 from loopq.systems.coconut import wrap_gpt2
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build, prompts
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config.update(changes)
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 @pytest.mark.parametrize(

@@ -13,24 +13,12 @@ from loopq.quantizers.config import LayerConfig, Override
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("bits", 5),
-        ("bits", 16),
-        ("bits", 4.0),
-        ("bits", True),
-        ("group_size", 0),
-        ("group_size", -2),
-        ("group_size", 64.0),
-        ("damping", -0.1),
-        ("damping", float("nan")),
-        ("scales", "best"),
-        ("scale_search", "l1"),
-        ("scale_dtype", "int8"),
-        ("precision", "float16"),
-        ("block_size", 0),
-        ("step_weights", "mean"),
-        ("rotation", "hadamrd"),
+        ("bits", 5), ("bits", 16), ("bits", 4.0), ("bits", True), ("group_size", 0), ("group_size", -2),
+        ("group_size", 64.0), ("damping", -0.1), ("damping", float("nan")), ("scales", "best"),
+        ("scale_search", "l1"), ("scale_dtype", "int8"), ("precision", "float16"), ("block_size", 0),
+        ("step_weights", "mean"), ("rotation", "hadamrd"),
     ],
-)
+)  # fmt: skip
 def test_layer_config_refuses(field, value):
     with pytest.raises(ConfigError, match=rf"^{field}"):
         LayerConfig.of(**{field: value})

@@ -287,20 +287,14 @@ def test_plain_data_gives_the_settings_back(config):
 @pytest.mark.parametrize(
     ("annotation", "text", "value"),
     [
-        (int, "-12", -12),
-        (float, "1e-3", 1e-3),
-        (str, "none", "none"),
-        (bool, "true", True),
-        (bool, "false", False),
-        (int | None, "none", None),
-        (int | None, "null", None),
-        (int | None, "3", 3),
+        (int, "-12", -12), (float, "1e-3", 1e-3), (str, "none", "none"), (bool, "true", True), (bool, "false", False),
+        (int | None, "none", None), (int | None, "null", None), (int | None, "3", 3),
         (tuple[int, ...], "2, 4", (2, 4)),
         (Literal[2, 3], "3", 3),
         (Literal["a", "b"], "b", "b"),
         (Literal["a", "b"], "c", "c"),
     ],
-)
+)  # fmt: skip
 def test_values_are_read_from_text(annotation, text, value):
     parsed = parse_text(annotation, text)
     assert parsed == value
@@ -309,16 +303,8 @@ def test_values_are_read_from_text(annotation, text, value):
 
 @pytest.mark.parametrize(
     ("annotation", "text"),
-    [
-        (int, "1.5"),
-        (int, "1_000"),
-        (int, "9" * 19),
-        (int, ""),
-        (float, "x"),
-        (bool, "1"),
-        (tuple[int, ...], "2,"),
-    ],
-)
+    [(int, "1.5"), (int, "1_000"), (int, "9" * 19), (int, ""), (float, "x"), (bool, "1"), (tuple[int, ...], "2,")],
+)  # fmt: skip
 def test_other_texts_are_no_such_value(annotation, text):
     with pytest.raises(ValueError):
         parse_text(annotation, text)

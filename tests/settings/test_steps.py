@@ -11,16 +11,10 @@ from loopq.settings.steps import WEIGHTINGS, Calibration, parse_steps, weigher_o
 @pytest.mark.parametrize(
     ("spec", "steps"),
     [
-        ("all", [0, 1, 2, 3]),
-        ("first", [0]),
-        ("0:2", [0, 1]),
-        (":2", [0, 1]),
-        ("1:", [1, 2, 3]),
-        ("3", [3]),
-        ("0,2:4", [0, 2, 3]),
-        ("2,0", [0, 2]),
+        ("all", [0, 1, 2, 3]), ("first", [0]), ("0:2", [0, 1]), (":2", [0, 1]), ("1:", [1, 2, 3]), ("3", [3]),
+        ("0,2:4", [0, 2, 3]), ("2,0", [0, 2]),
     ],
-)
+)  # fmt: skip
 def test_parse_steps(spec, steps):
     assert parse_steps(spec, 4) == steps
 

@@ -113,16 +113,8 @@ def test_a_table_with_a_name_can_be_sorted():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0.5, "50"),
-        (0.0995, "10"),
-        (0.0994, "9.9"),
-        (0.001, "0.1"),
-        (0.000995, "0.1"),
-        (0.0009, "0.09"),
-        (1.0, "100"),
-    ],
-)
+    [(0.5, "50"), (0.0995, "10"), (0.0994, "9.9"), (0.001, "0.1"), (0.000995, "0.1"), (0.0009, "0.09"), (1.0, "100")],
+)  # fmt: skip
 def test_percent_has_four_characters_at_most(value, text):
     assert markup.percent(value) == text
 

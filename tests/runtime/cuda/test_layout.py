@@ -88,12 +88,6 @@ def test_the_core_packs_like_the_twin(strips: int, steps: int, threads: int, see
     np.testing.assert_array_equal(_native.w4_pack((codes + 8).astype(np.uint8)), packed)
 
 
-@pytest.mark.parametrize(("out_features", "in_features"), [(16, 32), (16, 64), (48, 96), (64, 128)])
-def test_the_core_follows_the_formula(out_features: int, in_features: int) -> None:
-    codes = random_codes(out_features, in_features)
-    np.testing.assert_array_equal(_native.w4_pack(codes), pack_by_formula(codes))
-
-
 @pytest.mark.parametrize("in_features", [5280, 10560, 17920])
 def test_the_core_packs_huginns_widths(in_features: int) -> None:
     codes = random_codes(48, in_features, in_features)

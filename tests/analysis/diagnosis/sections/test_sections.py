@@ -96,3 +96,11 @@ def test_unknown_sections_are_refused():
         survey.diagnose(Context(LinearSystem(LinearLoop()), tokens(), 2), only=["rank"])
     with pytest.raises(ConfigError, match="n_prompts must be at least 1"):
         DiagnoseConfig(n_prompts=0)
+
+
+def test_the_data_of_small_sections(whole):
+    sections = whole[0]["sections"]
+    assert [row["group_size"] for row in sections["groups"]["rows"]] == list(QUICK.group_sizes)
+    # Parts are rounded per channel and in groups.
+    assert list(sections["injection"]) == ["per channel", "grouped"]
+    assert len({frozenset(rows) for rows in sections["injection"].values()}) == 1

@@ -1,11 +1,14 @@
 """The paper's sections in a diagnosis: they run beside those of the product, and say what they cannot have."""
 
+import dataclasses
 import json
+
+import pytest
 
 from loopq.analysis.diagnosis import survey
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
-from loopq.analysis.diagnosis.sections import in_order
+from loopq.analysis.diagnosis.sections import SECTIONS, in_order
 from loopq.settings.execution import Execution
 from tests.support.diagnosed import OURS, Notes
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
@@ -40,6 +43,20 @@ def test_all_sections_run_after_the_products_and_give_plain_json():
     assert estimate["jacobian"]["seconds"] > 0
 
 
+#: What the page reads of each section.
+READ = {
+    "bypass": {"bypass_agreement", "rows", "settings"},
+    "displacement": {"layers", "settings"},
+    "jacobian": {"acceptance", "prompts", "settings", "states"},
+    "perturbation": {"locations", "norm", "rows"},
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_its_data_has_what_the_page_reads(diagnosis, name):
+    assert set(diagnosis["sections"][name]) == READ[name]
+
+
 def test_systems_without_steps_say_what_is_missing():
     diagnosis = survey.diagnose(
         Context(
@@ -52,3 +69,22 @@ def test_systems_without_steps_say_what_is_missing():
     assert "single-step function" in reasons["jacobian"]
     assert "Jacobian" in reasons["jacobian"]
     assert "identity path" in reasons["perturbation"]
+
+
+def test_the_spectral_radius_is_printed_with_its_acceptance(saved_model, command, monkeypatch):
+    """The numbers themselves are those of `test_spectral`; here they are made up."""
+    maps = {name: {"radius": {"estimate": value}} for name, value in (("reference", 0.9), ("changed", 0.8))}
+    result = {
+        "acceptance": {"n_accepted": 5, "n_maps": 6, "largest_residual": 2e-5, "largest_disagreement": 3e-4},
+        "states": {"plain": {"maps": maps, "n_accepted": 1, "n_prompts": 2}},
+    }
+    section = dataclasses.replace(SECTIONS.get("jacobian"), run=lambda context: result)
+    monkeypatch.setitem(SECTIONS._entries, "jacobian", section)
+    code, text, err = command(
+        "diagnose", saved_model, "--only", "jacobian", "--n-prompts", 2, "--seq-len", 24
+    )
+    assert code == 0, err
+    assert (
+        "spectral radius of a step: 5 of 6 maps meet the acceptance rules; mean 0.900, rounded 0.800 on 1 of 2 "
+        "prompts; largest relative residual 2.0e-05, largest disagreement of two starts 3.0e-04"
+    ) in text.splitlines()

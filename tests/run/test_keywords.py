@@ -42,7 +42,7 @@ def test_keywords_are_those_that_the_functions_take():
         (keywords.QuantizeKeywords, run | how | prompts | set(Gate().flat()) | set(Opening().flat())),
         (keywords.SolveKeywords, run | how),
         (keywords.MeasureKeywords, set(Take().flat()) | how | set(Opening().flat())),
-        (keywords.GenerateKeywords, set(Generation().flat())),
+        (keywords.GenerateKeywords, set(Generation().flat()) | set(Opening().flat())),
     ):
         assert set(get_type_hints(kind)) == taken
 

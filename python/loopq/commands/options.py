@@ -321,7 +321,6 @@ def add_format(parser: argparse.ArgumentParser, *, quantized: bool = False) -> N
         help="format of the output, in place of the one that --for decides; then --for only refuses, before the work, "
         "what that program cannot run",
     )
-    form.rare = quantized  # type: ignore[attr-defined]
     form.removed = FORMATS.removed  # type: ignore[attr-defined]
     readers: dict[Option, list[str]] = {}
     for name, target in FORMATS:
@@ -334,22 +333,21 @@ def add_format(parser: argparse.ArgumentParser, *, quantized: bool = False) -> N
             f"--{option.name.replace('_', '-')}",
             **({"action": "store_const", "const": True} if option.flag else takes),
             help=f"for {', '.join(names)}: {option.help}",
-        ).rare = quantized  # type: ignore[attr-defined]
+        )
     parser.set_defaults(format_options=[option.name for option in readers])
 
 
-def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
+def add_gate(parser: argparse.ArgumentParser) -> None:
     """Add what decides whether a file is written, and which engines read it afterwards."""
-    force = parser.add_argument(
+    parser.add_argument(
         "--force", action="store_true", help="write such a file all the same, and say so in it"
     )
-    verify = parser.add_argument(
+    parser.add_argument(
         "--verify",
         choices=("yes", "no"),
         default="yes",
         help="let every installed engine load the file and compare its logits (default %(default)s)",
     )
-    force.rare = verify.rare = rare  # type: ignore[attr-defined]
 
 
 def gate_options(args: argparse.Namespace) -> Mapping[str, Any]:

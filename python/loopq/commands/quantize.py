@@ -54,6 +54,7 @@ from loopq.terminal.progress import Progress
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:
   loopq quantize MODEL --out DIR                   INT4, groups of 128
+  loopq quantize MODEL --out DIR --for vllm        the same for vLLM: compressed-tensors, even levels
   loopq quantize MODEL --out DIR --preset best     more accurate, slower
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
   loopq quantize MODEL --out DIR --fit 12GB        grids that fit a size
@@ -63,6 +64,11 @@ _EXAMPLES = """examples:
 docs/comparison.md has measured comparisons"""
 
 
+#: What the short help shows; its examples show more.
+_COMMON = (
+    "model", "out", "engine", "preset", "bits", "group_size", "calibration", "n_prompts", "seq_len", "n_steps",
+    "help_all", "help",
+)  # fmt: skip
 _RARE = (
     ("like", "DIR", "take the settings of that checkpoint, its depth and its seed; options change them"),
     (
@@ -77,36 +83,36 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     result = parser.add_mutually_exclusive_group(required=True)
     result.add_argument("--out", metavar="DIR", help="new folder for the checkpoint; for gguf a new file")
-    # The short help has them among its examples.
-    dry = result.add_argument(
+    result.add_argument(
         "--dry-run",
         action="store_true",
         help="print memory and time instead, for a folder from config.json alone; --memory then limits everything, the "
         "model included",
     )
-    grids = result.add_argument(
+    result.add_argument(
         "--table",
         type=several_bits,
         metavar="2,3,4",
         help="print size and estimated KL for each of these bits instead, from one collection",
     )
-    dry.rare = grids.rare = True  # type: ignore[attr-defined]
+    add_format(parser, quantized=True)
     for name, metavar, text in _RARE:
-        parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="PATTERN",
         help="leave these tensors of the model's files bit for bit as they are; repeatable",
-    ).rare = True  # type: ignore[attr-defined]
+    )
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser, several=True)
-    add_format(parser, quantized=True)
-    add_gate(parser, rare=True)
+    add_gate(parser)
     hooks.add_hooks(parser, "quantize")
     add_execution(parser)
+    for action in parser._actions:
+        action.rare = action.dest not in _COMMON  # type: ignore[attr-defined]
 
 
 def run(args: argparse.Namespace) -> int:

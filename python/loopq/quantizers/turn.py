@@ -26,7 +26,7 @@ WORTH = 1.0
 def compared(damping: Damping, plain: Problem, turned: Problem) -> tuple[bool, dict[str, Any]]:
     """Return whether the rotated problem has the lower loss, and the ratio of both losses for the report.
 
-    The ratio is None if the rotated problem cannot be solved.
+    The ratio is None if nothing is lost in the plain basis, or the rotated problem cannot be solved.
 
     Parameters
     ----------
@@ -38,8 +38,10 @@ def compared(damping: Damping, plain: Problem, turned: Problem) -> tuple[bool, d
     if plain.hessian is None:
         return False, {}
     before = _loss(damping, plain)
+    if before == 0:
+        return False, {"rotated_loss": None}
     try:
-        ratio = _loss(damping, turned) / before if before > 0 else 1.0
+        ratio = _loss(damping, turned) / before
     except SolveError:
         # Gradients are summed in single precision. In few layers a rotation gathers its errors in one column, where
         # they exceed the damping.

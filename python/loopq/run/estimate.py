@@ -315,7 +315,7 @@ def timed_rollout(job: Collection, seconds: float) -> float:
     batch = next(job.tokens.batches(job.execution.batch_size if seconds < _LONG else 1, job.execution.seed))
     # A number of the result waits for the device.
     taken = _fastest(lambda: float(system.rollout(batch, n_steps).flatten()[0]), 1, system.device)
-    return taken / batch.input_ids.numel()
+    return taken / int(batch.input_ids.numel())
 
 
 def timed_gradient(job: Collection, tasks: Sequence[Task]) -> float:

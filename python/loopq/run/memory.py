@@ -45,10 +45,10 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
 def activation_bytes(plan: Plan, job: Collection) -> int:
     """Bytes of the activations of a batch's rollout, or of a prompt's rollout with its graph for gradients."""
     tokens, model, execution = job.tokens, job.system.model, job.execution
-    longest = max(s.size for s in tokens.sequences)
-    size = max(p.element_size() for p in model.parameters())
+    longest = max(int(s.size) for s in tokens.sequences)
+    size = max(int(p.element_size()) for p in model.parameters())
     # Logits and their copies in single precision. Without a head this is a layer's output.
-    wide = max((p.shape[0] for p in model.parameters() if p.ndim == 2), default=0)
+    wide = max((int(p.shape[0]) for p in model.parameters() if p.ndim == 2), default=0)
     # Rows of incomplete blocks wait for the next batch.
     waiting = sum(p.invocations * p.in_features for p in job.selection.distinct_inputs)
     batch = max(job.batch_tokens) * wide * (size + 4) + native.BLOCK_ROWS * size * waiting

@@ -131,7 +131,7 @@ def wrap(
 
 
 def _config(model: Any) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return dict(config.to_dict()) if hasattr(config, "to_dict") else {}
 
 

@@ -156,7 +156,10 @@ class Rotation:
 
     def matrix(self, size: int) -> Matrix:
         """Rotation of a block of the given size, float64, shape (size, size)."""
-        return reduce(np.kron, self.factors(size))
+        whole: Matrix = np.ones((1, 1))
+        for factor in self.factors(size):
+            whole = np.kron(whole, factor)
+        return whole
 
     def factors(self, size: int) -> list[Matrix]:
         """Matrices whose Kronecker product in this order is `matrix(size)`: neighbours are joined up to 64 rows."""
@@ -294,7 +297,8 @@ class RotationConfig(Settings):
         super().__post_init__()
         kind, _, size = self.kind.partition(":")
         if self.kind not in ("none", AUTO) and (
-            kind not in ("hadamard", "random") or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
+            kind not in ("hadamard", "random")
+            or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
         ):
             raise ConfigError(
                 f"rotation must be auto, none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"

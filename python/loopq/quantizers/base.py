@@ -183,7 +183,7 @@ class Method(Chosen):
     prefers_uneven : bool
         Whether levels "auto" are uneven.
     prefers_rotation : bool
-        Whether rotation "auto" tries to rotate the input. Such a method has a `damping`.
+        Whether rotation "auto" tries to rotate the input.
     """
 
     needs_hessian: ClassVar[bool] = True

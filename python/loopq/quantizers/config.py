@@ -13,6 +13,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import AUTO as ROTATION_AUTO
 from loopq.layers.transforms import Rotation, RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.quantizers.damping import Damping
 from loopq.quantizers.grid import AUTO, OWN_LEVELS, GridSettings
 from loopq.quantizers.turn import compared
 from loopq.settings.declare import Settings, block, check, choice, leaves
@@ -84,9 +85,11 @@ class LayerConfig(Settings):
             rotation = self.rotation.of(problem.target.shape[1], self.grid.group_size)
         if rotation is None:
             return problem, None, {}
-        turned, facts = self.turned(problem, rotation), {}
+        turned = self.turned(problem, rotation)
+        facts: dict[str, Any] = {}
         if self.rotation.kind == ROTATION_AUTO:
-            keep, facts = compared(self.method.damping, problem, turned)
+            damping: Damping = getattr(self.method, "damping", Damping())
+            keep, facts = compared(damping, problem, turned)
             if not keep:
                 return problem, None, facts
         return turned, rotation, {"rotation": rotation.describe(), **facts}

@@ -160,7 +160,7 @@ class Wanted:
         given = {name: value for name, value in (self.options or {}).items() if value is not None}
         options = target.taken({**way.options, **given})
         config = self.config.changed(**mine).for_format(target.own, target.outside)
-        gate = replace(self.gate, engine=engine)
+        gate = self.gate.changed(engine=engine)
         refuse_early(self.loaded, config, way.format, self.n_steps, gate, options)
         return Choice(engine, way, config, options)
 
@@ -211,7 +211,8 @@ def export(
     with plain_modes():
         if format_name is None:
             opened = _opened(source, NATIVE.takes, proof, own=False)
-            way = stored_way(gate, opened, "the checkpoint" if opened is source else source, rest)
+            place = "the checkpoint" if isinstance(source, Checkpoint) else source
+            way = stored_way(gate, opened, place, rest)
             format_name, rest = way.format, {**way.options, **rest}
         else:
             target = FORMATS.get(format_name)
@@ -219,9 +220,9 @@ def export(
         given = FORMATS.get(format_name).taken(rest)
         if isinstance(opened, Checkpoint):
             gate.of(format_name, opened, given)
-        with new_or_same(out) as place:
-            done = exported(opened, place, format_name, gate, proof, given)
-    if place != out:
+        with new_or_same(out) as written:
+            done = exported(opened, written, format_name, gate, proof, given)
+    if written != out:
         said = (f"{out} was written before the interruption; compared, byte for byte",)
         return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
     return done
@@ -263,7 +264,7 @@ def stored_way(gate: Gate, source: Checkpoint, place: str | Path, options: Mappi
     for way in ways(gate.engine):
         target = FORMATS.get(way.format)
         try:
-            given = target.taken(way.options | {k: v for k, v in options.items() if v is not None})
+            given = target.taken({**way.options, **{k: v for k, v in options.items() if v is not None}})
             # Where the engine does not run the model at all, nothing is gained by quantizing anew.
             system = source.settings.get("system")
             gate.readers(way.format, {}, system, source.side_files, given, ())

@@ -158,7 +158,7 @@ class Rotation:
         """Rotation of a block of the given size, float64, shape (size, size)."""
         whole: Matrix = np.ones((1, 1))
         for factor in self.factors(size):
-            whole = np.kron(whole, factor)
+            whole = np.asarray(np.kron(whole, factor), dtype=np.float64)
         return whole
 
     def factors(self, size: int) -> list[Matrix]:

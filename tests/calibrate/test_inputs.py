@@ -157,7 +157,9 @@ def _hooked():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Looped(alpha=0.5), lambda: Looped(beta=0.5), _hooked], ids=("attribute", "buffer", "hook")
+    "make",
+    [lambda: Looped(alpha=0.5), lambda: Looped(beta=0.5), _hooked],
+    ids=("attribute", "buffer", "hook"),
 )
 def test_a_killed_run_does_not_go_on_with_another_module(tmp_path, monkeypatch, capsys, make):
     ids = torch.arange(48).reshape(3, 16)

@@ -70,8 +70,8 @@ def output_digest(output: Tensor) -> str:
 
     Notes
     -----
-    On an accelerator, sums of some kernels have another order each time. Their digest is of the sizes of eight parts, to
-    two digits.
+    On an accelerator, the sums of some kernels have another order each time. There the digest is of the sizes of eight
+    parts, to two digits.
     """
     if output.device.type == "cpu":
         return hashlib.sha256(raw(output, copy=False).data.data).hexdigest()
@@ -121,7 +121,9 @@ def changed_inputs(work: Path, inputs: Mapping[str, str]) -> list[str]:
         return []
     changed = {name for name in {*before, *inputs} if before.get(name) != inputs.get(name)}
     code = {f"the code {name}" for name in versions() if f"the version of {name}" in changed}
-    return sorted(changed - code - {OUTPUT, _CONFIG, _MODULES}) or sorted(changed - {OUTPUT}) or sorted(changed)
+    return (
+        sorted(changed - code - {OUTPUT, _CONFIG, _MODULES}) or sorted(changed - {OUTPUT}) or sorted(changed)
+    )
 
 
 def _code(model: nn.Module, system: LoopedSystem) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import codecs
 import io
 import itertools
 import lzma
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from loopq.calibrate.template import applied
 from loopq.errors import CalibrationError, ConfigError, LoopqError, require
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json
+from loopq.terminal.text import visible
 
 #: Maximum bytes of a text.
 MAX_TEXT = 2**30
@@ -168,11 +170,16 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     parts = _parts(path)
     if parts[0].suffix in _RECORDS:
         records = itertools.islice(_records(parts), n_prompts)
-        return TokenSet(tuple(ids[:seq_len] for ids in encoded(records, served)), path.name, "prompts")
+        return TokenSet(tuple(ids[:seq_len] for ids in encoded(records, served)), _label(path), "prompts")
     if path.suffix == ".npy":
-        return from_ids(_ids_of(path)[:n_prompts, :seq_len], path.name)
+        return from_ids(_ids_of(path)[:n_prompts, :seq_len], _label(path))
     _refuse_fields(path, served)
-    return _from_text(parts, served, seq_len, n_prompts, path.name)
+    return _from_text(parts, served, seq_len, n_prompts, _label(path))
+
+
+def _label(path: Path) -> str:
+    """Return the file's name for checkpoints, which hold visible UTF-8 only."""
+    return visible(os.fsencode(path.name).decode("utf-8", "backslashreplace"), one_line=True)
 
 
 def encoded(records: Iterable[tuple[str, Any]], served: Served) -> list[NDArray[np.int64]]:

@@ -22,8 +22,8 @@ from loopq.formats.gguf.shape import ARCHITECTURES, Shape
 from loopq.formats.gguf.vocabulary import Vocabulary
 from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.storage.files import RawTensor, replacing
-from loopq.storage.folders import check_new
+from loopq.storage.files import RawTensor
+from loopq.storage.folders import check_new, output_file
 from loopq.terminal.table import render, size
 
 #: Types of tensors that are not quantized.
@@ -167,7 +167,7 @@ class GGUF(Format):
         _check_head(shape, source.ties)
         words = Vocabulary.of(source.side_files, shape.config, options.vocabulary)
         stored = dict(_stored(source, shape))
-        with replacing(out) as temporary:
+        with output_file(out, sum(data.nbytes for _, data in stored.values())) as temporary:
             with told(out):
                 _write(temporary, shape, stored, words.entries, options.forced)
             n_compared = _compare(temporary, source, shape)

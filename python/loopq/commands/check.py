@@ -21,7 +21,7 @@ from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
 from loopq.terminal.table import render
-from loopq.terminal.text import say
+from loopq.terminal.text import one_a_line, say, visible
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ class _Check:
         """Print the verdicts."""
         loaded = self.loaded
         if not self.as_json:
-            say("\n".join(loaded.report.lines()))
+            say(one_a_line(loaded.report.lines()))
         report = check_model(loaded, n_steps=self.n_steps, seed=self.seed)
         if self.as_json:
             data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
@@ -97,7 +97,7 @@ class _Check:
             )
         )
         for note in report.notes:
-            say(f"note: {note}")
+            say(visible(f"note: {note}", one_line=True))
         failed = [v.check for v in report.verdicts if v.ok is False]
         say(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
         return int(not report.ok)

@@ -17,7 +17,7 @@ from loopq.formats.base import Format
 from loopq.formats.convert import format_of
 from loopq.run.config import QuantConfig
 from loopq.storage.files import read_json
-from loopq.terminal.text import say, visible
+from loopq.terminal.text import one_a_line, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _show(path: Path, *, as_json: bool) -> int:
     target = _format(path)
     if not target.own:
         facts = target.facts(path)
-        say(json.dumps(facts, indent=1) if as_json else "\n".join(target.describe(facts)))
+        say(json.dumps(facts, indent=1) if as_json else one_a_line(target.describe(facts)))
         return 0
     checkpoint = target.read(path)
     if as_json:
@@ -85,10 +85,9 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
             f"calibrated on {calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of "
             f"{calibration['source']}"
         )
-        summary = visible(summary, one_line=True)
         asked = QuantConfig.from_json(settings["quantization"])
     except UnknownNameError as cause:
-        return f"{summary}\nsettings are shown by --json only: {cause}"
+        return one_a_line([summary, f"settings are shown by --json only: {cause}"])
     except (ConfigError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
     layer, run = asked.layer.flat(), asked.flat()
@@ -100,8 +99,8 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
     ]
     for override in asked.overrides:
         changes = ",".join(f"{k}={shown(v) or 'none'}" for k, v in override.changes.items())
-        lines.append(f"for layers {visible(override.pattern, one_line=True)}: {changes}")
-    return "\n".join(lines)
+        lines.append(f"for layers {override.pattern}: {changes}")
+    return one_a_line(lines)
 
 
 COMMANDS.register("inspect")(Command("show what a checkpoint or a dump holds", add, run, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 #: What a terminal obeys or hides: control characters but tab and line feed, marks of direction, halves of characters.
@@ -22,6 +23,11 @@ def visible(text: object, *, one_line: bool = False) -> str:
     """
     shown = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
     return shown.replace("\n", "\\n").replace("\t", "\\t") if one_line else shown
+
+
+def one_a_line(lines: Iterable[object]) -> str:
+    """Return text with these lines and no others."""
+    return "\n".join(visible(line, one_line=True) for line in lines)
 
 
 def say(text: object = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

@@ -220,7 +220,7 @@ class GGUF(Format):
         rows = [(kind, counts[kind], weights[kind], size(n_bytes[kind])) for kind in sorted(counts)]
         loops = "loops not stated" if facts["n_loops"] is None else f"{facts['n_loops']} loops"
         return [
-            render(("type", "tensors", "weights", "bytes"), rows),
+            *render(("type", "tensors", "weights", "bytes"), rows).splitlines(),
             f"format {self.name}, architecture {facts['architecture']}, {facts['n_layers']} layers, {loops}; "
             f"tokenizer {facts['tokenizer'] or 'none'}; {size(facts['n_bytes'])} on disk",
             *([f"forced: {facts['forced']}"] if facts["forced"] else []),

@@ -14,7 +14,7 @@ from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
 from loopq.formats.base import Format, FormatOptions
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, fitted
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
 from loopq.models import restore
@@ -364,6 +364,8 @@ def _measured(
     system, count = loaded.system, loaded.count_bytes
     overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
     weights = {name: content(system, c, len(named)) for name, c in named.items()}
+    for checkpoint in named.values():
+        fitted(system.model, checkpoint)
     measured = compare(
         system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how
     )

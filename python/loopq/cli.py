@@ -22,6 +22,7 @@ from loopq.run.ranks import Ranks
 from loopq.settings.registry import did_you_mean
 from loopq.storage.journal import note_run
 from loopq.terminal.interrupts import INTERRUPTED, Interrupts
+from loopq.terminal.text import say
 
 _FIRST = """first steps:
   loopq demo                                     compare methods on the embedded model
@@ -128,7 +129,7 @@ class _Help(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> None:
         short = isinstance(parser, _Parser) and option != "--help-all"
-        print(parser.common_help() if short else parser.format_help(), end="")  # type: ignore[attr-defined]
+        say(parser.common_help() if short else parser.format_help(), end="")  # type: ignore[attr-defined]
         parser.exit()
 
 
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
     finally:
         interrupts.end()
     if interrupts.any:
-        print(_left_behind(args), file=sys.stderr)
+        say(_left_behind(args), file=sys.stderr)
         return INTERRUPTED
     return code
 
@@ -269,7 +270,7 @@ def _say(message: str) -> None:
     lines = (x if len(x) < 4 * _LONG else f"{x[:_LONG]} ... {x[-_LONG:]}" for x in message.splitlines())
     message = "\n".join(lines)
     with contextlib.suppress(OSError):
-        print(f"loopq: error: {message}", file=sys.stderr, flush=True)
+        say(f"loopq: error: {message}", file=sys.stderr, flush=True)
 
 
 def _as_options(args: argparse.Namespace, message: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loopq.analysis.report.markup import PAGE
 from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands import options
@@ -203,18 +204,39 @@ def test_options_of_a_format_and_of_its_gate():
 
 
 def test_a_file_needs_a_place_that_can_be_written(tmp_path):
-    options.check_place(tmp_path / "new" / "deeper" / "a.html")
+    options.check_place(tmp_path / "new" / "deeper" / "a.html", b"")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is no folder that can be written to"):
-        options.check_place(tmp_path / "file" / "a.html")
+        options.check_place(tmp_path / "file" / "a.html", b"")
     for name, target in (("dangling", "nowhere"), ("itself", "itself")):
         (tmp_path / name).symlink_to(target)
         with pytest.raises(ConfigError, match=f"{name} is no folder that can be written to"):
-            options.check_place(tmp_path / name / "deeper" / "a.html")
+            options.check_place(tmp_path / name / "deeper" / "a.html", b"")
     if os.getuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="closed is no folder that can be written to"):
-            options.check_place(Path(tmp_path / "closed" / "a.html"))
+            options.check_place(Path(tmp_path / "closed" / "a.html"), b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--python", "{}:make", "Q", "--html", "{}"],
+        ["evaluate", "M", "Q", "--text", "{}", "--html", "{}"],
+        ["--register", "{}", "quantize", "M", "--html", "{}"],
+        ["diagnose", "M", "--calibration", "{}", "--json", "{}"],
+        ["diagnose", "M", "--html", "{}", "--json", "{}"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_no_output_takes_the_place_of_another_file_of_the_command(tmp_path, words):
+    file = tmp_path / "a.py"
+    file.write_text(PAGE.decode())
+    args = PARSER.parse_args([word.format(file) for word in words])
+    options.check_place(tmp_path / "another", PAGE, args)
+    # Also by another name.
+    with pytest.raises(ConfigError, match="stands twice"):
+        options.check_place(tmp_path / "x" / ".." / "a.py", PAGE, args)
 
 
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])

@@ -102,7 +102,7 @@ def test_the_hessian_of_a_step_is_that_of_the_rows_routed(tokens, empty):
 def test_an_expert_outside_the_probe_shares_its_input_too(loaded):
     shared = loaded.system.shared_parameters(N_STEPS)
     probe = Batch(torch.zeros(1, 1, dtype=torch.long), (0,))
-    groups, shares = find_input_groups(loaded.system, shared, probe, N_STEPS)
+    groups, shares, _ = find_input_groups(loaded.system, shared, probe, N_STEPS)
     for number in range(4):
         inner = f"block.experts.{number}"
         assert (

@@ -9,6 +9,7 @@ from typing import Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
+from loopq.calibrate.inputs import output_digest
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers.task import Pool
@@ -35,12 +36,15 @@ class Selection:
     shares : dict of str to float
         Rows of each expert's parameter in a step, as a share of the tokens. One prompt's rollout gives them. An input
         that experts share has the sum of their rows.
+    output : str
+        Digest of what that rollout gave; "" without one.
     """
 
     parameters: tuple[SharedParameter, ...]
     input_groups: dict[str, str]
     n_steps: int
     shares: dict[str, float] = field(default_factory=dict)
+    output: str = ""
 
     @property
     def observed(self) -> tuple[SharedParameter, ...]:
@@ -123,8 +127,10 @@ def select(
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
-    input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
-    return Selection(parameters, input_groups, depth, shares)
+    if not observed:
+        return Selection(parameters, {}, depth)
+    input_groups, shares, output = find_input_groups(system, observed, probe, depth)
+    return Selection(parameters, input_groups, depth, shares, output_digest(output))
 
 
 def select_shape(

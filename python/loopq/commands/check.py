@@ -21,6 +21,7 @@ from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
 from loopq.terminal.table import render
+from loopq.terminal.text import one_a_line, say, visible
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     # A name of the table is not the place of a model.
     named = bool(lines) and "/" not in args.model and not Path(args.model).exists()
     if args.json and named:
-        print(json.dumps(dict(lines), indent=1))
+        say(json.dumps(dict(lines), indent=1))
     elif lines and not args.json:
         width = max(len(subject) for subject, _ in lines)
-        print("\n".join(f"{subject:{width}}  {text}" for subject, text in lines))
+        say("\n".join(f"{subject:{width}}  {text}" for subject, text in lines))
     if named:
-        print("to check it, name its folder or its hub id", file=sys.stderr)
+        say("to check it, name its folder or its hub id", file=sys.stderr)
         return 0
     return _Check.of(args).check()
 
@@ -82,30 +83,30 @@ class _Check:
         """Print the verdicts."""
         loaded = self.loaded
         if not self.as_json:
-            print("\n".join(loaded.report.lines()))
+            say(one_a_line(loaded.report.lines()))
         report = check_model(loaded, n_steps=self.n_steps, seed=self.seed)
         if self.as_json:
             data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
-            print(json.dumps(data, indent=1))
+            say(json.dumps(data, indent=1))
             return int(not report.ok)
         words = {True: "holds", False: "FAILS", None: "does not apply"}
-        print(f"system {report.system}, {report.n_steps} steps")
-        print(
+        say(f"system {report.system}, {report.n_steps} steps")
+        say(
             render(
                 ("check", "verdict", "detail"), [(v.check, words[v.ok], v.detail) for v in report.verdicts]
             )
         )
         for note in report.notes:
-            print(f"note: {note}")
+            say(visible(f"note: {note}", one_line=True))
         failed = [v.check for v in report.verdicts if v.ok is False]
-        print(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
+        say(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
         return int(not report.ok)
 
 
 def _list(*, as_json: bool) -> int:
     """Print the systems."""
     rows = systems()
-    print(
+    say(
         json.dumps(rows, indent=1)
         if as_json
         else render(tuple(rows[0]), [tuple(row.values()) for row in rows])
@@ -116,8 +117,8 @@ def _list(*, as_json: bool) -> int:
 def _plan(asked: ModelOptions, how: Execution) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
     cost, fast = estimates(asked, how, [QuantConfig(), QuantConfig().preset("fast")], Take())
-    print("\n".join(cost.lines()))
-    print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {fast.time}")
+    say("\n".join(cost.lines()))
+    say(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {fast.time}")
     return int(not cost.fits)
 
 

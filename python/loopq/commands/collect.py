@@ -41,6 +41,7 @@ from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.settings.steps import parse_steps
 from loopq.terminal.progress import Progress
+from loopq.terminal.text import say
 
 #: Draws of labels for each prompt, as of `loopq quantize`.
 _DRAWS = MetricSettings().draws
@@ -192,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         manifest = job.collect(ranks)
     if ranks is None or ranks.rank == 0:
         print_dump(manifest)
-        print(f"written to {job.out}")
+        say(f"written to {job.out}")
     return 0
 
 

@@ -34,6 +34,7 @@ from loopq.settings.execution import Execution
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, short
+from loopq.terminal.text import say
 
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
@@ -119,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
     finished = Finished(asked.source, loaded, checkpoints, asked.execution, measured[0])
     lines = [write(finished) for write in asked.pages]
     if asked.as_json:
-        print(json.dumps(measured[0].summaries, indent=1))
+        say(json.dumps(measured[0].summaries, indent=1))
     else:
         print_measured(measured[0].summaries, measured[0].about)
-        print("".join(f"{line}\n" for line in lines if line), end="")
+        say("".join(f"{line}\n" for line in lines if line), end="")
     return 0
 
 
@@ -139,11 +140,11 @@ def _print_depths(
             for row in (row for row in rows if row["name"] == name):
                 row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
     if as_json:
-        print(json.dumps(rows, indent=1))
+        say(json.dumps(rows, indent=1))
         return 0
     depths = ", ".join(str(one.about["n_steps"]) for one in measured)
     print_measured(rows, {**measured[-1].about, "n_steps": depths})
-    print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
+    say("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
     return 0
 
 
@@ -181,20 +182,18 @@ def measure(
 
 def print_measured(summaries: Sequence[dict[str, Any]], said: Mapping[str, Any]) -> None:
     """Print the table and the measured data."""
-    print(
+    say(
         f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, initial "
         f"states of each: {said['n_seeds']}, the same in every row"
     )
     if "tokens" in summaries[-1]:
-        print(spread_table(summaries))
-        print(f"{summaries[-1]['tokens']['n_scored']} positions scored, the second half of each chunk")
+        say(spread_table(summaries))
+        say(f"{summaries[-1]['tokens']['n_scored']} positions scored, the second half of each chunk")
         return
-    print(measurement_table(summaries))
-    print(
-        "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
-    )
+    say(measurement_table(summaries))
+    say("KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token")
     if "answers" in summaries[0]:
-        print(_answer_table(said["source"], summaries))
+        say(_answer_table(said["source"], summaries))
 
 
 def _answer_table(task: str, summaries: Sequence[Object]) -> str:

@@ -360,11 +360,35 @@ def format_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in args.format_options}
 
 
-def check_place(file: str | Path) -> None:
-    """Reject an unwritable file before any computation."""
+def check_place(file: str | Path, ours: bytes, args: argparse.Namespace | None = None) -> None:
+    """Reject an unwritable file before any computation, and one that would replace a file of the user.
+
+    Parameters
+    ----------
+    file : path
+        The output.
+    ours : bytes
+        What each file of loopq of this kind holds.
+    args : Namespace, optional
+        Options of the command. No other one may name the file.
+    """
     path = Path(file)
-    check_replaceable(path, ConfigError)
+    named = [v for value in vars(args or argparse.Namespace()).values() for v in _paths(value)]
+    if named.count(os.path.realpath(path)) > 1:
+        raise ConfigError(f"{file}: stands twice in this command; name another file for this output")
+    check_replaceable(path, ConfigError, ours)
     broken = (folder for folder in path.parents if folder.is_symlink() and not folder.exists())
     place = next(broken, nearest(path.parent))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")
+
+
+def _paths(value: Any) -> list[str]:
+    """Return the real paths that the value of an option names, if it names files."""
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in _paths(part)]
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        return []
+    file, colon, _ = str(value).rpartition(":")
+    # `--python` names FILE.py:FUNCTION.
+    return [os.path.realpath(file if colon and file.endswith(".py") else value)]

@@ -33,6 +33,7 @@ from loopq.storage.model_files import set_source
 from loopq.systems.capabilities import Discovers
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, size
+from loopq.terminal.text import say
 
 #: Bytes of the largest model that is built to time it.
 TIMED = 1 << 30
@@ -99,7 +100,7 @@ def estimates(
 def dry_run(asked: ModelOptions, execution: Execution, config: QuantConfig, take: Take) -> int:
     """Print the cost of a quantization. The exit code is 1 if memory does not suffice."""
     (cost,) = estimates(asked, execution, [config], take)
-    print("\n".join(cost.lines()))
+    say("\n".join(cost.lines()))
     return int(not cost.fits)
 
 
@@ -161,9 +162,9 @@ class GridTable:
                 self.loaded.system, used, self.config, n_steps=self.n_steps, execution=how
             )
             trials = try_grids(source, self.config, self.bits, self.plain.take(n_used))
-        print(_measured(trials))
+        say(_measured(trials))
         what = _what(trials)
-        print(
+        say(
             f"{what}: measured on the last {n_held} calibration prompts, with all layers solved on the other {n_used} "
             "and on inputs of full precision. On another kind of text it differs: `loopq evaluate` measures any"
         )

@@ -50,6 +50,7 @@ from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.lock import check_out, kept, work_folder
 from loopq.terminal.progress import Progress
+from loopq.terminal.text import say
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:
@@ -137,14 +138,14 @@ def run(args: argparse.Namespace) -> int:
         if ranks is not None and ranks.rank > 0:
             return 0
         print_checkpoint(result, str(asked.out) if asked.target.own else None)
-        print("".join(f"{line}\n" for line in lines), end="")
+        say("".join(f"{line}\n" for line in lines), end="")
         rounds = asked.target.holds_tables and asked.config.outside is None and asked.config.fit is None
-        print(whole(asked.out, result, rounds_outside=rounds))
+        say(whole(asked.out, result, rounds_outside=rounds))
         finished = job.finished(result)
         lines = [write(finished) for write in asked.pages] + job.last_lines()
-        print("".join(f"{line}\n" for line in lines if line), end="")
+        say("".join(f"{line}\n" for line in lines if line), end="")
     if asked.is_plain:
-        print(_HINT, file=sys.stderr)
+        say(_HINT, file=sys.stderr)
     return 0
 
 
@@ -273,7 +274,7 @@ class _Job:
         try:
             return exported(checkpoint, asked.out, asked.target.name, asked.gate, proof, asked.options)
         except LoopqError:
-            print(
+            say(
                 f"{work_folder(asked.out)}: what was solved is kept here: the same command with another --format goes "
                 "on from it",
                 file=sys.stderr,

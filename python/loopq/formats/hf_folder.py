@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,15 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
         for path in folder.glob(pattern):
             if not path.is_dir():
                 check_regular(path)
+    # transformers opens each file that an index names, whatever its name.
+    for index in folder.glob("*.index.json"):
+        stated = checked(_Shards, read_json(inside(folder, index.name)), index, others=True)
+        for name in sorted(set(stated.weight_map.values())):
+            # Shards of a layout that is not loaded may be absent.
+            if os.path.lexists(folder / name):
+                inside(folder, name)
+    for path in folder.glob("*.safetensors"):
+        inside(folder, path.name)
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MOST = 10_000  # Building 2^40 layers would never end.
-_COUNT = re.compile(r"^(n|num)_.*(layer|block|expert)")
+_COUNT = re.compile(r"^(n|num)_.*(layer|block|expert|label)")
 _CLASSES: dict[str, ModelClass] = {}
 
 
@@ -84,7 +84,7 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
     """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
 
     An adapter provides one for the `model_types` that it names, and for any folder if the caller names the adapter.
-    More layers or experts than `MOST` are a ConfigError.
+    More layers, experts or labels than `MOST` are a ConfigError.
     """
     for part in (config, config.get("text_config")):
         for name, count in part.items() if isinstance(part, Mapping) else ():

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import loopq
 from loopq.analysis.diagnosis.survey import clean
-from loopq.analysis.report.markup import figure_html, page_html, table
+from loopq.analysis.report.markup import PAGE, figure_html, page_html, table
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order
 from loopq.paper.stats import holm
-from loopq.storage.files import write_json, write_text
+from loopq.storage.files import json_bytes
+from loopq.storage.folders import write_output
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Progress
@@ -140,13 +141,15 @@ def write(measured: Sequence[Made], out: Path, figures: bool = True) -> Path:
     today = datetime.date.today().isoformat()
     path = out / f"{name}-{today}"
     head = {"date": today, "loopq": loopq.__version__, "machine": platform.machine()}
-    write_json(path.with_suffix(".json"), {"made": head, "tables": {m.name: m.to_json() for m in measured}})
+    data = json_bytes({"made": head, "tables": {m.name: m.to_json() for m in measured}})
+    write_output(path.with_suffix(".json"), data, b'"loopq": "')
     title = measured[0].entry.title if len(measured) == 1 else "The paper's tables and figures"
     intro = f"loopq {loopq.__version__}, {today}, {platform.machine()}. Plain data: {path.name}.json."
     parts = [f"# {title}", intro, *(_markdown(m) for m in measured)]
-    write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
+    write_output(path.with_suffix(".md"), ("\n\n".join(parts) + "\n").encode(), b"Plain data: ")
     if figures:
-        write_text(path.with_suffix(".html"), page_html(title, intro, "\n".join(map(_section, measured))))
+        page = page_html(title, intro, "\n".join(map(_section, measured)))
+        write_output(path.with_suffix(".html"), page.encode(), PAGE)
     return path.with_suffix(".html" if figures else ".md")
 
 

@@ -17,6 +17,7 @@ from loopq.commands.source import ModelOptions, add_source
 from loopq.formats.convert import check_readable, read_any
 from loopq.models.load import LoadedModel
 from loopq.settings.execution import Execution
+from loopq.terminal.text import say
 
 _EXAMPLES = """examples:
   loopq card DIR                                   what it is and how it was made
@@ -35,8 +36,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and write."""
     card = _Card.of(args).write()
-    print(f"model card: {card}")
-    print(f"upload it: hf upload OWNER/NAME {card.parent}")
+    say(f"model card: {card}")
+    say(f"upload it: hf upload OWNER/NAME {card.parent}")
     return 0
 
 

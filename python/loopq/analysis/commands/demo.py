@@ -13,7 +13,7 @@ from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.survey import diagnose
 from loopq.analysis.report.alternatives import comparison
-from loopq.analysis.report.markup import page_html
+from loopq.analysis.report.markup import PAGE, page_html
 from loopq.analysis.report.page import write_data, write_page
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
@@ -24,8 +24,9 @@ from loopq.errors import require
 from loopq.models.load import LoadedModel, load_model
 from loopq.settings.execution import Execution
 from loopq.settings.registry import Registry
-from loopq.storage.files import write_text
+from loopq.storage.folders import write_output
 from loopq.terminal.progress import Line
+from loopq.terminal.text import say
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         return _pages(Path(args.html), getattr(args, "data", None), execution(args))
     if args.page:
-        check_place(args.page)
+        check_place(args.page, PAGE, args)
     with Line() as progress:
         result = variants.run(
             best=args.best,
@@ -127,36 +128,36 @@ def run(args: argparse.Namespace) -> int:
             execution=execution(args, progress=progress),
         )
     if args.page:
-        write_text(args.page, _page(result))
+        write_output(args.page, _page(result).encode(), PAGE)
     if args.json:
-        print(json.dumps(result, indent=1))
+        say(json.dumps(result, indent=1))
         return 0
     _print(result)
     if args.page:
-        print(f"\nthe same as a page, to open in a browser: {args.page.resolve()}")
+        say(f"\nthe same as a page, to open in a browser: {args.page.resolve()}")
     return 0
 
 
 def _print(result: dict[str, Any]) -> None:
     """Print the tables of a comparison."""
-    print(_about(result))
+    say(_about(result))
     for grid in result["grids"]:
-        print(f"\nINT{grid['bits']}, group {grid['group_size']}")
-        print(measurement_table([result["reference"], *grid["variants"]]))
-    print(
+        say(f"\nINT{grid['bits']}, group {grid['group_size']}")
+        say(measurement_table([result["reference"], *grid["variants"]]))
+    say(
         "\nGPTQ, llm-compressor's rules: its default algorithm, computed by loopq: sums over all calls, a scale of "
         "half the range of codes, columns by falling diag H"
     )
     n = len(result["metric_seeds"])
     if n > 1:
-        print(f"rows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
+        say(f"rows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
     else:
-        print(
+        say(
             "rows of loopq: one draw of the loop metric's labels; --n-metric-seeds 8 prints the spread over eight"
         )
     first = result["grids"][0]
-    print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
-    print(layer_table(result["layers"]))
+    say(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
+    say(layer_table(result["layers"]))
 
 
 def _about(result: dict[str, Any]) -> str:
@@ -178,12 +179,12 @@ def _page(result: dict[str, Any]) -> str:
 
 def _pages(out: Path, data: Path | None, how: Execution) -> int:
     require("matplotlib")
-    check_place(out / "page.html")
+    check_place(out / "page.html", PAGE)
     with Line() as progress:
         written, left = pages(out, data=data, execution=how.changed(progress=progress))
     for page in written:
-        print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
-    print("\n".join(left), end="\n" if left else "")
+        say(f"page: {page}; the same as data: {page.with_suffix('.json')}")
+    say("\n".join(left), end="\n" if left else "")
     return 0
 
 

@@ -12,6 +12,8 @@ from loopq.analysis.api import diagnose
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.sections import in_order
 from loopq.analysis.diagnosis.survey import diagnose_dump
+from loopq.analysis.report.diagnosis import DATA
+from loopq.analysis.report.markup import PAGE
 from loopq.analysis.report.page import write_data, write_page
 from loopq.calibrate.prompts import Take, calibration_tokens
 from loopq.commands import COMMANDS, Command
@@ -21,6 +23,7 @@ from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError, require
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line, Progress
+from loopq.terminal.text import say
 
 QUICK = ("ranks", "overlap", "ablation", "injection")
 
@@ -69,8 +72,9 @@ class _Diagnose:
         if args.html:
             require("matplotlib")
         work = Path(args.work) if args.work else None
-        for file in filter(None, (args.html, args.json, work and work / "section.json")):
-            check_place(file)
+        for file, ours in ((args.html, PAGE), (args.json, DATA), (work and work / "section.json", b"")):
+            if file:
+                check_place(file, ours, args)
         if args.only and args.quick:
             raise ConfigError("--only and --quick both choose the sections: give one of them")
         return cls(
@@ -111,29 +115,29 @@ def run(args: argparse.Namespace) -> int:
         diagnosis = asked.diagnose(progress)
     if asked.html:
         write_page(asked.html, diagnosis=diagnosis)
-        print(f"page: {asked.html}")
+        say(f"page: {asked.html}")
     if asked.json:
         write_data(diagnosis, asked.json)
-        print(f"data: {asked.json}")
+        say(f"data: {asked.json}")
     _print(diagnosis)
     for name, section in diagnosis["sections"].items() if args.only else ():
-        print(f"\n{name}\n" + "\n\n".join(tables(section)))
+        say(f"\n{name}\n" + "\n\n".join(tables(section)))
     return 0
 
 
 def _print(diagnosis: dict[str, Any]) -> None:
     for layer in diagnosis["layers"]:
-        print(f"{layer['name']}: {layer['verdict']['text']}")
-    print()
-    print("\n".join(diagnosis["summary"]))
+        say(f"{layer['name']}: {layer['verdict']['text']}")
+    say()
+    say("\n".join(diagnosis["summary"]))
     said = (
         section.says(diagnosis["sections"][name])
         for name, section in in_order().items()
         if name in diagnosis["sections"]
     )
-    print("".join(f"{line}\n" for line in said if line), end="")
+    say("".join(f"{line}\n" for line in said if line), end="")
     for entry in diagnosis["unavailable"]:
-        print(f"not available: {entry['section']}: {entry['reason']}")
+        say(f"not available: {entry['section']}: {entry['reason']}")
 
 
 COMMANDS.register("diagnose")(

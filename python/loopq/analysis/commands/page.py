@@ -10,6 +10,7 @@ from typing import Any
 from loopq.analysis.api import diagnose
 from loopq.analysis.commands.diagnose import QUICK
 from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.report.markup import PAGE
 from loopq.analysis.report.page import write_page
 from loopq.analysis.report.weights import tensors
 from loopq.commands.hooks import HOOKS, Finished, Hook
@@ -49,7 +50,7 @@ def asked(args: argparse.Namespace, command: str) -> Callable[[Finished], str] |
         raise ConfigError("--html: a page is about one depth; give one by --n-steps, or leave --html out")
     if command == "quantize":
         require("matplotlib")  # of the diagnosis
-    check_place(args.html)
+    check_place(args.html, PAGE, args)
     return partial(write, args.html)
 
 

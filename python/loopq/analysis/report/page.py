@@ -9,9 +9,10 @@ from typing import Any
 from loopq.analysis.report import diagnosis as diagnosed
 from loopq.analysis.report.alternatives import alternatives, facts
 from loopq.analysis.report.errors import error_maps
-from loopq.analysis.report.markup import page_html, section
+from loopq.analysis.report.markup import PAGE, page_html, section
 from loopq.analysis.report.weights import done
-from loopq.storage.files import write_json, write_text
+from loopq.storage.files import json_bytes
+from loopq.storage.folders import write_output
 
 Data = Mapping[str, Any]
 
@@ -52,14 +53,13 @@ def write_page(
     MissingExtraError
         If there is a diagnosis and matplotlib is not installed.
     """
-    return write_text(out, render(diagnosis, weights, errors, measured))
+    return write_output(out, render(diagnosis, weights, errors, measured).encode(), PAGE)
 
 
 def write_data(diagnosis: Data, out: str | Path) -> Path:
     """Write a diagnosis as JSON."""
     diagnosed.check(diagnosis)
-    write_json(Path(out), diagnosis)
-    return Path(out)
+    return write_output(out, json_bytes(diagnosis), diagnosed.DATA)
 
 
 def render(

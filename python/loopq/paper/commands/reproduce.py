@@ -22,6 +22,7 @@ from loopq.paper.shown import TABLES, find
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line, Progress
 from loopq.terminal.table import render
+from loopq.terminal.text import say
 
 _WORK = Path(".cache") / "reproduce"
 ALL = "all"
@@ -94,7 +95,7 @@ class _Reproduce:
         """Read and check the options."""
         tables = in_order() if args.table == ALL else [find(args.table)[0]]
         for folder in filter(None, (args.work, args.out)):
-            check_place(folder / "paper.json")
+            check_place(folder / "paper.json", b"")
         data = data_folder(args.data)
         models = args.models or [*zoo.available(), *([PLBERT] if data else [])]
         if len(set(models)) < len(models):
@@ -136,17 +137,17 @@ def run(args: argparse.Namespace) -> int:
         benches = asked.benches(progress)
         measured = judged([make(name, benches, args.work, progress) for name in asked.tables])
     for one in measured:
-        print("\n".join(one.lines()) + "\n")
-        print("\n".join(t.plain() for t in one.shown.tables))
+        say("\n".join(one.lines()) + "\n")
+        say("\n".join(t.plain() for t in one.shown.tables))
     if args.out:
-        print(f"written: {write(measured, args.out)}")
+        say(f"written: {write(measured, args.out)}")
     return 0
 
 
 def _list() -> int:
     rows = [(name, ", ".join(TABLES.get(name).labels), TABLES.get(name).title) for name in in_order()]
-    print(render(("name", "in the paper", "title"), rows))
-    print("\n`loopq reproduce NAME [MODEL ...]` measures one of them, `loopq reproduce all` every one.")
+    say(render(("name", "in the paper", "title"), rows))
+    say("\n`loopq reproduce NAME [MODEL ...]` measures one of them, `loopq reproduce all` every one.")
     return 0
 
 

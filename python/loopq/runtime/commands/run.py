@@ -16,6 +16,7 @@ from loopq.models.load import LoadedModel
 from loopq.runtime.generate import Decoder, Generation, speed
 from loopq.runtime.graph import RECORDERS
 from loopq.runtime.text import Continuation
+from loopq.terminal.text import say
 
 #: Characters of a prompt on the standard input, which may have no end.
 MAX_PROMPT = 2**24
@@ -58,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     decoder, n_prompt = text.decoder, len(text.prompt)
     _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {_way(decoder)}")
     for piece in text:
-        print(piece, end="", flush=True)
-    print()
+        say(piece, end="", flush=True)
+    say()
     _say(_speed(n_prompt, text.times, decoder.depths))
     return 0
 
@@ -112,7 +113,7 @@ def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"loopq: {text}", file=sys.stderr)
+    say(f"loopq: {text}", file=sys.stderr)
 
 
 COMMANDS.register("run")(Command("generate text with a model or checkpoint", add, run, 13, epilog=_EXAMPLES))

@@ -239,7 +239,7 @@ def near(rows: Rows, bits: float) -> str:
     grids = {b + 16 / g: here for (b, g), here in by_grid(rows).items()}
     size = min(grids, key=lambda b: abs(b - bits))
     found = {r["variant"]: f"{r['kl']:.3f}" for r in grids[size]}
-    return f"{size:g} bits: {found[EVEN]}, uneven {found['loopq default']}"
+    return f"{size:g} bits: {found[EVEN]}, uneven {found[UNTURNED]}"
 
 
 def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:

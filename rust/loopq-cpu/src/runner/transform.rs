@@ -125,6 +125,14 @@ impl Transform {
     pub(super) fn apply(&self, x: &[f32], isa: Isa) -> Result<Vec<f32>> {
         const WHAT: &str = "transformed inputs";
         let mut out = copied(WHAT, x)?;
+        // Blocks of one matrix without multiplications stay where they are.
+        if let [Part { size, factors, .. }] = &self.parts[..] {
+            if let [Factor { kind: Kind::Sylvester(signs), by, .. }] = &factors[..] {
+                debug_assert_eq!(*size, signs.len());
+                signed_sums(isa, signs, *by, &mut out);
+                return Ok(out);
+            }
+        }
         let size = dims::product(WHAT, COLUMNS, self.inputs)?.min(x.len());
         let longest = self.parts.iter().flat_map(|p| &p.factors).map(|f| f.n).max().unwrap_or(0);
         let mut columns = zeros(WHAT, longest)?;
@@ -153,6 +161,24 @@ impl Transform {
 }
 
 per_isa! {
+    /// Multiplies blocks by Sylvester's matrix with signs of its columns, and by a number.
+    fn signed_sums(signs: &[f32], by: f32, x: &mut [f32]) = signed_sums_body;
+}
+
+#[inline(always)]
+fn signed_sums_body(signs: &[f32], by: f32, x: &mut [f32]) {
+    for x in x.chunks_exact_mut(signs.len()) {
+        for (x, sign) in x.iter_mut().zip(signs) {
+            *x *= sign;
+        }
+        butterflies(x, 1);
+        for x in x {
+            *x *= by;
+        }
+    }
+}
+
+per_isa! {
     /// Applies a factor to blocks of a size in `x`. `y` and `columns` are room for as many numbers and rows.
     fn turn(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns: &mut [[f32; COLUMNS]]) = turn_body;
 }
@@ -161,18 +187,7 @@ per_isa! {
 fn turn_body(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns: &mut [[f32; COLUMNS]]) {
     let rest = size / factor.n;
     match &factor.kind {
-        Kind::Sylvester(signs) if rest == 1 => {
-            for x in x.chunks_exact_mut(size) {
-                for (x, sign) in x.iter_mut().zip(signs) {
-                    *x *= sign;
-                }
-                butterflies(x, 1);
-                for x in x {
-                    *x *= factor.by;
-                }
-            }
-            return;
-        }
+        Kind::Sylvester(signs) if rest == 1 => return signed_sums_body(signs, factor.by, x),
         Kind::Sylvester(signs) => {
             for x in x.chunks_exact_mut(size) {
                 for (x, sign) in x.chunks_exact_mut(rest).zip(signs) {
@@ -220,16 +235,29 @@ pub(super) fn butterflies(x: &mut [f32], mut n: usize) {
     }
 }
 
-/// The same at distances below [`LANES`], in registers.
+/// Sylvester's matrix of [`LANES`] rows.
+const NEAR: [[f32; LANES]; LANES] = {
+    let mut rows = [[1.0; LANES]; LANES];
+    let mut i = 0;
+    while i < LANES * LANES {
+        if ((i / LANES) & (i % LANES)).count_ones() % 2 == 1 {
+            rows[i / LANES][i % LANES] = -1.0;
+        }
+        i += 1;
+    }
+    rows
+};
+
+/// The same at distances below [`LANES`]. Multiplying a vector by a number is faster than moving numbers within one.
 #[inline(always)]
 fn near(x: &mut [f32; LANES]) {
-    for distance in [1, 2, 4, 8] {
-        let from = *x;
+    let mut sums = [0.0_f32; LANES];
+    for (v, row) in x.iter().zip(&NEAR) {
         for i in 0..LANES {
-            let other = from[i ^ distance];
-            x[i] = if i & distance == 0 { from[i] + other } else { other - from[i] };
+            sums[i] += v * row[i];
         }
     }
+    *x = sums;
 }
 
 /// Blocks (size / rest, rest) as (rest, size / rest).

@@ -85,8 +85,9 @@ def room(tmp_path):
         parameter.data.mul_(1.0 if parameter.ndim == 1 else 10.0)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "alpha.txt").write_text("1.0")
-    scaled = f"float(open({str(tmp_path / 'alpha.txt')!r}).read()) * self.core("
-    (tmp_path / "own.py").write_text(MODULE.replace("self.core(x", scaled + "x"))
+    scaled = f"float(Path({str(tmp_path / 'alpha.txt')!r}).read_text()) * self.core("
+    own = "from pathlib import Path\n" + MODULE.replace("self.core(x", scaled + "x")
+    (tmp_path / "own.py").write_text(own)
     (tmp_path / "registered.py").write_text("import helper_of_mine\nX = 1\n")
     (tmp_path / "helper_of_mine.py").write_text("X = 1\n")
     lines = [json.dumps({"input_ids": [n + 3 * k for k in range(16)]}) for n in (5, 70)]

@@ -223,7 +223,7 @@ def test_a_file_needs_a_place_that_can_be_written(tmp_path):
     [
         ["evaluate", "--python", "{}:make", "Q", "--html", "{}"],
         ["evaluate", "M", "Q", "--text", "{}", "--html", "{}"],
-        ["--register", "{}", "quantize", "M", "--html", "{}"],
+        ["--register", "{}", "evaluate", "M", "Q", "--html", "{}"],
         ["diagnose", "M", "--calibration", "{}", "--json", "{}"],
         ["diagnose", "M", "--html", "{}", "--json", "{}"],
     ],

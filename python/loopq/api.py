@@ -17,7 +17,6 @@ from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.models import restore
 from loopq.models.depths import at_depths
 from loopq.models.from_python import Opening, open_model
 from loopq.models.load import LoadedModel
@@ -141,7 +140,7 @@ class _Quantization:
         )
         source = self.model
         if gate.engine is not None and write is None:
-            source = _open_source(source, self.requantize, opening)
+            source = open_model(source, opening, requantize=self.requantize)
             given = {*options, *PRESETS.get(options.get("preset") or "", ())}
             choice = Wanted(source, config, given, gate=gate).choose(gate.engine)
             execution.progress.note(choice.line())
@@ -158,7 +157,8 @@ class _Quantization:
         config = config.for_format(own_format, target.outside)
         team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
         with output(out, execution, write, shared=team is not None) as (execution, finish):
-            loaded, depth = at_depths(_open_source(source, self.requantize, opening), self.n_steps)
+            opened = open_model(source, opening, requantize=self.requantize)
+            loaded, depth = at_depths(opened, self.n_steps)
             kept = Kept.of(loaded.folder, self.keep)
             if self.keep:
                 steps = loaded.system.n_steps if depth is None else depth
@@ -378,12 +378,3 @@ def _named(
 ) -> Mapping[str, Checkpoint]:
     files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
-
-
-def _open_source(model: Model, requantize: bool, opening: Opening) -> LoadedModel:
-    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
-    if isinstance(model, str | Path):
-        trusted = opening.trust_remote_code
-        loaded = restore.open_source(Path(model), requantize=requantize, trust_remote_code=trusted)
-        return open_model(model, opening) if loaded is None else opening.applied(loaded)
-    return open_model(model, opening)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.hf import auto_class
 from loopq.models.load import load_model
 from tests.support.looped import save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build
+from tests.support.vendors import logits, tokens
 
 
 def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
@@ -140,3 +145,63 @@ def test_a_pipe_beside_the_weights_is_refused(tmp_path: Path) -> None:
     os.mkfifo(folder / "special_tokens_map.json")
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: not a plain file"):
         load_model(f"looped:{folder}[1:3]x2")
+
+
+def _fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A layer's weight as one block of FP8 and its scale."""
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+
+
+def change(folder: Path, tensors: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], **config: Any) -> None:
+    """Change a folder's tensors one by one, and entries of its config.json."""
+    file, new = folder / "model.safetensors", dict[str, torch.Tensor]()
+    for name, tensor in load_file(file).items():
+        new |= tensors(name, tensor)
+    save_file(new, file, {"format": "pt"})
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(old | config))
+
+
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("stated", [_BLOCKS, {"quant_method": "odd"}], ids=["fp8", "unknown"])
+def test_the_result_has_no_method_of_its_source(tmp_path: Path, stated: dict[str, Any]) -> None:
+    import loopq.runtime.transformers
+
+    folder = save_dense(tmp_path / "m")
+    dense = load_file(folder / "model.safetensors")
+    change(folder, _fp8 if stated is _BLOCKS else lambda n, t: {n: t}, quantization_config=stated)
+    (folder / "quantize_config.json").write_text("{}")
+    source = f"looped:{folder}[1:3]x2"
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = dense[name]
+    if stated is _BLOCKS:
+        scale = expected.abs().max() / 448
+        expected = (expected / scale).to(torch.float8_e4m3fn).float() * scale
+    torch.testing.assert_close(load_model(source).model.get_parameter(name), expected)
+    loopq.quantize(source, tokens(2), out=tmp_path / "q", group_size=16, method="rtn")
+    assert not (tmp_path / "q" / "quantize_config.json").exists()
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "loopq"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
+    with torch.no_grad():
+        got = model(torch.from_numpy(tokens(1)), use_cache=False).logits
+    torch.testing.assert_close(got, logits(loopq.load(tmp_path / "q")), rtol=1e-4, atol=1e-5)
+
+
+def test_codes_that_transformers_keeps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_dense(tmp_path / "m")
+    monkeypatch.setattr(LlamaForCausalLM, "is_quantized", True, raising=False)
+    with pytest.raises(CheckpointError, match="keeps the codes"):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
+def test_codes_of_another_tool_need_the_memory_of_the_whole_model(tmp_path: Path) -> None:
+    folder = save_dense(tmp_path / "m")
+    change(folder, _fp8, quantization_config=_BLOCKS)
+    with pytest.raises(CheckpointError, match=r"fp8.* do not fit in the memory"):
+        load_model(f"looped:{folder}[1:3]x2", memory=1000)

@@ -111,6 +111,18 @@ def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] 
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
 
 
+def unquantized(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the side files of a model without what they say of its codes, for a model that holds plain numbers."""
+    kept = {name: data for name, data in files.items() if name not in (QUANTIZE_CONFIG, HF_QUANT_CONFIG)}
+    if f'"{KEY}"'.encode() in kept.get(CONFIG, b""):
+        config = checked(Object, parse_json(kept[CONFIG], CONFIG, finite=False), CONFIG)
+        parts = {name: part for name, part in config.items() if isinstance(part, dict)}
+        plain = {name: {k: v for k, v in part.items() if k != KEY} for name, part in parts.items()}
+        rest = {name: value for name, value in (config | plain).items() if name != KEY}
+        kept[CONFIG] = (json.dumps(rest, indent=2, ensure_ascii=False) + "\n").encode()
+    return kept
+
+
 def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, bytes]:
     """Return the side files of a model. A config.json with a loop gets the loop's own type, if an older loopq wrote it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "spiece.model",
+)
+#: Refuses codes where weights in full precision are needed.
+HOLDS_CODES = (
+    "holds codes, not weights in full precision: name the model that it was made from; `loopq run`, `loopq export` and "
+    "loopq.load take codes, and `loopq evaluate` takes them behind the model"
 )
 #: Names the licence of a model.
 _CARD = ("README.md",)
@@ -123,20 +129,26 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
     model : nn.Module
     found : Findings
     """
-    quantization = config.get(hf_folder.KEY)
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == hf_folder.METHOD:
-        raise CheckpointError(
-            f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
-            "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
-        )
+    if quantized_by(config) == hf_folder.METHOD:
+        raise CheckpointError(f"{source}: {HOLDS_CODES}")
     check_weight_files(folder, how.allow_pickle)
     # Refused here, before transformers reads each as a whole.
     side_files(folder)
     check_remote_code(config, source, how.trust_remote_code)
     if not _fits(folder, config, how):
+        if quantized_by(config) is not None:
+            raise CheckpointError(
+                f"{source}: holds codes ({quantized_by(config)}), which are decoded as a whole, and they do not fit in "
+                "the memory; give more (--memory), or convert the model to bfloat16"
+            )
         note = "weights do not fit in memory: a layer's are read for each of its visits"
         return _streamed(folder, config, how), Findings(notes=(note,))
     model, info = _pretrained(folder, config, source, how)
+    if getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            f"{source}: transformers keeps the codes of {quantized_by(config)} instead of weights; convert the model "
+            "to bfloat16"
+        )
     found = Findings(
         _names(info, "missing_keys"),
         _names(info, "unexpected_keys"),
@@ -164,6 +176,7 @@ def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loadi
                 output_loading_info=True,
                 dtype=how.dtype if how.dtype is not None else "auto",
                 **_settings(config),
+                **_decoding(config),
             )
     except Exception as cause:  # damaged folders raise various errors
         reason = " ".join(str(cause).split())
@@ -210,6 +223,24 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if LOOP not in config or not is_known(config):
         return {}
     return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
+
+
+def quantized_by(config: Mapping[str, Any]) -> str | None:
+    """Return the method of the codes that a ``config.json`` describes."""
+    for part in (config, config.get("text_config")):
+        stated = part.get(hf_folder.KEY) if isinstance(part, Mapping) else None
+        if isinstance(stated, Mapping):
+            return str(stated.get("quant_method"))
+    return None
+
+
+def _decoding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for weights instead of codes. Beside a GPU transformers would keep the codes of FP8."""
+    kinds = require("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    kind = kinds.get(quantized_by(config))
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters or hf_folder.KEY not in config:
+        return {}
+    return {hf_folder.KEY: kind.from_dict({**config[hf_folder.KEY], "dequantize": True})}
 
 
 def _streamed(folder: Path, config: Mapping[str, Any], how: Loading) -> nn.Module:

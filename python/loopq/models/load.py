@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
 from loopq.errors import ConfigError, SystemContractError, require
+from loopq.formats import hf_folder
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
 from loopq.models import hf
 from loopq.models.blank import building, drawn
@@ -340,7 +341,7 @@ class _ModelFolder:
         files = {path.name: path.read_bytes() for path in paths}
         if self.loop is not None:
             files["config.json"] = json.dumps(self.looped(), indent=2).encode()
-        return files
+        return hf_folder.unquantized(files)
 
 
 def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:

@@ -182,12 +182,13 @@ class _Quantization:
             system.look(tokens.first(execution.seed))
             missed = system.missed()
         about = system.describe_loop() if isinstance(system, Describes) else ()
-        if missed and isinstance(execution.progress, Silent):
+        if isinstance(execution.progress, Silent):
             names = "; ".join(f"{n}: {why}" for n, why in missed.items())
-            warnings.warn(f"not quantized: {names}", stacklevel=4)
+            for line in filter(None, (f"not quantized: {names}" if missed else "", loaded.report.left)):
+                warnings.warn(line, stacklevel=4)
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
-        for line in filter(None, (*loaded.report.notes, *about, *used)):
+        for line in filter(None, (*loaded.report.notes, loaded.report.left, *about, *used)):
             execution.progress.note(line)
         source = ModelSource.of(
             system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files

@@ -153,7 +153,9 @@ def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
     body = head.rstrip()
     if not brace or b'"architectures"' not in body:
         return config
-    if f'"{KEY}"'.encode() in body and KEY in checked(Object, parse_json(config, CONFIG, finite=False), CONFIG):
+    if f'"{KEY}"'.encode() in body and KEY in checked(
+        Object, parse_json(config, CONFIG, finite=False), CONFIG
+    ):
         raise CheckpointError(
             f"{CONFIG} of the checkpoint has a {KEY} of its source, which readers would follow; quantize the source "
             "again"

@@ -25,6 +25,7 @@ from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Encode, ModelClass
 from loopq.systems.looped import Looped, run_loop
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +84,13 @@ class LoadReport:
     tied: tuple[tuple[str, ...], ...] = ()
     repaired: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> str:
+        """One line on tensors of the files without a place in the model. Empty without any."""
+        if not self.unexpected:
+            return ""
+        return f"in the files, without a place in the model, and left out: {some(self.unexpected)}"
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""

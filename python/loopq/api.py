@@ -257,7 +257,7 @@ def solve(
 
 def load(
     folder: str | Path | Checkpoint,
-    model: LoadedModel | None = None,
+    model: Model | None = None,
     *,
     quantized: bool = False,
     activations: Activations = "float",
@@ -269,7 +269,7 @@ def load(
     ----------
     folder : path or Checkpoint
         Checkpoint in any format of `loopq.formats.FORMATS`. The native format is one of them.
-    model : LoadedModel, optional
+    model : LoadedModel, LoopedSystem or torch module, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
         Keep codes and scales, in `loopq.runtime.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
@@ -292,9 +292,10 @@ def load(
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
     with plain_modes():
+        into = None if model is None else open_model(model, Opening(trust_remote_code=trust_remote_code))
         return load_checkpoint(
             checkpoint,
-            model,
+            into,
             quantized=quantized,
             activations=activations,
             trust_remote_code=trust_remote_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 import benches.zoo.models  # noqa: F401  registers the classes
 import loopq
 from benches.zoo.store import save_model
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
 from loopq.layers.layer import QuantizedLayer
 from loopq.models import restore
+from loopq.models.load import load_model
 from loopq.runtime.linear import QuantLinear
 from loopq.systems.base import Batch
 from tests.support.exports import logits
@@ -102,3 +104,23 @@ def test_a_loop_goes_over_a_folder_that_another_tool_quantized(tmp_path, target)
     measured = loopq.evaluate(spec, tmp_path / "q", ids(1))
     assert measured[1].kl.mean() < 1e-4
     torch.testing.assert_close(logits(restore.open_any(spec)), logits(loopq.load(first)))
+
+
+def test_a_checkpoint_goes_into_a_module(tmp_path):
+    source = f"looped:{save_dense(tmp_path / 'm')}[1:3]x2"
+    result = loopq.quantize(source, ids(2), group_size=16, method="rtn")
+    module = load_model(source).model
+    loaded = loopq.load(result, module)
+    assert loaded.model is module
+    assert torch.equal(logits(loaded), logits(loopq.load(result)))
+
+
+def test_a_checkpoint_is_measured_on_its_own_model(tmp_path):
+    folder = save_dense(tmp_path / "m")
+    result = loopq.quantize(f"looped:{folder}[1:3]x3", ids(2), group_size=16, method="rtn")
+    with pytest.raises(CheckpointError, match=r"made for the loop \[1:3\]x3; .* \[0:2\]x3"):
+        loopq.evaluate(f"looped:{folder}[0:2]x3", {"q": result}, ids(1))
+    name = "model.layers.1.input_layernorm.weight"
+    dense = {n: tensor for n, tensor in result.dense.items() if n != name}
+    with pytest.raises(CheckpointError, match=rf"lacks {name} of the model"):
+        loopq.evaluate(f"looped:{folder}[1:3]x3", {"q": dataclasses.replace(result, dense=dense)}, ids(1))

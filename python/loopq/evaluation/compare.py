@@ -6,7 +6,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,9 @@ from loopq.calibrate.overlap import Overlap
 from loopq.errors import CheckpointError, ConfigError, NonFiniteError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.record import config_of
 from loopq.layers.layer import Dequantized
+from loopq.layers.loop_spec import LOOP
 from loopq.models.replace import Replaced, Weights, placed
 from loopq.models.trace import first_not_finite
 from loopq.settings.execution import Execution, at_most, available_bytes
@@ -26,6 +28,7 @@ from loopq.storage.names import names_of
 from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.declare import parameter_of
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -369,16 +372,41 @@ def overlap(
     Raises
     ------
     CheckpointError
-        The checkpoint is of another system.
+        The checkpoint is of another system or loop, or lacks tensors of the model.
     """
     stored = checkpoint.settings["system"]
     # Files of other tools lack this entry. Their names and shapes are compared with the model's.
     if stored not in (None, system.name):
         raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
+    if stored is not None:
+        _check_same(name, checkpoint, system, execution)
     seen = tokens.overlap(checkpoint.settings.get("calibration"))
     if seen is not None and seen.warning:
         execution.progress.warn(f"{name}: {seen.warning}")
     return seen
+
+
+def _check_same(name: str, checkpoint: Checkpoint, system: LoopedSystem, execution: Execution) -> None:
+    """Compare the loop and the tensors of a checkpoint of loopq with the model's."""
+    model: Any = system.model
+    loop, mine = (
+        config_of(checkpoint.side_files).get(LOOP),
+        getattr(getattr(model, "config", None), LOOP, None),
+    )
+    if loop is not None and mine is not None and list(loop) != list(mine):
+        made, here = ("[{}:{}]x{}".format(*spec) for spec in (loop, mine))
+        if list(loop)[:2] != list(mine)[:2]:
+            raise CheckpointError(f"{name}: made for the loop {made}; the model has another loop, {here}")
+        execution.progress.warn(f"{name}: made for the loop {made}, and measured in the model's, {here}")
+    names, own = names_of(model), model_tensors(model)[0]
+    have = {*checkpoint.layers, *checkpoint.dense, *checkpoint.ties}
+    state = model.state_dict(keep_vars=True)
+    lacking = [n for n in state if names.in_file(n) in own and not have & {n, names.in_file(n)}]
+    if lacking:
+        raise CheckpointError(
+            f"{name}: the checkpoint lacks {some([*map(names.in_file, lacking)], 5)} of the model; copy it again, or "
+            "name the model that it was made from"
+        )
 
 
 def content(system: LoopedSystem, checkpoint: Checkpoint, n_checkpoints: int = 1) -> Weights:

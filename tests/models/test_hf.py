@@ -280,3 +280,28 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has shape \[20, 32\].*\[48, 32\]"
     ):
         load_model(f"looped:{folder}[1:3]x2")
+
+
+def test_licence_and_chat_templates_travel_with_the_model(tmp_path: Path) -> None:
+    folder, template = save_dense(tmp_path / "m"), "additional_chat_templates/tools.jinja"
+    (folder / "additional_chat_templates").mkdir()
+    texts = {
+        "LICENSE": "Apache",
+        "NOTICE.md": "n",
+        template: "{{ messages }}",
+        "chat_template.jinja": "{{ x }}",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "LICENSES").mkdir()
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    source = f"looped:{folder}[1:3]x2"
+    loopq.quantize(source, tokens(2), out=tmp_path / "q", group_size=16, method="rtn", levels="even")
+    loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors", remote_code=True, verify=False)
+    for place in (tmp_path / "q", tmp_path / "ct"):
+        for name in (*texts, "generation_config.json"):
+            assert (place / name).read_bytes() == (folder / name).read_bytes()
+    assert template in loopq.load(tmp_path / "ct").side_files
+    (tmp_path / "q" / template).write_text("other")
+    with pytest.raises(CheckpointError, match=r"tools\.jinja"):
+        loopq.load(tmp_path / "q")

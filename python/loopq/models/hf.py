@@ -447,7 +447,7 @@ def cached_tokenizer(name: str, revision: str | None) -> Path | None:
 def side_files(folder: Path) -> tuple[Path, ...]:
     """Files of a checkpoint other than weights and their index. A special or a huge one is refused."""
     paths = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
-    files = tuple(sorted(p for p in paths if not p.name.endswith(".index.json")))
+    files = tuple(sorted(p for p in paths if not p.is_dir() and not p.name.endswith(".index.json")))
     for path in files:
         check_size(path)
     return files

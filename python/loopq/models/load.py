@@ -346,7 +346,7 @@ class _ModelFolder:
         """Read the files beside the weights. For a model with its own encoder they are only the configuration."""
         own_encoder = self.registered is not None and encode is self.registered.encode
         paths = (self.path / "config.json",) if own_encoder else hf.side_files(self.path)
-        files = {path.name: path.read_bytes() for path in paths}
+        files = {path.relative_to(self.path).as_posix(): path.read_bytes() for path in paths}
         if self.loop is not None:
             files["config.json"] = json.dumps(self.looped(), indent=2).encode()
         return hf_folder.unquantized(files)

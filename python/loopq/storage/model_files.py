@@ -15,7 +15,7 @@ import numpy as np
 from loopq.errors import CheckpointError, LoopqError, require
 from loopq.storage.files import DTYPE_NAMES, DTYPES, RawTensor, inside, replacing, sha256, write_tensors
 from loopq.storage.names import names_of
-from loopq.storage.schema import Count, Name, Sha256, checked
+from loopq.storage.schema import Count, Place, Sha256, checked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,7 +30,7 @@ _NARROW = ("F16", "BF16")
 class FileEntry:
     """A file's entry in an index."""
 
-    file: Name
+    file: Place
     sha256: Sha256
     n_bytes: Count
 
@@ -213,7 +213,7 @@ def write_files(
     CheckpointError
         A name is not a plain file name. Nothing is written then.
     """
-    checked(dict[Name, Any], dict.fromkeys(files), folder)
+    checked(dict[Place, Any], dict.fromkeys(files), folder)
     if TENSORS in files:
         raise CheckpointError(f"{folder}: {TENSORS} among the config and tokenizer files")
     entries = [FileEntry(name, hashlib.sha256(data).hexdigest(), len(data)) for name, data in files.items()]

@@ -17,7 +17,6 @@ from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint, fitted
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.models import restore
 from loopq.models.depths import at_depths
 from loopq.models.from_python import Opening, open_model
 from loopq.models.load import LoadedModel
@@ -141,7 +140,7 @@ class _Quantization:
         )
         source = self.model
         if gate.engine is not None and write is None:
-            source = _open_source(source, self.requantize, opening)
+            source = open_model(source, opening, requantize=self.requantize)
             given = {*options, *PRESETS.get(options.get("preset") or "", ())}
             choice = Wanted(source, config, given, gate=gate).choose(gate.engine)
             execution.progress.note(choice.line())
@@ -158,7 +157,8 @@ class _Quantization:
         config = config.for_format(own_format, target.outside)
         team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
         with output(out, execution, write, shared=team is not None) as (execution, finish):
-            loaded, depth = at_depths(_open_source(source, self.requantize, opening), self.n_steps)
+            opened = open_model(source, opening, requantize=self.requantize)
+            loaded, depth = at_depths(opened, self.n_steps)
             kept = Kept.of(loaded.folder, self.keep)
             if self.keep:
                 steps = loaded.system.n_steps if depth is None else depth
@@ -182,12 +182,13 @@ class _Quantization:
             system.look(tokens.first(execution.seed))
             missed = system.missed()
         about = system.describe_loop() if isinstance(system, Describes) else ()
-        if missed and isinstance(execution.progress, Silent):
+        if isinstance(execution.progress, Silent):
             names = "; ".join(f"{n}: {why}" for n, why in missed.items())
-            warnings.warn(f"not quantized: {names}", stacklevel=4)
+            for line in filter(None, (f"not quantized: {names}" if missed else "", loaded.report.left)):
+                warnings.warn(line, stacklevel=4)
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
-        for line in filter(None, (*loaded.report.notes, *about, *used)):
+        for line in filter(None, (*loaded.report.notes, loaded.report.left, *about, *used)):
             execution.progress.note(line)
         source = ModelSource.of(
             system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
@@ -256,7 +257,7 @@ def solve(
 
 def load(
     folder: str | Path | Checkpoint,
-    model: LoadedModel | None = None,
+    model: Model | None = None,
     *,
     quantized: bool = False,
     activations: Activations = "float",
@@ -268,7 +269,7 @@ def load(
     ----------
     folder : path or Checkpoint
         Checkpoint in any format of `loopq.formats.FORMATS`. The native format is one of them.
-    model : LoadedModel, optional
+    model : LoadedModel, LoopedSystem or torch module, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
         Keep codes and scales, in `loopq.runtime.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
@@ -291,9 +292,10 @@ def load(
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
     with plain_modes():
+        into = None if model is None else open_model(model, Opening(trust_remote_code=trust_remote_code))
         return load_checkpoint(
             checkpoint,
-            model,
+            into,
             quantized=quantized,
             activations=activations,
             trust_remote_code=trust_remote_code,
@@ -380,12 +382,3 @@ def _named(
 ) -> Mapping[str, Checkpoint]:
     files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
-
-
-def _open_source(model: Model, requantize: bool, opening: Opening) -> LoadedModel:
-    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
-    if isinstance(model, str | Path):
-        trusted = opening.trust_remote_code
-        loaded = restore.open_source(Path(model), requantize=requantize, trust_remote_code=trusted)
-        return open_model(model, opening) if loaded is None else opening.applied(loaded)
-    return open_model(model, opening)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,19 @@ def test_a_dense_expert_is_refused_in_any_layer(quantized, dense, keys, stacks):
         CheckpointError, match=rf"dense experts, all or some of them.* \(layer model\.{dense}"
     ):
         check_engine("transformers", "compressed-tensors", experts, None, config, dense=[f"model.{dense}"])
+
+
+@pytest.mark.parametrize(("kind", "filled"), [("gpt_oss", False), ("olmoe", True), ("qwen3_moe", True)])
+def test_stacks_of_a_looped_mixture_are_filled_or_refused(kind, filled):
+    config = {"model_type": "loopq_looped", "looped_base": kind, "looped_layers": [1, 3, 2]}
+    check = partial(check_engine, "transformers", "compressed-tensors", system=None, config=config)
+    if filled:
+        check(layers(experts__0__up={}))
+        return
+    for quantized, dense in (("experts__0__up", []), ("o_proj", ["model.layers.0.mlp.experts.0.up.weight"])):
+        with pytest.raises(CheckpointError, match="stacks"):
+            check(layers(**{quantized: {}}), dense=dense)
+    check(layers(o_proj={}))
 
 
 def test_a_file_read_wrong_without_an_error_needs_a_named_engine():

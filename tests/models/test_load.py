@@ -15,6 +15,7 @@ from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.coconut import wrap_gpt2
+from tests.support.looped import save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build, prompts
 
@@ -173,3 +174,8 @@ def test_plbert_runs_its_twelve_steps(data_folder: Path, tmp_path: Path) -> None
     assert min(moved) > 0.05
     report = check_model(loaded)
     assert report.ok, "\n".join(report.lines())
+
+
+def test_a_decoder_without_a_loop_is_told_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(SystemContractError, match=r"looped:MODEL\[FIRST:LAST\]xTIMES"):
+        load_model(save_dense(tmp_path / "m"))

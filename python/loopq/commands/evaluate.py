@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loopq import zoo
 from loopq.api import evaluate
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
@@ -27,7 +28,8 @@ from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.evaluation.metric import Metric
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import check_readable, read_any
+from loopq.formats.convert import check_readable, is_checkpoint, read_any
+from loopq.formats.hf_folder import CONFIG
 from loopq.models.load import LoadedModel
 from loopq.models.restore import open_any
 from loopq.settings.execution import Execution
@@ -93,6 +95,7 @@ class _Evaluate:
         if not folders:
             raise ConfigError("name a checkpoint to compare with the model: DIR")
         for folder in folders:
+            _check_order(args.model, folder)
             check_readable(folder)
         pages = hooks.asked(args, "evaluate")
         source = ModelOptions.of(args)
@@ -101,6 +104,18 @@ class _Evaluate:
         length = take(args, CHUNK if chunks else Take().seq_len)
         return cls(
             source, folders, args.text, length, chunks, execution(args), args.n_seeds, pages, args.json
+        )
+
+
+def _check_order(model: str | None, folder: str) -> None:
+    """Reject a model in the place of a checkpoint."""
+    full = folder in zoo.available() or folder.startswith("looped:")
+    full |= (Path(folder) / CONFIG).is_file() and not is_checkpoint(Path(folder))
+    if full:
+        first = model if model and is_checkpoint(Path(model)) else "CHECKPOINT"
+        raise ConfigError(
+            f"{folder}: a model in full precision, not a checkpoint; the model comes first: loopq evaluate {folder} "
+            f"{first}"
         )
 
 

@@ -12,11 +12,8 @@ from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.run.outside import LEAST
 from loopq.storage.schema import checked
-from loopq.terminal.table import render, short, size
+from loopq.terminal.table import render, short, size, some
 from loopq.terminal.text import say, visible
-
-#: Names shown of layers that the same is said of.
-_N_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -92,18 +89,13 @@ def _of_scales(layers: Sequence[_Report]) -> list[str]:
     small = [f"{r.layer} ({r.n_subnormal_scales})" for r in layers if r.n_subnormal_scales]
     said = []
     if zeroed:
-        said.append(f"groups too near to zero for a scale, rounded to zero: {_some(zeroed)}")
+        said.append(f"groups too near to zero for a scale, rounded to zero: {some(zeroed)}")
     if small:
         said.append(
             "scales below 6.1e-5, which float16 holds with fewer digits and some engines take for zero: "
-            f"{_some(small)}; --set scale_dtype=bfloat16 holds them"
+            f"{some(small)}; --set scale_dtype=bfloat16 holds them"
         )
     return said
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
-    return f"{', '.join(names[:_N_NAMES])}{more}"
 
 
 def _of_experts(layers: Sequence[_Report]) -> list[str]:
@@ -125,7 +117,7 @@ def _of_experts(layers: Sequence[_Report]) -> list[str]:
         (plain, "got rows and no gradient: solved with metric inputs"),
     ):
         if names:
-            said.append(f"{len(names)} weights of experts {what}: {_some(names)}")
+            said.append(f"{len(names)} weights of experts {what}: {some(names)}")
     return said
 
 

@@ -143,7 +143,7 @@ class GridTable:
         execution: Execution,
     ) -> GridTable:
         """Load the model and its prompts."""
-        loaded, depth = at_depths(source.load_source(), source.n_steps)
+        loaded, depth = at_depths(source.load(), source.n_steps)
         tokens = calibration_tokens(loaded, calibration, take)
         # No random tokens are put into the held prompts.
         held = take.changed(n_prompts=sum(divide(tokens)), random_tokens=0.0)

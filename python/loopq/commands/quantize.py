@@ -229,7 +229,7 @@ class _Job:
     @classmethod
     def of(cls, asked: _Options) -> _Job:
         """Load. Invalid input is rejected first, because a run takes long."""
-        loaded, choice, others = asked.source.load_source(), None, []
+        loaded, choice, others = asked.source.load(), None, []
         if asked.engine is None:
             refuse_early(
                 loaded, asked.config, asked.target.name, asked.source.depth, asked.gate, asked.options

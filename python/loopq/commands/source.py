@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from loopq.calibrate.prompts import check_prompts
@@ -134,23 +133,18 @@ class ModelOptions:
         return words + [f"--{name.replace('_', '-')}" for name in allowed]
 
     def load(self) -> LoadedModel:
-        """Load the model."""
+        """Load the model, of one quantized by another tool the weights of its codes."""
         if self.python is not None:
             if self.model is not None:
                 raise ConfigError("MODEL and --python both name a model: give one of them")
             return load_python(self.python, self.argument, self.loading["device"])
         if self.model is None:
             raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
-        return load_model(self.model, **self.loading)
-
-    def load_source(self) -> LoadedModel:
-        """Load the model for quantization, including one quantized by another tool."""
-        if self.python is None and self.model is not None:
-            loaded = open_source(Path(self.model), trust_remote_code=self.loading["trust_remote_code"])
-            if loaded is not None:
-                to_device(loaded.model, self.loading["device"])
-                return loaded
-        return self.load()
+        loaded = open_source(self.model, trust_remote_code=self.loading["trust_remote_code"])
+        if loaded is None:
+            return load_model(self.model, **self.loading)
+        to_device(loaded.model, self.loading["device"])
+        return loaded
 
     def load_any(self, **options: Any) -> LoadedModel:
         """Load the model or the checkpoint, the latter with own options of `open_any`."""

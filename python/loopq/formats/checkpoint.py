@@ -15,7 +15,7 @@ from loopq.errors import CheckpointError
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.loop_spec import LOOP
 from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
-from loopq.storage.model_files import raw, to_torch
+from loopq.storage.model_files import check_ties, passed_over, raw, set_beside, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Depth, checked, parse_json, shown
 from loopq.terminal.table import short, size
@@ -241,6 +241,9 @@ def fitted(
     # Files of other tools store a tied tensor once. The model adds its other names.
     filled = {id(state[name]) for name in names if name in state}
     names |= {name for name, tensor in state.items() if id(tensor) in filled}
+    over = passed_over(model, names - set(state)) & set(dense)
+    set_beside(model, {name: dense[name] for name in sorted(over)})
+    names, sources = names - over, {n: source for n, source in sources.items() if n not in over}
     if names != set(state):
         missing, more = shown(sorted(set(state) - names)), shown(sorted(names - set(state)))
         raise CheckpointError(f"the checkpoint is of another model: missing {missing}, unexpected {more}")
@@ -250,6 +253,7 @@ def fitted(
         if tuple(state[name].shape) != given:
             shape = list(state[name].shape)
             raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
+    check_ties(state, dense, "the checkpoint")
     return state, stored, sources
 
 

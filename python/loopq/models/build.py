@@ -44,6 +44,7 @@ def build_model(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, data in side_files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
         model = _built(registered, folder, config, trust_remote_code)
         tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from loopq.errors import CheckpointError, ConfigError, model_code, require
 from loopq.formats.hf_folder import check_weight_files
 from loopq.settings.execution import available_bytes
+from loopq.storage.model_files import check_ties, raw
 from loopq.storage.schema import Object
 from loopq.systems import SYSTEMS
 from loopq.systems.capabilities import Builds, Encode, ModelClass, Tensors
@@ -125,6 +126,7 @@ def load_registered(
         model = model_class.build(dict(config))
     state = model.state_dict(keep_vars=True)
     _check_shapes(folder, state, tensors)
+    check_ties(state, {name: raw(t, copy=False) for name, t in tensors.items() if name in state}, folder)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     # The file stores a tied parameter under one of its names.
     filled = {id(state[name]) for name in tensors if name in state}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ from loopq.models.files import find_names
 from loopq.models.precision import hold
 from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
-from loopq.storage.files import check_size
-from loopq.storage.model_files import types_of
+from loopq.storage.files import RawTensor, check_size
+from loopq.storage.model_files import check_ties, passed_over, set_beside, types_of
+from loopq.storage.names import names_of
 from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +43,13 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "spiece.model",
 )
+#: Refuses codes where weights in full precision are needed.
+HOLDS_CODES = (
+    "holds codes, not weights in full precision: name the model that it was made from; `loopq run`, `loopq export` and "
+    "loopq.load take codes, and `loopq evaluate` takes them behind the model"
+)
+#: Types of numbers that are weights. Those of 8 bits are so without a scale beside them.
+_PLAIN, _FLOAT8 = ("F64", "F32", "F16", "BF16"), ("F8_E4M3", "F8_E5M2")
 #: Names the licence of a model.
 _CARD = ("README.md",)
 
@@ -123,30 +134,89 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
     model : nn.Module
     found : Findings
     """
-    quantization = config.get(hf_folder.KEY)
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == hf_folder.METHOD:
-        raise CheckpointError(
-            f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
-            "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
-        )
+    if quantized_by(config) == hf_folder.METHOD:
+        raise CheckpointError(f"{source}: {HOLDS_CODES}")
     check_weight_files(folder, how.allow_pickle)
     # Refused here, before transformers reads each as a whole.
     side_files(folder)
     check_remote_code(config, source, how.trust_remote_code)
+    stored = hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else {}
     if not _fits(folder, config, how):
+        if quantized_by(config) is not None:
+            raise CheckpointError(
+                f"{source}: holds codes ({quantized_by(config)}), which are decoded as a whole, and they do not fit in "
+                "the memory; give more (--memory), or convert the model to bfloat16"
+            )
         note = "weights do not fit in memory: a layer's are read for each of its visits"
-        return _streamed(folder, config, how), Findings(notes=(note,))
+        model = _streamed(folder, config, how, stored)
+        return model, _read_whole(model, stored, None, source).noted(note)
     model, info = _pretrained(folder, config, source, how)
+    if getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            f"{source}: transformers keeps the codes of {quantized_by(config)} instead of weights; convert the model "
+            "to bfloat16"
+        )
     found = Findings(
         _names(info, "missing_keys"),
-        _names(info, "unexpected_keys"),
-        repair_buffers(model),
-        (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
+        repaired=repair_buffers(model),
+        notes=(f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
     )
-    stored = hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else {}
     find_names(model, stored)
     hold(model, types_of(stored))
-    return model, found
+    read = _read_whole(model, stored, _names(info, "unexpected_keys"), source)
+    return model, dataclasses.replace(found, unexpected=read.unexpected, notes=(*found.notes, *read.notes))
+
+
+def _read_whole(
+    model: nn.Module, stored: Mapping[str, RawTensor], unexpected: Sequence[str] | None, source: str
+) -> Findings:
+    """Account for every tensor of the files. What the class passes over, such as a draft head, stays beside the model.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A loaded model.
+    stored : mapping of str to RawTensor
+        Tensors of its files.
+    unexpected : sequence of str or None
+        Tensors without a place, by the report of transformers. None if it did not load them.
+    source : str
+        Named in messages.
+
+    Raises
+    ------
+    CheckpointError
+        Numbers are codes whose scales have no place, or one parameter has several values.
+    """
+    names, state = names_of(model), model.state_dict(keep_vars=True)
+    unread = {name for name in stored if names.target(name) not in state}
+    over = passed_over(model, unread)
+    left = tuple(sorted(unread - over if unexpected is None else set(unexpected) - over))
+    for name, tensor in stored.items():
+        place, module = state.get(names.in_model(name)), name.rpartition(".")[0]
+        scaled = any(other.startswith(f"{module}.") for other in left)
+        plain = tensor.dtype in _PLAIN or (tensor.dtype in _FLOAT8 and not scaled)
+        if place is not None and place.is_floating_point() and not plain:
+            raise CheckpointError(
+                f"{source}: {name} holds codes ({tensor.dtype}), and config.json says nothing of their scales "
+                f"({hf_folder.KEY}); take the config.json of these files, or weights in bfloat16"
+            )
+    _check_head(model, stored, source)
+    set_beside(model, {name: stored[name] for name in sorted(over)})
+    note = f"kept as they are, which the model's class does not read: {some(sorted(over))}" if over else ""
+    return Findings(unexpected=left).noted(note)
+
+
+def _check_head(model: Any, stored: Mapping[str, RawTensor], source: str) -> None:
+    """Reject a head of its own in the files if config.json ties it. transformers keeps both, engines only one."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    ends = []
+    with contextlib.suppress(NotImplementedError, AttributeError):  # a class without a table of tokens
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = {f"{name}.weight": ends for name, module in model.named_modules() if module in ends}
+    in_file = {names_of(model).in_file(name): name for name in tied}
+    check_ties(tied, {in_file[n]: t for n, t in stored.items() if n in in_file}, source)
 
 
 def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:
@@ -161,9 +231,12 @@ def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loadi
                 trust_remote_code=how.trust_remote_code,
                 use_safetensors=None if how.allow_pickle else True,
                 local_files_only=True,
+                # Its own error names no tensor.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 dtype=how.dtype if how.dtype is not None else "auto",
                 **_settings(config),
+                **_decoding(config),
             )
     except Exception as cause:  # damaged folders raise various errors
         reason = " ".join(str(cause).split())
@@ -171,6 +244,11 @@ def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loadi
             f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
             f"{_version_advice(config, how.trust_remote_code)}"
         ) from cause
+    for name, given, wanted in sorted(_entries(info, "mismatched_keys")):
+        raise CheckpointError(
+            f"{source}: {name} has shape {[*given]}, with config.json it is {[*wanted]}; config.json is not that of "
+            "these weights"
+        )
     return model.eval(), info
 
 
@@ -212,10 +290,30 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
 
 
-def _streamed(folder: Path, config: Mapping[str, Any], how: Loading) -> nn.Module:
+def quantized_by(config: Mapping[str, Any]) -> str | None:
+    """Return the method of the codes that a ``config.json`` describes."""
+    for part in (config, config.get("text_config")):
+        stated = part.get(hf_folder.KEY) if isinstance(part, Mapping) else None
+        if isinstance(stated, Mapping):
+            return str(stated.get("quant_method"))
+    return None
+
+
+def _decoding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for weights instead of codes. Beside a GPU transformers would keep the codes of FP8."""
+    kinds = require("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    kind = kinds.get(quantized_by(config))
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters or hf_folder.KEY not in config:
+        return {}
+    return {hf_folder.KEY: kind.from_dict({**config[hf_folder.KEY], "dequantize": True})}
+
+
+def _streamed(
+    folder: Path, config: Mapping[str, Any], how: Loading, stored: Mapping[str, RawTensor]
+) -> nn.Module:
     """Build a model that reads each layer from its files when the layer runs."""
     model = from_config(folder, config, how.trust_remote_code, dtype=how.dtype, whole=False)
-    Stream(model.eval(), hf_folder.read_all_tensors(folder))
+    Stream(model.eval(), stored)
     return model
 
 
@@ -349,12 +447,16 @@ def cached_tokenizer(name: str, revision: str | None) -> Path | None:
 def side_files(folder: Path) -> tuple[Path, ...]:
     """Files of a checkpoint other than weights and their index. A special or a huge one is refused."""
     paths = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
-    files = tuple(sorted(p for p in paths if not p.name.endswith(".index.json")))
+    files = tuple(sorted(p for p in paths if not p.is_dir() and not p.name.endswith(".index.json")))
     for path in files:
         check_size(path)
     return files
 
 
+def _entries(info: Any, key: str) -> Sequence[Any]:
+    entries: Sequence[Any] = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
+    return entries
+
+
 def _names(info: Any, key: str) -> tuple[str, ...]:
-    names = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
-    return tuple(sorted(str(name) for name in names))
+    return tuple(sorted(map(str, _entries(info, key))))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
 from loopq.errors import ConfigError, SystemContractError, require
+from loopq.formats import hf_folder
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
 from loopq.models import hf
 from loopq.models.blank import building, drawn
@@ -24,6 +25,7 @@ from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Encode, ModelClass
 from loopq.systems.looped import Looped, run_loop
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,6 +84,13 @@ class LoadReport:
     tied: tuple[tuple[str, ...], ...] = ()
     repaired: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> str:
+        """One line on tensors of the files without a place in the model. Empty without any."""
+        if not self.unexpected:
+            return ""
+        return f"in the files, without a place in the model, and left out: {some(self.unexpected)}"
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
@@ -337,10 +346,10 @@ class _ModelFolder:
         """Read the files beside the weights. For a model with its own encoder they are only the configuration."""
         own_encoder = self.registered is not None and encode is self.registered.encode
         paths = (self.path / "config.json",) if own_encoder else hf.side_files(self.path)
-        files = {path.name: path.read_bytes() for path in paths}
+        files = {path.relative_to(self.path).as_posix(): path.read_bytes() for path in paths}
         if self.loop is not None:
             files["config.json"] = json.dumps(self.looped(), indent=2).encode()
-        return files
+        return hf_folder.unquantized(files)
 
 
 def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:

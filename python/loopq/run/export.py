@@ -27,7 +27,7 @@ from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
-from loopq.storage.model_files import stored_state
+from loopq.storage.model_files import beside, stored_state
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import FixedLength
 
@@ -271,7 +271,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
         elif name not in layers:
             kind = str(tensor.dtype).removeprefix("torch.")
             dense[name] = DTYPE_NAMES.get(kind, kind)
-    return dense, ties
+    return dense | {name: tensor.dtype for name, tensor in beside(model).items()}, ties
 
 
 def _stand_in(task: Task) -> QuantizedLayer:

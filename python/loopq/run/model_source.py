@@ -29,7 +29,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource, StoredMetrics
 from loopq.run.estimate import Estimate, estimate, timed_gradient, timed_rollout
 from loopq.run.memory import passes
-from loopq.run.outside import outside, plan_model, tell_left
+from loopq.run.outside import outside, plan_model, tell_left, tell_share
 from loopq.run.plan import Plan
 from loopq.run.ranks import Ranks, collect_hessians
 from loopq.run.source import Part, Source
@@ -155,6 +155,7 @@ class ModelSource(Source):
         self.execution.progress.note(f"{summary}: {self.estimate(plan)}")
         for method in sorted({t.config.method.name for t in plan.tasks if t.config.method.folds}):
             self.execution.progress.note(f"{method}: layers of one input share a transform")
+        tell_share(plan, self.job)
         tell_left(plan, self.job, self.weights)
         return plan
 

@@ -47,6 +47,12 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def some(names: Sequence[str], most: int = 12) -> str:
+    """Return names in one line, and the number of those after the first ones."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def short(value: float | None, digits: int = 3) -> str | None:
     """Format a number with a few significant digits. None stays None."""
     return None if value is None else f"{value:.{digits}g}"

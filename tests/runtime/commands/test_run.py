@@ -38,6 +38,12 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     assert "loopq's runner" in said
 
 
+def test_a_missing_prompt_is_named(command):
+    code, text, said = command("run", "huginn_small")
+    assert (code, text) == (2, "")
+    assert 'the prompt is missing: loopq run huginn_small "TEXT"' in said
+
+
 def _again(step, undo):
     """A recorder that calls the step itself."""
     logits = step().clone()

@@ -52,6 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
+    if args.model is None and args.python is None:
+        raise ConfigError(
+            f'the prompt is missing: loopq run {args.prompt} "TEXT" (-: read it from the standard input)'
+        )
     source = ModelOptions.of(args)
     loaded = _open(source, dense=args.dense, int8=args.int8)
     prompt = _standard_input() if args.prompt == "-" else args.prompt

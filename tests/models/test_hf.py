@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import loopq
@@ -36,8 +36,6 @@ def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
 
 
 def test_pooler_may_be_missing(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     folder = _saved("transformers ALBERT", tmp_path)
     tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import loopq.runtime.transformers
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.hf import auto_class
 from loopq.models.load import load_model
-from loopq.storage.files import read_tensors
-from loopq.storage.model_files import model_tensors
-from tests.support.looped import save_dense
+from tests.support.looped import change, fp8, save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build
 from tests.support.vendors import logits, tokens
@@ -39,8 +36,6 @@ def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
 
 
 def test_pooler_may_be_missing(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = _saved("transformers ALBERT", tmp_path)
     tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -143,51 +138,11 @@ def test_a_file_beside_the_weights_is_refused_by_its_size(tmp_path: Path, name: 
         load_model(f"looped:{folder}[1:3]x2")
 
 
-@pytest.mark.parametrize("name", ["p", "p.safetensors", "p.bin"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "outside"])
-def test_what_an_index_names_is_looked_at_before_transformers_opens_it(
-    tmp_path: Path, name: str, kind: str
-) -> None:
-    folder = save_dense(tmp_path / "m")
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (tmp_path / "b").write_bytes(b"x")
-        (folder / name).symlink_to("/dev/zero" if kind == "device" else tmp_path / "b")
-    tensors = read_tensors(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    first, *rest = sorted(tensors)
-    index = {"weight_map": {first: name, **dict.fromkeys(rest, "a.safetensors")}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"not a plain file|leads out"):
-        load_model(f"looped:{folder}[1:3]x2")
-
-
 def test_a_pipe_beside_the_weights_is_refused(tmp_path: Path) -> None:
     folder = save_dense(tmp_path / "m")
     os.mkfifo(folder / "special_tokens_map.json")
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: not a plain file"):
         load_model(f"looped:{folder}[1:3]x2")
-
-
-def _fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A layer's weight as one block of FP8 and its scale."""
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    scale = weight.abs().max() / 448
-    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
-
-
-def change(
-    folder: Path, tensors: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], **config: Any
-) -> None:
-    """Change a folder's tensors one by one, and entries of its config.json."""
-    file, new = folder / "model.safetensors", dict[str, torch.Tensor]()
-    for name, tensor in load_file(file).items():
-        new |= tensors(name, tensor)
-    save_file(new, file, {"format": "pt"})
-    old = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(old | config))
 
 
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -197,7 +152,7 @@ _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_
 def test_the_result_has_no_method_of_its_source(tmp_path: Path, stated: dict[str, Any]) -> None:
     folder = save_dense(tmp_path / "m")
     dense = load_file(folder / "model.safetensors")
-    change(folder, _fp8 if stated is _BLOCKS else lambda n, t: {n: t}, quantization_config=stated)
+    change(folder, fp8 if stated is _BLOCKS else lambda n, t: {n: t}, quantization_config=stated)
     (folder / "quantize_config.json").write_text("{}")
     source = f"looped:{folder}[1:3]x2"
     name = "model.layers.1.mlp.up_proj.weight"
@@ -225,73 +180,9 @@ def test_codes_that_transformers_keeps_are_refused(tmp_path: Path, monkeypatch: 
 
 def test_codes_of_another_tool_need_the_memory_of_the_whole_model(tmp_path: Path) -> None:
     folder = save_dense(tmp_path / "m")
-    change(folder, _fp8, quantization_config=_BLOCKS)
+    change(folder, fp8, quantization_config=_BLOCKS)
     with pytest.raises(CheckpointError, match=r"fp8.* do not fit in the memory"):
         load_model(f"looped:{folder}[1:3]x2", memory=1000)
-
-
-def _twice(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Layer 4 once more as a layer 5, which config.json does not have."""
-    return {name: tensor, name.replace("layers.4.", "layers.5."): tensor.clone()}
-
-
-def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
-    folder = save_dense(tmp_path / "m")
-    change(folder, _twice)
-    source = f"looped:{folder}[1:3]x2"
-    for memory in (None, 1000):
-        report = load_model(source, memory=memory).report
-        assert len(report.unexpected) == 9
-        assert all(name.startswith("model.layers.5.") for name in report.unexpected)
-    with pytest.warns(UserWarning, match=r"left out: model\.layers\.5\."):
-        loopq.quantize(source, tokens(2), group_size=16, method="rtn")
-
-
-def _bare(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: (weight * 100).to(torch.int8) if name.endswith("proj.weight") else weight}
-
-
-@pytest.mark.parametrize(("tensors", "kind"), [(_fp8, "F8_E4M3"), (_bare, "I8")])
-@pytest.mark.parametrize("memory", [None, 1000])
-def test_codes_without_a_method_are_refused(
-    tmp_path: Path, tensors: Any, kind: str, memory: int | None
-) -> None:
-    folder = save_dense(tmp_path / "m")
-    change(folder, tensors)
-    with pytest.raises(CheckpointError, match=rf"_proj\.weight holds codes \({kind}\).*quantization_config"):
-        load_model(f"looped:{folder}[1:3]x2", memory=memory)
-
-
-def test_float8_without_scales_is_a_weight(tmp_path: Path) -> None:
-    folder, name = save_dense(tmp_path / "m"), "model.layers.1.mlp.up_proj.weight"
-    change(folder, lambda n, t: {n: t.to(torch.float8_e4m3fn) if n == name else t})
-    expected = load_file(folder / "model.safetensors")[name].float()
-    assert torch.equal(load_model(f"looped:{folder}[1:3]x2").model.get_parameter(name), expected)
-
-
-def test_a_draft_head_is_kept_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
-    folder, head = save_dense(tmp_path / "m"), torch.randn(32, 64)
-    change(folder, lambda n, t: {n: t, "mtp.fc.weight": head})
-    source, q = f"looped:{folder}[1:3]x2", tmp_path / "q"
-    loaded = load_model(source)
-    assert loaded.report.unexpected == ()
-    assert any("mtp.fc.weight" in note for note in loaded.report.notes)
-    assert "mtp.fc.weight" in model_tensors(load_model(source, memory=1000).model)[0]
-    loopq.quantize(source, tokens(2), out=q, group_size=16, method="rtn", levels="even")
-    loopq.export(q, tmp_path / "ct", "compressed-tensors", remote_code=True, verify=False)
-    again = loopq.quantize(q, tokens(2), out=tmp_path / "again", group_size=16, method="rtn", requantize=True)
-    for place in (q, tmp_path / "ct", tmp_path / "again"):
-        assert torch.equal(load_file(place / "model.safetensors")["mtp.fc.weight"], head)
-    assert loopq.evaluate(source, {"again": again}, tokens(1))[1].kl.mean() < 1
-
-
-@pytest.mark.parametrize("memory", [None, 1000])
-def test_a_head_that_config_json_ties_is_refused(tmp_path: Path, memory: int | None) -> None:
-    folder = save_dense(tmp_path / "m")
-    change(folder, lambda n, t: {n: t}, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"lm_head.* have different values.*tie_word_embeddings"):
-        load_model(f"looped:{folder}[1:3]x2", memory=memory)
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:

@@ -18,16 +18,14 @@ from loopq.layers.loop_spec import LOOP
 from loopq.models.blank import blank, building, drawn
 from loopq.models.buffers import repair_buffers
 from loopq.models.classes import Findings
-from loopq.models.files import find_names
+from loopq.models.files import account, find_names
 from loopq.models.precision import hold
 from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
 from loopq.storage.files import RawTensor, check_size
-from loopq.storage.model_files import check_ties, passed_over, set_beside, types_of
-from loopq.storage.names import names_of
+from loopq.storage.model_files import types_of
 from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
-from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +46,6 @@ HOLDS_CODES = (
     "holds codes, not weights in full precision: name the model that it was made from; `loopq run`, `loopq export` and "
     "loopq.load take codes, and `loopq evaluate` takes them behind the model"
 )
-#: Types of numbers that are weights. Those of 8 bits are so without a scale beside them.
-_PLAIN, _FLOAT8 = ("F64", "F32", "F16", "BF16"), ("F8_E4M3", "F8_E5M2")
 #: Names the licence of a model.
 _CARD = ("README.md",)
 
@@ -149,7 +145,7 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
             )
         note = "weights do not fit in memory: a layer's are read for each of its visits"
         model = _streamed(folder, config, how, stored)
-        return model, _read_whole(model, stored, None, source).noted(note)
+        return model, account(model, stored, None, source).noted(note)
     model, info = _pretrained(folder, config, source, how)
     if getattr(model, "is_quantized", False):
         raise CheckpointError(
@@ -163,60 +159,8 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
     )
     find_names(model, stored)
     hold(model, types_of(stored))
-    read = _read_whole(model, stored, _names(info, "unexpected_keys"), source)
+    read = account(model, stored, _names(info, "unexpected_keys"), source)
     return model, dataclasses.replace(found, unexpected=read.unexpected, notes=(*found.notes, *read.notes))
-
-
-def _read_whole(
-    model: nn.Module, stored: Mapping[str, RawTensor], unexpected: Sequence[str] | None, source: str
-) -> Findings:
-    """Account for every tensor of the files. What the class passes over, such as a draft head, stays beside the model.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A loaded model.
-    stored : mapping of str to RawTensor
-        Tensors of its files.
-    unexpected : sequence of str or None
-        Tensors without a place, by the report of transformers. None if it did not load them.
-    source : str
-        Named in messages.
-
-    Raises
-    ------
-    CheckpointError
-        Numbers are codes whose scales have no place, or one parameter has several values.
-    """
-    names, state = names_of(model), model.state_dict(keep_vars=True)
-    unread = {name for name in stored if names.target(name) not in state}
-    over = passed_over(model, unread)
-    left = tuple(sorted(unread - over if unexpected is None else set(unexpected) - over))
-    for name, tensor in stored.items():
-        place, module = state.get(names.in_model(name)), name.rpartition(".")[0]
-        scaled = any(other.startswith(f"{module}.") for other in left)
-        plain = tensor.dtype in _PLAIN or (tensor.dtype in _FLOAT8 and not scaled)
-        if place is not None and place.is_floating_point() and not plain:
-            raise CheckpointError(
-                f"{source}: {name} holds codes ({tensor.dtype}), and config.json says nothing of their scales "
-                f"({hf_folder.KEY}); take the config.json of these files, or weights in bfloat16"
-            )
-    _check_head(model, stored, source)
-    set_beside(model, {name: stored[name] for name in sorted(over)})
-    note = f"kept as they are, which the model's class does not read: {some(sorted(over))}" if over else ""
-    return Findings(unexpected=left).noted(note)
-
-
-def _check_head(model: Any, stored: Mapping[str, RawTensor], source: str) -> None:
-    """Reject a head of its own in the files if config.json ties it. transformers keeps both, engines only one."""
-    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        return
-    ends = []
-    with contextlib.suppress(NotImplementedError, AttributeError):  # a class without a table of tokens
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tied = {f"{name}.weight": ends for name, module in model.named_modules() if module in ends}
-    in_file = {names_of(model).in_file(name): name for name in tied}
-    check_ties(tied, {in_file[n]: t for n, t in stored.items() if n in in_file}, source)
 
 
 def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:

@@ -342,20 +342,40 @@ class _ModelFolder:
         """Return the configuration with the added loop."""
         return self.config if self.loop is None else with_loop(self.config, self.loop)
 
-    def side_files(self, encode: Encode) -> dict[str, bytes]:
-        """Read the files beside the weights. For a model with its own encoder they are only the configuration."""
+    def untyped(self, model: nn.Module) -> dict[str, str]:
+        """Return the "dtype" of a model that has the type of its files, because its ``config.json`` names none.
+
+        A model that is built from the configuration alone would have another.
+        """
+        named = any(part.get(key) for part in _parts(self.config) for key in ("dtype", "torch_dtype"))
+        kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        if named or self.registered is not None or len(kinds) != 1 or kinds == {"float32"}:
+            return {}
+        return {"dtype": kinds.pop()}
+
+    def side_files(self, encode: Encode, more: Mapping[str, str]) -> dict[str, bytes]:
+        """Read the files beside the weights. For a model with its own encoder they are only the configuration.
+
+        `more` are entries that the configuration lacks.
+        """
         own_encoder = self.registered is not None and encode is self.registered.encode
         paths = (self.path / "config.json",) if own_encoder else hf.side_files(self.path)
         files = {path.relative_to(self.path).as_posix(): path.read_bytes() for path in paths}
-        if self.loop is not None:
-            files["config.json"] = json.dumps(self.looped(), indent=2).encode()
+        if self.loop is not None or more:
+            files["config.json"] = json.dumps(self.looped() | dict(more), indent=2).encode()
         return hf_folder.unquantized(files)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configuration, and that of the text model in it."""
+    return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
 
 
 def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:
     require("torch")
     folder = _ModelFolder.find(spec, system, revision, how.allow_pickle)
     model, found = folder.filled(how)
+    more = folder.untyped(model) if how.dtype is None else {}
     widened = widen(model) if how.dtype is None and device == "cpu" else ""
     model, done = plain(to_device(model, device).eval())
     check_values(model)
@@ -364,7 +384,7 @@ def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision:
     tokenizer, encode = text_encoder(folder.registered, folder.path, folder.config, how.trust_remote_code)
     kind = "registered" if folder.registered else "transformers"
     report = describe(model, spec, kind, found.noted(*done, widened))
-    side_files = folder.side_files(encode)
+    side_files = folder.side_files(encode, more)
     return LoadedModel(model, adapter, encode, tokenizer, folder.looped(), folder.path, side_files, report)
 
 

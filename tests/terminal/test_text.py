@@ -90,13 +90,12 @@ def checkpoints(source: Path, out: Path):
 
 
 def test_no_string_of_a_checkpoint_reaches_terminal_or_card(quantized, tmp_path, command):
-    seen = 0
+    seen, wrong = 0, []
     for kind, folder in checkpoints(quantized, tmp_path):
         for words in COMMANDS[kind]:
             code, out, err = command(*words, folder)
-            assert code in (0, 1, 2)
-            assert not OBEYED.search(out + err), (words, folder)
-            assert "\nforged" not in out + err, (words, folder)
+            if code not in (0, 1, 2) or OBEYED.search(out + err) or "\nforged" in out + err:
+                wrong.append((kind, words, out, err))
         card = folder / "README.md"
         if card.exists():
             seen += 1
@@ -106,6 +105,7 @@ def test_no_string_of_a_checkpoint_reaches_terminal_or_card(quantized, tmp_path,
             assert "<script" not in re.sub("```json.*?```", "", text, flags=re.DOTALL)
             assert text.count("```") == 6
     assert seen
+    assert wrong == []
 
 
 def test_an_evaluation_and_its_page_hold_no_markup(saved_model, quantized, tmp_path, command):

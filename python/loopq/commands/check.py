@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         say(json.dumps(dict(lines), indent=1))
     elif lines and not args.json:
         width = max(len(subject) for subject, _ in lines)
-        say("\n".join(f"{subject:{width}}  {text}" for subject, text in lines))
+        say(one_a_line(f"{subject:{width}}  {text}" for subject, text in lines))
     if named:
         say("to check it, name its folder or its hub id", file=sys.stderr)
         return 0

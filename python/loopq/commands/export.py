@@ -10,7 +10,7 @@ from typing import Any
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format, add_gate, format_options, gate_options
 from loopq.run.destination import export
-from loopq.terminal.text import say
+from loopq.terminal.text import one_a_line, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and print its size."""
     asked = _Export.of(args)
     done = export(asked.folder, asked.out, asked.format, **asked.options)
-    say("\n".join(done.lines()))
+    say(one_a_line(done.lines()))
     return 0
 
 

@@ -232,18 +232,15 @@ pub(super) fn prefetch(values: &[i64]) {
 #[target_feature(enable = "avx2")]
 pub(super) fn dots_avx2(rows: &[Short], by: &Short, out: &mut [f32]) -> usize {
     for (rows, out) in rows.chunks_exact(4).zip(out.chunks_exact_mut(4)) {
-        // Neighbours added twice: of each half the quads of all four rows.
-        let half = |at: usize| {
-            // SAFETY: `at` is 0 or 8, and every array has sixteen numbers.
-            let eight = |of: &Short| unsafe { _mm256_loadu_ps(of.0.as_ptr().add(at)) };
-            let by = eight(by);
-            let product = |r: usize| _mm256_mul_ps(eight(&rows[r]), by);
-            let pairs = _mm256_hadd_ps(product(0), product(1));
-            let quads = _mm256_hadd_ps(pairs, _mm256_hadd_ps(product(2), product(3)));
-            _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads))
-        };
+        // SAFETY: every array has eight numbers.
+        let eight = |of: &Short| unsafe { _mm256_loadu_ps(of.0.as_ptr()) };
+        let product = |r: usize| _mm256_mul_ps(eight(&rows[r]), eight(by));
+        // Neighbours added twice: of each half the sums of all four rows.
+        let pairs = _mm256_hadd_ps(product(0), product(1));
+        let quads = _mm256_hadd_ps(pairs, _mm256_hadd_ps(product(2), product(3)));
+        let sums = _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads));
         // SAFETY: `out` is a chunk of four.
-        unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm_add_ps(half(0), half(8))) };
+        unsafe { _mm_storeu_ps(out.as_mut_ptr(), sums) };
     }
     rows.len() / 4 * 4
 }
@@ -281,8 +278,10 @@ pub(super) unsafe fn cheapest_avx2(ways: &Ways, next: &mut [u32]) {
                 }
             }
             // Four codes of each node beside each other.
-            let [a, b] = [_mm256_unpacklo_epi32(least[0], least[1]), _mm256_unpackhi_epi32(least[0], least[1])];
-            let [c, d] = [_mm256_unpacklo_epi32(least[2], least[3]), _mm256_unpackhi_epi32(least[2], least[3])];
+            let [a, b] =
+                [_mm256_unpacklo_epi32(least[0], least[1]), _mm256_unpackhi_epi32(least[0], least[1])];
+            let [c, d] =
+                [_mm256_unpacklo_epi32(least[2], least[3]), _mm256_unpackhi_epi32(least[2], least[3])];
             let nodes = [
                 _mm256_unpacklo_epi64(a, c),
                 _mm256_unpackhi_epi64(a, c),

@@ -15,9 +15,9 @@ use crate::Result;
 /// Rows of a block.
 const BLOCK: usize = size_of::<Short>() / size_of::<f32>();
 /// Complete blocks in which paths may differ. Of those before, all take the errors of the best path.
-const BLOCKS: usize = 8;
+const BLOCKS: usize = 16;
 /// Rows of a new block after which entries without paths are dropped: most lose theirs at once.
-const DROP: [usize; 4] = [1, 2, 4, 8];
+const DROP: [usize; 3] = [1, 2, 4];
 /// About as many paths stay open where rows are coupled.
 const OPEN: usize = 1024;
 /// Sample of costs for finding the cost that about so many lie below.
@@ -208,13 +208,8 @@ impl Coupled {
         errors_of(isa, &self.states, row.scale, row.target, &mut self.errors);
         self.moved.errors.resize(n, Short([0.0; BLOCK]));
         self.moved.parents.resize(n, 0);
-        let to = self.moved.errors.iter_mut().zip(&mut self.moved.parents);
-        for ((errors, parent), (&state, &error)) in to.zip(self.states.iter().zip(&self.errors)) {
-            let from = self.place[(state >> bits) as usize] as usize;
-            *errors = self.newest.errors[from];
-            errors.0[slot] = error;
-            *parent = self.newest.parents[from];
-        }
+        let places = if self.placed { &[][..] } else { &self.place };
+        carry(isa, &self.states, places, bits, slot, &self.errors, &self.newest, &mut self.moved);
         // Where all were open and are, nothing is placed anew.
         if n != nodes || !self.placed {
             for (to, &node) in self.open.iter().enumerate() {
@@ -298,6 +293,40 @@ per_isa! {
 per_isa! {
     /// The inner product, of a whole number of blocks.
     fn common(a: &[f32], b: &[f32]) -> f32 = common_body;
+}
+
+per_isa! {
+    /// Brings the errors of each path from the node before its state, and its new one. `places` are those of nodes, or
+    /// empty where each node has its own.
+    fn carry(
+        states: &[u32],
+        places: &[u32],
+        bits: u32,
+        slot: usize,
+        errors: &[f32],
+        from: &Block,
+        to: &mut Block
+    ) = carry_body;
+}
+
+#[inline(always)]
+fn carry_body(
+    states: &[u32],
+    places: &[u32],
+    bits: u32,
+    slot: usize,
+    errors: &[f32],
+    from: &Block,
+    to: &mut Block,
+) {
+    let to = to.errors.iter_mut().zip(&mut to.parents);
+    for ((to, parent), (&state, &error)) in to.zip(states.iter().zip(errors)) {
+        let node = (state >> bits) as usize;
+        let place = if places.is_empty() { node } else { places[node] as usize };
+        *to = from.errors[place];
+        to.0[slot % BLOCK] = error;
+        *parent = from.parents[place];
+    }
 }
 
 #[inline(always)]

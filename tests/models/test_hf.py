@@ -17,6 +17,7 @@ import loopq.runtime.transformers
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.hf import auto_class
 from loopq.models.load import load_model
+from loopq.storage.files import read_tensors
 from tests.support.looped import change, fp8, save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build
@@ -135,6 +136,26 @@ def test_a_file_beside_the_weights_is_refused_by_its_size(tmp_path: Path, name: 
     with (folder / name).open("ab") as file:
         file.truncate(2**40)
     with pytest.raises(CheckpointError, match=rf"{name}: {2**40} bytes; allowed: {2**28}"):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
+@pytest.mark.parametrize("name", ["p", "p.safetensors", "p.bin"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "outside"])
+def test_what_an_index_names_is_looked_at_before_transformers_opens_it(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = save_dense(tmp_path / "m")
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (tmp_path / "b").write_bytes(b"x")
+        (folder / name).symlink_to("/dev/zero" if kind == "device" else tmp_path / "b")
+    tensors = read_tensors(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    first, *rest = sorted(tensors)
+    index = {"weight_map": {first: name, **dict.fromkeys(rest, "a.safetensors")}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"not a plain file|leads out"):
         load_model(f"looped:{folder}[1:3]x2")
 
 

@@ -121,9 +121,10 @@ def peers(rows: Rows, size: bool = True) -> str:
             lines.append(
                 {
                     "grid": f"INT{bits} g{group}", "draw": r["draw"], "weights": NAMES[r["variant"]], "kl": spread(r),
-                    "agreement": percent(r["agreement"]), "s": r["seconds"], "mb": megabytes(bits + 16 / group),
+                    "agreement": percent(r["agreement"]), "mb": megabytes(bits + 16 / group),
                 }
                 | ({"over": r["kl"] / least} if np.isfinite(least) else {})
+                | ({} if r["seconds"] is None else {"s": r["seconds"]})
             )  # fmt: skip
     columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
     columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
@@ -148,9 +149,11 @@ def readme(rows: Rows) -> str:
                 kl = f"{r['kl']:.3f}"
                 bold = f"**{kl}**" if r["kl"] == first[key] else kl
                 line |= {f"kl{key[0]}": bold, f"agreement{key[0]}": percent(r["agreement"])}
-                line.setdefault("seconds", []).append(r["seconds"])
+                # A row that was measured on a loaded machine has no seconds.
+                line.setdefault("seconds", []).extend([] if r["seconds"] is None else [r["seconds"]])
         if len(line) > 1:
-            lines.append(line | {"seconds": sum(line["seconds"]) / len(line["seconds"])})
+            times = line.pop("seconds")
+            lines.append(line | ({"seconds": sum(times) / len(times)} if times else {}))
     columns = [("weights", "weights", "")]
     for bits, _ in grids:
         columns += [(f"kl{bits}", f"{bits} bits: KL", ""), (f"agreement{bits}", "agreement", "")]
@@ -188,7 +191,7 @@ def cost(rows: Rows) -> str:
             "mib": r["memory_mib"],
         }
         for variant, r in here.items()
-        if variant in OURS and not variant.startswith("RTN")
+        if variant in OURS and not variant.startswith("RTN") and r["seconds"] is not None
     ]  # fmt: skip
     columns = [
         ("weights", "weights", ""), ("s", f"CPU seconds over {NAMES[COST]}", ".2f"), ("kl", "KL over it", ".2f"),

@@ -38,8 +38,9 @@ def test_help_shows_common_options_with_their_defaults(command):
     assert "--set NAME=VALUE give any setting by its name" in words
     assert "`loopq quantize --help-all` explains these options and" in text
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert 12 <= len(shown) <= 16
-    assert shown[:2] == ["--out", "--preset"]
+    assert 10 <= len(shown) <= 12
+    assert shown[:3] == ["--out", "--for", "--preset"]
+    assert len(text.splitlines()) <= 50, "it fits on a screen"
 
 
 def test_help_all_shows_every_option_once_in_its_group(command):

@@ -41,5 +41,6 @@ _FACTS = {
 )
 def test_a_folder_is_described_with_its_origin(exported, origin, last):
     lines = folder_lines(_FACTS | exported)
-    assert lines[0].splitlines()[-1].split() == ["a.b.weight", "32x64", "INT4", "row", "1.02", "kB", "4.500"]
-    assert (lines[2], lines[-1]) == (origin, last)
+    assert ["a.b.weight", "32x64", "INT4", "row", "1.02", "kB", "4.500"] in [line.split() for line in lines]
+    assert origin in lines
+    assert lines[-1] == last

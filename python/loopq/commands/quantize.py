@@ -67,7 +67,7 @@ docs/comparison.md has measured comparisons"""
 
 #: What the short help shows; its examples show more.
 _COMMON = (
-    "model", "out", "engine", "preset", "bits", "group_size", "calibration", "n_prompts", "seq_len", "n_steps",
+    "model", "out", "engine", "preset", "bits", "group_size", "set", "calibration", "n_prompts", "seq_len", "n_steps",
     "help_all", "help",
 )  # fmt: skip
 _RARE = (

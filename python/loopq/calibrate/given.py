@@ -89,7 +89,7 @@ def one_text(given: Any) -> NDArray[np.int64] | None:
         flat = bool(given) and all(_is_number(i) for i in given)
     else:
         flat = _is_array(given) and len(given.shape) == 1 and given.shape[0] > 0 and not _is_text(given)
-    return whole_numbers(given, "token ids") if flat else None
+    return whole_numbers(given, "prompts") if flat else None
 
 
 def records(given: Any) -> Iterator[Record]:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benches.cost import Costs, add_common, parsed, written
-from benches.pages import RECORD, ROOT, into
+from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.peer import FLOATS
 from benches.quality.peers_table import processor
 from loopq.errors import ConfigError
@@ -332,7 +332,7 @@ def main() -> None:
         run["rows"][kind] = bench.row(kind, engine)
         print(kind, run["rows"][kind], flush=True)
         # Written after each result, so an interrupted run leaves a table.
-        stored.write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
+        stored.write_text(json_lines(runs, 3) + "\n", "utf-8")
         written(args.out, "gguf", page(runs))
     print(page(runs))
     if args.out == RECORD:

@@ -1,7 +1,8 @@
 """Does each module's own test see a wrong line: ``python -m benches.mutants`` changes the package by lot.
 
 One place of a module is changed at a time, in a copy of the working tree. Then the test at the mirrored path
-runs alone: `loopq/a/b.py` is judged by `tests/a/test_b.py`. The changes are those of mutation tests: a
+runs alone: `loopq/a/b.py` is judged by `tests/a/test_b.py`, and a unit without such a file by the suite that its
+registry fills. The changes are those of mutation tests: a
 changed comparison, boundary, operator or number, a negated condition, a removed statement, or two swapped
 arguments. Annotations and the keywords `frozen` and `strict` stay. Places are drawn in an order by lot that a
 seed decides, so any number of them is a sample. A result is kept for as long as neither the module nor its
@@ -22,11 +23,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.counts import PACKAGE, ROOT, mirrored_test, modules
+from tests.house.counts import PACKAGE, ROOT, mirrored_tests, modules
 from tests.support.house import copy_house
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -174,27 +175,27 @@ class Copy:
         compiled = [sys.executable, "-m", "compileall", "-q", "python", "tests", "benches"]
         subprocess.run(compiled, cwd=folder, check=True)
 
-    def judge(self, mutant: Mutant, test: Path, seconds: float) -> str:
-        """Make a change, run the test, and take the change back."""
+    def judge(self, mutant: Mutant, tests: Sequence[Path], seconds: float) -> str:
+        """Make a change, run the tests, and take the change back."""
         path = self.folder / path_of(mutant.module)
         before, times = path.read_text("utf-8"), path.stat()
         path.write_text(changed_text(before, mutant), "utf-8")
         # A time unlike that of the compiled module, even if the size is the same.
         os.utime(path, (times.st_atime, times.st_mtime + 10))
         try:
-            return self.run(test, seconds)
+            return self.run(tests, seconds)
         finally:
             path.write_text(before, "utf-8")
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    def run(self, test: Path, seconds: float) -> str:
-        """Run one test file until its first failure, in a forked process."""
+    def run(self, tests: Sequence[Path], seconds: float) -> str:
+        """Run test files until their first failure, in a forked process."""
         child = os.fork()
         if child == 0:
             os.setsid()
             code = 3
             try:
-                code = self._pytest(test)
+                code = self._pytest(tests)
             finally:
                 os._exit(code)
         end = time.monotonic() + seconds
@@ -208,7 +209,7 @@ class Copy:
         os.waitpid(child, 0)
         return KILLED
 
-    def _pytest(self, test: Path) -> int:
+    def _pytest(self, tests: Sequence[Path]) -> int:
         """Run pytest in this process, which ends afterwards."""
         import pytest
 
@@ -225,7 +226,7 @@ class Copy:
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--rootdir", "."]
         # Plugins are there before pytest could rewrite their asserts.
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        return int(pytest.main([*options, str(test)]))
+        return int(pytest.main([*options, *map(str, tests)]))
 
 
 class Results:
@@ -251,23 +252,21 @@ class Results:
 
 def judged(mutant: Mutant, copy: Copy, results: Results) -> str:
     """Give the result of a mutant, from before where nothing changed since."""
-    place = mirrored_test(mutant.module)
-    if place is None:
-        return NO_TEST
-    test = place.relative_to(ROOT)
     # Those of the copy: someone may work on the tests meanwhile.
-    texts = (copy.folder / path_of(mutant.module), copy.folder / test)
-    if not texts[1].is_file():
+    found = [place.relative_to(ROOT) for place in mirrored_tests(mutant.module)]
+    tests = [test for test in found if (copy.folder / test).is_file()]
+    if not tests:
         return NO_TEST
+    texts = (copy.folder / path_of(mutant.module), *(copy.folder / test for test in tests))
     key = results.key(mutant.name, *texts)
     if key not in results.known:
-        time_key = results.key(f"seconds of {test}", *texts)
+        time_key = results.key(f"seconds of {' '.join(map(str, tests))}", *texts)
         if time_key not in results.known:
             begin = time.monotonic()
-            verdict = copy.run(test, 1200)
+            verdict = copy.run(tests, 1200)
             results.add(time_key, time.monotonic() - begin if verdict != KILLED else BROKEN)
         seconds = results.known[time_key]
-        result = BROKEN if isinstance(seconds, str) else copy.judge(mutant, test, PATIENCE + 5 * seconds)
+        result = BROKEN if isinstance(seconds, str) else copy.judge(mutant, tests, PATIENCE + 5 * seconds)
         results.add(key, result)
     return str(results.known[key])
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benches" / "record"
+
+
+def json_lines(data: Any, depth: int = 2) -> str:
+    """Text of a JSON file that breaks lines down to this depth, so that each row of a record is one line."""
+    if not depth or not data or not isinstance(data, (dict, list)):
+        return json.dumps(data, separators=(",", ":"))
+    if isinstance(data, list):
+        return "[\n" + ",\n".join(json_lines(value, depth - 1) for value in data) + "\n]"
+    rows = (f"{json.dumps(key)}:{json_lines(value, depth - 1)}" for key, value in data.items())
+    return "{\n" + ",\n".join(rows) + "\n}"
 
 
 def into(page: Path, name: str, text: str) -> None:

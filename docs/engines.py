@@ -19,7 +19,7 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 ```
 
 loopq refuses a file that no engine reads right, with the reasons, before the work. `quantize --format` does so too. A
-file that one engine reads wrong without an error is written only for an engine that you name: `--engine NAME`. That
+file that one engine reads wrong without an error is written only for an engine that you name: `--for NAME`. That
 option also refuses what the engine is known to refuse or to load wrongly. `--force` writes the file all the
 same, and says so in it. loopq itself is the engine of its embedded models, and its reading is the comparison. Scales of
 AWQ are [folded into the layers before](scales.md#scales-of-awq-in-other-formats), so no engine needs to know them.
@@ -49,7 +49,7 @@ def page() -> str:
         "`native` needs loopq installed beside the engine: "
         "[`import loopq.runtime.transformers`](interop.md#transformers-from-the-native-checkpoint), or its plugin "
         "for [vLLM on a CPU](interop.md#vllm-on-a-cpu), with one process. The plugin ran Ouro and a looped Llama. "
-        "`--engine NAME` checks such files before the work. They are not shown to the engine afterwards.",
+        "`--for NAME` checks such files before the work. They are not shown to the engine afterwards.",
         "",
     ]
     lines += [
@@ -97,7 +97,7 @@ def _pairs() -> list[str]:
 def _pair(pair: dict[str, Any]) -> str:
     if pair["refused"]:
         wrong = ", ".join(_reading(r) for e, r in pair["readings"].items() if e not in pair["named"])
-        named = "".join(f"; `--engine {e}`: {_known(pair, e)}" for e in pair["named"])
+        named = "".join(f"; `--for {e}`: {_known(pair, e)}" for e in pair["named"])
         return f"refused{f' ({wrong})' if wrong else ''}{named}"
     return (
         "; ".join(f"{engine}: {_known(pair, engine)}" for engine in pair["engines"]) or "no engine opens it"

@@ -116,6 +116,7 @@ def test_wrong_usage_stops_the_program():
         ([], "the following arguments are required: COMMAND"),
         (["quantise"], "argument COMMAND: unknown 'quantise' (did you mean quantize?); known: "),
         (["systems"], "there is no systems any more: `loopq check` lists the systems"),
+        (["export", "q", "--out", "o", "--format", "marlin"], "there is no marlin any more: write gptq"),
         (
             ["quantize", "m", "--out", "o", "--format", "ggfu"],
             "unknown 'ggfu' (did you mean gguf?); known: native,",

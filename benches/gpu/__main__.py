@@ -20,6 +20,7 @@ from typing import Any
 
 from benches.gpu import check, decode, phases
 from benches.kernels import sections as kernels
+from benches.pages import json_lines
 
 SECTIONS: dict[str, kernels.Section] = {
     "check": check.section,
@@ -57,7 +58,7 @@ def add_section(path: Path, machine: dict[str, Any], section: str, data: dict[st
         raise SystemExit(f"{path} was taken with {other}, this is {machine}: give another file")
     record["sections"][section] = data
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(record, indent=1) + "\n")
+    scratch.write_text(json_lines(record, 3) + "\n")
     scratch.replace(path)
 
 

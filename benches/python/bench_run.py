@@ -5,7 +5,8 @@
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
-Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have `--set rotation=hadamard`.
+Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have blocks as wide
+as a group in all layers, which is more than the default rotates.
 The dense model is bfloat16 and runs by transformers with its own cache. A shape has random weights. With `--llama`
 llama.cpp generates from the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF
 file that `loopq export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are
@@ -126,7 +127,7 @@ def random_model(shape: str) -> Any:
 def rounded(module: Any, bits: Bits, group_size: int, rotation: str = "none") -> QuantLinear:
     """A layer's weight in codes."""
     weight = module.weight.detach().float().numpy()
-    transform = RotationConfig(rotation).of(weight.shape[1])
+    transform = RotationConfig(rotation).of(weight.shape[1], group_size)
     if transform is not None:
         weight = transform.fold(weight)
     grid = GridSettings(bits, group_size, scale_dtype="float32")
@@ -245,7 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
     models = (dense, *(coded(dense, args.group_size, table) for table in (False, True)))
-    systems = [find_system(m) for m in (*models, coded(dense, args.group_size, rotation="hadamard"))]
+    systems = [
+        find_system(m)
+        for m in (*models, coded(dense, args.group_size, rotation=f"hadamard:{args.group_size}"))
+    ]
     ways = {
         "loopq run": decoder_of(systems[1], True),
         "loopq run, table in 8 bits": decoder_of(systems[2], True),

@@ -1,8 +1,8 @@
-"""Peak memory: of a part of a process, and of every command beside its estimate.
+"""Peak memory of a part of a process, and peak memory and CPU seconds of commands beside what they announce.
 
 `python -m benches.quality.peak MODEL ...` runs the commands one after the other, each in a separate process,
-and prints a table. Both numbers are above what the process holds once everything is imported. `--random`
-makes a model of 104 million random weights first.
+and prints a table. All numbers are above what the process has used once everything is imported. `--random`
+makes a model of 104 million random weights first. `--settings` runs `quantize` with these settings only.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ COMMANDS = {
     "export": "export {room}/q --out {room}/e --format compressed-tensors",
     "run": "run {room}/q 5,6,7 --n-tokens 8",
 }
+UNITS = {"s": 1, "min": 60, "h": 3600}
 #: Imports of a process before its baseline, and the code that reports both numbers.
 CHILD = """
-import json, sys, warnings
+import json, sys, time, warnings
 import torch, transformers, safetensors.torch
 from transformers import LlamaForCausalLM
 import loopq.api, loopq.cli, loopq.run.route, loopq.systems, loopq.gradients.collect_metrics, loopq.evaluation.compare
 from benches.quality.peak import Peak
 torch.set_num_threads(1)
-peak = Peak()
+peak, began = Peak(), time.process_time()
 code = loopq.cli.main(json.loads(sys.argv[1]))
-print(json.dumps({"code": code, "before": peak.before, "peak": peak.mib()}))
+used = time.process_time() - began
+print(json.dumps({"code": code, "before": peak.before, "peak": peak.mib(), "seconds": used}))
 """
 
 
@@ -72,15 +74,17 @@ def _resident(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
-def measured(line: str) -> tuple[float | None, float]:
-    """Run a command; return what it said it would take at most, and what it took, above its imports."""
+def measured(line: str) -> tuple[float | None, float, float | None, float]:
+    """Run a command; return MiB and seconds that it announced and that it took, above its imports."""
     argv = [sys.executable, "-c", CHILD, json.dumps(line.split())]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"code": done.returncode}
     if answer["code"]:
         raise SystemExit(f"loopq {line}: code {answer['code']}: {done.stderr[-500:]}")
-    said = re.search(r"about (\d+) MiB at most", done.stderr)
-    return (int(said[1]) - answer["before"] if said else None), answer["peak"]
+    said = re.search(r"about (\d+) MiB at most(?:.* and ([\d.]+) (s|min|h)\b)?", done.stderr)
+    mib = int(said[1]) - answer["before"] if said else None
+    seconds = float(said[2]) * UNITS[said[3]] if said and said[2] else None
+    return mib, answer["peak"], seconds, answer["seconds"]
 
 
 def random_model(out: Path) -> None:
@@ -104,9 +108,20 @@ def main() -> None:
     parser.add_argument(
         "--text", metavar="FILE", help="calibrate and evaluate on this, for a tokenizer of a model's own"
     )
+    parser.add_argument(
+        "--register", metavar="FILE", help="of loopq, for the classes of models in benches/zoo"
+    )
     parser.add_argument("--random", action="store_true", help="a model of 104 million random weights too")
+    parser.add_argument(
+        "--settings", action="append", help="of quantize, with all its other defaults; repeatable"
+    )
     args = parser.parse_args()
+    before = f"--register {args.register} " if args.register else ""
     rows = []
+    lines = {
+        f"quantize {s}": f"quantize {{model}} --out {{room}}/q{i} --threads 1 {s}"
+        for i, s in enumerate(args.settings or ())
+    }
     with tempfile.TemporaryDirectory() as folder:
         models = list(args.models)
         if args.random:
@@ -116,14 +131,16 @@ def main() -> None:
             (room := Path(folder) / str(number)).mkdir()
             text = f"{folder}/random/ids.npy" if number == len(args.models) else args.text
             given = {kind: f"--{kind} {text}" if text else "" for kind in ("calibration", "text")}
-            for name, line in COMMANDS.items():
-                said, took = measured(line.format(model=model, room=room, **given))
-                ratio = said / took if said is not None else None
-                rows.append(
-                    (Path(model).name, name, said and f"{said:.0f}", f"{took:.0f}", ratio and f"{ratio:.2f}")
+            for name, line in (lines or COMMANDS).items():
+                said, took, announced, seconds = measured(
+                    before + line.format(model=model, room=room, **given)
                 )
+                ratios = said and f"{said / took:.2f}", announced and f"{announced / seconds:.2f}"
+                numbers = said and f"{said:.0f}", f"{took:.0f}", ratios[0], announced and f"{announced:.0f}"
+                rows.append((Path(model).name, name, *numbers, f"{seconds:.0f}", ratios[1]))
                 print(*rows[-1], file=sys.stderr, flush=True)
-    print(render(("model", "command", "estimate, MiB", "peak, MiB", "ratio"), rows))
+    heads = "announced MiB", "peak MiB", "ratio", "announced s", "CPU s", "ratio"
+    print(render(("model", "command", *heads), rows))
 
 
 if __name__ == "__main__":

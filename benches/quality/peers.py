@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from benches.pages import RECORD, ROOT, into
+from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
 from benches.quality.peers_table import (
     EVEN,
     FULL,
     PLAIN,
-    ROTATED,
     SMALL,
     TRELLIS,
+    UNTURNED,
     answers,
     page,
     processor,
@@ -46,12 +46,12 @@ from benches.quality.subjects import items_right, other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.hessian_set import HessianSet
-from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.commands.variants import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluation.compare import compare
 from loopq.paper.models import Sizes
+from loopq.paper.plbert import PLBERT, data_folder
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
@@ -79,7 +79,7 @@ OURS: dict[str, dict[str, Any]] = {
     EVEN: {"levels": "even", **_RANDOM},
     "loopq default": dict(_RANDOM),
     PLAIN: {},
-    ROTATED: {"rotation": "hadamard", **_RANDOM},
+    UNTURNED: {"rotation": "none", **_RANDOM},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
     "loopq best": {**PRESETS["best"], **_RANDOM},
     TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
@@ -431,7 +431,7 @@ def main() -> None:
     print(text)
     stem = args.out / f"peers-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(
-        json.dumps({"settings": settings, "records": records, "scores": scores}, indent=1) + "\n"
+        json_lines({"settings": settings, "records": records, "scores": scores}) + "\n"
     )
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD:

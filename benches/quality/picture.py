@@ -338,7 +338,13 @@ def as_svg(fill: Callable[[Figure], None], theme: Theme, height: float = 4.2) ->
         fill(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
+    return shortened(text.getvalue())
+
+
+def shortened(svg: str) -> str:
+    """An SVG file without indentation, with coordinates to a hundredth of a point: it looks the same."""
+    rounded = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.2f}", svg)
+    return re.sub(r"[ \t]*\n\s*", "\n", rounded)
 
 
 def main() -> None:

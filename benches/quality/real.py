@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from benches.gguf import FILES, PADDED
-from benches.pages import RECORD, ROOT, into
+from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, ROTATED, SMALL, Rows, answers, by_grid, table
-from loopq.calibrate.plbert import PLBERT
+from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, table
 from loopq.evaluation.stats import bootstrap
+from loopq.paper.plbert import PLBERT
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
@@ -42,8 +42,8 @@ NAMES = {
     "auto-round, best": "auto-round, recipe `best`",
     "loopq fast": "loopq, `--preset fast`",
     EVEN: "loopq, `--levels even`",
+    UNTURNED: "loopq, `--set rotation=none`",
     "loopq default": "loopq",
-    ROTATED: "loopq, `--set rotation=hadamard`",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
     f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
     f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --set state_bits=12`",
@@ -121,9 +121,10 @@ def peers(rows: Rows, size: bool = True) -> str:
             lines.append(
                 {
                     "grid": f"INT{bits} g{group}", "draw": r["draw"], "weights": NAMES[r["variant"]], "kl": spread(r),
-                    "agreement": percent(r["agreement"]), "s": r["seconds"], "mb": megabytes(bits + 16 / group),
+                    "agreement": percent(r["agreement"]), "mb": megabytes(bits + 16 / group),
                 }
                 | ({"over": r["kl"] / least} if np.isfinite(least) else {})
+                | ({} if r["seconds"] is None else {"s": r["seconds"]})
             )  # fmt: skip
     columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
     columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
@@ -148,9 +149,11 @@ def readme(rows: Rows) -> str:
                 kl = f"{r['kl']:.3f}"
                 bold = f"**{kl}**" if r["kl"] == first[key] else kl
                 line |= {f"kl{key[0]}": bold, f"agreement{key[0]}": percent(r["agreement"])}
-                line.setdefault("seconds", []).append(r["seconds"])
+                # A row that was measured on a loaded machine has no seconds.
+                line.setdefault("seconds", []).extend([] if r["seconds"] is None else [r["seconds"]])
         if len(line) > 1:
-            lines.append(line | {"seconds": sum(line["seconds"]) / len(line["seconds"])})
+            times = line.pop("seconds")
+            lines.append(line | ({"seconds": sum(times) / len(times)} if times else {}))
     columns = [("weights", "weights", "")]
     for bits, _ in grids:
         columns += [(f"kl{bits}", f"{bits} bits: KL", ""), (f"agreement{bits}", "agreement", "")]
@@ -188,7 +191,7 @@ def cost(rows: Rows) -> str:
             "mib": r["memory_mib"],
         }
         for variant, r in here.items()
-        if variant in OURS and not variant.startswith("RTN")
+        if variant in OURS and not variant.startswith("RTN") and r["seconds"] is not None
     ]  # fmt: skip
     columns = [
         ("weights", "weights", ""), ("s", f"CPU seconds over {NAMES[COST]}", ".2f"), ("kl", "KL over it", ".2f"),
@@ -239,7 +242,7 @@ def near(rows: Rows, bits: float) -> str:
     grids = {b + 16 / g: here for (b, g), here in by_grid(rows).items()}
     size = min(grids, key=lambda b: abs(b - bits))
     found = {r["variant"]: f"{r['kl']:.3f}" for r in grids[size]}
-    return f"{size:g} bits: {found[EVEN]}, uneven {found['loopq default']}"
+    return f"{size:g} bits: {found[EVEN]}, uneven {found[UNTURNED]}"
 
 
 def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:
@@ -341,7 +344,7 @@ def main() -> None:
     data = json.loads(DATA.read_text("utf-8"))
     for file in args.results:
         add(data, json.loads(file.read_text("utf-8")))
-    DATA.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    DATA.write_text(json_lines(data) + "\n", "utf-8")
     for (page, mark), text in pages(data).items():
         into(page, mark, text)
 

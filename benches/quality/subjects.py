@@ -13,11 +13,11 @@ import benches.zoo.register  # noqa: F401  opens the folders of the small models
 from benches.zoo import folders
 from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
-from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
 from loopq.models.replace import Replaced, Weights
 from loopq.paper.items import read_items
 from loopq.paper.models import PreparedModel, Sizes, open_source
+from loopq.paper.plbert import PLBERT
 from loopq.paper.tables.benchmarks import METRICS
 from loopq.paper.tasks import score
 from loopq.systems import find_system

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loopq.calibrate.plbert import data_folder
+from loopq.paper.plbert import data_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD_OUT_EVERY = 20

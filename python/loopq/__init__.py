@@ -24,7 +24,7 @@ from loopq.api import evaluate, load, quantize, solve
 from loopq.errors import LoopqError
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import QuantConfig
-from loopq.run.export import export
+from loopq.run.destination import export
 from loopq.settings.execution import Execution
 
 __all__ = [

@@ -8,6 +8,6 @@ from loopq.errors import LoopqError as LoopqError
 from loopq.quantizers.config import LayerConfig as LayerConfig
 from loopq.quantizers.config import Override as Override
 from loopq.run.config import QuantConfig as QuantConfig
-from loopq.run.export import export as export
+from loopq.run.destination import export as export
 from loopq.runtime.api import generate as generate
 from loopq.settings.execution import Execution as Execution

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -12,17 +13,18 @@ from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
-from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.base import Format, FormatOptions
+from loopq.formats.checkpoint import Checkpoint, fitted
 from loopq.formats.convert import read_any
 from loopq.formats.native import NATIVE
-from loopq.models import restore
 from loopq.models.depths import at_depths
 from loopq.models.from_python import Opening, open_model
 from loopq.models.load import LoadedModel
 from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
 from loopq.run.allocate import allocate
-from loopq.run.config import QuantConfig, divided
+from loopq.run.config import PRESETS, QuantConfig, divided
+from loopq.run.destination import Wanted
 from loopq.run.dump_source import DumpSource, refuse_rollouts
 from loopq.run.export import exported, folded, quantized_format, refuse_early
 from loopq.run.gate import Gate, Proof
@@ -90,7 +92,9 @@ def quantize(
         "preset", settings of `QuantConfig` ("bits", "method", "steps", ...), which replace those of `config`, and of
         `Execution` ("seed", "memory", ...). "n_prompts", "seq_len" and "random_tokens" (0.05 of a text's tokens by
         default) apply to prompts, "tokenizer" and "trust_remote_code" to the model
-        (`loopq.models.from_python.Opening`), "engine", "force" and "verify" to `write` (`loopq.run.gate.Gate`).
+        (`loopq.models.from_python.Opening`). "engine" names the program that will run `out` ("loopq", "transformers",
+        "vllm", "sglang", "gptqmodel" or "llama.cpp"), and decides format, levels and rotation. With `write` it is only
+        checked, as are "force" and "verify" (`loopq.run.gate.Gate`).
 
     Returns
     -------
@@ -134,24 +138,32 @@ class _Quantization:
         config, execution, take, gate, opening = divided(
             options, config, Execution(), CalibrationTake(), Gate(), Opening()
         )
-        target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+        source = self.model
+        if gate.engine is not None and write is None:
+            source = open_model(source, opening, requantize=self.requantize)
+            given = {*options, *PRESETS.get(options.get("preset") or "", ())}
+            choice = Wanted(source, config, given, gate=gate).choose(gate.engine)
+            execution.progress.note(choice.line())
+            config, target, values = choice.config, choice.target, choice.options
+        else:
+            target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+            values = target.values()
         own_format = target.own and not callable(write)
-        if isinstance(write, str):
-            proof = Proof(trust_remote_code=opening.trust_remote_code)
-            write = (
-                None
-                if target.own
-                else lambda solved: exported(solved, Path(str(out)), target.name, gate, proof)
-            )
+        proof = Proof(trust_remote_code=opening.trust_remote_code)
+        if own_format:
+            write = None
+        elif not callable(write):
+            write = partial(_export, out=out, target=target, gate=gate, proof=proof, values=values)
         config = config.for_format(own_format, target.outside)
         team = None if ranks is None else Team.of_ranks(ranks, config, out, own_format=own_format)
         with output(out, execution, write, shared=team is not None) as (execution, finish):
-            loaded, depth = at_depths(_open_source(self.model, self.requantize, opening), self.n_steps)
+            opened = open_model(source, opening, requantize=self.requantize)
+            loaded, depth = at_depths(opened, self.n_steps)
             kept = Kept.of(loaded.folder, self.keep)
             if self.keep:
                 steps = loaded.system.n_steps if depth is None else depth
                 config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
-            refuse_early(loaded, config, target.name, depth, gate)
+            refuse_early(loaded, config, target.name, depth, gate, values)
             plan, source = self._prepared(loaded, take, config, depth, execution)
             put = kept.put if own_format else lambda solved: folded(kept.put(solved), loaded)
             checkpoint = carry_out(plan, source, lambda solved: finish(put(solved)), team)
@@ -170,17 +182,24 @@ class _Quantization:
             system.look(tokens.first(execution.seed))
             missed = system.missed()
         about = system.describe_loop() if isinstance(system, Describes) else ()
-        if missed and isinstance(execution.progress, Silent):
+        if isinstance(execution.progress, Silent):
             names = "; ".join(f"{n}: {why}" for n, why in missed.items())
-            warnings.warn(f"not quantized: {names}", stacklevel=4)
+            for line in filter(None, (f"not quantized: {names}" if missed else "", loaded.report.left)):
+                warnings.warn(line, stacklevel=4)
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
-        for line in filter(None, (*loaded.report.notes, *about, *used)):
+        for line in filter(None, (*loaded.report.notes, loaded.report.left, *about, *used)):
             execution.progress.note(line)
         source = ModelSource.of(
             system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
         )
         return allocate(source.prepare(source.plan(config)), source), source
+
+
+def _export(
+    solved: Checkpoint, *, out: Any, target: Format, gate: Gate, proof: Proof, values: FormatOptions
+) -> None:
+    exported(solved, Path(out), target.name, gate, proof, values)
 
 
 def solve(
@@ -238,7 +257,7 @@ def solve(
 
 def load(
     folder: str | Path | Checkpoint,
-    model: LoadedModel | None = None,
+    model: Model | None = None,
     *,
     quantized: bool = False,
     activations: Activations = "float",
@@ -250,7 +269,7 @@ def load(
     ----------
     folder : path or Checkpoint
         Checkpoint in any format of `loopq.formats.FORMATS`. The native format is one of them.
-    model : LoadedModel, optional
+    model : LoadedModel, LoopedSystem or torch module, optional
         Model of the same kind that receives the weights. By default it is built from the checkpoint's config.
     quantized : bool
         Keep codes and scales, in `loopq.runtime.linear.QuantLinear`, packed for the CPU or, on a GPU, for the int4
@@ -273,9 +292,10 @@ def load(
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
     with plain_modes():
+        into = None if model is None else open_model(model, Opening(trust_remote_code=trust_remote_code))
         return load_checkpoint(
             checkpoint,
-            model,
+            into,
             quantized=quantized,
             activations=activations,
             trust_remote_code=trust_remote_code,
@@ -346,6 +366,8 @@ def _measured(
     system, count = loaded.system, loaded.count_bytes
     overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
     weights = {name: content(system, c, len(named)) for name, c in named.items()}
+    for checkpoint in named.values():
+        fitted(system.model, checkpoint)
     measured = compare(
         system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how
     )
@@ -360,12 +382,3 @@ def _named(
 ) -> Mapping[str, Checkpoint]:
     files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}
-
-
-def _open_source(model: Model, requantize: bool, opening: Opening) -> LoadedModel:
-    """Load a model to quantize: as `open_model` does, or the weights of a quantized folder."""
-    if isinstance(model, str | Path):
-        trusted = opening.trust_remote_code
-        loaded = restore.open_source(Path(model), requantize=requantize, trust_remote_code=trusted)
-        return open_model(model, opening) if loaded is None else opening.applied(loaded)
-    return open_model(model, opening)

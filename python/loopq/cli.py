@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import loopq
-from loopq.commands import COMMANDS, RENAMED, Command
+from loopq.commands import COMMANDS, Command
 from loopq.commands.settable import Set, instead, renamed
 from loopq.errors import ConfigError, LoopqError
 from loopq.run.ranks import Ranks
 from loopq.settings.registry import did_you_mean
 from loopq.storage.journal import note_run
 from loopq.terminal.interrupts import INTERRUPTED, Interrupts
+from loopq.terminal.text import say
 
 _FIRST = """first steps:
   loopq demo                                     compare methods on the embedded model
@@ -96,8 +97,9 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        if action.nargs == argparse.PARSER and value in RENAMED:
-            raise argparse.ArgumentError(None, f"there is no {value} any more: {RENAMED[value]}")
+        removed = getattr(action, "removed", {})
+        if value in removed:
+            raise argparse.ArgumentError(None, f"there is no {value} any more: {removed[value]}")
         known = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
             action, f"unknown {value!r}{did_you_mean(str(value), known)}; known: {', '.join(known)}"
@@ -127,7 +129,7 @@ class _Help(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> None:
         short = isinstance(parser, _Parser) and option != "--help-all"
-        print(parser.common_help() if short else parser.format_help(), end="")  # type: ignore[attr-defined]
+        say(parser.common_help() if short else parser.format_help(), end="")  # type: ignore[attr-defined]
         parser.exit()
 
 
@@ -137,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
         prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.", epilog=_FIRST
     )
     subs = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    subs.removed = COMMANDS.removed  # type: ignore[attr-defined]
     top.usage = "loopq COMMAND [options]"
     for name, command in sorted(COMMANDS, key=lambda entry: entry[1].order):
         sub = subs.add_parser(name, help=command.help, description=command.help, epilog=command.epilog)
@@ -221,7 +224,7 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
     finally:
         interrupts.end()
     if interrupts.any:
-        print(_left_behind(args), file=sys.stderr)
+        say(_left_behind(args), file=sys.stderr)
         return INTERRUPTED
     return code
 
@@ -267,7 +270,7 @@ def _say(message: str) -> None:
     lines = (x if len(x) < 4 * _LONG else f"{x[:_LONG]} ... {x[-_LONG:]}" for x in message.splitlines())
     message = "\n".join(lines)
     with contextlib.suppress(OSError):
-        print(f"loopq: error: {message}", file=sys.stderr, flush=True)
+        say(f"loopq: error: {message}", file=sys.stderr, flush=True)
 
 
 def _as_options(args: argparse.Namespace, message: str) -> str:

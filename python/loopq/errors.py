@@ -30,6 +30,10 @@ class ConfigError(LoopqError, ValueError):
     """A setting is not allowed; the message lists the allowed values."""
 
 
+class UnknownNameError(ConfigError):
+    """A name is not registered, such as a method that a guest or a user's file would bring; the message says so."""
+
+
 class MissingExtraError(LoopqError, ImportError):
     """An optional dependency is not installed; the message names the extra to install."""
 

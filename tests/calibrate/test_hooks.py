@@ -173,7 +173,7 @@ def test_input_groups_of_separate_projections(tokens):
             return x
 
     system = System(Model())
-    groups, _ = find_input_groups(system, system.shared_parameters(2), _batch(tokens, 1), 2)
+    groups, _, _ = find_input_groups(system, system.shared_parameters(2), _batch(tokens, 1), 2)
     assert groups == {"q.weight": "q.weight", "k.weight": "q.weight", "o.weight": "o.weight"}
 
 

@@ -6,13 +6,17 @@ import json
 import sys
 
 import pytest
+import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 
-from loopq.calibrate.inputs import changed_inputs, model_inputs
+import loopq
+from loopq.calibrate.inputs import OUTPUT, changed_inputs, model_inputs
 from loopq.storage import journal
 from loopq.storage.folders import INPUTS
 from tests.support.kills import Kill
 from tests.support.looped import save_dense
+from tests.support.marks import slow_unless
 from tests.support.python_models import MODULE
 from tests.support.runs import digest
 
@@ -47,6 +51,10 @@ def _library(name):
     return change
 
 
+def _processor(folder, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+
+
 LOOPED, OWN = ("looped:{}/model[1:3]x2",), ("--python", "{}/own.py:make", "--depth", "n_steps")
 CASES = {
     "activation": (LOOPED, _in_json("config.json", hidden_act="gelu"), "config.json"),
@@ -63,6 +71,8 @@ CASES = {
     "register": (LOOPED, _in_text("registered.py", "1", "2"), "the code registered.py"),
     "helper": (LOOPED, _in_text("helper_of_mine.py", "1", "2"), "the code helper_of_mine.py"),
     "python": (OWN, _in_text("own.py", "torch.tanh", "torch.sin"), "the code own.py"),
+    "file": (OWN, _in_text("alpha.txt", "1.0", "0.5"), OUTPUT),
+    "processor": (LOOPED, _processor, "the processor"),
     "text": (LOOPED, _in_text("text.jsonl", "[5", "[6"), "the calibration"),
 }
 
@@ -74,7 +84,10 @@ def room(tmp_path):
         # Larger, so that activations and norms matter.
         parameter.data.mul_(1.0 if parameter.ndim == 1 else 10.0)
     model.save_pretrained(tmp_path / "model")
-    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "alpha.txt").write_text("1.0")
+    scaled = f"float(Path({str(tmp_path / 'alpha.txt')!r}).read_text()) * self.core("
+    own = "from pathlib import Path\n" + MODULE.replace("self.core(x", scaled + "x")
+    (tmp_path / "own.py").write_text(own)
     (tmp_path / "registered.py").write_text("import helper_of_mine\nX = 1\n")
     (tmp_path / "helper_of_mine.py").write_text("X = 1\n")
     lines = [json.dumps({"input_ids": [n + 3 * k for k in range(16)]}) for n in (5, 70)]
@@ -82,7 +95,11 @@ def room(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("case", CASES)
+#: One of each way to a digest: a file of the model, a version, code, the text.
+QUICK_CASES = ("activation", "loopq", "helper", "python", "file", "text")
+
+
+@pytest.mark.parametrize("case", slow_unless(QUICK_CASES.__contains__, CASES))
 def test_a_run_starts_again_after_a_changed_input(room, command, monkeypatch, case):
     model, change, name = CASES[case]
     register = ("--register", room / "registered.py") if case in ("register", "helper") else ()
@@ -112,9 +129,61 @@ def test_a_run_starts_again_after_a_changed_input(room, command, monkeypatch, ca
     assert code == 0, err
     said = [line for line in err.splitlines() if "changed since the interruption; starts again" in line]
     assert len(said) == 1, err
-    assert name in said[0]
+    assert said[0].startswith(f"{name} changed"), said
     assert quantize("b")[0] == 0
     assert digest(room / "a") == digest(room / "b")
+
+
+class Looped(nn.Module):
+    """Scaled by an attribute and by a buffer that is not saved."""
+
+    def __init__(self, alpha=1.0, beta=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.alpha, self.embed = alpha, nn.Embedding(64, 16)
+        self.core, self.head = nn.Linear(16, 16), nn.Linear(16, 64)
+        self.register_buffer("beta", torch.tensor(beta), persistent=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for _ in range(3):
+            x = self.alpha * x + self.beta * torch.tanh(self.core(x))
+        return self.head(x)
+
+
+def _hooked():
+    model = Looped()
+    model.core.register_forward_hook(lambda module, inputs, output: output / 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Looped(alpha=0.5), lambda: Looped(beta=0.5), _hooked],
+    ids=("attribute", "buffer", "hook"),
+)
+def test_a_killed_run_does_not_go_on_with_another_module(tmp_path, monkeypatch, capsys, make):
+    ids = torch.arange(48).reshape(3, 16)
+
+    def quantize(model, out):
+        loopq.quantize(model, ids, out=tmp_path / out, bits=3, group_size=16, threads=1)
+
+    save, seen = journal.Journal.save, []
+
+    def killed(self, name, *args, **kwargs):
+        save(self, name, *args, **kwargs)
+        seen.append(name)
+        if len(seen) == 2:
+            raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Snapshots, "due", lambda self: True)
+        patch.setattr(journal.Journal, "save", killed)
+        with pytest.raises(Kill):
+            quantize(Looped(), "a")
+    quantize(make(), "a")
+    quantize(make(), "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
 def test_an_unchanged_run_goes_on_without_a_word(room, command, monkeypatch):
@@ -128,4 +197,13 @@ def test_an_unchanged_run_goes_on_without_a_word(room, command, monkeypatch):
 def test_the_code_and_the_modules_of_a_model_count(loaded):
     digests = model_inputs(loaded.system, loaded.side_files)
     assert digests == model_inputs(loaded.system, loaded.side_files)
-    assert {"the code huginn.py", "the code linear.py", "the model's modules"} <= digests.keys()
+    assert {"the code loopq", "the code torch", "the model's modules"} <= digests.keys()
+
+
+def test_what_changed_with_another_input_is_not_named(tmp_path):
+    before = {"the version of torch": "1", "the code torch": "1", "the weights": "1", OUTPUT: "1"}
+    changed_inputs(tmp_path, before)
+    assert changed_inputs(tmp_path, before | {OUTPUT: "2"}) == [OUTPUT]
+    assert changed_inputs(tmp_path, before | {"the weights": "2", OUTPUT: "3"}) == ["the weights"]
+    changed_inputs(tmp_path, before)
+    assert changed_inputs(tmp_path, dict.fromkeys(before, "2")) == ["the version of torch", "the weights"]

@@ -288,6 +288,25 @@ def test_only_as_much_of_a_text_is_read_as_prompts_need(tmp_path, monkeypatch, w
         assert len(lengths) == 1
 
 
+def test_of_a_long_record_only_the_start_is_encoded(tmp_path):
+    text = "The sea was calm. " * 60_000
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": part}) + "\n" for part in (text, "The end"))
+    )
+    lengths = []
+
+    def encode(given):
+        lengths.append(len(given))
+        return encode_bytes(given)
+
+    part = read_tokens(tmp_path / "a.jsonl", Served(encode), 24, 2)
+    assert max(lengths) <= 1 << 16
+    assert [bytes(ids.tolist()).decode() for ids in part.sequences] == [text[:24], "The end"]
+    # More tokens than the start has.
+    part = read_tokens(tmp_path / "a.jsonl", Served(lambda given: encode(given)[::8]), 20_000, 1)
+    assert part.sequences[0].size == 20_000
+
+
 def test_a_text_that_begins_with_blanks_is_read_further(tmp_path, monkeypatch):
     monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 100)
     (tmp_path / "a.txt").write_text(" " * 1000 + "x")

@@ -59,7 +59,7 @@ def test_hostile_templates_end_in_one_line(monkeypatch: pytest.MonkeyPatch, text
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("messages", [[1, 2], ["x"], [{}], [{"role": 1, "content": None}]])
+@pytest.mark.parametrize("messages", [[1, 2], [{"role": 1, "content": None}]])
 def test_messages_of_another_kind_are_refused(messages: Any) -> None:
     tokenizer = _tokenizer("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
     with pytest.raises(CalibrationError, match=r"^here: the chat template of the tokenizer raises"):

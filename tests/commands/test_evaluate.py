@@ -53,13 +53,16 @@ def test_evaluate_measures_what_export_wrote_and_says_on_what(
     [
         (["{tmp}"], 1, "no checkpoint: neither loopq.json nor config.json"),
         (["{tmp}/none"], 1, "none: no such folder"),
+        (["huginn_small"], 2, "the model comes first: loopq evaluate huginn_small CHECKPOINT"),
+        (["{model}"], 2, "{model}: a model in full precision, not a checkpoint"),
         (["{tmp}/none", "--n-seeds", "0"], 2, "argument --n-seeds: must be between 1 and 65536; got 0"),
     ],
 )
 def test_errors_are_one_line(saved_model, tmp_path, command, args, code, match):
-    got, out, err = command("evaluate", saved_model, *(a.format(tmp=tmp_path) for a in args))
+    places = {"tmp": tmp_path, "model": saved_model}
+    got, out, err = command("evaluate", saved_model, *(a.format(**places) for a in args))
     assert (got, out, err.count("\n")) == (code, "", 1)
-    assert match in err
+    assert match.format(**places) in err
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,22 @@ def test_settings_that_are_damaged_are_told(quantized, tmp_path, command):
         assert err.count("\n") == 1
 
 
+def test_a_method_that_is_not_installed_is_named_and_the_rest_is_shown(quantized, tmp_path, command):
+    old = tmp_path / "old"
+    shutil.copytree(quantized, old)
+
+    def made_elsewhere(index):
+        index["settings"]["quantization"]["layer"]["method"] = {"name": "foreign", "strength": 3}
+
+    reseal(old / "loopq.json", made_elsewhere)
+    code, text, _ = command("inspect", old)
+    assert code == 0
+    assert "unknown method 'foreign'; known: " in text
+    assert "system huginn, 3 steps" in text
+    method = json.loads(command("inspect", old, "--json")[1])["settings"]["quantization"]["layer"]["method"]
+    assert method["strength"] == 3
+
+
 @pytest.mark.parametrize(
     ("place", "match"), [("{tmp}", "neither a checkpoint"), ("{empty}", "a file, not a folder")]
 )

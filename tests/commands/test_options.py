@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from loopq.analysis.report.markup import PAGE
 from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands import options
-from loopq.commands.options import OWN, depths, each_depth, given
+from loopq.commands.options import OWN, depths, given
 from loopq.commands.settable import flag_of, shown
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
@@ -117,9 +118,6 @@ def test_one_depth_is_a_number_and_several_are_taken_one_by_one():
     for bad in ("1,1", "0", "1,", "a", "2,x"):
         with pytest.raises(argparse.ArgumentTypeError):
             depths(bad)
-    args = argparse.Namespace(n_steps=(1, 2), model="m")
-    assert [(one.n_steps, one.model) for one in each_depth(args)] == [(1, "m"), (2, "m")]
-    assert [one.n_steps for one in each_depth(argparse.Namespace(n_steps=None))] == [None]
 
 
 def read(*args):
@@ -158,24 +156,24 @@ def test_depth_and_seed_of_another_checkpoint_are_taken(monkeypatch):
         "calibration": {"random_tokens": 0.125},
     }  # fmt: skip
     monkeypatch.setattr(options, "settings_of", lambda path: stored)
-    args = PARSER.parse_args(BASE)
-    assert options.adopt_like(args) is None
-    args = PARSER.parse_args([*BASE, "--like", "q"])
-    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+
+    def adopted(*words):
+        return options.adopt_like(PARSER.parse_args([*BASE, *words]))
+
+    assert adopted()[1] is None
+    args, config = adopted("--like", "q")
+    assert config == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (3, 5, 0.125)
-    args = PARSER.parse_args(
-        [*BASE, "--like", "q", "--n-steps", "2", "--seed", "7", "--set", "random_tokens=0.5"]
-    )
-    assert options.adopt_like(args) == QuantConfig().changed(bits=3)
+    args, config = adopted("--like", "q", "--n-steps", "2", "--seed", "7", "--set", "random_tokens=0.5")
+    assert config == QuantConfig().changed(bits=3)
     assert (args.n_steps, args.seed, args.random_tokens) == (2, 7, 0.5)
     stored |= {"depths": [1, 4], "calibration": {}}
-    args = PARSER.parse_args([*BASE, "--like", "q"])
-    options.adopt_like(args)
+    args, _ = adopted("--like", "q")
     assert args.n_steps == (1, 4)
     assert getattr(args, "random_tokens", 0.0) == 0.0
     del stored["quantization"]
     with pytest.raises(ConfigError, match="--like q: no settings of a run in it"):
-        options.adopt_like(PARSER.parse_args([*BASE, "--like", "q"]))
+        adopted("--like", "q")
 
 
 def test_a_preset_may_set_the_prompts():
@@ -196,30 +194,49 @@ def test_options_of_a_format_and_of_its_gate():
     options_of_format = options.format_options(args)
     assert {"ragged", "remote_code", "steps"} <= set(options_of_format)
     assert set(options_of_format.values()) == {None}
-    more = ("--remote-code", "--ragged", "split", "--force", "--verify", "no", "--engine", "vllm")
+    more = ("--remote-code", "--ragged", "split", "--force", "--verify", "no", "--for", "vllm")
     args = PARSER.parse_args(["export", "q", "--out", "o", "--format", "gptq", *more])
     assert options.gate_options(args) == {"engine": "vllm", "force": True, "verify": False}
     assert (options.format_options(args)["remote_code"], options.format_options(args)["ragged"]) == (
         True,
         "split",
     )
-    with pytest.raises(SystemExit):
-        PARSER.parse_args(["export", "q", "--out", "o"])
 
 
 def test_a_file_needs_a_place_that_can_be_written(tmp_path):
-    options.check_place(tmp_path / "new" / "deeper" / "a.html")
+    options.check_place(tmp_path / "new" / "deeper" / "a.html", b"")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is no folder that can be written to"):
-        options.check_place(tmp_path / "file" / "a.html")
+        options.check_place(tmp_path / "file" / "a.html", b"")
     for name, target in (("dangling", "nowhere"), ("itself", "itself")):
         (tmp_path / name).symlink_to(target)
         with pytest.raises(ConfigError, match=f"{name} is no folder that can be written to"):
-            options.check_place(tmp_path / name / "deeper" / "a.html")
+            options.check_place(tmp_path / name / "deeper" / "a.html", b"")
     if os.getuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="closed is no folder that can be written to"):
-            options.check_place(Path(tmp_path / "closed" / "a.html"))
+            options.check_place(Path(tmp_path / "closed" / "a.html"), b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--python", "{}:make", "Q", "--html", "{}"],
+        ["evaluate", "M", "Q", "--text", "{}", "--html", "{}"],
+        ["--register", "{}", "evaluate", "M", "Q", "--html", "{}"],
+        ["diagnose", "M", "--calibration", "{}", "--json", "{}"],
+        ["diagnose", "M", "--html", "{}", "--json", "{}"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_no_output_takes_the_place_of_another_file_of_the_command(tmp_path, words):
+    file = tmp_path / "a.py"
+    file.write_text(PAGE.decode())
+    args = PARSER.parse_args([word.format(file) for word in words])
+    options.check_place(tmp_path / "another", PAGE, args)
+    # Also by another name.
+    with pytest.raises(ConfigError, match="stands twice"):
+        options.check_place(tmp_path / "x" / ".." / "a.py", PAGE, args)
 
 
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])

@@ -98,7 +98,7 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--fit", "-1"], "--fit must be above 0; got -1.0"),
         (["nowhere", "--fit", "3", "--set", "fit_bits=5"], "--set fit_bits must be of 2, 3, 4, 8; got 5"),
         (["nowhere", "--fit", "3", "--set", "fit_group_sizes=0"], "--set fit_group_sizes must be -1"),
-        (["nowhere", "--set", "step_weights=loud"], "--set step_weights must be sum, balanced or alpha=A"),
+        (["nowhere", "--set", "step_weights=loud"], "--set step_weights must be sum, NAME or NAME=VALUE"),
         # Options that nothing would read.
         (["nowhere", "--set", "act_order=true"], "--set act_order goes with --method gptq; method gptq-cd"),
         (["nowhere", "--method", "rtn", "--set", "precision=float32"], "--set precision goes with --method gptq; "),

@@ -31,10 +31,8 @@ def test_set_is_an_own_option_and_an_override_of_every_layer():
     everywhere = config("--layer", "*=>beam=64,refit=false,damping_kind=tail")
     assert everywhere.for_layer("a") == by_set.for_layer("a")
     assert config("--set", "bits=3", "--set", "fit=3.25") == config("--bits", "3", "--fit", "3.25")
-    # A value may have commas and signs of equality.
-    assert (
-        config("--set", "steps=0:2,5", "--set", "step_weights=alpha=0.15").layer.calibration.steps == "0:2,5"
-    )
+    # A value may have commas.
+    assert config("--set", "steps=0:2,5").layer.calibration.steps == "0:2,5"
     # Spaces around a name and a value, as in --layer.
     assert config("--set", " beam = 64 ") == config("--set", "beam=64")
 

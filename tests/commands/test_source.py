@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 
 from loopq.cli import parser
-from loopq.commands.source import load, loading, source_words
+from loopq.commands.source import ModelOptions, loading
 from loopq.errors import ConfigError
 
 
 def test_words_of_a_source_name_the_same_model_again():
     given = ["diagnose", "owner/name", "--system", "raven", "--trust-remote-code", "--revision", "abc"]
-    args = parser().parse_args(given)
-    words = source_words(args)
+    source = ModelOptions.of(parser().parse_args(given))
+    words = source.words()
     assert words == ["owner/name", "--system", "raven", "--revision", "abc", "--trust-remote-code"]
-    assert loading(parser().parse_args(["diagnose", *words])) == loading(args)
+    assert ModelOptions.of(parser().parse_args(["diagnose", *words])) == source
+
+
+def test_several_depths_are_taken_one_by_one():
+    for given, depths in (((), (None,)), (("--n-steps", "4"), (4,)), (("--n-steps", "2,1"), (2, 1))):
+        source = ModelOptions.of(parser().parse_args(["evaluate", "huginn_small", *given]))
+        assert (source.depths, source.depth) == (depths, depths[-1])
 
 
 def test_a_rank_of_torchrun_gets_its_own_device(monkeypatch):
@@ -29,4 +35,4 @@ def test_a_rank_of_torchrun_gets_its_own_device(monkeypatch):
 )
 def test_one_model_is_named(words, match):
     with pytest.raises(ConfigError, match=match):
-        load(parser().parse_args(["diagnose", *words]))
+        ModelOptions.of(parser().parse_args(["diagnose", *words])).load()

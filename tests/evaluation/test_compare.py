@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+import loopq
 from loopq.calibrate.data import from_ids
 from loopq.calibrate.overlap import hashes_of
 from loopq.errors import CheckpointError, ConfigError, NonFiniteError
 from loopq.evaluation import compare as module
 from loopq.evaluation.compare import Measurement, compare
+from loopq.models.load import load_model
+from loopq.models.restore import load_checkpoint
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.systems.base import Batch
 from loopq.systems.declare import parameter_of
 from tests.support.accelerator import DEVICE, accelerator
+from tests.support.looped import save_dense
 from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.looptoys import tokens as made_up
 
@@ -324,3 +328,19 @@ def test_memory_of_a_comparison_is_that_of_one_variant(tiny, monkeypatch):
     assert module._more_bytes(tiny.system, logits, {}) == 2 * 42 + 5 * 8 * 42
     monkeypatch.setattr(module, "_PIECE", 10)
     assert module._more_bytes(tiny.system, logits, {}) == 2 * 42 + 5 * 8 * 10
+
+
+def test_a_checkpoint_of_another_loop_or_without_a_tensor_is_refused(tmp_path):
+    folder, ids = save_dense(tmp_path / "m"), np.arange(32).reshape(2, 16)
+    made = loopq.quantize(f"looped:{folder}[1:3]x2", ids, method="rtn", group_size=16)
+    with pytest.raises(CheckpointError, match=r"another loop: .*\[1, 3, 2\].*\[0, 2, 2\]"):
+        loopq.evaluate(f"looped:{folder}[0:2]x2", {"q": made}, ids)
+    other = load_model(f"looped:{folder}[0:2]x2")
+    with pytest.raises(CheckpointError, match="another loop"):
+        load_checkpoint(made, other)
+    # How often it runs is the depth.
+    assert loopq.evaluate(f"looped:{folder}[1:3]x3", {"q": made}, ids)[1].kl.mean() > 0
+    norm = next(name for name in made.dense if "norm" in name)
+    less = dataclasses.replace(made, dense={k: v for k, v in made.dense.items() if k != norm})
+    with pytest.raises(CheckpointError, match=f"missing .*{norm}"):
+        loopq.evaluate(f"looped:{folder}[1:3]x2", {"q": less}, ids)

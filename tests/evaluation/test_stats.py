@@ -14,20 +14,11 @@ from loopq.evaluation import stats
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
-        (460, 1319, 32.4, 37.5),
-        (368, 1319, 25.5, 30.4),
-        (355, 1319, 24.6, 29.4),
-        (462, 1319, 32.5, 37.6),
-        (662, 1319, 47.5, 52.9),
-        (521, 1319, 36.9, 42.2),
-        (531, 1319, 37.6, 42.9),
-        (597, 1319, 42.6, 48.0),
-        (25, 100, 17.5, 34.3),
-        (28, 100, 20.1, 37.5),
-        (30, 100, 21.9, 39.6),
-        (32, 100, 23.7, 41.7),
+        (460, 1319, 32.4, 37.5), (368, 1319, 25.5, 30.4), (355, 1319, 24.6, 29.4), (462, 1319, 32.5, 37.6),
+        (662, 1319, 47.5, 52.9), (521, 1319, 36.9, 42.2), (531, 1319, 37.6, 42.9), (597, 1319, 42.6, 48.0),
+        (25, 100, 17.5, 34.3), (28, 100, 20.1, 37.5), (30, 100, 21.9, 39.6), (32, 100, 23.7, 41.7),
     ],
-)
+)  # fmt: skip
 def test_wilson_gives_the_intervals_of_the_paper(successes, trials, low, high):
     interval = stats.wilson(successes, trials)
     assert round(100 * interval.low, 1) == low
@@ -52,14 +43,8 @@ def test_wilson_ends_stay_in_the_unit_interval():
 
 @pytest.mark.parametrize(
     ("b", "c", "p", "digits"),
-    [
-        (225, 29, 9.346e-39, 4),
-        (251, 29, 2.718e-45, 4),
-        (154, 111, 0.009747, 4),
-        (68, 55, 0.28, 2),
-        (68, 54, 0.24, 2),
-    ],
-)
+    [(225, 29, 9.346e-39, 4), (251, 29, 2.718e-45, 4), (154, 111, 0.009747, 4), (68, 55, 0.28, 2), (68, 54, 0.24, 2)],
+)  # fmt: skip
 def test_mcnemar_gives_the_p_values_of_the_paper(b, c, p, digits):
     assert float(f"{stats.mcnemar_exact(b, c):.{digits - 1}e}") == p
 

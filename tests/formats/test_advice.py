@@ -105,12 +105,9 @@ ADVICE = (
     (r"or one symmetry", lambda a, m: a.on(symmetric=True)),
     (r"4 or 8 bits|4 bits for the layer", lambda a, m: a.on(bits=4)),
     (r"another group size|a group size of 16 or more|groups of a multiple of 32", lambda a, m: a.on(group_size=32)),
-    (r"groups of 128 or one scale per row", lambda a, m: a.on(group_size=128)),
-    (r"--bits 4 --group-size 128 --levels even", lambda a, m: a.on(**PLAIN | {"group_size": 128})),
     (r"or one grid|one --layer setting", lambda a, m: a.but(beside=a.grid)),
     (r"the native checkpoint", lambda a, m: a.but(form="native")),
     (r"loopq's own format", lambda a, m: a.but(form="native", engine=None)),
-    (r"leave those of one dense", lambda a, m: a.but(name="")),
     (r"integers by --layer", lambda a, m: a.on(levels="even", scale_dtype="float16")),
 )  # fmt: skip
 

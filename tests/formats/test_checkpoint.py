@@ -10,7 +10,7 @@ import loopq
 from loopq.errors import CheckpointError
 from loopq.formats.convert import write_as
 from loopq.formats.record import RECORD
-from loopq.run.export import export
+from loopq.run.destination import export
 from loopq.storage.files import RawTensor, read_tensors, write_tensors
 from tests.support.exports import logits
 

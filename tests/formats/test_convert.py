@@ -28,13 +28,13 @@ def digest(folder):
 
 def test_names():
     assert format_names()[0] == "native"
-    assert FOLDERS == ["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]
+    assert FOLDERS == ["native", "compressed-tensors", "gptq", "gptq_v2"]
     assert {"gguf", "imatrix"} <= set(format_names())
     with pytest.raises(ConfigError, match=r"unknown format 'gptq2'.*did you mean"):
         write_as("out", checkpoint(layer(32, 32)), "gptq2")
     with pytest.raises(ConfigError, match="format native does not read ragged; its options: none"):
         write_as("out", checkpoint(layer(32, 32)), "native", ragged="split")
-    with pytest.raises(ConfigError, match="ragged must be one of keep, split, pad; got 'cut'"):
+    with pytest.raises(ConfigError, match="ragged must be one of keep, split; got 'cut'"):
         write_as("out", checkpoint(layer(32, 32)), "gptq", ragged="cut")
     with pytest.raises(ConfigError, match="imatrix is written from a calibration dump"):
         write_as("out", checkpoint(layer(32, 32)), "imatrix")
@@ -42,14 +42,10 @@ def test_names():
 
 def fitting(draw):
     """A layer that a format can hold, the format and the policy it needs."""
-    form = draw(st.sampled_from(["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]))
-    bits = draw(st.sampled_from([2, 3, 4, 8])) if form != "marlin" else 4
+    form = draw(st.sampled_from(["native", "compressed-tensors", "gptq", "gptq_v2"]))
+    bits = draw(st.sampled_from([2, 3, 4, 8]))
     symmetric = draw(st.booleans()) if form in ("native", "compressed-tensors", "gptq_v2") else True
-    group = (
-        draw(st.sampled_from([-1, 1, 4, 7, 16, 32, 128]))
-        if form != "marlin"
-        else draw(st.sampled_from([-1, 128]))
-    )
+    group = draw(st.sampled_from([-1, 1, 4, 7, 16, 32, 128]))
     rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 150))
     kinds = (
         ["float16", "bfloat16", "float32"]
@@ -59,7 +55,7 @@ def fitting(draw):
     kind = draw(st.sampled_from(kinds))
     policy = draw(st.sampled_from(["keep", "split"])) if form.startswith("gptq") else "split"
     quantized = layer(rows, columns, bits, group, symmetric, scale_dtype=kind, seed=draw(st.integers(0, 99)))
-    return quantized, form, None if form in ("native", "marlin") else policy
+    return quantized, form, None if form == "native" else policy
 
 
 @pytest.mark.slow
@@ -84,8 +80,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):
     if form != "native":
         (base / "bare" / RECORD).unlink()
         bare = read_any(base / "bare").layers[quantized.name].dequantize()
-        rows, columns = quantized.shape
-        np.testing.assert_array_equal(bare[:rows, :columns], quantized.dequantize())
+        np.testing.assert_array_equal(bare, quantized.dequantize())
     shutil.rmtree(base)
 
 
@@ -108,17 +103,6 @@ def test_inspect_explains_each_format(tmp_path):
             assert inspect_any(tmp_path / form)["exported_by_loopq"] is None
 
 
-def test_folders_that_are_no_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match=r"neither loopq\.json nor config\.json"):
-        read_any(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="a model that is not quantized"):
-        read_any(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
-        read_any(tmp_path)
-
-
 def test_folders_that_are_no_checkpoint_say_why(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"no checkpoint: neither loopq\.json nor config\.json is there"
@@ -127,7 +111,10 @@ def test_folders_that_are_no_checkpoint_say_why(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert not convert.is_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"a model that is not quantized"):
-        convert.format_of(tmp_path)
+        read_any(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
+        read_any(tmp_path)
     entries = {"quant_method": "odd", "format": "older", "checkpoint_format": "newer"}
     for name in ("newer", "older", None):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entries}))

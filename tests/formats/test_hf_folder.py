@@ -13,7 +13,6 @@ from loopq.formats.record import RECORD
 from loopq.storage.files import read_json, read_tensors, write_json, write_tensors
 from tests.support.formats import (
     CT,
-    MA,
     V1,
     V2,
     broken,
@@ -75,7 +74,7 @@ def test_shards_of_other_tools(tmp_path):
 
 
 def test_truncated_files_are_refused(tmp_path):
-    for form in (CT, V1, V2, MA):
+    for form in (CT, V1, V2):
         folder = broken(tmp_path / "d", form, source=layer(256, 128, 4, 128))
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-3])
@@ -188,8 +187,11 @@ def test_a_folder_needs_weights_that_may_be_read(tmp_path):
 def test_patterns_of_a_file_are_bounded():
     assert hf_folder.matches(r"model\.layers\.\d+", "model.layers.3.q", "f")
     assert not hf_folder.matches("layers", "model.layers.3", "f")
+    for pattern in (r".*layers\.\d+\.mlp.*", r"model\.layers\.0\.(q|k|v)_proj$", r"^x\.0\.a$", r".*lm_head"):
+        assert not hf_folder.matches(pattern, "nothing", "f")
+    assert hf_folder.matches(r"x\.\d+\.(a|b)", "x.12.a", "f")
     assert hf_folder.matches("a*b*c*d*", "abcd", "f")
     assert hf_folder.matches("a" * 2000, "a" * 2000, "f")
-    for bad in ("a*b*c*d*e*", "(a)*", "(a){2}", "a" * 2001, "("):
-        with pytest.raises(CheckpointError, match="f"):
-            hf_folder.matches(bad, "abcde", "f")
+    for bad in ("a*b*c*d*e*", "(a)*", "(a){2}", "a" * 2001, "(", "(a+)+$", "(?P<a", "[", "(a|b){99}"):
+        with pytest.raises(CheckpointError, match=r"^f: pattern "):
+            hf_folder.matches(bad, "a" * 60, "f")

@@ -34,14 +34,14 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
     for change, match in [
         (lambda d: d.update(version=3), "version 3; this loopq reads version 2"),
         (lambda d: d.update(format="x"), "its format is not 'loopq-export'"),
-        (lambda d: d.update(target="marlin"), "config.json says gptq, .* 'marlin'"),
+        (lambda d: d.update(target="gptq_v2"), "config.json says gptq, .* 'gptq_v2'"),
         (lambda d: d["layers"][0].update(name="other.weight"), "layer 'other.weight' is in loopq_export"),
         (lambda d: d["layers"].clear(), "layer 'a.b.weight' is not in"),
         (lambda d: d.pop("ties"), "'ties' is missing; known: loopq_version"),
         (lambda d: d["layers"][0].pop("bits"), r"layers\[0\]: 'bits' is missing"),
         (lambda d: d["layers"][0].update(bits=8), fit),
-        (lambda d: d["layers"][0].update(shape=[64, 60]), "was changed after the export|choose what to do"),
-        (lambda d: d["layers"][0].update(shape=[32, 64]), "was changed after the export"),
+        (lambda d: d["layers"][0].update(shape=[64, 60]), fit),
+        (lambda d: d["layers"][0].update(shape=[32, 64]), fit),
         (lambda d: d["layers"][0].update(group_size=64), "was changed after the export"),
         (lambda d: d["layers"][0].update(group_size=16), "was changed after the export"),
         (lambda d: d["layers"][0].update(symmetric=False), fit),
@@ -55,7 +55,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         verify(folder, checkpoint(layer(64, 64, 4, 32, seed=1)))
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "marlin"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "report.jsonl", RECORD])
 def test_one_flipped_bit_of_an_export_is_refused(tmp_path, form, name):
     quantized = layer(64, 128, 4, 128, name="x.a.weight")

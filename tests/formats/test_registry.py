@@ -49,7 +49,9 @@ def test_every_command_knows_the_same_names():
     for command in (["quantize", "m"], ["export", "q", "--format", "gptq"]):
         actions = parse([*command, "--out", "o"]).parser._actions
         assert [a.choices for a in actions if "--format" in a.option_strings] == [names]
-    with pytest.raises(ConfigError, match="known: compressed-tensors, gguf, gptq, gptq_v2, imatrix, marlin"):
+    with pytest.raises(
+        ConfigError, match="known: compressed-tensors, gguf, gptq, gptq_v2, imatrix, modelopt"
+    ):
         loopq.export("q", "o", "ggml")
 
 

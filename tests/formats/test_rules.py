@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
 from loopq.formats.rules import check_engine, readers, rules
 from loopq.formats.support import ENTRIES, KNOWN, NOWHERE, READS, entry_of
 from loopq.systems import SYSTEMS
@@ -31,30 +33,25 @@ def layers(**grids):
 ODD = {
     "vllm 3-bit": ("vllm", "gptq", {"mlp__down_proj": {"bits": 3}}, "GPTQ of 2 or 3 bits"),
     "vllm siblings": (
-        "vllm",
-        "compressed-tensors",
+        "vllm", "compressed-tensors",
         {"mlp__gate_proj": {}, "mlp__up_proj": {"bits": 8}},
         "q, k and v, or gate and up, of unlike bits",
     ),
     "sglang dense sibling": ("sglang", "gptq", {"self_attn__q_proj": {}}, "some of them dense"),
     "transformers mixed": (
-        "transformers",
-        "compressed-tensors",
+        "transformers", "compressed-tensors",
         {"a": {}, "b": {"symmetric": False}},
         "symmetric and asymmetric layers in one file",
     ),
     "transformers asymmetric": (
-        "transformers",
-        "compressed-tensors",
-        {"a": {"symmetric": False}},
-        "asymmetric layers",
+        "transformers", "compressed-tensors", {"a": {"symmetric": False}}, "asymmetric layers",
     ),
     "optimum mixed": ("transformers", "gptq", {"a": {}, "b": {"bits": 8}}, "optimum knows one setting"),
     "optimum groups": ("transformers", "gptq", {"a": {"group_size": 16}}, "not 32, 64, 128 or 256"),
     "3 bits, odd outputs": ("gptqmodel", "gptq", {"a": {"bits": 3, "rows": 20}}, "no multiple of 32"),
     "experts in loopq's plugin": ("vllm", "native", {"experts__0__up": {"bits": 2}}, "experts in codes"),
     "small groups": ("gptqmodel", "gptq_v2", {"a": {"group_size": 8}}, "groups of fewer than 16"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -112,6 +109,19 @@ def test_a_dense_expert_is_refused_in_any_layer(quantized, dense, keys, stacks):
         CheckpointError, match=rf"dense experts, all or some of them.* \(layer model\.{dense}"
     ):
         check_engine("transformers", "compressed-tensors", experts, None, config, dense=[f"model.{dense}"])
+
+
+@pytest.mark.parametrize(("kind", "filled"), [("gpt_oss", False), ("olmoe", True), ("qwen3_moe", True)])
+def test_stacks_of_a_looped_mixture_are_filled_or_refused(kind, filled):
+    config = {"model_type": "loopq_looped", "looped_base": kind, "looped_layers": [1, 3, 2]}
+    check = partial(check_engine, "transformers", "compressed-tensors", system=None, config=config)
+    if filled:
+        check(layers(experts__0__up={}))
+        return
+    for quantized, dense in (("experts__0__up", []), ("o_proj", ["model.layers.0.mlp.experts.0.up.weight"])):
+        with pytest.raises(CheckpointError, match="stacks"):
+            check(layers(**{quantized: {}}), dense=dense)
+    check(layers(o_proj={}))
 
 
 def test_a_file_read_wrong_without_an_error_needs_a_named_engine():
@@ -190,9 +200,9 @@ def test_systems_and_formats_unknown_to_an_engine_are_refused():
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run huginn: no support is known"):
         check_engine("llama.cpp", "gguf", plain, "huginn")
     with pytest.raises(
-        CheckpointError, match=r"vllm reads native, compressed-tensors, gptq, modelopt, not marlin"
+        CheckpointError, match=r"vllm reads native, compressed-tensors, gptq, modelopt, not gguf"
     ):
-        check_engine("vllm", "marlin", plain, None)
+        check_engine("vllm", "gguf", plain, None)
 
 
 def test_the_tables_name_known_systems_engines_and_formats():
@@ -231,20 +241,20 @@ def test_a_model_without_a_type_is_opened_by_no_engine():
         readers("compressed-tensors", layers(mlp__down_proj={}), "generic", {})
 
 
-def test_a_format_that_no_engine_opens_is_refused():
-    wide = np.zeros((256, 128), np.float32)
-    plain = {"a.weight": models.rounded("a.weight", wide, bits=4, group_size=128)}
+def test_a_format_that_no_engine_opens_is_refused(monkeypatch):
+    monkeypatch.setitem(FORMATS._entries, "mine", FORMATS.get("gptq"))
+    plain = layers(mlp__down_proj={})
     with pytest.raises(
-        CheckpointError, match="no engine reads marlin of this model right: none opens the format"
+        CheckpointError, match="no engine reads mine of this model right: none opens the format"
     ):
-        readers("marlin", plain, "generic", {"model_type": "llama"})
+        readers("mine", plain, "generic", {"model_type": "llama"})
 
 
 def test_embedded_models_are_loopqs_own():
     plain = layers(mlp__down_proj={})
     assert readers("native", plain, "parcae", {}) == ()
     embedded = {"model_type": "loopq-zoo-parcae"}
-    assert readers("gptq", plain, "parcae", embedded) == readers("marlin", plain, "parcae", embedded) == ()
+    assert readers("gptq", plain, "parcae", embedded) == readers("modelopt", plain, "parcae", embedded) == ()
     with pytest.raises(CheckpointError, match=r"vllm does not run huginn \(loopq-zoo-huginn\): no support"):
         check_engine("vllm", "native", plain, "huginn", {"model_type": "loopq-zoo-huginn"})
     # loopq does not read GGUF.

@@ -55,7 +55,6 @@ FORMATS = {
     "compressed-tensors-asymmetric": ("compressed-tensors", {"symmetric": False}),
     "gptq": ("gptq", {"group_size": 32}),
     "gptq_v2": ("gptq_v2", {"group_size": 32, "symmetric": False}),
-    "marlin": ("marlin", {"group_size": 128, "leave": ("lm_head",)}),
     "gguf-4": ("gguf", {"group_size": 32}),
     "gguf-8": ("gguf", {"group_size": 32, "bits": 8}),
     **{f"native-uneven-{bits}": ("native", {"bits": bits, "levels": "uneven"}) for bits in (2, 3, 4)},

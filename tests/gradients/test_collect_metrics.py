@@ -172,8 +172,8 @@ def test_other_steps_and_other_draws_have_other_metrics(tiny, tokens, monkeypatc
     alone, its_sums = prepared(tiny, tokens.take(0, 3), metric_draws=3, steps="1:")
     expected = alone.solve_from(its_sums)
     assert all(by_case["1:", 3][n].same_as(x) for n, x in expected.items())
-    # Bits, damping and step weights do not matter here, so a second run collects nothing.
-    run.solve_from(sums, asked(metric_draws=2, bits=2, damping=0.1, step_weights="balanced"))
+    # Bits and damping do not matter here, so a second run collects nothing.
+    run.solve_from(sums, asked(metric_draws=2, bits=2, damping=0.1))
     assert len(seen) == (1 + 3) * (4 + 1)
 
 
@@ -255,9 +255,9 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
         assert changed == 0, (name, changed)
 
 
-# Ten prompts collected, eight gradients of two of them ahead, forty of all, nine layers.
+# Ten prompts collected, eight gradients of two of them ahead, forty of all, nine layers. One more is the estimate's.
 @pytest.mark.parametrize(
-    ("at", "prompts"), slow_unless(lambda c: c[0] == 26, [(9, 12), (14, 11), (26, 8), (49, 2), (59, 0)])
+    ("at", "prompts"), slow_unless(lambda c: c[0] == 26, [(9, 13), (14, 12), (26, 9), (49, 3), (59, 1)])
 )
 def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, at, prompts):
     monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
@@ -284,7 +284,7 @@ def test_metrics_are_kept_for_asymmetric_calibration(loaded, tokens, tmp_path, m
     monkeypatch.setattr(backward, "unroll", counting(backward.unroll, seen))
     loopq.quantize(loaded, few, out=tmp_path / "killed", **settings)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
-    assert seen == []
+    assert len(seen) == 1, "the estimate times one"
 
 
 def test_a_metric_is_made_where_the_model_is(tiny, tokens):

@@ -98,6 +98,24 @@ def graph_of(package: str, of: Iterable[Module]) -> Graph:
     return graph
 
 
+def options_handed_on(of: Iterable[Module]) -> list[str]:
+    """Functions that take a whole command line, and fields that keep one, apart from a command's `run` and readers.
+
+    A reader is the `of` of a dataclass, a function that `of` calls, or the `asked` of a hook.
+    """
+    beyond = []
+    for module in of:
+        taking = [f for f in module.functions() if "argparse.Namespace" in ast.unparse(f.args)]
+        calls = (c.func for f in taking if f.name == "of" for c in ast.walk(f) if isinstance(c, ast.Call))
+        readers = {"run", "of", "asked", *(c.id for c in calls if isinstance(c, ast.Name))}
+        beyond += [f"{module.name}.{f.name}" for f in taking if f.name not in readers]
+        for cls in module.classes():
+            fields = [ast.unparse(node.annotation) for node in cls.body if isinstance(node, ast.AnnAssign)]
+            kept = any("argparse.Namespace" in text.replace("[[argparse.Namespace", "") for text in fields)
+            beyond += [f"{module.name}.{cls.name}"] if kept else []
+    return beyond
+
+
 @cache
 def import_graph() -> Graph:
     """The same for loopq."""
@@ -142,10 +160,12 @@ def units() -> dict[str, str]:
     """Modules that a registry finds, with the registry's name: they lie in its package, or in a room's package of
     that name, and register."""
     packages: dict[str, set[str]] = {}
-    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*\)"
+    pattern = r"^(\w+)(?::[^=]+)? = Registry\(\s*[^,]+,\s*\"loopq\.([\w.]+)\"\s*[,)]"
     for module in modules():
         for registry, package in re.findall(pattern, module.text, re.MULTILINE):
-            packages.setdefault(registry, set()).add(package)
+            # A guest that adds to another one's registry has its package at the same place below its own folder.
+            below = package.partition(".")[2] if is_guests(package) else package
+            packages.setdefault(registry, set()).update({package, below})
     by_name = {}
     for module in modules():
         parent = module.name.rpartition(".")[0]
@@ -244,17 +264,20 @@ def lengths(of: Iterable[Module]) -> dict[str, int]:
     return {f"{m.name}.{f.name}": (f.end_lineno or 0) - f.lineno + 1 for m in of for f in m.functions()}
 
 
-def mirrored_test(name: str) -> Path | None:
-    """Test file at the mirrored path of a module: `loopq/a/b.py` has `tests/a/test_b.py`. A unit without such a file
-    is tested by a suite that goes through its registry, in the mirrored folder."""
+def mirrored_tests(name: str) -> list[Path]:
+    """Test files of a module: `loopq/a/b.py` has `tests/a/test_b.py`. A unit may instead be tested by a suite that its
+    registry fills, in the mirrored folder; what is particular to it is in files there that name it."""
     *folders, last = name.split(".")
-    places = [ROOT / "tests" / Path(*folders) / f"test_{last}.py"]
+    folder = ROOT / "tests" / Path(*folders)
+    places = [folder / f"test_{last}.py"]
     if (PACKAGE / Path(*folders, last)).is_dir():
-        places.append(ROOT / "tests" / Path(*folders, last) / f"test_{last}.py")
-    if name in units():
-        suites = sorted((ROOT / "tests" / Path(*folders)).glob("test_*.py"))
-        places += [s for s in suites if re.search(rf"\b{units()[name]}\b", s.read_text("utf-8"))]
-    return next((place for place in places if place.is_file()), None)
+        places.append(folder / last / f"test_{last}.py")
+    own = [place for place in places if place.is_file()][:1]
+    if own or name not in units():
+        return own
+    texts = {file: file.read_text("utf-8") for file in sorted(folder.glob("test_*.py"))}
+    suites = [file for file, text in texts.items() if re.search(rf"\b{units()[name]}\b", text)]
+    return [f for f in texts if f in suites or re.search(rf"\b{last}\b", texts[f])] if suites else []
 
 
 def testable() -> list[str]:
@@ -265,4 +288,4 @@ def testable() -> list[str]:
 
 def without_mirrored_test() -> list[str]:
     """Modules that define something and have no test at the mirrored path."""
-    return [name for name in testable() if mirrored_test(name) is None]
+    return [name for name in testable() if not mirrored_tests(name)]

@@ -35,12 +35,15 @@ def n_options() -> int:
     return sum(bool(action.option_strings) and "--help" not in action.option_strings for action in actions)
 
 
-def megabytes() -> float | None:
-    """Size of the files of the last commit in 10^6 bytes; none outside a checkout."""
+def megabytes(ending: str = "") -> float | None:
+    """Size of the files of the last commit in 10^6 bytes, all or those with an ending; none outside a checkout."""
     done = subprocess.run(
         ["git", "ls-tree", "-r", "-l", "HEAD"], cwd=counts.ROOT, capture_output=True, text=True, check=False
     )
-    return sum(float(size) for size in re.findall(r"(?m)^\S+ blob \S+ +(\d+)", done.stdout)) / 1e6 or None
+    return (
+        sum(float(size) for size in re.findall(rf"(?m)^\S+ blob \S+ +(\d+)\t.*{ending}$", done.stdout)) / 1e6
+        or None
+    )
 
 
 def seconds(*targets: str) -> float | None:
@@ -106,6 +109,7 @@ def bounded() -> tuple[Measure, ...]:
 def printed() -> tuple[Measure, ...]:
     """Measures that are only printed."""
     graph = counts.rooms(counts.quantizer_graph())
+    weights = megabytes(r"\.safetensors(?:\.xz)?") or 0
     mirrored = 100 * (1 - len(counts.without_mirrored_test()) / len(counts.testable()))
     return (
         Measure("lines of the quantizer", sum(m.n_lines for m in counts.quantizer()), 31_000),
@@ -123,7 +127,7 @@ def printed() -> tuple[Measure, ...]:
         Measure("lines of tests", test_lines(), 45_000),
         Measure("CPU s of `make test`, kernels apart", seconds("test-rust", "test-py"), 500),
         Measure("CPU s of `make house`", seconds("house"), 30),
-        Measure("MB of the files of HEAD", megabytes(), 10),
+        Measure(f"MB of the files of HEAD, weights {weights:.1f}", megabytes(), 10),
     )
 
 

@@ -7,15 +7,9 @@ import ast
 
 #: Functions that change a setting of the whole process.
 SETTINGS = {
-    "manual_seed_all",
-    "set_default_device",
-    "set_default_dtype",
-    "set_fastpath_enabled",
-    "set_float32_matmul_precision",
-    "set_num_threads",
-    "fork_rng",
-    "set_rng_state",
-}
+    "manual_seed_all", "set_default_device", "set_default_dtype", "set_fastpath_enabled",
+    "set_float32_matmul_precision", "set_num_threads", "fork_rng", "set_rng_state",
+}  # fmt: skip
 
 
 def replaced(tree: ast.AST) -> list[str]:

@@ -15,6 +15,7 @@ def test_units_are_what_the_registries_find():
         "commands.quantize": "COMMANDS",
         "paper.commands.reproduce": "COMMANDS",
         "paper.tables.main": "TABLES",
+        "paper.diagnosis.sections.bypass": "SECTIONS",
         "quantizers.gptq": "QUANTIZERS",
     }
     assert {name: units.get(name) for name in one_of_each} == one_of_each

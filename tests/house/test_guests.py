@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+import loopq
+from loopq.quantizers import QUANTIZERS
+from loopq.quantizers.folding import FOLDINGS, Folding
+from loopq.run import INPUTS
+from loopq.settings.steps import WEIGHTINGS
 from tests.house.counts import GUESTS, PACKAGE
 from tests.support.house import ROOT, copy_house, pytest_there, run_there
 from tests.support.marks import slow_unless
@@ -33,6 +39,42 @@ for words in (
 ):
     assert main(words) == 0, words
 """
+#: Settings of methods that the paper's room brings, as options and as keywords.
+OF_THE_PAPER = (
+    (("--method", "awq"), {"method": "awq"}),
+    (("--layer", "*=>method=awq-fold"), {"method": "awq-fold"}),
+    (("--inputs", "closed-loop"), {"inputs": "closed-loop"}),
+    (("--inputs", "equal-rows"), {"inputs": "equal-rows"}),
+    (("--set", "step_weights=balanced"), {"step_weights": "balanced"}),
+    (("--set", "step_weights=alpha=1/4"), {"step_weights": "alpha=1/4"}),
+)
+REFUSED = """
+import contextlib, io, json, sys
+import loopq
+from loopq.cli import main
+for options, keywords in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = main(["quantize", "huginn_small", "--out", "Q", *options])
+        except SystemExit as stop:
+            code = stop.code
+    assert code == 2, options
+    assert "needs the folder loopq/paper" in said.getvalue(), said.getvalue()
+    try:
+        loopq.quantize("huginn_small", **keywords)
+    except loopq.LoopqError as error:
+        assert "needs the folder loopq/paper" in str(error), error
+    else:
+        raise AssertionError(keywords)
+assert main(["inspect", sys.argv[2]]) == 0
+try:
+    loopq.export(sys.argv[2], "E", "gptq_v2")
+except loopq.LoopqError as error:
+    assert "needs the folder loopq/paper" in str(error), error
+else:
+    raise AssertionError("exported")
+"""
 #: Tests that use no guest: of rooms, and of code that discovers its parts in rooms.
 TESTS = (
     "commands/test_options.py", "settings", "storage", "terminal", "gradients", "quantizers/test_gptq.py",
@@ -54,6 +96,29 @@ def test_commands_are_listed_without(case, tmp_path):
     assert {"quantize", "evaluate", "inspect", "export", "check"} <= set(commands)
     gone = {"runtime": "run", "analysis": "diagnose", "paper": "reproduce"}
     assert {gone[guest] for guest in GUESTS} - set(commands) == {gone[guest] for guest in CASES[case]}
+
+
+def test_methods_of_the_paper_are_refused_by_name_without_it(tmp_path):
+    made = tmp_path / "made"
+    loopq.quantize("huginn_small", out=made, method="awq", n_steps=2, n_prompts=2, seq_len=16)
+    house = house_without(tmp_path / "house", "paper", "python")
+    said = run_there(house, "-c", REFUSED, json.dumps(OF_THE_PAPER), str(made), at=tmp_path)
+    assert "method 'awq' needs the folder loopq/paper" in said
+    assert "system huginn, 2 steps" in said
+
+
+def test_names_of_rooms_are_registered_by_them():
+    for registry in (QUANTIZERS, INPUTS, FOLDINGS, WEIGHTINGS):
+        of_guests = {}
+        for name, entry in registry:
+            room = _module_of(entry).split(".")[1]
+            if room in GUESTS:
+                of_guests[name] = room
+        assert of_guests == dict(registry.rooms), registry.kind
+
+
+def _module_of(entry) -> str:
+    return (entry.find if isinstance(entry, Folding) else entry).__module__
 
 
 @pytest.mark.parametrize("case", slow_unless(lambda case: case == "all", CASES))

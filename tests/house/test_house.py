@@ -105,6 +105,12 @@ def test_bounded_measures_hold():
     assert not beyond, "beyond the bound in the last column; `make counts` lists where"
 
 
+def test_commands_read_their_options_once():
+    """`cli` makes the command line, and `commands.options` has the readers of options that several commands share."""
+    of = [m for m in counts.modules() if m.name not in ("cli", "commands.options")]
+    assert counts.options_handed_on(of) == [], "read the options into a frozen dataclass, by its `of`"
+
+
 def test_most_modules_have_a_test_at_the_mirrored_path():
     without = counts.without_mirrored_test()
     assert len(without) <= len(counts.testable()) / 10, without

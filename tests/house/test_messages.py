@@ -16,6 +16,7 @@ ELSEWHERE = {
     "vllm": {"--tensor-parallel-size"},
     "llama-perplexity": {"--kl-divergence"},
     "pip": {"--upgrade"},
+    "sglang": {"--model-path"},
 }
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _COMMAND = re.compile(r"`loopq ([^`]*)`")

@@ -44,14 +44,8 @@ def test_vllm_computes_every_loop(tmp_path, model):
 #: The smallest files, in fewer states than `--preset small` has.
 SMALLEST = {
     "Ouro": {"method": "trellis", "state_bits": 8, "rotation": "hadamard", "bits": 3, "outside": 8},
-    "Llama with a loop": {
-        "preset": "fast",
-        "levels": "uneven",
-        "bits": 2,
-        "exclude": ("*v_proj*",),
-        "outside": 8,
-    },
-}
+    "Llama with a loop": {"preset": "fast", "levels": "uneven", "bits": 2, "exclude": ("*v_proj*",), "outside": 8},
+}  # fmt: skip
 
 
 @pytest.mark.slow

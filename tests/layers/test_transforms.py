@@ -65,9 +65,9 @@ def test_partial_blocks_are_named():
 
 
 def test_spelling():
-    assert RotationConfig("none").of(64) is None
-    assert RotationConfig("hadamard").of(64) == Rotation(64, "hadamard", 64)
-    assert RotationConfig("random:16", 5).of(64) == Rotation(64, "random", 16, 5)
+    assert RotationConfig("none").of(64, 8) is None
+    assert RotationConfig("hadamard").of(64, 8) == Rotation(64, "signed", 64)
+    assert RotationConfig("random:16", 5).of(64, 8) == Rotation(64, "random", 16, 5)
     for bad in ("hadamrd", "hadamard:x", "random:-1", "hadamard:0"):
         with pytest.raises(ConfigError, match="rotation"):
             RotationConfig(bad)
@@ -132,12 +132,30 @@ def test_a_rotation_that_cannot_be_is_refused(wrong):
 
 
 def test_a_rotation_is_no_wider_than_the_layer():
-    assert RotationConfig("hadamard:64", 3).of(32) == Rotation(32, "hadamard", 32, 3)
-    assert RotationConfig("hadamard:16").of(32) == Rotation(32, "hadamard", 16)
+    assert RotationConfig("hadamard:64", 3).of(32, 8) == Rotation(32, "signed", 32, 3)
+    assert RotationConfig("hadamard:16").of(32, 8) == Rotation(32, "signed", 16)
     assert RotationConfig("random:999999999").kind == "random:999999999"
     for bad in ("random:1000000000", "random:", "hadamard:08", "none:4"):
         with pytest.raises(ConfigError, match="got"):
             RotationConfig(bad)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "block"),
+    [
+        (576, 64, 64),
+        (1536, 128, 128),
+        (1536, 256, 128),
+        (576, 128, 64),
+        (96, 40, 32),
+        (160, -1, 32),
+        (64, 8, None),
+        (72, 64, None),
+    ],
+)
+def test_the_candidate_is_no_wider_than_a_group_and_divides_the_input(dim, group_size, block):
+    found = RotationConfig("auto").of(dim, group_size)
+    assert found == (None if block is None else Rotation(dim, "signed", block))
 
 
 def test_no_hadamard_matrix_of_these_sizes():

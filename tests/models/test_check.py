@@ -83,16 +83,8 @@ def _broken(change: str) -> LoopedSystem:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "calls",
-        "nothing forgotten",
-        "rollout",
-        "same seed, same bits",
-        "single steps",
-        "initial state",
-        "depth",
-    ],
-)
+    ["calls", "nothing forgotten", "rollout", "same seed, same bits", "single steps", "initial state", "depth"],
+)  # fmt: skip
 def test_a_mistake_is_found_by_its_check(change: str) -> None:
     report = check_model(as_loaded(_broken(change)))
     assert not report.ok

@@ -48,7 +48,13 @@ register_model(
 @pytest.mark.parametrize("opened", [load_model, build_shape])
 @pytest.mark.parametrize("model_type", ["llama", "huginn_raven", "hrm_text"])
 def test_a_config_that_asks_for_layers_without_end_is_refused(tmp_path, opened, model_type):
-    for name in ("num_hidden_layers", "num_layers_per_stack", "n_layers_in_recurrent_block", "num_experts"):
+    for name in (
+        "num_hidden_layers",
+        "num_layers_per_stack",
+        "n_layers_in_recurrent_block",
+        "num_experts",
+        "num_labels",
+    ):
         for more in ({name: 2**63}, {"text_config": {name: 2**63}}):
             (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **more}))
             with pytest.raises(

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import loopq
+import loopq.runtime.transformers
 from loopq.errors import CheckpointError, ConfigError
 from loopq.models.hf import auto_class
 from loopq.models.load import load_model
-from tests.support.looped import save_dense
+from loopq.storage.files import read_tensors
+from tests.support.looped import change, fp8, save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build
+from tests.support.vendors import logits, tokens
 
 
 def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
@@ -31,8 +37,6 @@ def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
 
 
 def test_pooler_may_be_missing(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = _saved("transformers ALBERT", tmp_path)
     tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -135,8 +139,102 @@ def test_a_file_beside_the_weights_is_refused_by_its_size(tmp_path: Path, name: 
         load_model(f"looped:{folder}[1:3]x2")
 
 
+@pytest.mark.parametrize("name", ["p", "p.safetensors", "p.bin"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "outside"])
+def test_what_an_index_names_is_looked_at_before_transformers_opens_it(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = save_dense(tmp_path / "m")
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (tmp_path / "b").write_bytes(b"x")
+        (folder / name).symlink_to("/dev/zero" if kind == "device" else tmp_path / "b")
+    tensors = read_tensors(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    first, *rest = sorted(tensors)
+    index = {"weight_map": {first: name, **dict.fromkeys(rest, "a.safetensors")}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"not a plain file|leads out"):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
 def test_a_pipe_beside_the_weights_is_refused(tmp_path: Path) -> None:
     folder = save_dense(tmp_path / "m")
     os.mkfifo(folder / "special_tokens_map.json")
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: not a plain file"):
         load_model(f"looped:{folder}[1:3]x2")
+
+
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("stated", [_BLOCKS, {"quant_method": "odd"}], ids=["fp8", "unknown"])
+def test_the_result_has_no_method_of_its_source(tmp_path: Path, stated: dict[str, Any]) -> None:
+    folder = save_dense(tmp_path / "m")
+    dense = load_file(folder / "model.safetensors")
+    change(folder, fp8 if stated is _BLOCKS else lambda n, t: {n: t}, quantization_config=stated)
+    (folder / "quantize_config.json").write_text("{}")
+    source = f"looped:{folder}[1:3]x2"
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = dense[name]
+    if stated is _BLOCKS:
+        scale = expected.abs().max() / 448
+        expected = (expected / scale).to(torch.float8_e4m3fn).float() * scale
+    torch.testing.assert_close(load_model(source).model.get_parameter(name), expected)
+    loopq.quantize(source, tokens(2), out=tmp_path / "q", group_size=16, method="rtn")
+    assert not (tmp_path / "q" / "quantize_config.json").exists()
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "loopq"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
+    with torch.no_grad():
+        got = model(torch.from_numpy(tokens(1)), use_cache=False).logits
+    torch.testing.assert_close(got, logits(loopq.load(tmp_path / "q")), rtol=1e-4, atol=1e-5)
+
+
+def test_codes_that_transformers_keeps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_dense(tmp_path / "m")
+    monkeypatch.setattr(LlamaForCausalLM, "is_quantized", True, raising=False)
+    with pytest.raises(CheckpointError, match="keeps the codes"):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
+def test_codes_of_another_tool_need_the_memory_of_the_whole_model(tmp_path: Path) -> None:
+    folder = save_dense(tmp_path / "m")
+    change(folder, fp8, quantization_config=_BLOCKS)
+    with pytest.raises(CheckpointError, match=r"fp8.* do not fit in the memory"):
+        load_model(f"looped:{folder}[1:3]x2", memory=1000)
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder, name = save_dense(tmp_path / "m"), "model.layers.1.mlp.up_proj.weight"
+    change(folder, lambda n, t: {n: t[:20].clone() if n == name else t})
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has shape \[20, 32\].*\[48, 32\]"
+    ):
+        load_model(f"looped:{folder}[1:3]x2")
+
+
+def test_licence_and_chat_templates_travel_with_the_model(tmp_path: Path) -> None:
+    folder, template = save_dense(tmp_path / "m"), "additional_chat_templates/tools.jinja"
+    (folder / "additional_chat_templates").mkdir()
+    texts = {
+        "LICENSE": "Apache",
+        "NOTICE.md": "n",
+        template: "{{ messages }}",
+        "chat_template.jinja": "{{ x }}",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "LICENSES").mkdir()
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    source = f"looped:{folder}[1:3]x2"
+    loopq.quantize(source, tokens(2), out=tmp_path / "q", group_size=16, method="rtn", levels="even")
+    loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors", remote_code=True, verify=False)
+    for place in (tmp_path / "q", tmp_path / "ct"):
+        for name in (*texts, "generation_config.json"):
+            assert (place / name).read_bytes() == (folder / name).read_bytes()
+    assert template in loopq.load(tmp_path / "ct").side_files
+    (tmp_path / "q" / template).write_text("other")
+    with pytest.raises(CheckpointError, match=r"tools\.jinja"):
+        loopq.load(tmp_path / "q")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import loopq
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
@@ -16,15 +16,10 @@ from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.coconut import wrap_gpt2
+from tests.support.looped import save_dense
 from tests.support.remote import _saved
 from tests.support.systems import CASES, build, prompts
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config.update(changes)
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+from tests.support.vendors import tokens
 
 
 @pytest.mark.parametrize(
@@ -181,3 +176,23 @@ def test_plbert_runs_its_twelve_steps(data_folder: Path, tmp_path: Path) -> None
     assert min(moved) > 0.05
     report = check_model(loaded)
     assert report.ok, "\n".join(report.lines())
+
+
+def test_a_decoder_without_a_loop_is_told_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(SystemContractError, match=r"looped:MODEL\[FIRST:LAST\]xTIMES"):
+        load_model(save_dense(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("stated", [None, "float32", "bfloat16"])
+def test_a_result_computes_in_the_type_of_its_source(tmp_path: Path, stated: str | None) -> None:
+    folder = save_dense(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps(config | ({"dtype": stated} if stated else {})))
+    source = f"looped:{folder}[1:3]x2"
+    result = loopq.quantize(source, tokens(2), group_size=16, method="rtn")
+    assert loopq.load(result).report.dtype == (stated or "bfloat16")
+    written = json.loads(result.side_files["config.json"])
+    assert written["dtype"] == (stated or "bfloat16")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from loopq import _native, errors
 from tests.support import core
+from tests.support.gptq_reference import gptq
 from tests.support.marks import slow_unless
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -43,24 +44,6 @@ def factor(h: np.ndarray, damping: float, **options: Any) -> _native.DampedFacto
     return _native.DampedFactor(h, np.full(len(h), damping * np.mean(np.diag(h))), **options)
 
 
-def plain_gptq(
-    w: np.ndarray, h: np.ndarray, bits: int, group: int, damping: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """GPTQ as published, in float64: Cholesky factor of the inverse, scales at each group's start."""
-    dim = len(h)
-    damped = h + damping * np.mean(np.diag(h)) * np.eye(dim)
-    u = np.linalg.cholesky(np.linalg.inv(damped)).T
-    top = 2 ** (bits - 1) - 1
-    v, codes, scales = w.astype(np.float64), np.zeros(w.shape, np.int64), []
-    for j in range(dim):
-        if j % group == 0:
-            scales.append((np.abs(v[:, j : j + group]).max(1) / top).astype(np.float32))
-        codes[:, j] = np.clip(np.rint(v[:, j] / scales[-1]), -top - 1, top)
-        q = codes[:, j].astype(np.float32) * scales[-1]
-        v[:, j + 1 :] -= np.outer((v[:, j] - q) / u[j, j], u[j, j + 1 :])
-    return codes, np.stack(scales, 1)
-
-
 def test_golden_packing() -> None:
     golden = json.loads((GOLDEN / "packing.json").read_text())
     for case in golden["dense"]:
@@ -71,6 +54,29 @@ def test_golden_packing() -> None:
     codes = np.array(golden["marlin"]["codes"], np.uint8)
     words, _ = _native.marlin_pack(codes, np.ones((codes.shape[0], 1), np.float32))
     assert np.array_equal(words.ravel().view(np.uint32), np.array(golden["marlin"]["words"], np.uint32))
+
+
+@pytest.mark.parametrize(("k", "n", "groups"), [(128, 256, 1), (256, 256, 2), (512, 768, 4), (384, 512, 1)])
+def test_marlin_follows_the_closed_formulas(k: int, n: int, groups: int) -> None:
+    """Those of docs/formats/packing.md, entry by entry."""
+    rng = np.random.default_rng(k)
+    codes, scales = rng.integers(0, 16, (n, k)).astype(np.uint8), rng.random((n, groups)).astype(np.float32)
+    rows, columns = np.meshgrid(np.arange(n), np.arange(k), indexing="ij")
+    word = (columns >> 4) * 2 * n + (rows >> 6) * 128 + (4 * (rows & 7) + ((columns & 7) >> 1)) * 4
+    word += (rows >> 4) & 3
+    nibble = 2 * ((rows >> 3) & 1) + ((columns >> 3) & 1) + 4 * (columns & 1)
+    words = np.zeros(k // 16 * 2 * n, np.uint32)
+    np.bitwise_or.at(words, word.ravel(), (codes.astype(np.uint32) << (4 * nibble).astype(np.uint32)).ravel())
+    out = np.arange(n)
+    place = (out & ~31) + 8 * ((out & 7) >> 1) + 2 * ((out & 31) >> 3) + (out & 1)
+    if groups > 1:
+        place = (out & ~63) + 8 * (out & 7) + ((out & 63) >> 3)
+    packed, stored = _native.marlin_pack(codes, scales)
+    assert np.array_equal(packed.view(np.uint32), words.reshape(k // 16, 2 * n))
+    assert np.array_equal(stored[:, place], scales.T)
+    again = _native.marlin_unpack(packed, stored)
+    assert np.array_equal(again[0], codes.astype(np.int16) - 8)
+    assert np.array_equal(again[1], scales)
 
 
 def test_golden_hessian() -> None:
@@ -147,17 +153,10 @@ def test_codes_are_those_of_plain_gptq(dim: int, m: int, bits: int, group: int, 
     h = summed(correlated(3 * dim, dim, seed)).matrix()
     w = np.random.default_rng(seed).standard_normal((m, dim)).astype(np.float32)
     got = core.gptq(w, factor(h, 0.01), bits=bits, group_size=group, threads=1)
-    codes, scales = plain_gptq(w, h, bits, group, 0.01)
+    codes, scales, _ = gptq(w, h, bits=bits, group_size=group, damping=0.01)
     same = (got["codes"] == codes).all(1)
     assert same.mean() >= 0.9, "rows may differ only by ties"
-    np.testing.assert_allclose(got["scales"][same], scales[same], rtol=2e-7)
-
-
-def test_codes_are_those_of_plain_gptq_at_512() -> None:
-    h = summed(correlated(2000, 512)).matrix()
-    w = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
-    got = core.gptq(w, factor(h, 0.01), bits=4, group_size=96)
-    assert np.array_equal(got["codes"], plain_gptq(w, h, 4, 96, 0.01)[0])
+    np.testing.assert_allclose(got["scales"][same], scales[same], rtol=1e-6)
 
 
 def test_report_and_shared_factor() -> None:
@@ -190,6 +189,7 @@ def test_shift_is_the_target_of_least_squares() -> None:
     for order in ("natural", "diagonal", "conditional"):
         got = _native.DampedFactor(h, mu, order=order).shift(w, cross, 0.7)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(_native.DampedFactor(h, mu, order=order).shift(w, cross, 0.0), w)
     for wrong, match in ((cross[:, :39], "C: expected 40 x 40"), (np.full((40, 40), np.inf), "C holds inf")):
         with pytest.raises(errors.LoopqError, match=match):
             _native.DampedFactor(h, mu).shift(w, np.ascontiguousarray(wrong), 0.7)
@@ -201,7 +201,8 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
     factored = factor(h, 0.01, order="diagonal")
     got = core.gptq(w, factored, bits=4, group_size=-1, scales="static")
     order = np.argsort(-np.diag(h), kind="stable")
-    codes, _ = plain_gptq(np.ascontiguousarray(w[:, order]), h[np.ix_(order, order)], 4, 64, 0.01)
+    turned = np.ascontiguousarray(w[:, order]), h[np.ix_(order, order)]
+    codes, _, _ = gptq(*turned, bits=4, group_size=-1, damping=0.01)
     assert np.array_equal(got["codes"][:, order], codes)
     with pytest.raises(errors.ConfigError, match="'static' where columns are reordered"):
         core.gptq(w, factored, bits=4, group_size=16)
@@ -399,16 +400,8 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
 
 #: One scale for each row, without groups.
 CD = core.cd_settings(
-    bits=3,
-    group_size=-1,
-    symmetric=True,
-    signed=True,
-    scale_dtype="float32",
-    beam=1,
-    sweeps=9,
-    rounds=9,
-    refit=True,
-)
+    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", beam=1, sweeps=9, rounds=9, refit=True,
+)  # fmt: skip
 
 
 def prompt_in_a_loop() -> None:

@@ -8,7 +8,7 @@ import torch
 from loopq.analysis.diagnosis import survey
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
-from loopq.paper import compared
+from loopq.paper import compared, main_text
 from loopq.paper.bench import Bench
 from loopq.settings.execution import Execution
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
@@ -21,7 +21,8 @@ CONFIG = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directi
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread of torch, few resamples of an interval."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(compared, "N_RESAMPLES", 200)
+    for module in (compared, main_text):
+        monkeypatch.setattr(module, "N_RESAMPLES", 300)
 
 
 @pytest.fixture(scope="session")

@@ -50,18 +50,9 @@ def test_claims_are_judged_by_paired_intervals() -> None:
 
 #: Tables of variants that `Bench.measure` compares.
 COMPARED = (
-    "awq",
-    "bits-per-byte",
-    "closed-loop",
-    "components",
-    "horizon",
-    "int3",
-    "intervals",
-    "per-channel",
-    "rank-survey",
-    "rotations",
-    "step-window",
-)
+    "awq", "bits-per-byte", "closed-loop", "components", "horizon", "int3", "intervals", "per-channel", "rank-survey",
+    "rotations", "step-window",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPARED)

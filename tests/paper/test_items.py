@@ -113,11 +113,7 @@ GOOD = {"query": "q", "choices": ["a", "b"], "gold": 0}
         ("lambada", [["a b"]], "line 1: the whole: .*allowed: an object of text"),
         ("lambada", [b""], r"lambada_test\.jsonl: holds no items of lambada"),
         ("arc_easy", [GOOD, {"query": "q", "gold": 0}], "line 2: 'choices' is missing"),
-        (
-            "arc_easy",
-            [{**GOOD, "gold": 2}],
-            "line 1: gold: 2; allowed: the place of one of at least 2 choices",
-        ),
+        ("arc_easy", [{**GOOD, "gold": 2}], "line 1: gold: 2; allowed: the place of one of at least 2 choices"),
         ("arc_easy", [{**GOOD, "choices": ["a", ""]}], "allowed: text that is not empty"),
         (
             "arc_easy",
@@ -134,14 +130,10 @@ GOOD = {"query": "q", "choices": ["a", "b"], "gold": 0}
             [{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b"], "label": ""}],
             "label: ''; allowed: a whole number from 0",
         ),
-        (
-            "wikitext",
-            [b" = A = ", b"x \xff"],
-            r"wiki\.test\.raw, line 2: not UTF-8 text \(byte 10 of the file",
-        ),
+        ("wikitext", [b" = A = ", b"x \xff"], r"wiki\.test\.raw, line 2: not UTF-8 text \(byte 10 of the file"),
         ("wikitext", [b" \n "], "holds no items of wikitext"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_item_is_refused_with_file_and_line(
     tmp_path: Path, task: str, records: list[Any], match: str
 ) -> None:

@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from loopq.paper import main_text
 from loopq.paper.compared import closer
 from loopq.paper.main_text import ALL, ONE, RTN
 from tests.support.paper import main_table, save
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
 
 
 def variants(rtn: float, one: float, steps: float, noise: float = 0.1) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
 import pytest
 
 from benches import gguf, pages
+from benches.pages import json_lines
 from benches.quality import peers_table, real
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
@@ -165,3 +167,14 @@ def test_a_result_takes_the_place_of_an_older_one_that_differs():
     real.add(data, {"settings": {"names": "a", "calibration": "b/c"}, "records": [key | {"kl": 3.0}]})
     assert [r["kl"] for r in data["peers"]] == [2.0]
     assert [r["kl"] for r in data["loop"]] == [3.0]
+
+
+def test_a_row_of_a_record_is_one_line():
+    record = {
+        "settings": {"n": 1},
+        "rows": [{"kl": 0.1, "by_prompt": [0.25, 1e-7]}, {"kl": None}],
+        "scores": [],
+    }
+    text = json_lines(record)
+    assert json.loads(text) == record
+    assert '{"kl":0.1,"by_prompt":[0.25,1e-07]},' in text.splitlines()

@@ -10,13 +10,8 @@ import pytest
 from benches.quality import picture
 
 VARIANTS = (
-    "RTN",
-    "GPTQ, one step, paper",
-    "GPTQ, trajectory, paper",
-    "loopq default",
-    "loopq best",
-    "llm-compressor",
-)
+    "RTN", "GPTQ, one step, paper", "GPTQ, trajectory, paper", "loopq default", "loopq best", "llm-compressor",
+)  # fmt: skip
 
 
 def peers(models, variants):

@@ -10,7 +10,7 @@ import torch
 
 from loopq.calibrate.hooks import Observer
 from loopq.errors import ConfigError
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import CURE_GROUP, Bench
 from loopq.paper.compared import RTN
 from loopq.paper.models import OpenedModel, Sizes, open_source
@@ -72,7 +72,7 @@ def test_the_plain_model_stands_beside_it_and_the_cure_is_judged(tmp_path: Path)
     planted = Bench(source, plain.settings, plain.execution)
     assert plain.cures() == {}
     assert plain.key() != planted.key()
-    measured = run.make("per-channel", [plain, planted], tmp_path, Silent())
+    measured = results.make("per-channel", [plain, planted], tmp_path, Silent())
     kl = {(row[0], row[1]): row[2] for row in measured.shown.tables[0].rows}
     cure = f"RTN, groups of {CURE_GROUP}"
     assert ("huginn_small", cure) not in kl

@@ -20,12 +20,6 @@ from tests.support.paper import SMALL
 from tests.support.systems import CASES, as_loaded, open_system
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
-
-
 def encoder() -> PreparedModel:
     """A tiny model that returns hidden states."""
     case = CASES["transformers ALBERT"]

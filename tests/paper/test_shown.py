@@ -120,10 +120,3 @@ def test_the_document_has_a_command_for_each_item_of_the_paper() -> None:
         files = re.findall(r"`([\w/]+\.py)`", place)
         assert files, place
         assert all((PACKAGE / f).exists() or (ROOT / f).exists() for f in files), place
-
-
-def test_every_table_has_a_test() -> None:
-    texts = "\n".join(
-        path.read_text("utf-8") for path in (Path(__file__).parent / "tables").glob("test_*.py")
-    )
-    assert [name for name, _ in TABLES if f'"{name}", ' not in texts] == []

@@ -77,17 +77,12 @@ def test_holm_textbook_and_monotone():
 @pytest.mark.parametrize(
     ("value", "rtn", "base", "percent"),
     [
-        (462, 368, 460, 102.17),
-        (597, 521, 662, 53.9),
-        (12.97, 14.38, 11.51, 49.1),
-        (11.62, 11.94, 10.10, 17.4),
-        (34.08, 35.10, 31.80, 30.9),
-        (39.21, 46.08, 38.46, 90.2),
-        (20.84, 51.30, 19.57, 96.0),
+        (462, 368, 460, 102.17), (597, 521, 662, 53.9), (12.97, 14.38, 11.51, 49.1), (11.62, 11.94, 10.10, 17.4),
+        (34.08, 35.10, 31.80, 30.9), (39.21, 46.08, 38.46, 90.2), (20.84, 51.30, 19.57, 96.0),
         (12.24, 12.61, 11.75, 43.0),
         (11.5932, 13.1284, 10.5033, 58.48),
     ],
-)
+)  # fmt: skip
 def test_gap_closed_of_the_paper(value, rtn, base, percent):
     digits = len(str(percent).split(".")[1])
     assert round(100 * stats.gap_closed(value, rtn, base), digits) == percent
@@ -121,13 +116,7 @@ def test_student_needs_a_second_value():
         stats.student([1.0])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: stats.holm([1.2]),
-        lambda: stats.holm([-0.1, 0.5]),
-    ],
-)
+@pytest.mark.parametrize("call", [lambda: stats.holm([1.2]), lambda: stats.holm([-0.1, 0.5])])
 def test_impossible_input_is_refused(call):
     with pytest.raises(ConfigError):
         call()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.evaluation.metric import Metric
 from loopq.models.load import load_model
 from loopq.paper import tasks
 from loopq.paper.items import Item
@@ -111,21 +110,3 @@ def test_a_model_without_logits_has_no_scores(loaded, monkeypatch) -> None:
     monkeypatch.setattr(type(loaded.system), "output", "hidden")
     with pytest.raises(ConfigError, match="gives hidden states, so there is no text"):
         score(loaded, "lambada", [Item("a", ("b",))])
-
-
-def test_changes_are_paired_over_items() -> None:
-    before, after = (Metric("acc", np.array([1.0] * a + [0.0] * (40 - a))) for a in (30, 20))
-    change, p = after.change(before)
-    assert change.estimate == -0.25
-    assert change.low < -0.25 < change.high < 0
-    # Ten items changed, all one way: 2 / 2^10.
-    assert p == pytest.approx(2 / 1024)
-    i = before.interval()
-    assert (round(i.low, 3), i.estimate, round(i.high, 3)) == (0.598, 0.75, 0.858)
-    words = np.array([10.0, 20.0, 30.0])
-    one, two = (Metric("word_perplexity", words * v, words) for v in (2.0, 2.5))
-    ratio, none = two.change(one)
-    assert (ratio.estimate, none) == (pytest.approx(math.exp(0.5)), None)
-    # Every word lost the same: the ratio does not vary although the texts do.
-    assert ratio.low == pytest.approx(ratio.high)
-    assert one.interval().estimate == one.value == pytest.approx(math.exp(2.0))

@@ -25,15 +25,10 @@ def assert_same_codes(layer, codes, scale):
 @pytest.mark.parametrize(
     ("rows", "d", "bits", "group_size"),
     [
-        (24, 64, 4, 32),
-        (17, 100, 3, 32),
-        (8, 33, 2, 16),
-        (16, 160, 4, 128),
-        (9, 96, 8, -1),
-        (32, 512, 4, 128),
+        (24, 64, 4, 32), (17, 100, 3, 32), (8, 33, 2, 16), (16, 160, 4, 128), (9, 96, 8, -1), (32, 512, 4, 128),
         (20, 200, 3, -1),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("scales", ["group", "static"])
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
 def test_codes_equal_the_reference(rows, d, bits, group_size, scales, scale_dtype):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from loopq.layers.transforms import RotationConfig
 from loopq.quantizers.loop_metric import FLOOR, LoopMetric, inverse, ridged
 from tests.support.problems import solve
 
@@ -23,9 +22,16 @@ def test_follows_scalings_and_rotations():
     )
     dead = np.diag([1.0, 0.0])
     np.testing.assert_array_equal(ridged(dead, 0.5), np.diag([1.5, 0.5]))
-    rotation = RotationConfig("hadamard:2").of(2)
-    turned = LoopMetric((np.eye(3),), np.diag([1.0, 3.0]), 1).rotated(rotation)
-    np.testing.assert_allclose(turned.right, [[2.0, -1.0], [-1.0, 2.0]], atol=1e-12)
+
+
+def test_another_basis_keeps_the_scale_of_both_parts():
+    """The median of the ratios is another one in a rotated basis, so both parts are added before."""
+    metric = LoopMetric((np.eye(3),), np.diag([1.0, 3.0, 4.0]), 1)
+    h = np.diag([1.0, 1.0, 2.0])
+    united, rest = metric.united(h)
+    np.testing.assert_array_equal(united, np.diag([3.0, 5.0, 8.0]))
+    np.testing.assert_array_equal(rest.combined(united), united)
+    assert rest.sums is metric.sums
 
 
 def test_sums_in_single_precision_are_doubled_before_the_ridge():

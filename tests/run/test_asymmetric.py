@@ -70,24 +70,6 @@ def test_settings_that_cannot_be(tiny, tokens):
 
 
 @pytest.mark.slow
-def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
-    """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
-    for spec in ("alpha=1/4", "balanced"):
-        run = prepared(tiny, tokens, step_weights=spec)
-        plain, result = open_loop(run), run.solve(AsymmetricInputs())
-        for task in run.tasks:
-            report = result[task.name].report
-            assert report["step_weighting"] == spec
-            assert sum(report["step_weights"]) == pytest.approx(1.0)
-            if task.input_group == run.tasks[0].input_group:
-                np.testing.assert_array_equal(result[task.name].codes, plain[task.name].codes)
-                assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
-    by_sum = prepared(tiny, tokens).solve(AsymmetricInputs())
-    by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(AsymmetricInputs())
-    assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
-
-
-@pytest.mark.slow
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch):
     asked = {"inputs": "asymmetric", "sweeps": 2, "batch_size": 3, "threads": 1, **SETTINGS}
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **asked)

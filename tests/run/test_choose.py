@@ -17,7 +17,7 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     text.write_text(" ".join(str(i * i % 9973) for i in range(600)))
     base = ["quantize", str(tiny_folder), "--calibration", str(text), "--n-prompts", "8", "--seq-len", "24",
             "--method", "gptq-cd", "--set", "rank_threshold=none", "--threads", "1"]  # fmt: skip
-    extra = ["--metric", "loop", "--inputs", "asymmetric", "--set", "alpha=0.5", "--set", "step_weights=balanced",
+    extra = ["--metric", "loop", "--inputs", "asymmetric", "--set", "alpha=0.5",
              "--set", "damping_kind=diagonal", "--fit", "13.3",
              "--set", "fit_bits=2,4", "--set", "fit_group_sizes=16"]  # fmt: skip
     assert main([*base, *extra, "--out", str(tmp_path / "q")]) == 0
@@ -29,6 +29,6 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     assert settings["allocation"]["asked"]["bits"] == [2, 4]
     report = loopq.formats.native.read(tmp_path / "q").layers["transformer.adapter.weight"].report
     assert (report["metric"], report["inputs"], report["alpha"]) == ("loop", "asymmetric", 0.5)
-    assert (report["step_weighting"], report["damping_kind"]) == ("balanced", "diagonal")
+    assert report["damping_kind"] == "diagonal"
     assert main([*base, "--set", "fit_bits=3", "--out", str(tmp_path / "r")]) == 2
     assert "--set fit_bits goes with --fit" in capsys.readouterr().err

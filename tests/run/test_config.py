@@ -8,7 +8,6 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
-from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import Override
 from loopq.run.budget import Fit
 from loopq.run.config import PRESETS, QuantConfig, flat_names
@@ -78,20 +77,12 @@ def test_native_files_alone_have_a_table_of_levels(preset):
     assert best.changed(levels="fitted").for_format(native=False).layer.grid.levels == "fitted"
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq-fold", "trellis"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "trellis"])
 def test_other_methods_have_even_levels_by_default(method):
     config = QuantConfig.of(Override("a.*", {"method": "gptq-cd"}), method=method)
     assert config.for_layer("b.weight").grid.levels == "even"
     assert config.for_layer("a.weight").grid.levels == "uneven"
     assert config.preset("fast").for_layer("a.weight").grid.levels == "even"
-
-
-def test_awq_folds_in_formats_of_other_tools():
-    config = QuantConfig.of(Override("*", {"method": "awq", "bits": 3}), method="awq", scale_search="max")
-    assert config.for_format(native=True) == config
-    folding = config.for_format(native=False)
-    assert folding.layer.method == QUANTIZERS.get("awq-fold")(scale_search="max")
-    assert [o.changes for o in folding.overrides] == [{"method": "awq-fold", "bits": 3}]
 
 
 def test_every_keyword_of_a_run_is_a_flat_name():

@@ -27,19 +27,6 @@ def test_solve_from_a_dump_gives_the_same_bytes(loaded, tokens, tmp_path, checkp
             assert digest(out) == digest(checkpoint_folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["balanced", "alpha=1/4"])
-def test_a_dump_of_rows_knows_each_step_apart(loaded, tokens, tmp_path, weights):
-    settings = SETTINGS | {"step_weights": weights}
-    loopq.quantize(loaded, tokens, out=tmp_path / "plain", batch_size=3, **settings)
-    collect_rows(job_of(loaded, tokens, batch_size=3), tmp_path / "dump")
-    loopq.solve(tmp_path / "dump", out=tmp_path / "solved", threads=1, **settings)
-    assert digest(tmp_path / "solved") == digest(tmp_path / "plain")
-    collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "summed")
-    with pytest.raises(ConfigError, match="only their sum was collected"):
-        loopq.solve(tmp_path / "summed", **settings)
-
-
 def test_solve_from_hessians_gives_the_same_bytes(loaded, tokens, tmp_path, checkpoint_folder):
     for per_step in (False, True):
         dump = tmp_path / f"hessians-{per_step}"

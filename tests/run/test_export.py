@@ -12,11 +12,8 @@ import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.engines.base import Question, ask
-from loopq.layers.transforms import ChannelScale
-from loopq.models.restore import load_checkpoint
-from loopq.run.export import export, folded
-from loopq.systems.base import Batch
+from loopq.run.destination import export
+from loopq.run.export import folded
 
 
 def test_export_compares_logits(solved, tmp_path):
@@ -56,13 +53,10 @@ def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
         (["--set", "symmetric=false", "--format", "gptq"], "use the format 'gptq_v2'"),
         (["--group-size", "24", "--format", "compressed-tensors"], "choose what to do with it"),
         (["--group-size", "24", "--format", "compressed-tensors", "--ragged", "keep"], "cannot keep it"),
-        (["--layer", "*mlp*=>group_size=16", "--format", "marlin"], "Marlin holds groups of 128"),
-        (["--bits", "3", "--format", "marlin"], "symmetric INT4 alone"),
         (
             ["--layer", "*adapter*=>rotation=hadamard:16", "--format", "gptq"],
             r"transformed input \(1 such layers\)",
         ),
-        (["--method", "awq", "--format", "gptq_v2"], "AWQ scale does not fold"),
     ],
 )
 def test_a_format_unfit_for_the_grid_is_refused_before_the_run(
@@ -108,84 +102,6 @@ def test_engines_are_asked_before_anything_is_written(solved, tmp_path):
     done = loopq.export(solved, tmp_path / "out", "compressed-tensors", engine="sglang", force=True)
     assert done.difference == 0
     assert done.lines()[-1].startswith("forced: sglang does not run huginn")
-
-
-IDS = np.random.default_rng(0).integers(4, 60, (4, 16))
-AWQ = {"method": "awq", "bits": 4, "group_size": 16, "threads": 1}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A looped Llama with loud channels, and as many heads of v as of o."""
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        bos_token_id=1, eos_token_id=2, looped_layers=[1, 3, 2],
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(
-                torch.randn_like(value).mul(2).exp() if "norm" in name else torch.randn_like(value) / 4
-            )
-    folder = tmp_path_factory.mktemp("llama") / "m"
-    model.save_pretrained(folder)
-    return folder
-
-
-def _logits(checkpoint):
-    import torch
-
-    loaded = load_checkpoint(checkpoint)
-    return loaded.system.rollout(Batch(torch.from_numpy(IDS), (0, 1, 2, 3)), loaded.system.n_steps).numpy()
-
-
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
-def test_awq_for_another_format_is_folded_bit_for_bit(llama, tmp_path, form):
-    result = loopq.quantize(llama, IDS.tolist(), out=tmp_path / "q", write=form, **AWQ)
-    scaled = [x for x in result.layers.values() if isinstance(x.transform, ChannelScale)]
-    assert {x.name.rpartition("layers.")[2][2:] for x in scaled} >= {
-        "self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight",
-    }  # fmt: skip
-    again = read_any(tmp_path / "q")
-    assert not any(layer.transform for layer in again.layers.values())
-    assert (
-        again.layers["model.layers.1.mlp.down_proj.weight"].report["folded_into"]
-        == "model.layers.1.mlp.up_proj"
-    )
-    np.testing.assert_array_equal(_logits(again), _logits(result))
-    # Solved for loopq's own format, it gives the same file.
-    native = loopq.quantize(llama, IDS.tolist(), out=tmp_path / "own", **AWQ | {"method": "awq-fold"})
-    assert any(layer.transform for layer in native.layers.values())
-    assert export(tmp_path / "own", tmp_path / "e", form, force=True).difference == 0.0
-    assert read_any(tmp_path / "e").digest() == again.digest()
-
-
-def test_transformers_reads_folded_scales_with_equal_logits(llama, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    result = loopq.quantize(llama, IDS.tolist(), **AWQ | {"method": "awq-fold"})
-    export(result, tmp_path / "q", "compressed-tensors", remote_code=True, force=True, verify=False)
-    (reading,) = ask(
-        "transformers", [Question(tmp_path / "q", "compressed-tensors", IDS, _logits(result), True)]
-    )
-    assert reading.same, reading.line()
-
-
-def test_scales_of_single_layers_are_refused_with_advice(llama, tmp_path):
-    result = loopq.quantize(llama, IDS.tolist(), **AWQ)
-    with pytest.raises(CheckpointError, match=r"AWQ scale does not fold.*--method awq-fold"):
-        export(result, tmp_path / "q", "compressed-tensors")
-    assert not (tmp_path / "q").exists()
-
-
-def test_unlike_steps_of_one_input_are_refused_before_the_run(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.api.carry_out", lambda *a: pytest.fail("ran"))
-    other = loopq.Override("*up_proj*", {"steps": "first"})
-    with pytest.raises(
-        CheckpointError, match=r"up_proj.weight: reads the input of .*gate_proj.weight with another"
-    ):
-        loopq.quantize(llama, IDS.tolist(), write="gptq", out=tmp_path / "q", overrides=(other,), **AWQ)
 
 
 def test_a_checkpoint_without_scales_is_not_touched(solved):

@@ -72,14 +72,14 @@ def test_a_file_that_no_engine_reads_right_is_refused_early(olmoe, tmp_path, mon
 def test_loopqs_own_format_is_checked_for_a_named_engine(olmoe, looped, tmp_path, monkeypatch, engine):
     asked = engine(Reading("vllm 0", 0.5, 1e-4))
     given = {**GRID, "levels": "uneven", "bits": 2}
-    loopq.quantize(looped.parent / "m", PROMPTS, out=tmp_path / "q", engine="vllm", **given)
+    loopq.quantize(looped.parent / "m", PROMPTS, out=tmp_path / "q", write="native", engine="vllm", **given)
     loopq.export(tmp_path / "q", tmp_path / "again", "native", engine="vllm")
     # loopq itself reads it in an engine.
     assert not asked
     monkeypatch.setattr("loopq.api._Quantization._prepared", lambda *a: pytest.fail("ran"))
     for name in ("vllm", "transformers"):
         with pytest.raises(CheckpointError, match=rf"{name} does not run looped \(loopq_looped\)"):
-            loopq.quantize(olmoe, PROMPTS, out=tmp_path / "o", engine=name, **given)
+            loopq.quantize(olmoe, PROMPTS, out=tmp_path / "o", write="native", engine=name, **given)
     assert not (tmp_path / "o").exists()
 
 

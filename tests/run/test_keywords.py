@@ -9,6 +9,7 @@ import sys
 from typing import get_type_hints
 
 from loopq.calibrate.prompts import CalibrationTake, Take
+from loopq.models.from_python import Opening
 from loopq.run import keywords
 from loopq.run.config import flat_names
 from loopq.run.gate import Gate
@@ -38,10 +39,10 @@ def test_keywords_are_those_that_the_functions_take():
     how, prompts = set(Execution().flat()), set(CalibrationTake().flat())
     run = flat_names() | {"preset"}
     for kind, taken in (
-        (keywords.QuantizeKeywords, run | how | prompts | set(Gate().flat())),
+        (keywords.QuantizeKeywords, run | how | prompts | set(Gate().flat()) | set(Opening().flat())),
         (keywords.SolveKeywords, run | how),
-        (keywords.MeasureKeywords, set(Take().flat()) | how),
-        (keywords.GenerateKeywords, set(Generation().flat())),
+        (keywords.MeasureKeywords, set(Take().flat()) | how | set(Opening().flat())),
+        (keywords.GenerateKeywords, set(Generation().flat()) | set(Opening().flat())),
     ):
         assert set(get_type_hints(kind)) == taken
 

@@ -42,7 +42,7 @@ def test_treatments_of_the_system_and_dense_layers(tiny, tokens):
         dataclasses.replace(second, treatment="dense", reason="excluded by pattern"),
         *rest,
     ]
-    config = QuantConfig.of(Override(f"*{rest[0].name}", {"method": "dense"}), method="awq")
+    config = QuantConfig.of(Override(f"*{rest[0].name}", {"method": "dense"}), method="gptq")
     tasks = Plan.of(parameters, run.job.selection.input_groups, config).tasks
     assert [t.name for t in tasks] == [first.name, *(p.name for p in rest[1:])]
     assert (tasks[0].config.method, tasks[0].steps, tasks[0].input_group) == (RTN(), (), None)
@@ -51,18 +51,18 @@ def test_treatments_of_the_system_and_dense_layers(tiny, tokens):
 
 
 def test_rounding_has_the_scale_search_of_the_method():
-    for method, search in (("gptq", "mse"), ("awq", "mse"), ("rtn", "mse")):
+    for method, search in (("gptq", "mse"), ("rtn", "mse")):
         layer = QuantConfig.of(method=method, scale_search=search).layer
         assert rounding_like(layer) == RTN(scale_search="mse")
     assert rounding_like(QuantConfig.of(method="gptq-cd").layer) == RTN()
 
 
 def test_a_setting_unused_by_a_layers_method_is_refused(tiny, tokens):
-    config = QuantConfig.of(Override("*adapter*", {"damping": 0.1}), method="awq")
+    config = QuantConfig.of(Override("*adapter*", {"damping": 0.1}), method="rtn")
     with pytest.raises(
         ConfigError,
         match=r"override '\*adapter\*', layer transformer\.adapter\.weight: damping goes with method gptq or "
-        r"gptq-cd or trellis; method awq would not read it",
+        r"gptq-cd or trellis; method rtn would not read it",
     ):
         loopq.quantize(tiny, tokens, config)
 
@@ -71,7 +71,7 @@ def test_layers_that_the_paper_rounds_are_calibrated_otherwise():
     system = open_system(CASES["Nanbeige"])
     tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
     name, source = "lm_head.weight", ModelSource.of(system, tokens)
-    for method in ("gptq", "awq", "rtn"):
+    for method in ("gptq", "rtn"):
         plan = source.plan(QuantConfig.of(method=method, group_size=16))
         head = next(t for t in plan.tasks if t.name == name)
         assert (type(head.config.method), head.input_group) == (RTN, None)

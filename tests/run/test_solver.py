@@ -9,14 +9,12 @@ import torch
 import loopq
 from loopq.commands.output import layer_table
 from loopq.errors import NonFiniteError
-from loopq.models.load import load_model
 from loopq.run.config import QuantConfig
-from loopq.run.solver import groups_of, loss_of, save_layer, saved_layer
+from loopq.run.solver import loss_of, save_layer, saved_layer
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.storage.journal import Journal
 from loopq.systems.declare import parameter_of
 from tests.support.kills import Kill, Killer, counting
-from tests.support.looped import save_dense
 from tests.support.runs import SETTINGS, digest, run_of
 
 
@@ -53,22 +51,6 @@ def test_journalled_layers_come_back_and_only_others_are_solved(tiny, tokens, tm
     assert len(solved) == 1
     assert list(again) == [t.name for t in run.tasks]
     assert all(again[n].same_as(layer) for n, layer in first.items())
-
-
-def test_layers_that_share_a_scale_are_solved_together_again(tokens, tmp_path):
-    """A kill between two of them leaves a layer whose scale the others do not know."""
-    model = load_model(f"looped:{save_dense(tmp_path / 'm')}[1:3]x2")
-    norm = model.model.model.layers[1].input_layernorm
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-4, 4, len(norm.weight)).exp())
-    run = run_of(model, tokens, QuantConfig.of(method="awq-fold", bits=3, group_size=16))
-    group = next(g for g in groups_of(run.tasks) if g[0].name.endswith("layers.1.self_attn.q_proj.weight"))
-    sums, journal = run.all_steps(), Journal(tmp_path / "layers", "key")
-    first = run.solver(sums, Journal(None)).run(group)
-    assert len({layer.transform.scale.tobytes() for layer in first.values()}) == 1 < len(first)
-    save_layer(journal, first[group[0].name])
-    again = run.solver(sums, journal).run(group)
-    assert all(again[name].same_as(layer) for name, layer in first.items())
 
 
 def test_the_report_says_what_was_asked_and_what_it_cost(tiny, tokens):

@@ -22,24 +22,11 @@ _SILENT = ("albert", "trm")
 _CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SILENT}
 #: Classes, or adapters, that keep keys and values.
 _CACHED = (
-    "COCONUT",
-    "IQuest",
-    "LoopUS",
-    "looped Llama",
-    "looped OLMoE, experts",
-    "looped Qwen2, windows",
-    "transformers Dory",
-    "transformers GPT-2 COCONUT",
-    "transformers GPT-NeoX Ponder",
-    "transformers GPT-NeoX Ponder, scaled",
-    "transformers HRM-Text",
-    "transformers Inkling-2",
-    "transformers Mamba",
-    "transformers Zamba",
-    "transformers Zamba2",
-    "generic HRM-Text",
-    "generic Zamba",
-)
+    "COCONUT", "IQuest", "LoopUS", "looped Llama", "looped OLMoE, experts", "looped Qwen2, windows",
+    "transformers Dory", "transformers GPT-2 COCONUT", "transformers GPT-NeoX Ponder",
+    "transformers GPT-NeoX Ponder, scaled", "transformers HRM-Text", "transformers Inkling-2", "transformers Mamba",
+    "transformers Zamba", "transformers Zamba2", "generic HRM-Text", "generic Zamba",
+)  # fmt: skip
 #: Seconds each.
 _LONG = (
     "looped OLMoE, experts",

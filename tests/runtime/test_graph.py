@@ -24,17 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast 
 
 _TEXT, _MORE = [5, 9, 7, 30, 11, 12], [8, 21, 4, 17, 2, 33, 19]
 _RECORDED = (
-    "looped Llama",
-    "looped Qwen2, windows",
-    "transformers Dory",
-    "transformers GPT-2 COCONUT",
-    "transformers GPT-NeoX Ponder",
-    "transformers HRM-Text",
-    "transformers Inkling-2",
-    "transformers Mamba",
-    "transformers Zamba",
-    "generic HRM-Text",
-)
+    "looped Llama", "looped Qwen2, windows", "transformers Dory", "transformers GPT-2 COCONUT",
+    "transformers GPT-NeoX Ponder", "transformers HRM-Text", "transformers Inkling-2", "transformers Mamba",
+    "transformers Zamba", "generic HRM-Text",
+)  # fmt: skip
 _QUICK = ("looped Llama", "looped Qwen2, windows", "transformers GPT-2 COCONUT", "transformers Mamba")
 
 

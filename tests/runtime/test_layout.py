@@ -7,7 +7,6 @@ from typing import get_args
 
 import pytest
 
-from loopq.layers.grids.integer import Integer
 from loopq.models.coded import Activations
 from loopq.runtime.layout import Held, Layout, PackedLayer
 from loopq.runtime.linear import LAYOUTS, QuantLinear
@@ -28,9 +27,3 @@ def test_a_quantized_layer_has_what_a_layout_reads():
     assert all(hasattr(module, name) for name in PackedLayer.__annotations__)
     assert module.held == Held(8, 64, module.held.grid)
     assert module.activations in get_args(Activations)
-
-
-def test_a_layer_is_held_in_its_own_basis_unless_said():
-    held = Held(8, 64, Integer(4, 32, "float16"))
-    assert not held.transformed
-    assert held != Held(8, 64, Integer(4, 32, "float16"), transformed=True)

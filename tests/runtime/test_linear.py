@@ -27,11 +27,10 @@ from tests.support.linear import asymmetric, linear_of
         ({"out_features": 24}, False),
         ({"in_features": 80}, False),
         ({"symmetric": False}, False),
-        ({"transformed": True}, False),
     ],
 )
 def test_what_the_int4_kernel_takes(changes, fits):
-    given = {"out_features": 48, "in_features": 160, "transformed": False} | changes
+    given = {"out_features": 48, "in_features": 160} | changes
     fields = {"bits": 4, "group_size": 64, "symmetric": True, "scale_dtype": "float16"}
     grid = even(**{name: given.pop(name, value) for name, value in fields.items()})
     assert LAYOUTS["lq-w4"].fits(Held(**given, grid=grid)) is fits

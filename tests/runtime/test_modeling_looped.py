@@ -41,6 +41,10 @@ with torch.no_grad():
     found = model(ids)
     tokens = [model.generate(ids, use_cache=cache, **told) for cache in (True, False)]
 made = {"logits": found.logits, "tokens": tokens, "slots": len(found.past_key_values.layers)}
+model.save_pretrained(place + "-again")
+again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True).eval()
+with torch.no_grad():
+    made["again"] = again(ids).logits
 torch.save(made | {"stored": model.config.to_dict()["num_hidden_layers"]}, place)
 """
 
@@ -79,6 +83,7 @@ def _elsewhere(folder: Path, place: Path) -> dict[str, Any]:
 
 def _check(outputs: dict[str, Any], expected: torch.Tensor) -> None:
     torch.testing.assert_close(outputs["logits"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs["again"], outputs["logits"])
     assert torch.equal(*outputs["tokens"])
     # A slot for each run of a layer, and each layer once in the file.
     assert (outputs["slots"], outputs["stored"]) == (8, 4)

@@ -26,14 +26,8 @@ from tests.support.looped import looped
 from tests.support.systems import CASES, open_system, rolled_out
 
 _KNOWN = (
-    "Huginn",
-    "R-Llama",
-    "Ouro",
-    "Nanbeige",
-    "Nanbeige, weighted loops",
-    "looped Llama",
-    "transformers HRM-Text",
-)
+    "Huginn", "R-Llama", "Ouro", "Nanbeige", "Nanbeige, weighted loops", "looped Llama", "transformers HRM-Text",
+)  # fmt: skip
 _TEXT = [5, 9, 7, 30, 11, 12, 8, 21, 4, 17, 3, 2, 40]
 
 

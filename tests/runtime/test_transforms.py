@@ -14,6 +14,7 @@ from tests.support.linear import asymmetric, linear_of
 
 TRANSFORMS = [
     Rotation(20, "hadamard", 8),
+    Rotation(20, "hadamard", 4),
     Rotation(20, "random", 7, seed=3),
     ChannelScale(np.linspace(0.5, 2, 20).astype(np.float32)),
 ]

@@ -11,16 +11,11 @@ from loopq.settings.patterns import check_patterns, matches
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [
-        ("core.0.fc.weight", True),
-        ("*fc*", True),
-        ("*FC*", False),
-        ("core", False),
-        ("core.[01].*", True),
-        ("re:fc", True),
-        ("re:^fc", False),
+        ("core.0.fc.weight", True), ("*fc*", True), ("*FC*", False), ("core", False), ("core.[01].*", True),
+        ("re:fc", True), ("re:^fc", False),
         (r"re:^core\.\d+\.fc\.weight$", True),
     ],
-)
+)  # fmt: skip
 def test_shell_patterns_match_whole_names_and_expressions_parts(pattern, found):
     assert matches("core.0.fc.weight", pattern) == found
 

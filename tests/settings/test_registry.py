@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, UnknownNameError
 from loopq.settings.registry import Registry
 
 
@@ -53,6 +53,17 @@ def test_a_room_that_is_taken_out_takes_its_entries_along(house):
     assert tools().names() == ["pen"]
 
 
+def test_a_name_of_a_room_that_is_taken_out_is_refused_with_the_room(house):
+    from madeup_house.tools import TOOLS
+
+    TOOLS.rooms = {"brush": "room"}
+    (house / "room" / "tools" / "brush.py").unlink()
+    with pytest.raises(
+        UnknownNameError, match=r"tool 'brush' needs the folder loopq/room, which .*; known: pen"
+    ):
+        tools().get("brush")
+
+
 def test_a_name_registers_once_and_an_unknown_one_gets_hints():
     registry: Registry[str] = Registry("tool", "loopq.terminal")
     registry.register("hammer")("a hammer")
@@ -60,6 +71,12 @@ def test_a_name_registers_once_and_an_unknown_one_gets_hints():
         registry.register("hammer")("another")
     with pytest.raises(ConfigError, match=r"unknown tool 'hamer' \(did you mean hammer\?\); known: hammer"):
         registry.get("hamer")
+
+
+def test_a_removed_name_says_what_to_do_instead():
+    registry: Registry[str] = Registry("tool", "loopq.terminal", removed={"axe": "take the saw"})
+    with pytest.raises(ConfigError, match="there is no tool axe any more: take the saw"):
+        registry.get("axe")
 
 
 def test_a_class_gets_its_name():

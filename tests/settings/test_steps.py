@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
-from loopq.errors import ConfigError
-from loopq.settings.steps import STEP_WEIGHTS, Calibration, parse_step_weights, parse_steps
+from loopq.errors import ConfigError, UnknownNameError
+from loopq.settings.steps import WEIGHTINGS, Calibration, parse_steps, weigher_of
 
 
 @pytest.mark.parametrize(
     ("spec", "steps"),
     [
-        ("all", [0, 1, 2, 3]),
-        ("first", [0]),
-        ("0:2", [0, 1]),
-        (":2", [0, 1]),
-        ("1:", [1, 2, 3]),
-        ("3", [3]),
-        ("0,2:4", [0, 2, 3]),
-        ("2,0", [0, 2]),
+        ("all", [0, 1, 2, 3]), ("first", [0]), ("0:2", [0, 1]), (":2", [0, 1]), ("1:", [1, 2, 3]), ("3", [3]),
+        ("0,2:4", [0, 2, 3]), ("2,0", [0, 2]),
     ],
-)
+)  # fmt: skip
 def test_parse_steps(spec, steps):
     assert parse_steps(spec, 4) == steps
 
@@ -33,9 +25,11 @@ def test_parse_steps_refuses(spec):
         parse_steps(spec, 4)
 
 
-def test_weights_are_names_or_an_exact_alpha():
-    assert [parse_step_weights(name) for name in STEP_WEIGHTS] == list(STEP_WEIGHTS)
-    assert parse_step_weights("alpha=0.15") == Fraction(3, 20)
-    for bad in ("alpha=2", "alpha=-1", "alpha=", "alpha=1/0", "mean", ""):
-        with pytest.raises(ConfigError, match="step_weights"):
+def test_weights_are_sum_or_a_registered_name(monkeypatch):
+    assert weigher_of("sum") is None
+    WEIGHTINGS.names()
+    monkeypatch.setattr(WEIGHTINGS, "_entries", {"loud": lambda value: lambda sums, steps: [float(value)]})
+    assert weigher_of("loud=2")(None, [0]) == [2.0]
+    for bad in ("mean", "", "sum=1"):
+        with pytest.raises(UnknownNameError, match=r"^step_weights must be sum, .*known: loud$"):
             Calibration(step_weights=bad)

@@ -31,51 +31,13 @@ from .counts import Counts
 #: Address space beyond what a process has, seconds of a call until Ctrl-C, of a process, and calls of one process.
 MEMORY, PATIENCE, SECONDS, CALLS = 2 << 30, 5, 600, 500
 NUMBERS = (
-    -(2**63),
-    -(2**31),
-    -1,
-    0,
-    1,
-    2,
-    3,
-    5,
-    7,
-    8,
-    16,
-    17,
-    31,
-    64,
-    255,
-    256,
-    513,
-    65_536,
-    2**31,
-    2**32,
-    2**53,
-    2**63,
-    2**64,
-    10**30,
-)
+    -(2**63), -(2**31), -1, 0, 1, 2, 3, 5, 7, 8, 16, 17, 31, 64, 255, 256, 513, 65_536, 2**31, 2**32, 2**53, 2**63,
+    2**64, 10**30,
+)  # fmt: skip
 FLOATS = (math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e-300, 1e-40, 0.5, 1.0, 7e4, 1e30, 1e300)
 THINGS = (
-    None,
-    True,
-    "",
-    "x",
-    "max",
-    "natural",
-    b"x",
-    [],
-    [0],
-    (),
-    (1, 2),
-    {},
-    [None],
-    [1.5],
-    ["a"],
-    [math.nan],
-    object,
-)
+    None, True, "", "x", "max", "natural", b"x", [], [0], (), (1, 2), {}, [None], [1.5], ["a"], [math.nan], object,
+)  # fmt: skip
 TYPES = ("f2", "f4", "f8", ">f4", "i1", "u1", "i2", "u2", "i4", "i8", "u8", "c8", "?", "O", "U1", "M8[s]")
 FINE = (LoopqError, TypeError, ValueError, OverflowError, MemoryError)
 Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]

@@ -38,17 +38,8 @@ LINES = {
     "picture": "card {pictured}",
 }
 KINDS = (
-    "pipe",
-    "null",
-    "full",
-    "dangling",
-    "link",
-    "link to a device",
-    "link to itself",
-    "hard",
-    "socket",
-    "folder",
-)
+    "pipe", "null", "full", "dangling", "link", "link to a device", "link to itself", "hard", "socket", "folder",
+)  # fmt: skip
 
 
 def _node(kind: str, place: Path) -> None:

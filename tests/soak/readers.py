@@ -157,16 +157,10 @@ def _dumps(kind: str) -> Callable[[Path], dict[str, Read]]:
 
 
 KINDS: dict[str, Callable[[Path], dict[str, Read]]] = {
-    "prompts": prompts,
-    "items": items,
-    "vocabularies": vocabularies,
-    "gguf": gguf_files,
-    "configs": configs,
-    "sources": sources,
-    "checkpoints": checkpoints,
-    "rows": _dumps("rows"),
+    "prompts": prompts, "items": items, "vocabularies": vocabularies, "gguf": gguf_files, "configs": configs,
+    "sources": sources, "checkpoints": checkpoints, "rows": _dumps("rows"),
     "Hessians": _dumps("hessian"),
-}
+}  # fmt: skip
 
 
 def changed(content: bytes, name: str, rng: random.Random) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import stat
@@ -293,8 +292,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     ):
         raise OSError(28, "No space left on device")
     (tmp_path / "file").write_text("")
-    with pytest.raises(LoopqError, match="cannot be written"), replacing(tmp_path / "file" / "b"):
-        pass
+    with pytest.raises(LoopqError, match="cannot be written"):
+        write_text(tmp_path / "file" / "b", "x")
 
 
 def test_the_nearest_folder_that_there_is(tmp_path):
@@ -324,13 +323,6 @@ def test_reading_names_what_is_wrong(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"x": RawTensor.of(np.ones(4, np.float32))})
     ((_, stored),) = read_header(path)[0].items()
-    longer = dataclasses.replace(stored, n_bytes=stored.n_bytes + 1)
-    with pytest.raises(CheckpointError, match="shorter than its header says"):
-        read_tensor(path, longer)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_tensor(tmp_path / "absent", stored)
-    with pytest.raises(CheckpointError, match="expected a floating tensor, got I64"):
-        RawTensor.of(np.ones(2, np.int64)).float32()
     with pytest.raises(CheckpointError, match="16 bytes; allowed: 3"):
         (tmp_path / "b").write_bytes(b"x" * 16)
         check_size(tmp_path / "b", 3)
@@ -350,9 +342,3 @@ def test_reading_names_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", fails(OSError(5, "Input/output error")))
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_header(path)
-
-
-def test_a_file_in_a_folder_that_is_none_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(LoopqError, match="cannot be written"):
-        write_text(tmp_path / "file" / "a.txt", "x")

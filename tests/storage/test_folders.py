@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from loopq.errors import CheckpointError, LoopqError
-from loopq.storage.files import (
-    replacing,
+from loopq.storage.files import check_replaceable, replacing
+from loopq.storage.folders import (
+    check_new,
+    new_folder,
+    own_folder,
+    remove_leftovers,
+    remove_own,
+    write_output,
 )
-from loopq.storage.folders import check_new, new_folder, own_folder, remove_leftovers, remove_own
+
+
+@pytest.mark.parametrize("check", [check_new, check_replaceable])
+def test_a_name_too_long_for_what_stands_beside_it_is_refused(tmp_path, check):
+    check(tmp_path / ("L" * 190))
+    with pytest.raises(LoopqError, match="a name of 240 bytes"):
+        check(tmp_path / ("L" * 240))
+
+
+def test_an_output_file_replaces_only_files_of_its_kind(tmp_path, monkeypatch):
+    out = tmp_path / "page"
+    write_output(out, b"one of ours", b"ours")
+    write_output(out, b"two of ours", b"ours")
+    assert out.read_bytes() == b"two of ours"
+    out.write_bytes(b"years of work")
+    with pytest.raises(LoopqError, match="did not write it"):
+        write_output(out, b"ours", b"ours")
+    assert out.read_bytes() == b"years of work"
+    monkeypatch.setattr("loopq.storage.folders.free_bytes", lambda path: 1000)
+    with pytest.raises(LoopqError, match="the disk has"):
+        write_output(tmp_path / "large", bytes(1001), b"ours")
+    assert not (tmp_path / "large").exists()
+
+
+def test_leftovers_of_a_killed_output_file_go_with_the_next(tmp_path):
+    program = (
+        "import os, sys; from pathlib import Path; from loopq.storage.folders import output_file\n"
+        "with output_file(Path(sys.argv[1]), 0) as file: file.touch(); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "g.gguf"], check=False)
+    assert killed.returncode == -9
+    assert [p.suffix for p in tmp_path.iterdir()] == [".tmp"]
+    write_output(tmp_path / "g.gguf", b"x", b"x")
+    assert [p.name for p in tmp_path.iterdir()] == ["g.gguf"]
 
 
 def test_leftovers_of_dead_processes_alone_are_removed(tmp_path):

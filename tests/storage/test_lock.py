@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -228,6 +229,29 @@ def test_a_killed_runs_output_is_compared_and_its_leftovers_go(tmp_path, one_fil
     # A run that ended well leaves no lock: its output is not looked at again.
     with pytest.raises(CheckpointError, match=r"(choose|name) a new folder"):
         write("one")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork there")
+def test_a_forked_child_keeps_no_lock_of_a_killed_run(tmp_path):
+    program = (
+        "import os, sys, time; from pathlib import Path; from loopq.storage.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    if not child: print(os.getpid(), flush=True); os.close(1); time.sleep(600)\n"
+        "    time.sleep(600)"
+    )
+    words = [sys.executable, "-c", program, tmp_path / "q"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        with pytest.raises(LoopqError, match="is writing it"), locked(tmp_path / "q"):
+            pass
+        parent.kill()
+        parent.wait()
+    try:
+        with locked(tmp_path / "q") as left:
+            assert left
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):

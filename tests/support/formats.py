@@ -64,4 +64,4 @@ def edit(name, change):
     return apply
 
 
-CT, V1, V2, MA = "compressed-tensors", "gptq", "gptq_v2", "marlin"
+CT, V1, V2 = "compressed-tensors", "gptq", "gptq_v2"

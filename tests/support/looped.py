@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loopq.systems import find_system
@@ -38,3 +41,23 @@ def looped(kind: str, **settings: Any) -> LoopedSystem:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     return find_system(model)
+
+
+def fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A layer's weight as one block of FP8 and its scale."""
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+
+
+def change(
+    folder: Path, tensors: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], **config: Any
+) -> None:
+    """Change a folder's tensors one by one, and entries of its config.json."""
+    file, new = folder / "model.safetensors", dict[str, torch.Tensor]()
+    for name, tensor in load_file(file).items():
+        new |= tensors(name, tensor)
+    save_file(new, file, {"format": "pt"})
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(old | config))

@@ -6,7 +6,7 @@ import json
 import re
 
 from loopq.analysis.report import page
-from loopq.analysis.report.sections import FIGURES, TABLES
+from loopq.analysis.report.sections import FIGURES
 
 
 def saved(text):
@@ -31,17 +31,20 @@ def _without(diagnosis, section):
     return {**diagnosis, "sections": {k: v for k, v in diagnosis["sections"].items() if k != section}}
 
 
-def check_figure(diagnosis, name, section):
-    """A figure has axes with units where a diagnosis has its section, and is left out where it has not."""
-    picture = FIGURES.get(name).of(diagnosis)
-    assert picture.name == name
-    check_axes(picture)
-    assert FIGURES.get(name).of(_without(diagnosis, section)) is None
+def parts_of(registry, guest):
+    """Names of the parts that a guest registers. The picture of the loop is there without any section."""
+    return [n for n, part in registry if part.of.__module__.startswith(f"loopq.{guest}.") and n != "loop"]
 
 
-def check_table(diagnosis, name, section):
-    """A table is on the page where a diagnosis has its section, and is left out where it has not."""
-    text = TABLES.get(name).of(diagnosis)
-    assert "<table" in text
-    assert text in page.render(diagnosis)
-    assert TABLES.get(name).of(_without(diagnosis, section)) == ""
+def check_part(diagnosis, registry, name):
+    """A part is there where a diagnosis has its section, with units or on the page, and left out where it has not."""
+    part = registry.get(name)
+    section = part.of.__module__.rpartition(".")[2]
+    made, absent = part.of(diagnosis), part.of(_without(diagnosis, section))
+    if registry is FIGURES:
+        assert (made.name, absent) == (name, None)
+        check_axes(made)
+    else:
+        assert "<table" in made
+        assert made in page.render(diagnosis)
+        assert absent == ""

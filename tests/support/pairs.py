@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import loopq
+from benches.pages import json_lines
 from loopq.errors import LoopqError
 from loopq.formats.engines.base import Question, Reading, ask, compared
 from loopq.formats.hf_folder import looped_files
@@ -47,7 +48,6 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gptq_v2": ({**INT4, "symmetric": False}, {"ragged": "split"}),
     "gguf": (INT4, {}),
     "modelopt": ({"method": "rtn", "levels": "nvfp4", "group_size": 16}, {}),
-    "marlin": ({**INT4, "group_size": 128}, {}),
 }
 
 
@@ -315,7 +315,7 @@ def main(*only: str) -> None:
             before = record.get(pair.model, {}).get(pair.format, {})
             walked.setdefault(pair.model, {})[pair.format] = recorded(pair, before)
     walked = {name: walked.get(name, record.get(name, {})) for name in MODELS}
-    text = json.dumps(walked, indent=1).replace(place, "FOLDER")
+    text = json_lines(walked).replace(place, "FOLDER")
     RECORD.write_text(text + "\n", "utf-8")
 
 

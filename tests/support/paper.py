@@ -10,10 +10,10 @@ import torch
 
 import benches.zoo.models
 from benches.zoo.store import save_model
-from loopq.paper import run
+from loopq.paper import results
 from loopq.paper.bench import Bench, BenchSettings
 from loopq.paper.models import open_source
-from loopq.paper.run import Made
+from loopq.paper.results import Made
 from loopq.paper.shown import TABLES
 from loopq.run.config import QuantConfig
 from loopq.settings.execution import Execution
@@ -85,7 +85,7 @@ def found(**variants: Any) -> dict[str, Any]:
 
 def measured_shown_and_resumed(name: str, model: Bench, work: Path) -> Made:
     """Make a table of a model, look at all that it shows, and make it again from what was saved."""
-    measured = run.make(name, [model], work, Silent())
+    measured = results.make(name, [model], work, Silent())
     assert not measured.refused
     json.dumps(measured.to_json(), allow_nan=False)
     for table in measured.shown.tables:
@@ -95,5 +95,5 @@ def measured_shown_and_resumed(name: str, model: Bench, work: Path) -> Made:
     # A verdict on two names what differs between them.
     assert all(c.differs for c in measured.shown.claims if c.pair or " than " in c.text)
     assert "<svg" in "".join(p.svg() for p in measured.shown.pictures()) or not measured.shown.pictures()
-    assert run.make(name, [model], work, Silent()).to_json() == measured.to_json()
+    assert results.make(name, [model], work, Silent()).to_json() == measured.to_json()
     return measured

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import benches.zoo.models
+from loopq.models.classes import Findings
 from loopq.models.load import LoadedModel, describe, encode_bytes
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import Batch, LoopedSystem
@@ -72,7 +73,7 @@ def as_loaded(system: LoopedSystem, **findings: Any) -> LoadedModel:
         config={},
         folder=None,
         side_files={},
-        report=describe(system.model, "tiny", "registered", **findings),
+        report=describe(system.model, "tiny", "registered", Findings(**findings)),
     )
 
 
@@ -250,30 +251,28 @@ def _loopus() -> nn.Module:
 
 
 CASES: dict[str, Case] = {
-    "Huginn": Case(
-        "huginn", small("huginn", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1, 5), n_shared=9
-    ),
+    "Huginn": Case("huginn", small("huginn", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1, 5), n_shared=9),
     "R-Llama": Case(
-        "rllama", small("rllama", n_heads=4, n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1), n_shared=9
+        "rllama",
+        small("rllama", n_heads=4, n_prelude=1, n_coda=1, mean_recurrence=3),
+        (3, 1), n_shared=9,
     ),
     "Ouro": Case("ouro", small("ouro", total_ut_steps=3), (3, 1, 4), n_shared=14),
     "Ouro, early exit": Case(
-        "ouro", small("ouro", total_ut_steps=3, early_exit_threshold=0.5), (3,), n_shared=14, variant=True
+        "ouro",
+        small("ouro", total_ut_steps=3, early_exit_threshold=0.5),
+        (3,), n_shared=14, variant=True,
     ),
     "Nanbeige": Case("nanbeige", small("nanbeige", n_heads=4, head_dim=12), (2, 3), n_shared=22),
     "Nanbeige, weighted loops": Case(
         "nanbeige",
         small("nanbeige", n_heads=4, head_dim=12, loop_loss_weights=[0.1, 0.2]),
-        (3, 2),
-        n_shared=22,
-        variant=True,
+        (3, 2), n_shared=22, variant=True,
     ),
     "IQuest": Case(
         "iquest",
         small("iquest", n_heads=4, loop_num=2, loop_window_size=4),
-        (2, 1, 3),
-        n_shared=14,
-        steps=False,
+        (2, 1, 3), n_shared=14, steps=False,
     ),
     "LoopFormer": Case("loopformer", small("loopformer"), (8, 3), n_shared=10),
     "LoopFormer, hub": Case("loopformer", HubWrapper, (8,), n_shared=10, variant=True),
@@ -283,9 +282,7 @@ CASES: dict[str, Case] = {
     "transformers GPT-NeoX Ponder, scaled": Case(
         "ponder",
         _gpt_neox(scale_embeds=True, mutiply_pondering_steps=True),
-        (4, 3),
-        n_shared=9,
-        variant=True,
+        (4, 3), n_shared=9, variant=True,
     ),
     "COCONUT": Case("coconut", small("coconut", vocab_size=64), (5, 1), n_shared=8, variant=True),
     "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8),
@@ -293,9 +290,7 @@ CASES: dict[str, Case] = {
     "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
     "control": Case("control", small("control"), (1,), n_shared=8, steps=False, variant=True),
     "looped Llama": Case("looped", _looped("Llama", 1, 3, 2), (2, 1, 3), n_shared=28),
-    "looped Qwen2, windows": Case(
-        "looped", _looped("Qwen2", 0, 4, 2, **_WINDOWS), (2, 1), n_shared=28, variant=True
-    ),
+    "looped Qwen2, windows": Case("looped", _looped("Qwen2", 0, 4, 2, **_WINDOWS), (2, 1), n_shared=28, variant=True),
     "LoopUS": Case("loopus", _loopus, (3, 1, 4), n_shared=28),
     "looped OLMoE, experts": Case("looped", unfused_olmoe, (2, 1, 3), n_shared=112, variant=True),
     "transformers Dory": Case("dory", vendors.dory, (3, 1, 4), n_shared=32),
@@ -303,11 +298,9 @@ CASES: dict[str, Case] = {
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),
-    "transformers ALBERT, chunks": Case(
-        "albert", _albert(chunk_size_feed_forward=5), (4,), n_shared=6, variant=True
-    ),
+    "transformers ALBERT, chunks": Case("albert", _albert(chunk_size_feed_forward=5), (4,), n_shared=6, variant=True),
     "transformers ALBERT, 2 groups": Case(
-        "albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12, steps=False, variant=True
+        "albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12, steps=False, variant=True,
     ),
     "transformers Zamba": Case("zamba", _zamba, (3,), n_shared=7, steps=False),
     "transformers Zamba2": Case("zamba", _zamba2, (2,), n_shared=12, steps=False, variant=True),
@@ -315,10 +308,12 @@ CASES: dict[str, Case] = {
     "HRM": Case("trm", lambda: RecursiveModel(two=True), (4,), n_shared=16, variant=True),
     "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32, steps=False),
     "generic, experts": Case(
-        "generic", lambda: routed_loop(closed=(2,)), (3,), n_shared=13, steps=False, variant=True
+        "generic",
+        lambda: routed_loop(closed=(2,)),
+        (3,), n_shared=13, steps=False, variant=True,
     ),
     "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False, variant=True),
-}
+}  # fmt: skip
 
 
 def rolled_out(system: LoopedSystem, ids: Any, n_steps: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def problems(rows, columns, n=1, *, loop=False, block=512, seed=0, **settings):
     """Layers with one input, the settings that they are solved with, and a loop metric for each if asked for."""
-    rng, config = np.random.default_rng(seed), LayerConfig.of(**settings)
+    rng, config = np.random.default_rng(seed), LayerConfig.of(**{"rotation": "none"} | settings)
     hessian, layers = correlated(rng, columns), []
     for i in range(n):
         weight = rng.normal(size=(rows, columns)) * (1 + rng.random((rows, 1)))

@@ -15,15 +15,10 @@ from loopq.errors import ConfigError, SystemContractError
 from loopq.settings.execution import Execution
 from loopq.systems import coconut
 from loopq.systems.base import Batch
-from tests.support.conformance import SteppingConformance
 from tests.support.looptoys import tokens
 from tests.support.systems import CASES, open_system, prompts
 
 GPT2 = CASES["transformers GPT-2 COCONUT"]
-
-
-class TestCoconut(SteppingConformance):
-    system = "coconut"
 
 
 def test_each_step_appends_the_thought_of_a_cached_pass():

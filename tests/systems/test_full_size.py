@@ -189,134 +189,67 @@ def _native(kind: str, config: str, **settings: Any) -> nn.Module:
 FULL_SIZE: dict[str, tuple[Any, str, int, dict[str, int], int, set[int]]] = {
     "Huginn-3.5B": (
         lambda: _raven(5280, 15840, 17920, 4, 4),
-        "huginn",
-        32,
-        {"gptq": 17},
-        1_637_222_400,
-        {10560, 5280, 17920},
+        "huginn", 32, {"gptq": 17}, 1_637_222_400, {10560, 5280, 17920},
     ),
     "R-Llama-1.4B": (
         lambda: _raven(2048, 3072, 8192, 6, 2),
-        "rllama",
-        32,
-        {"gptq": 25},
+        "rllama", 32, {"gptq": 25},
         2048 * 4096 + 6 * (3072 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192),
         {4096, 2048, 8192},
     ),
     "Recurrent-TinyLlama": (
         lambda: _raven(2048, 2560, 5632, 8, 2),
-        "rllama",
-        32,
-        {"gptq": 33},
+        "rllama", 32, {"gptq": 33},
         2048 * 4096 + 8 * (2560 * 2048 + 2048 * 2048 + 11264 * 2048 + 2048 * 5632),
         {4096, 2048, 5632},
     ),
     "Recurrent-OLMo-2": (
         lambda: _raven(2048, 6144, 8192, 6, 2),
-        "rllama",
-        32,
-        {"gptq": 25},
+        "rllama", 32, {"gptq": 25},
         2048 * 4096 + 6 * (6144 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192),
         {4096, 2048, 8192},
     ),
     "IQuest-Coder-V1-40B-Loop": (
-        _iquest,
-        "iquest",
-        2,
-        {"gptq": 560},
-        80 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120),
+        _iquest, "iquest", 2, {"gptq": 560}, 80 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120),
         {5120, 27648},
     ),
     "LoopUS-Qwen3-1.7B": (
-        _loopus,
-        "loopus",
-        6,
-        {"gptq": 196},
-        28 * (2 * 2048 * 2048 + 2 * 1024 * 2048 + 3 * 6144 * 2048),
-        {2048, 6144},
+        _loopus, "loopus", 6, {"gptq": 196}, 28 * (2 * 2048 * 2048 + 2 * 1024 * 2048 + 3 * 6144 * 2048), {2048, 6144},
     ),
     "Ouro-1.4B": (lambda: _ouro(24), "ouro", 4, {"gptq": 168}, 1_233_125_376, {2048, 5632}),
     "Ouro-2.6B": (lambda: _ouro(48), "ouro", 4, {"gptq": 336}, 2_466_250_752, {2048, 5632}),
     "LoopFormer-278M": (
-        _loopformer,
-        "loopformer",
-        8,
-        {"gptq": 12, "rtn": 3},
-        3 * (6144 + 2048 + 5120 + 5120 + 8192) * 2048,
+        _loopformer, "loopformer", 8, {"gptq": 12, "rtn": 3}, 3 * (6144 + 2048 + 5120 + 5120 + 8192) * 2048,
         {2048, 5120},
     ),
     "Parcae-140M": (
-        lambda: _parcae(768, 6, 2),
-        "parcae",
-        8,
-        {"gptq": 12, "dense": 1},
-        2 * 12 * 768**2 + 6 * 32,
-        {768, 3072, 32},
+        lambda: _parcae(768, 6, 2), "parcae", 8, {"gptq": 12, "dense": 1}, 2 * 12 * 768**2 + 6 * 32, {768, 3072, 32},
     ),
     "Parcae-1.3B": (
-        lambda: _parcae(1536, 12, 8),
-        "parcae",
-        8,
-        {"gptq": 48, "dense": 4},
-        8 * 12 * 1536**2 + 4 * 12 * 32,
+        lambda: _parcae(1536, 12, 8), "parcae", 8, {"gptq": 48, "dense": 4}, 8 * 12 * 1536**2 + 4 * 12 * 32,
         {1536, 6144, 32},
     ),
-    "PonderPythia-2.8B": (
-        _ponder,
-        "ponder",
-        4,
-        {"gptq": 129},
-        32 * 12 * 2560**2 + 50304 * 2560,
-        {2560, 10240},
-    ),
-    "Nanbeige4.2-3B": (
-        _nanbeige,
-        "nanbeige",
-        2,
-        {"gptq": 154, "rtn": 1},
-        3_659_268_096,
-        {3072, 6144, 10752},
-    ),
+    "PonderPythia-2.8B": (_ponder, "ponder", 4, {"gptq": 129}, 32 * 12 * 2560**2 + 50304 * 2560, {2560, 10240}),
+    "Nanbeige4.2-3B": (_nanbeige, "nanbeige", 2, {"gptq": 154, "rtn": 1}, 3_659_268_096, {3072, 6144, 10752}),
     "COCONUT GPT-2": (_coconut, "coconut", 5, {"gptq": 48}, 12 * 12 * 768**2, {768, 3072}),
     "Mamba-130M": (
-        lambda: _mamba(768, 24),
-        "mamba",
-        1,
-        {"gptq": 72},
-        24 * (3072 * 768 + 80 * 1536 + 768 * 1536),
-        {768, 1536},
+        lambda: _mamba(768, 24), "mamba", 1, {"gptq": 72}, 24 * (3072 * 768 + 80 * 1536 + 768 * 1536), {768, 1536},
     ),
     "Mamba-2.8B": (
-        lambda: _mamba(2560, 64),
-        "mamba",
-        1,
-        {"gptq": 192},
-        64 * (10240 * 2560 + 192 * 5120 + 2560 * 5120),
+        lambda: _mamba(2560, 64), "mamba", 1, {"gptq": 192}, 64 * (10240 * 2560 + 192 * 5120 + 2560 * 5120),
         {2560, 5120},
     ),
     "HRM-Text-1B": (
         lambda: _native("HrmTextForCausalLM", "HrmTextConfig"),
-        "hrm_text",
-        2,
-        {"gptq": 256},
-        32 * (5 * 1536**2 + 3 * 1536 * 4096),
-        {1536, 4096},
+        "hrm_text", 2, {"gptq": 256}, 32 * (5 * 1536**2 + 3 * 1536 * 4096), {1536, 4096},
     ),
     "ALBERT-base": (
         lambda: _native(
-            "AlbertModel",
-            "AlbertConfig",
-            hidden_size=768,
-            num_attention_heads=12,
-            intermediate_size=3072,
+            "AlbertModel", "AlbertConfig", hidden_size=768, num_attention_heads=12, intermediate_size=3072,
         ),
-        "albert",
-        12,
-        {"gptq": 6},
-        12 * 768**2,
-        {768, 3072},
+        "albert", 12, {"gptq": 6}, 12 * 768**2, {768, 3072},
     ),
-}
+}  # fmt: skip
 
 
 def _open(name: str) -> LoopedSystem:
@@ -343,7 +276,7 @@ def test_every_published_count_is_checked() -> None:
     from loopq.systems import SYSTEMS
 
     named = {name for _, cls in SYSTEMS for name in cls.published.checkpoints}
-    # Dory and Inkling are counted by `check --plan` (tests/run/test_forecast.py).
+    # Dory and Inkling are counted by `check --plan` (tests/run/test_estimate.py).
     vendors = {"Inkling-2-Mini", "NVIDIA-Nemotron-Labs-Dory1.0-4B"}
     assert named - set(FULL_SIZE) - vendors == {"PL-BERT (Kokoro)", "Zamba-7B", "Zamba2-1.2B"}
 

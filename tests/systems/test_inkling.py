@@ -14,12 +14,7 @@ from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.storage.files import map_tensors
 from loopq.systems.base import Batch
-from tests.support.conformance import Conformance
 from tests.support.vendors import check_round_trip, inkling, inkling_config, logits, mxfp8, nvfp4, tokens
-
-
-class TestInkling(Conformance):
-    system = "inkling"
 
 
 @pytest.mark.slow

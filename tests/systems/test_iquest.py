@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from loopq.systems.base import Batch
-from tests.support.conformance import Conformance
 from tests.support.systems import CASES, open_system, prompts
 
 
@@ -62,7 +61,3 @@ def test_going_on_from_the_cache_is_the_rollout(system):
         parts.append(logits)
         seen = until
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
-
-
-class TestIQuest(Conformance):
-    system = "iquest"

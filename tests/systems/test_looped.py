@@ -13,7 +13,6 @@ import loopq
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from tests.support.conformance import SteppingConformance
 from tests.support.looped import SIZES, save_dense
 
 
@@ -114,7 +113,3 @@ def test_other_shapes_of_models_are_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(SystemContractError, match=r"only decoders with model\.layers"):
         load_model(f"looped:{tmp_path}[0:1]x2")
-
-
-class TestLooped(SteppingConformance):
-    system = "looped"

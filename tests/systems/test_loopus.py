@@ -14,7 +14,6 @@ from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.loopus import build_loopus
-from tests.support.conformance import SteppingConformance
 from tests.support.systems import CASES, build, loopus_config, open_system, prompts
 
 pytest.importorskip("transformers")
@@ -113,7 +112,3 @@ def test_a_configuration_that_describes_no_model_is_refused(change: dict[str, ob
     config = {k: v for k, v in {**loopus_config(), **change}.items() if v is not None}
     with pytest.raises(ConfigError, match=said):
         build_loopus(config)
-
-
-class TestLoopUS(SteppingConformance):
-    system = "loopus"

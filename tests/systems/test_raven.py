@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loopq.errors import SystemContractError
-from tests.support.conformance import gradients_are_those_of_the_unrolled_loop
 from tests.support.systems import CASES, open_system
-
-
-@pytest.mark.parametrize("name", ["Huginn", "R-Llama"])
-def test_rollouts_have_the_gradients_of_the_unrolled_loop(name: str) -> None:
-    gradients_are_those_of_the_unrolled_loop(name)
 
 
 @pytest.mark.parametrize(

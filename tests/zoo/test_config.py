@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from benches.zoo.models import CLASSES
 from loopq.errors import ConfigError
 from tests.support.systems import small
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
 
 # Besides the classes' own demands: an odd rotated width, heads that do not divide, a depth that is not there.
 WRONG: list[tuple[str, dict[str, Any], str]] = [

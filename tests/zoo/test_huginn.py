@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from tests.support.systems import small
 from tests.support.zoo import IDS
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @torch.no_grad()

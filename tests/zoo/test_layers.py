@@ -12,11 +12,6 @@ from tests.support.systems import CASES, build, small
 from tests.support.zoo import IDS
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Huginn", "R-Llama", "Ouro", "Nanbeige", "LoopFormer", "Parcae", "Ponder"])
 def test_logits_look_only_back(name: str) -> None:

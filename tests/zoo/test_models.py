@@ -24,11 +24,6 @@ from tests.support.zoo import IDS
 KINDS = sorted(name.removeprefix("loopq-zoo-") for name in CLASSES)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def rollout(model: torch.nn.Module, ids: torch.Tensor = IDS, n_steps: int | None = None) -> torch.Tensor:
     system = find_system(model)
     return system.rollout(Batch(ids, tuple(range(len(ids))), 3), n_steps or system.n_steps)

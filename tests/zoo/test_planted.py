@@ -23,11 +23,6 @@ from tests.support.systems import CASES, build, small
 IDS = torch.arange(4 * 12).reshape(4, 12) * 7 % 251
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
     """Return the rollout at the model's own depth from seed 1."""
     system = find_system(model)

@@ -19,7 +19,6 @@ FOLDER = Path(zoo.__file__).parent / "weights" / "huginn_small"
 
 @pytest.fixture(scope="module")
 def system() -> LoopedSystem:
-    torch.set_num_threads(1)
     return load_model("huginn_small").system
 
 

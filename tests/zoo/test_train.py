@@ -31,7 +31,6 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     np.save(corpus / "train.npy", text)
     np.save(corpus / "held_out.npy", text[:2000])
     (corpus / "held_out.json").write_text('["made-up"]')
-    torch.set_num_threads(1)
     return tmp_path
 
 

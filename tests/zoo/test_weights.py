@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from benches.zoo import CARDS, WEIGHTS, folders
 from benches.zoo.card import card_text
@@ -38,7 +37,6 @@ def test_a_trained_model_is_what_its_card_says(name: str) -> None:
     folder = {Path(f).name: Path(f) for f in folders()}.get(name)
     if folder is None:
         pytest.skip(f"NOT RUN: {name} is not trained here; run `make zoo` or `make zoo-medium`")
-    torch.set_num_threads(1)
     loaded = load_model(folder)
     system = loaded.system
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))

@@ -260,7 +260,7 @@ def input_key(value: Tensor) -> InputKey:
 
 def find_input_groups(
     system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
-) -> tuple[dict[str, str], dict[str, float]]:
+) -> tuple[dict[str, str], dict[str, float], Tensor]:
     """Find parameters that read the same input at every invocation, as q, k and v do, and the rows of experts.
 
     Parameters
@@ -277,6 +277,8 @@ def find_input_groups(
     shares : dict of str to float
         Rows of each expert's parameter, as a share of the tokens, in the order of the calls. It is the mean over the
         steps.
+    output : Tensor
+        The rollout's output.
     """
     inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
     n_rows: dict[str, int] = {}
@@ -290,7 +292,7 @@ def find_input_groups(
             n_rows[parameter.name] = n_rows.get(parameter.name, 0) + rows.shape[0]
 
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
-        system.rollout(batch, n_steps)
+        output = system.rollout(batch, n_steps)
     input_groups: dict[tuple[Any, ...], str] = {}
     # Torch copies the rows of a product for some shapes only, so each product has its own group.
     group_of = {
@@ -303,7 +305,8 @@ def find_input_groups(
     experts = {p.name: p for p in parameters if p.routed_in}
     called = [experts[name] for name in dict.fromkeys((*n_rows, *experts))]
     shares = {p.name: n_rows.get(p.name, 0) / (tokens * p.invocations) for p in called}
-    return {p.name: group_of.get(p.name) or like.get(p.name, p.name) for p in parameters}, shares
+    groups = {p.name: group_of.get(p.name) or like.get(p.name, p.name) for p in parameters}
+    return groups, shares, output
 
 
 def _experts_alike(parameters: Sequence[SharedParameter], group_of: dict[str, str]) -> dict[str, str]:

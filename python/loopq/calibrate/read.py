@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import io
 import itertools
 import lzma
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,14 @@ from loopq.calibrate.template import applied
 from loopq.errors import CalibrationError, ConfigError, LoopqError, require
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json
+from loopq.terminal.text import visible
 
 #: Maximum bytes of a text.
 MAX_TEXT = 2**30
 #: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
-READ_AT_ONCE, _LAST = 2**24, 256
+READ_AT_ONCE, _LAST = 2**20, 256
+#: Characters of a record that are always encoded, and rows of a table that are read at once: a row has any length.
+_LONG, _ROWS = 2**16, 4
 _ROLES = ("user", "assistant")
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -45,6 +50,8 @@ class Served:
     template : bool
         Whether the chat template is applied to every record. Fields are then turns of user and assistant. Messages take
         it anyway.
+    n_tokens : int or None
+        Tokens that are used of each record. None uses all.
     """
 
     encode: Encode
@@ -53,6 +60,7 @@ class Served:
     tokenizer: Any = None
     field: str = ""
     template: bool = False
+    n_tokens: int | None = None
 
     @classmethod
     def of(cls, encode: Encode, tokenizer: Any, field: str = "", template: bool = False) -> Served:
@@ -85,7 +93,18 @@ class Served:
         if "input_ids" in record and not self.field:
             return _without_padding(record, place)
         text = "\n".join(self._texts(record, place))
-        return np.asarray([*self.first, *self.encode(text), *self.last], dtype=np.int64)
+        return np.asarray([*self.first, *self.start(text), *self.last], dtype=np.int64)
+
+    def start(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text. Of a long one, only as much is encoded as a prompt needs."""
+        n = len(text) if self.n_tokens is None else max(_LONG, 16 * self.n_tokens)
+        while n < len(text):
+            ids = self.encode(text[:n])
+            # The last tokens depend on the text behind them.
+            if len(ids) - _LAST >= (self.n_tokens or 0):
+                return ids[:-_LAST]
+            n *= 4
+        return self.encode(text)
 
     def is_dialogue(self, record: Mapping[str, Any]) -> bool:
         """Whether a record takes the chat template. Messages do, unless the record has a text or ids as well."""
@@ -167,12 +186,18 @@ def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None)
     check_count(n_prompts)
     parts = _parts(path)
     if parts[0].suffix in _RECORDS:
+        served = dataclasses.replace(served, n_tokens=seq_len)
         records = itertools.islice(_records(parts), n_prompts)
-        return TokenSet(tuple(ids[:seq_len] for ids in encoded(records, served)), path.name, "prompts")
+        return TokenSet(tuple(ids[:seq_len] for ids in encoded(records, served)), _label(path), "prompts")
     if path.suffix == ".npy":
-        return from_ids(_ids_of(path)[:n_prompts, :seq_len], path.name)
+        return from_ids(_ids_of(path)[:n_prompts, :seq_len], _label(path))
     _refuse_fields(path, served)
-    return _from_text(parts, served, seq_len, n_prompts, path.name)
+    return _from_text(parts, served, seq_len, n_prompts, _label(path))
+
+
+def _label(path: Path) -> str:
+    """Return the file's name for checkpoints, which hold visible UTF-8 only."""
+    return visible(os.fsencode(path.name).decode("utf-8", "backslashreplace"), one_line=True)
 
 
 def encoded(records: Iterable[tuple[str, Any]], served: Served) -> list[NDArray[np.int64]]:
@@ -199,7 +224,7 @@ def encoded(records: Iterable[tuple[str, Any]], served: Served) -> list[NDArray[
         prompts.append(_NO_IDS if served.is_dialogue(fields) else served.ids(fields, place))
     texts = applied(served.tokenizer, dialogues) if dialogues else {}
     for number, text in zip(at, texts.values(), strict=True):
-        prompts[number] = np.asarray(served.encode(text), dtype=np.int64)
+        prompts[number] = np.asarray(served.start(text), dtype=np.int64)
     return prompts
 
 
@@ -276,7 +301,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path, CalibrationError)
     parquet, errors = require("pyarrow.parquet"), require("pyarrow.lib").ArrowException
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except (errors, OSError, ValueError) as cause:

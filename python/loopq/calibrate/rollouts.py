@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import InputKey, Observer, input_key
-from loopq.calibrate.inputs import changed_inputs, model_inputs
+from loopq.calibrate.inputs import OUTPUT, changed_inputs, model_inputs
 from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError
 from loopq.layers.shared import SharedParameter
 from loopq.settings.execution import Execution
-from loopq.storage.journal import fingerprint
+from loopq.storage.journal import digest_of, fingerprint
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Progress
@@ -58,8 +58,11 @@ class Collection:
     def _inputs(self) -> dict[str, str]:
         """Digest of each input by its name."""
         return model_inputs(self.system, self.side_files) | {
-            "the weights": fingerprint(self._weights),
-            "the calibration": fingerprint(self.tokens.describe()),
+            "the weights": digest_of(self._weights),
+            "the calibration": digest_of(self.tokens.describe()),
+            "the seed": str(self.execution.seed),
+            "the number of steps": str(self.selection.n_steps),
+            OUTPUT: self.selection.output,
         }
 
     def fingerprint(self, *more: Any) -> str:
@@ -69,9 +72,7 @@ class Collection:
             self._weights,
             str(next(self.system.model.parameters()).dtype),
             self.tokens.describe(),
-            self.execution.seed,
             self.execution.batch_size,
-            self.selection.n_steps,
             self.selection.parameters,
             *more,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import damaged_weight, find_input_groups
+from loopq.calibrate.inputs import output_digest
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers.task import Pool
@@ -34,12 +36,15 @@ class Selection:
     shares : dict of str to float
         Rows of each expert's parameter in a step, as a share of the tokens. One prompt's rollout gives them. An input
         that experts share has the sum of their rows.
+    output : str
+        Digest of what that rollout gave; "" without one.
     """
 
     parameters: tuple[SharedParameter, ...]
     input_groups: dict[str, str]
     n_steps: int
     shares: dict[str, float] = field(default_factory=dict)
+    output: str = ""
 
     @property
     def observed(self) -> tuple[SharedParameter, ...]:
@@ -122,8 +127,39 @@ def select(
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
-    input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
-    return Selection(parameters, input_groups, depth, shares)
+    if not observed:
+        return Selection(parameters, {}, depth)
+    input_groups, shares, output = find_input_groups(system, observed, probe, depth)
+    return Selection(parameters, input_groups, depth, shares, output_digest(output))
+
+
+def select_shape(
+    system: LoopedSystem,
+    *,
+    n_steps: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Selection:
+    """Choose the parameters of a run of a model without values, which cannot run.
+
+    Layers of one module with one width are assumed to read one input. Experts share the tokens evenly.
+    """
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    parameters = treat(system.shared_parameters(depth), include, exclude)
+    first: dict[tuple[str, int], str] = {}
+    blocks: dict[str, set[str]] = {}
+    groups = {}
+    for p in (p for p in parameters if p.treatment != "dense"):
+        module = p.owners[0].rpartition(".")[0]
+        groups[p.name] = first.setdefault((module, p.in_features), p.name)
+        if p.routed_in:
+            blocks.setdefault(p.routed_in, set()).add(module)
+    settings: Any = getattr(system.model, "config", None)
+    settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    chosen = getattr(settings, "num_experts_per_tok", 1)
+    routed = [p for p in parameters if p.name in groups and p.routed_in]
+    shares = {p.name: min(1.0, chosen / len(blocks[p.routed_in])) for p in routed}
+    return Selection(parameters, groups, depth, shares)
 
 
 def shared(

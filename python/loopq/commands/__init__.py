@@ -45,10 +45,10 @@ class Command:
     together: bool = False
 
 
-COMMANDS: Registry[Command] = Registry("command", "loopq.commands")
-#: Commands of the last release, and what to do instead. Their errors say it until the next release.
-RENAMED = {
-    "systems": "`loopq check` lists the systems, and `loopq check MODEL` tests a model",
-}
+COMMANDS: Registry[Command] = Registry(
+    "command",
+    "loopq.commands",
+    removed={"systems": "`loopq check` lists the systems, and `loopq check MODEL` tests a model"},
+)
 
-__all__ = ["COMMANDS", "RENAMED", "Command"]
+__all__ = ["COMMANDS", "Command"]

@@ -13,14 +13,15 @@ from loopq.calibrate.prompts import Take
 from loopq.commands import COMMANDS, Command
 from loopq.commands.needs import needs, systems
 from loopq.commands.options import add_execution, execution
-from loopq.commands.plan import DryRun
-from loopq.commands.source import add_source, load
+from loopq.commands.plan import estimates
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.models.check import check_model
 from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import duration
+from loopq.settings.execution import Execution
 from loopq.terminal.table import render
+from loopq.terminal.text import one_a_line, say, visible
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,19 +47,19 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--plan: name a folder with the model's config.json; its weights need not be there"
             )
-        return _plan(DryRun.of(args))
+        return _plan(ModelOptions.of(args), execution(args))
     if args.model is None and args.python is None:
         return _list(as_json=args.json)
     lines = [] if args.model is None else needs(args.model)
     # A name of the table is not the place of a model.
     named = bool(lines) and "/" not in args.model and not Path(args.model).exists()
     if args.json and named:
-        print(json.dumps(dict(lines), indent=1))
+        say(json.dumps(dict(lines), indent=1))
     elif lines and not args.json:
         width = max(len(subject) for subject, _ in lines)
-        print("\n".join(f"{subject:{width}}  {text}" for subject, text in lines))
+        say(one_a_line(f"{subject:{width}}  {text}" for subject, text in lines))
     if named:
-        print("to check it, name its folder or its hub id", file=sys.stderr)
+        say("to check it, name its folder or its hub id", file=sys.stderr)
         return 0
     return _Check.of(args).check()
 
@@ -75,36 +76,37 @@ class _Check:
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Check:
         """Read the options and load the model."""
-        return cls(load(args), args.n_steps, execution(args).seed, args.json)
+        source = ModelOptions.of(args)
+        return cls(source.load(), source.depth, execution(args).seed, args.json)
 
     def check(self) -> int:
         """Print the verdicts."""
         loaded = self.loaded
         if not self.as_json:
-            print("\n".join(loaded.report.lines()))
+            say(one_a_line(loaded.report.lines()))
         report = check_model(loaded, n_steps=self.n_steps, seed=self.seed)
         if self.as_json:
             data = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
-            print(json.dumps(data, indent=1))
+            say(json.dumps(data, indent=1))
             return int(not report.ok)
         words = {True: "holds", False: "FAILS", None: "does not apply"}
-        print(f"system {report.system}, {report.n_steps} steps")
-        print(
+        say(f"system {report.system}, {report.n_steps} steps")
+        say(
             render(
                 ("check", "verdict", "detail"), [(v.check, words[v.ok], v.detail) for v in report.verdicts]
             )
         )
         for note in report.notes:
-            print(f"note: {note}")
+            say(visible(f"note: {note}", one_line=True))
         failed = [v.check for v in report.verdicts if v.ok is False]
-        print(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
+        say(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
         return int(not report.ok)
 
 
 def _list(*, as_json: bool) -> int:
     """Print the systems."""
     rows = systems()
-    print(
+    say(
         json.dumps(rows, indent=1)
         if as_json
         else render(tuple(rows[0]), [tuple(row.values()) for row in rows])
@@ -112,13 +114,12 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
-def _plan(shape: DryRun) -> int:
+def _plan(asked: ModelOptions, how: Execution) -> int:
     """Print the cost of a quantization of 128 prompts of 128 tokens without reading the model's weights."""
-    cost, fast = shape.forecasts([QuantConfig(), QuantConfig().preset("fast")], Take())
-    print("\n".join(cost.lines()))
-    seconds = duration(sum(fast.seconds.values()))
-    print(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {seconds}")
-    return int(cost.peak > cost.limit)
+    cost, fast = estimates(asked, how, [QuantConfig(), QuantConfig().preset("fast")], Take())
+    say("\n".join(cost.lines()))
+    say(f"with --preset fast, without loop metrics: {fast.n_passes} passes, {fast.time}")
+    return int(not cost.fits)
 
 
 COMMANDS.register("check")(Command("list the looped systems, or check that loopq fits a model", add, run, 41))

@@ -29,7 +29,7 @@ from loopq.commands.options import (
     whole,
 )
 from loopq.commands.output import print_dump
-from loopq.commands.source import add_source, load
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.models.depths import at_depths
 from loopq.models.load import LoadedModel
@@ -41,6 +41,7 @@ from loopq.run.ranks import Ranks
 from loopq.settings.execution import Execution
 from loopq.settings.steps import parse_steps
 from loopq.terminal.progress import Progress
+from loopq.terminal.text import say
 
 #: Draws of labels for each prompt, as of `loopq quantize`.
 _DRAWS = MetricSettings().draws
@@ -135,7 +136,8 @@ class _Collect:
         """Check the options and load."""
         _check(args, ranks)
         settings = given(args, LayerConfig)
-        loaded, depth = at_depths(load(args), args.n_steps)
+        source = ModelOptions.of(args)
+        loaded, depth = at_depths(source.load(), source.n_steps)
         tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
         sums = _SumsKept(
             settings.get("steps"),
@@ -191,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         manifest = job.collect(ranks)
     if ranks is None or ranks.rank == 0:
         print_dump(manifest)
-        print(f"written to {job.out}")
+        say(f"written to {job.out}")
     return 0
 
 

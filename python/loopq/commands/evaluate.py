@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loopq import zoo
 from loopq.api import evaluate
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CHUNK, Take, evaluation_chunks, evaluation_tokens
@@ -16,22 +19,24 @@ from loopq.commands.hooks import SPEEDS, Finished, HeldOut
 from loopq.commands.options import (
     add_execution,
     add_text,
-    each_depth,
     execution,
     take,
     whole,
 )
 from loopq.commands.output import measurement_table, spread_table
-from loopq.commands.source import add_source, load, source_words
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.evaluation.metric import Metric
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import check_readable, read_any
+from loopq.formats.convert import check_readable, is_checkpoint, read_any
+from loopq.formats.hf_folder import CONFIG
 from loopq.models.load import LoadedModel
 from loopq.models.restore import open_any
+from loopq.settings.execution import Execution
 from loopq.storage.schema import Object
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, short
+from loopq.terminal.text import say
 
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
@@ -67,82 +72,112 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Evaluate:
+    """What to measure, on which text. `pages` are what the hooks of guests write."""
+
+    source: ModelOptions
+    folders: list[str]
+    text: str | None
+    take: Take
+    chunks: bool
+    execution: Execution
+    n_seeds: int
+    pages: Sequence[Callable[[Finished], str]]
+    as_json: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Evaluate:
+        """Read and check the options."""
+        folders, chunks = args.checkpoints, args.llama_cpp_style
+        if args.python is not None and args.model is not None:
+            folders = [args.model, *folders]
+        if not folders:
+            raise ConfigError("name a checkpoint to compare with the model: DIR")
+        for folder in folders:
+            _check_order(args.model, folder)
+            check_readable(folder)
+        pages = hooks.asked(args, "evaluate")
+        source = ModelOptions.of(args)
+        if args.python is not None:
+            source = dataclasses.replace(source, model=None)
+        length = take(args, CHUNK if chunks else Take().seq_len)
+        return cls(
+            source, folders, args.text, length, chunks, execution(args), args.n_seeds, pages, args.json
+        )
+
+
+def _check_order(model: str | None, folder: str) -> None:
+    """Reject a model in the place of a checkpoint."""
+    full = folder in zoo.available() or folder.startswith("looped:")
+    full |= (Path(folder) / CONFIG).is_file() and not is_checkpoint(Path(folder))
+    if full:
+        first = model if model and is_checkpoint(Path(model)) else "CHECKPOINT"
+        raise ConfigError(
+            f"{folder}: a model in full precision, not a checkpoint; the model comes first: loopq evaluate {folder} "
+            f"{first}"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
-    if args.python is not None and args.model is not None:
-        args.model, args.checkpoints = None, [args.model, *args.checkpoints]
-    if not args.checkpoints:
-        raise ConfigError("name a checkpoint to compare with the model: DIR")
-    for folder in args.checkpoints:
-        check_readable(folder)
-    pages = hooks.asked(args, "evaluate")
-    loaded = load(args)
-    read = evaluation_chunks if args.llama_cpp_style else evaluation_tokens
-    tokens = read(loaded, args.text, take(args, CHUNK if args.llama_cpp_style else Take().seq_len))
-    checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
-    if isinstance(args.n_steps, tuple):
-        return _run_depths(args, loaded, checkpoints, tokens)
-    summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
-    measured = HeldOut(tokens, summaries, said)
-    finished = Finished(
-        source_words(args),
-        str(args.model or args.python),
-        loaded,
-        checkpoints,
-        args.n_steps,
-        execution(args),
-        measured,
-    )
-    lines = [write(finished) for write in pages]
-    if args.json:
-        print(json.dumps(summaries, indent=1))
+    asked = _Evaluate.of(args)
+    loaded = asked.source.load()
+    read = evaluation_chunks if asked.chunks else evaluation_tokens
+    tokens = read(loaded, asked.text, asked.take)
+    checkpoints = {folder: read_any(Path(folder)) for folder in asked.folders}
+    measured = [
+        measure(loaded, checkpoints, tokens, depth, asked.execution, asked.n_seeds)
+        for depth in asked.source.depths
+    ]
+    if len(measured) > 1:
+        return _print_depths(measured, loaded, checkpoints, as_json=asked.as_json)
+    finished = Finished(asked.source, loaded, checkpoints, asked.execution, measured[0])
+    lines = [write(finished) for write in asked.pages]
+    if asked.as_json:
+        say(json.dumps(measured[0].summaries, indent=1))
     else:
-        print_measured(summaries, said)
-        print("".join(f"{line}\n" for line in lines if line), end="")
+        print_measured(measured[0].summaries, measured[0].about)
+        say("".join(f"{line}\n" for line in lines if line), end="")
     return 0
 
 
-def _run_depths(
-    args: argparse.Namespace,
-    loaded: LoadedModel,
-    checkpoints: Mapping[str, Checkpoint],
-    tokens: TokenSet,
+def _print_depths(
+    measured: Sequence[HeldOut], loaded: LoadedModel, checkpoints: Mapping[str, Checkpoint], *, as_json: bool
 ) -> int:
-    """Measure at several depths, with the speed of generation. Print one table."""
-    rows: list[dict[str, Any]] = []
-    for one in each_depth(args):
-        summaries, said = measure(one, loaded, checkpoints, tokens, args.n_seeds)
-        rows += [summary | {"n_steps": one.n_steps} for summary in summaries]
-    prompt = tokens.sequences[0].tolist()
+    """Print one table of measurements at several depths, with the speed of generation."""
+    rows = [row | {"n_steps": one.about["n_steps"]} for one in measured for row in one.summaries]
+    prompt = measured[0].text.sequences[0].tolist()
     for name in (rows[0]["name"], *checkpoints):
         for _, speed in SPEEDS:
             # Codes stay packed, as in `loopq run`.
             model = open_any(name, quantized=True) if name in checkpoints else loaded
             for row in (row for row in rows if row["name"] == name):
                 row["tokens_per_second"] = speed(model.system, row["n_steps"], prompt)
-    if args.json:
-        print(json.dumps(rows, indent=1))
+    if as_json:
+        say(json.dumps(rows, indent=1))
         return 0
-    print_measured(rows, said | {"n_steps": ", ".join(map(str, args.n_steps))})
-    print("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
+    depths = ", ".join(str(one.about["n_steps"]) for one in measured)
+    print_measured(rows, {**measured[-1].about, "n_steps": depths})
+    say("KL: at each depth to full precision at that depth; tokens/s: one text on this machine")
     return 0
 
 
 def measure(
-    args: argparse.Namespace,
     loaded: LoadedModel,
     checkpoints: Mapping[str, Checkpoint],
     tokens: TokenSet,
+    n_steps: int | None,
+    how: Execution,
     n_seeds: int = 1,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure checkpoints of a model on prompts. Return a summary of each set of weights and the data description."""
-    how = execution(args)
+) -> HeldOut:
+    """Measure checkpoints of a model on prompts. Summarise each set of weights, and describe the prompts."""
     with Line() as progress:
         measured = evaluate(
             loaded,
             checkpoints,
             tokens,
-            n_steps=args.n_steps,
+            n_steps=n_steps,
             seeds=range(how.seed, how.seed + n_seeds),
             progress=progress,
             batch_size=how.batch_size,
@@ -156,67 +191,52 @@ def measure(
         answers = [Metric("answer", m.answered[0]) for m in measured]
         for summary, metric in zip(summaries, answers, strict=True):
             summary["answers"] = metric.to_json(None if metric is answers[0] else answers[0])
-    depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
-    return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
+    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    return HeldOut(tokens, summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds})
 
 
-def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:
+def print_measured(summaries: Sequence[dict[str, Any]], said: Mapping[str, Any]) -> None:
     """Print the table and the measured data."""
-    print(
+    say(
         f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, initial "
         f"states of each: {said['n_seeds']}, the same in every row"
     )
     if "tokens" in summaries[-1]:
-        print(spread_table(summaries))
-        print(f"{summaries[-1]['tokens']['n_scored']} positions scored, the second half of each chunk")
+        say(spread_table(summaries))
+        say(f"{summaries[-1]['tokens']['n_scored']} positions scored, the second half of each chunk")
         return
-    print(measurement_table(summaries))
-    print(
-        "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
-    )
+    say(measurement_table(summaries))
+    say("KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token")
     if "answers" in summaries[0]:
-        head = {"task": said["source"], "n_cut": 0}
-        print(task_table([head | {"weights": s["name"]} | s["answers"] for s in summaries]))
+        say(_answer_table(said["source"], summaries))
 
 
-def task_table(rows: Sequence[Object]) -> str:
-    """Return the table of tasks, with a line for each metric and set of weights, and notes on cut contexts."""
+def _answer_table(task: str, summaries: Sequence[Object]) -> str:
+    """Return the share of right answers of each set of weights, and its change from the first."""
 
-    def cells(row: Object, key: str) -> tuple[str | None, str | None]:
-        interval, share = row[key], row["sizes"] is None
+    def cells(interval: Object | None, form: str) -> tuple[str | None, str | None]:
         if interval is None:
             return None, None
-        change, unit = key == "change", 100 if share else 1
-        value, low, high = (unit * interval[end] for end in ("estimate", "low", "high"))
-        if share:
-            return f"{value:+.1f}" if change else f"{value:.1f} %", f"[{low:.1f}, {high:.1f}]"
-        return f"x{value:.4f}" if change else f"{value:.4g}", f"[{low:.4g}, {high:.4g}]"
+        value, low, high = (100 * interval[end] for end in ("estimate", "low", "high"))
+        return form.format(value), f"[{low:.1f}, {high:.1f}]"
 
     table = [
         (
-            r["task"],
-            r["metric"],
-            r["weights"],
-            len(r["values"]),
-            *cells(r, "interval"),
-            *cells(r, "change"),
-            short(r["p_value"]),
+            task,
+            "answer",
+            row["name"],
+            len(row["answers"]["values"]),
+            *cells(row["answers"]["interval"], "{:.1f} %"),
+            *cells(row["answers"]["change"], "{:+.1f}"),
+            short(row["answers"]["p_value"]),
         )
-        for r in rows
+        for row in summaries
     ]
     header = ("task", "metric", "weights", "items", "value", "95 %", "change", "95 % ", "McNemar p")
-    lines = [
-        render(header, table),
-        "95 %: Wilson's interval, of a perplexity bootstrap over items",
-        "change: from the first weights on the same items, in points, of a perplexity the ratio; paired bootstrap over "
-        "items, exact McNemar test",
-    ]
-    cut = {r["task"]: (r["n_cut"], len(r["values"])) for r in rows if r["n_cut"]}
-    for task, (n_cut, n) in cut.items():
-        lines.append(
-            f"{task}: {n_cut} of {n} contexts are longer than the model reads and were cut at their left"
-        )
-    return "\n".join(lines)
+    return (
+        f"{render(header, table)}\n95 %: Wilson's interval\n"
+        "change: from the first weights on the same items, in points; paired bootstrap over items, exact McNemar test"
+    )
 
 
 COMMANDS.register("evaluate")(

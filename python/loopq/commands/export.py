@@ -9,7 +9,8 @@ from typing import Any
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format, add_gate, format_options, gate_options
-from loopq.run.export import export
+from loopq.run.destination import export
+from loopq.terminal.text import one_a_line, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Export:
-    """What to export, where, in which format and with which of its options."""
+    """What to export, where, in which format or for which engine, and with which options."""
 
     folder: str
     out: str
-    format: str
+    format: str | None
     options: Mapping[str, Any]
 
     @classmethod
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and print its size."""
     asked = _Export.of(args)
     done = export(asked.folder, asked.out, asked.format, **asked.options)
-    print("\n".join(done.lines()))
+    say(one_a_line(done.lines()))
     return 0
 
 

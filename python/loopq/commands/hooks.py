@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.calibrate.data import TokenSet
+from loopq.commands.source import ModelOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel
 from loopq.run.config import QuantConfig
@@ -61,16 +62,12 @@ class Finished:
 
     Parameters
     ----------
-    source : list of str
-        Words of a command line that name the model and say how to load it.
-    model : str
-        Its name.
+    source : ModelOptions
+        The model, and its depth.
     loaded : LoadedModel
         The full-precision model.
     checkpoints : mapping of str to Checkpoint
         Quantized weights by name.
-    n_steps : int or None
-        Depth. None for the model's own.
     execution : Execution
         Seed, batch size and the like.
     measured : HeldOut or None
@@ -79,11 +76,9 @@ class Finished:
         Of `loopq quantize` alone.
     """
 
-    source: list[str]
-    model: str
+    source: ModelOptions
     loaded: LoadedModel
     checkpoints: Mapping[str, Checkpoint]
-    n_steps: int | None
     execution: Execution
     measured: HeldOut | None
     quantized: Quantized | None = None

@@ -11,11 +11,13 @@ from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.commands.settable import shown
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, UnknownNameError
 from loopq.formats import hf_folder, native
 from loopq.formats.base import Format
 from loopq.formats.convert import format_of
 from loopq.run.config import QuantConfig
+from loopq.storage.files import read_json
+from loopq.terminal.text import one_a_line, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,22 +40,22 @@ def _show(path: Path, *, as_json: bool) -> int:
     if (path / "manifest.json").is_file() and not (path / native.INDEX).is_file():
         dump = Dump(path)
         if as_json:
-            print((path / "manifest.json").read_text("utf-8"))
+            say(json.dumps(read_json(path / "manifest.json"), indent=1, sort_keys=True))
         else:
             print_dump(dump.manifest)
         return 0
     target = _format(path)
     if not target.own:
         facts = target.facts(path)
-        print(json.dumps(facts, indent=1) if as_json else "\n".join(target.describe(facts)))
+        say(json.dumps(facts, indent=1) if as_json else one_a_line(target.describe(facts)))
         return 0
     checkpoint = target.read(path)
     if as_json:
         layers = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
-        print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
+        say(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
         return 0
     print_checkpoint(checkpoint, None)
-    print(_settings(path, checkpoint.settings))
+    say(_settings(path, checkpoint.settings))
     return 0
 
 
@@ -71,9 +73,11 @@ def _format(path: Path) -> Format:
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:
-    """The settings of the run, one line per group. `--json` prints all of them."""
+    """The settings of the run, one line per group. `--json` prints all of them.
+
+    A method that is not installed made the same codes, so the rest of the checkpoint is shown.
+    """
     try:
-        asked = QuantConfig.from_json(settings["quantization"])
         calibration = settings["calibration"]
         depths = settings.get("depths") or [settings["n_steps"]]
         summary = (
@@ -81,6 +85,9 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
             f"calibrated on {calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of "
             f"{calibration['source']}"
         )
+        asked = QuantConfig.from_json(settings["quantization"])
+    except UnknownNameError as cause:
+        return one_a_line([summary, f"settings are shown by --json only: {cause}"])
     except (ConfigError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
     layer, run = asked.layer.flat(), asked.flat()
@@ -93,7 +100,7 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
     for override in asked.overrides:
         changes = ",".join(f"{k}={shown(v) or 'none'}" for k, v in override.changes.items())
         lines.append(f"for layers {override.pattern}: {changes}")
-    return "\n".join(lines)
+    return one_a_line(lines)
 
 
 COMMANDS.register("inspect")(Command("show what a checkpoint or a dump holds", add, run, 12))

@@ -9,6 +9,7 @@ from loopq.calibrate.merge import merge
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_dump
 from loopq.terminal.progress import Line
+from loopq.terminal.text import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     with Line() as progress:
         merged = merge(parts, out, progress)
     print_dump(merged)
-    print(f"written to {out}")
+    say(f"written to {out}")
     return 0
 
 

@@ -16,10 +16,11 @@ from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Option
 from loopq.formats.convert import format_names, settings_of
-from loopq.formats.support import READS
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
+from loopq.run.destination import destinations
+from loopq.run.gate import LOOPQ
 from loopq.run.ranks import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution
@@ -123,12 +124,6 @@ def depths(text: str) -> int | tuple[int, ...]:
     if len(set(values)) != len(values):
         raise argparse.ArgumentTypeError("a depth stands twice")
     return values[0] if len(values) == 1 else values
-
-
-def each_depth(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The same options once for each depth."""
-    several = args.n_steps if isinstance(args.n_steps, tuple) else (args.n_steps,)
-    return [argparse.Namespace(**{**vars(args), "n_steps": n}) for n in several]
 
 
 def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
@@ -238,15 +233,15 @@ def quant_config(
     return config.changed(**given(args, QuantConfig))
 
 
-def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
-    """Set depth, seed and share of random tokens from the checkpoint given by ``--like``.
-
-    Values given as options stay.
+def adopt_like(args: argparse.Namespace) -> tuple[argparse.Namespace, QuantConfig | None]:
+    """Take what the options leave open from the checkpoint given by ``--like``.
 
     Returns
     -------
-    QuantConfig or None
-        Settings of the checkpoint. None without the option.
+    options : Namespace
+        With the checkpoint's depth, seed and share of random tokens where the command line gives none.
+    config : QuantConfig or None
+        Settings of the checkpoint. None without ``--like``.
 
     Raises
     ------
@@ -254,17 +249,17 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
         If the checkpoint holds no settings of a run.
     """
     if args.like is None:
-        return None
+        return args, None
     settings = settings_of(args.like)
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: no settings of a run in it; name a checkpoint of loopq")
+    taken = {"seed": settings["seed"]} | vars(args)
     if args.n_steps is None:
-        args.n_steps = tuple(settings.get("depths", ())) or settings["n_steps"]
-    args.seed = getattr(args, "seed", settings["seed"])
+        taken["n_steps"] = tuple(settings.get("depths", ())) or settings["n_steps"]
     share = settings["calibration"].get("random_tokens", 0.0)
     if share != RANDOM_TOKENS:
-        args.random_tokens = getattr(args, "random_tokens", share)
-    return QuantConfig.from_json(settings["quantization"])
+        taken.setdefault("random_tokens", share)
+    return argparse.Namespace(**taken), QuantConfig.from_json(settings["quantization"])
 
 
 def add_execution(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
@@ -307,21 +302,26 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
     return CalibrationTake().changed(**(of_preset | given(args, CalibrationTake)))
 
 
-def add_format(
-    parser: argparse.ArgumentParser, default: str | None = None, *, quantized: bool = False
-) -> None:
-    """Add the choice of a format, and the options of the formats. Without a default it is required.
+def add_format(parser: argparse.ArgumentParser, *, quantized: bool = False) -> None:
+    """Add the choice of an engine or a format, and the options of the formats.
 
     If a quantized model is written (`quantized`), options of formats with other sources are left out. ``--help-all``
     shows the rest.
     """
     parser.add_argument(
-        "--format",
-        required=default is None,
-        default=default,
-        choices=format_names(),
-        help="format of the output" + (" (default %(default)s)" if default else ""),
+        "--for",
+        dest="engine",
+        choices=destinations(),
+        help="program that will run the file. It decides format, levels and rotation"
+        + (f" (default {LOOPQ})" if quantized else ""),
     )
+    form = parser.add_argument(
+        "--format",
+        choices=format_names(),
+        help="format of the output, in place of the one that --for decides; then --for only refuses, before the work, "
+        "what that program cannot run",
+    )
+    form.removed = FORMATS.removed  # type: ignore[attr-defined]
     readers: dict[Option, list[str]] = {}
     for name, target in FORMATS:
         for option in target.options:
@@ -333,28 +333,21 @@ def add_format(
             f"--{option.name.replace('_', '-')}",
             **({"action": "store_const", "const": True} if option.flag else takes),
             help=f"for {', '.join(names)}: {option.help}",
-        ).rare = quantized  # type: ignore[attr-defined]
+        )
     parser.set_defaults(format_options=[option.name for option in readers])
 
 
-def add_gate(parser: argparse.ArgumentParser, *, rare: bool = False) -> None:
+def add_gate(parser: argparse.ArgumentParser) -> None:
     """Add what decides whether a file is written, and which engines read it afterwards."""
-    engine = parser.add_argument(
-        "--engine",
-        choices=tuple(READS),
-        help="refuse, before the work, what this engine is known to refuse or to load wrongly "
-        "(docs/formats/engines.md); without it, what no engine reads right",
-    )
-    force = parser.add_argument(
+    parser.add_argument(
         "--force", action="store_true", help="write such a file all the same, and say so in it"
     )
-    verify = parser.add_argument(
+    parser.add_argument(
         "--verify",
         choices=("yes", "no"),
         default="yes",
         help="let every installed engine load the file and compare its logits (default %(default)s)",
     )
-    engine.rare = force.rare = verify.rare = rare  # type: ignore[attr-defined]
 
 
 def gate_options(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -367,11 +360,35 @@ def format_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in args.format_options}
 
 
-def check_place(file: str | Path) -> None:
-    """Reject an unwritable file before any computation."""
+def check_place(file: str | Path, ours: bytes, args: argparse.Namespace | None = None) -> None:
+    """Reject an unwritable file before any computation, and one that would replace a file of the user.
+
+    Parameters
+    ----------
+    file : path
+        The output.
+    ours : bytes
+        What each file of loopq of this kind holds.
+    args : Namespace, optional
+        Options of the command. No other one may name the file.
+    """
     path = Path(file)
-    check_replaceable(path, ConfigError)
+    named = [v for value in vars(args or argparse.Namespace()).values() for v in _paths(value)]
+    if named.count(os.path.realpath(path)) > 1:
+        raise ConfigError(f"{file}: stands twice in this command; name another file for this output")
+    check_replaceable(path, ConfigError, ours)
     broken = (folder for folder in path.parents if folder.is_symlink() and not folder.exists())
     place = next(broken, nearest(path.parent))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")
+
+
+def _paths(value: Any) -> list[str]:
+    """Return the real paths that the value of an option names, if it names files."""
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in _paths(part)]
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        return []
+    file, colon, _ = str(value).rpartition(":")
+    # `--python` names FILE.py:FUNCTION.
+    return [os.path.realpath(file if colon and file.endswith(".py") else value)]

@@ -12,10 +12,8 @@ from loopq.errors import CheckpointError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.run.outside import LEAST
 from loopq.storage.schema import checked
-from loopq.terminal.table import render, short, size
-
-#: Names shown of layers that the same is said of.
-_N_NAMES = 12
+from loopq.terminal.table import render, short, size, some
+from loopq.terminal.text import say, visible
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,13 @@ def _of_scales(layers: Sequence[_Report]) -> list[str]:
     small = [f"{r.layer} ({r.n_subnormal_scales})" for r in layers if r.n_subnormal_scales]
     said = []
     if zeroed:
-        said.append(f"groups too near to zero for a scale, rounded to zero: {_some(zeroed)}")
+        said.append(f"groups too near to zero for a scale, rounded to zero: {some(zeroed)}")
     if small:
         said.append(
             "scales below 6.1e-5, which float16 holds with fewer digits and some engines take for zero: "
-            f"{_some(small)}; --set scale_dtype=bfloat16 holds them"
+            f"{some(small)}; --set scale_dtype=bfloat16 holds them"
         )
     return said
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
-    return f"{', '.join(names[:_N_NAMES])}{more}"
 
 
 def _of_experts(layers: Sequence[_Report]) -> list[str]:
@@ -124,7 +117,7 @@ def _of_experts(layers: Sequence[_Report]) -> list[str]:
         (plain, "got rows and no gradient: solved with metric inputs"),
     ):
         if names:
-            said.append(f"{len(names)} weights of experts {what}: {_some(names)}")
+            said.append(f"{len(names)} weights of experts {what}: {some(names)}")
     return said
 
 
@@ -199,11 +192,11 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
         {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes, "grid": x.grid.label}
         for x in checkpoint.layers.values()
     ]
-    print(layer_table(reports))
-    print("loss: tr(D H D^T) / tr(W H W^T), D the weight error; RTN: the same grid, rounded to nearest")
+    say(layer_table(reports))
+    say("loss: tr(D H D^T) / tr(W H W^T), D the weight error; RTN: the same grid, rounded to nearest")
     packed = sum(layer.n_bytes for layer in checkpoint.layers.values())
     weights = sum(int(layer.codes.size) for layer in checkpoint.layers.values())
-    print(
+    say(
         f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight; "
         f"the rest of the model: {size(checkpoint.n_bytes - packed)}"
     )
@@ -211,9 +204,9 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
         lines = extras(checkpoint.settings)
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise CheckpointError(f"settings: damaged: what was chosen cannot be read ({cause!r})") from cause
-    print("\n".join(lines), end="\n" if lines else "")
+    say("\n".join(lines), end="\n" if lines else "")
     if out:
-        print(f"written to {out}, read back and compared")
+        say(f"written to {out}, read back and compared")
 
 
 def whole(path: Path, checkpoint: Checkpoint, *, rounds_outside: bool) -> str:
@@ -278,15 +271,16 @@ def print_dump(manifest: Any) -> None:
         )
         for p in manifest.parameters
     ]
-    print(render(("layer", "shape", "role", "treatment", "steps", "input of", "rows"), rows))
+    say(render(("layer", "shape", "role", "treatment", "steps", "input of", "rows"), rows))
     cal = manifest.calibration
     total = sum(file.n_bytes for file in (*manifest.files, *manifest.metrics))
-    print(
+    about = (
         f"{manifest.kind} dump of system {manifest.system}, {manifest.n_steps} steps, seed {manifest.seed}; "
         f"{cal['n_prompts']} prompts, {cal['n_tokens']} tokens from {cal['source']}; {size(total)}"
     )
+    say(visible(about, one_line=True))
     for entry in manifest.metrics[:1]:
         n_layers = len(manifest.metrics)
-        print(
+        say(
             f"loop metric of {n_layers} layers, {entry.n_prompts} prompts, {entry.n_draws} draws of labels each"
         )

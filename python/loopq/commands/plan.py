@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +13,30 @@ from pathlib import Path
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import CALIBRATION_PROMPTS, Take, calibration_tokens
-from loopq.commands.options import calibration_take, execution, take, whole
+from loopq.calibrate.prompts import CALIBRATION_PROMPTS, CalibrationTake, Take, calibration_tokens
+from loopq.commands.options import whole
 from loopq.commands.output import divergence
-from loopq.commands.source import load, load_source
+from loopq.commands.source import ModelOptions
+from loopq.errors import ConfigError
 from loopq.layers.grid import BITS
 from loopq.models.build import build_shape
 from loopq.models.depths import Depths, at_depths
 from loopq.models.load import LoadedModel
+from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig
-from loopq.run.forecast import Forecast, forecast
+from loopq.run.estimate import DISK, Estimate
+from loopq.run.memory import weight_bytes
 from loopq.run.model_source import ModelSource
 from loopq.run.trials import Trial, divide, try_grids
-from loopq.settings.execution import Execution
-from loopq.systems.base import LoopedSystem
+from loopq.settings.execution import PLANNED, Execution, available_bytes
+from loopq.storage.model_files import set_source
 from loopq.systems.capabilities import Discovers
 from loopq.terminal.progress import Line
 from loopq.terminal.table import render, size
+from loopq.terminal.text import say
+
+#: Bytes of the largest model that is built to time it.
+TIMED = 1 << 30
 
 
 def several_bits(text: str) -> tuple[int, ...]:
@@ -40,49 +49,59 @@ def several_bits(text: str) -> tuple[int, ...]:
     return bits
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """A model without its values, if it has a folder, and how it is to be run.
+def estimates(
+    asked: ModelOptions, execution: Execution, configs: Sequence[QuantConfig], take: Take
+) -> list[Estimate]:
+    """Estimate the cost of quantizations. Prompts count by their number and length.
 
-    Parameters
-    ----------
-    system : LoopedSystem
-        Its adapter.
-    n_steps : int, optional
-        Depth. The model's own when absent.
-    execution : Execution
-        Its memory limits everything, the model included.
+    A folder's model is built from config.json alone, with drawn values if it is small. Other models are loaded. The
+    memory limit includes the model.
+
+    Raises
+    ------
+    ConfigError
+        Weights, or one layer's Hessian and solve beside them, exceed the limit.
     """
+    free = available_bytes()
+    limit = execution.memory or (1 << 62 if free is None else int(PLANNED * free))
+    if asked.model is not None and (Path(asked.model) / "config.json").is_file():
+        known, trusted = asked.loading["system"], asked.loading["trust_remote_code"]
+        build = functools.partial(build_shape, Path(asked.model), known, trusted)
+        system = build()
+        weights, _ = weight_bytes(system.model)
+        if weights <= min(TIMED, limit):
+            system = build(device="cpu")
+        elif weights > limit:
+            set_source(system.model, {})
+    else:
+        system = asked.load().system
+    _, held = weight_bytes(system.model)
+    if held >= limit:
+        raise ConfigError(
+            f"weights take {size(held)} at once, above the limit of {size(limit)}: raise --memory"
+        )
+    how = dataclasses.replace(execution, memory=limit - held)
+    prompts = (np.zeros(take.seq_len, np.int64),) * (take.n_prompts or CALIBRATION_PROMPTS)
+    tokens, n_steps = TokenSet(prompts, "a text", "windows"), asked.n_steps
+    if isinstance(n_steps, tuple):
+        system, n_steps = Depths(system, n_steps), None
+    shape = any(p.is_meta for p in system.model.parameters())
+    make = ModelSource.of_shape if shape else ModelSource.of
+    # The process has imported the libraries, and loaded or built the model.
+    start, costs = time.process_time() + shape * held / DISK, []
+    for config in configs:
+        source = make(system, tokens, config, n_steps=n_steps, execution=how)
+        plan = source.plan(config.with_metric("loop") if shape else config)
+        cost = source.estimate(plan if shape else choose_metric(plan, source.job))
+        costs.append(dataclasses.replace(cost, seconds={"start": start, **cost.seconds}))
+    return costs
 
-    system: LoopedSystem
-    n_steps: int | None
-    execution: Execution
 
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> DryRun:
-        """Build a folder's model from config.json alone. Other models are loaded."""
-        if args.model is not None and (Path(args.model) / "config.json").is_file():
-            system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
-        else:
-            system = load(args).system
-        if isinstance(args.n_steps, tuple):
-            return cls(Depths(system, args.n_steps), None, execution(args))
-        return cls(system, args.n_steps, execution(args))
-
-    def forecasts(self, configs: Sequence[QuantConfig], asked: Take) -> list[Forecast]:
-        """Forecast the cost of quantizations. Prompts count by their number and length."""
-        prompts = (np.zeros(asked.seq_len, np.int64),) * (asked.n_prompts or CALIBRATION_PROMPTS)
-        tokens = TokenSet(prompts, "a text", "windows")
-        return [forecast(self.system, config, tokens, self.execution, self.n_steps) for config in configs]
-
-
-def dry_run(shape: DryRun, config: QuantConfig, asked: Take) -> int:
+def dry_run(asked: ModelOptions, execution: Execution, config: QuantConfig, take: Take) -> int:
     """Print the cost of a quantization. The exit code is 1 if memory does not suffice."""
-    (cost,) = shape.forecasts([config], asked)
-    print("\n".join(cost.lines()))
-    if config.fit is not None:
-        print("not counted: the trials of --fit")
-    return int(cost.peak > cost.limit)
+    (cost,) = estimates(asked, execution, [config], take)
+    say("\n".join(cost.lines()))
+    return int(not cost.fits)
 
 
 @dataclass(frozen=True)
@@ -114,15 +133,22 @@ class GridTable:
     execution: Execution
 
     @classmethod
-    def of(cls, args: argparse.Namespace, config: QuantConfig) -> GridTable:
-        """Read the options and load."""
-        loaded, depth = at_depths(load_source(args), args.n_steps)
-        tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
+    def of(
+        cls,
+        source: ModelOptions,
+        calibration: str | None,
+        take: CalibrationTake,
+        config: QuantConfig,
+        bits: tuple[int, ...],
+        execution: Execution,
+    ) -> GridTable:
+        """Load the model and its prompts."""
+        loaded, depth = at_depths(source.load(), source.n_steps)
+        tokens = calibration_tokens(loaded, calibration, take)
         # No random tokens are put into the held prompts.
-        plain = calibration_tokens(
-            loaded, args.calibration, take(args).changed(n_prompts=sum(divide(tokens)))
-        )
-        return cls(loaded, depth, tokens, plain, config, args.table, execution(args))
+        held = take.changed(n_prompts=sum(divide(tokens)), random_tokens=0.0)
+        plain = calibration_tokens(loaded, calibration, held)
+        return cls(loaded, depth, tokens, plain, config, bits, execution)
 
     def print(self) -> int:
         """Print the size of the model on each grid, and its KL on calibration prompts that are held back."""
@@ -136,9 +162,9 @@ class GridTable:
                 self.loaded.system, used, self.config, n_steps=self.n_steps, execution=how
             )
             trials = try_grids(source, self.config, self.bits, self.plain.take(n_used))
-        print(_measured(trials))
+        say(_measured(trials))
         what = _what(trials)
-        print(
+        say(
             f"{what}: measured on the last {n_held} calibration prompts, with all layers solved on the other {n_used} "
             "and on inputs of full precision. On another kind of text it differs: `loopq evaluate` measures any"
         )

@@ -146,6 +146,7 @@ _TURNED_OFF = {"asymmetric": "symmetric", "unsigned-scales": "signed_scales", "n
 #: What to do instead of options that are not settings any more.
 _INSTEAD = {
     "bits-per-weight": "write --fit {}",
+    "engine": "write --for {}",
     "fit-levels": "write --levels {}",
     "fit-score": "leave it out, since the cost of a grid is always the measured KL",
     "fit-n-prompts": "leave it out, since grids are always compared on up to 16 prompts",
@@ -182,8 +183,10 @@ def instead(parser: argparse.ArgumentParser, word: str, following: Sequence[str]
     """
     option, equals, value = word.partition("=")
     value = value if equals else next(iter(following), "VALUE")
-    if option.removeprefix("--") in _INSTEAD and Set.of(parser):
-        return _INSTEAD[option.removeprefix("--")].format(value)
+    name = option.removeprefix("--")
+    known = Set.of(parser) is not None or any(action.dest == name for action in parser._actions)
+    if name in _INSTEAD and known:
+        return _INSTEAD[name].format(value)
     new = renamed(parser).get(option)
     if new is None:
         return None

@@ -14,6 +14,7 @@ from loopq.run.config import QuantConfig
 from loopq.run.ranks import Ranks
 from loopq.storage.lock import work_folder
 from loopq.terminal.progress import Line
+from loopq.terminal.text import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if result is None:
-        print(f"the layers of this shard are solved; the one that ends last writes {asked.out}")
+        say(f"the layers of this shard are solved; the one that ends last writes {asked.out}")
     else:
         print_checkpoint(result, asked.out)
     return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from loopq.calibrate.prompts import check_prompts
@@ -74,52 +75,82 @@ def add_loading(parser: argparse.ArgumentParser, *, several: bool = False) -> No
         action.rare = True
 
 
-def check_texts(args: argparse.Namespace) -> None:
-    """Refuse files of `add_text` that hold no prompts. Loading a large model takes minutes."""
-    for name in ("calibration", "text", "evaluate"):
-        file = getattr(args, name, None)
-        if file is not None and (name, file) != ("evaluate", "-"):
-            check_prompts(file, take(args))
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model that the options of `add_source` name, how it is loaded, and its depth.
 
+    Parameters
+    ----------
+    model : str, optional
+        Its name.
+    python : str, optional
+        FILE.py:FUNCTION instead of a name.
+    argument : str, optional
+        With `python`: argument of the module's forward that sets the number of steps.
+    n_steps : int or tuple of int, optional
+        One depth or several; the model's own when absent.
+    loading : mapping of str to value
+        Options of `load_model`.
+    """
 
-def load(args: argparse.Namespace) -> LoadedModel:
-    """Load the model of `add_source`, after a look at the texts."""
-    check_texts(args)
-    if args.python is not None:
-        if args.model is not None:
-            raise ConfigError("MODEL and --python both name a model: give one of them")
-        return load_python(args.python, args.depth, loading(args)["device"])
-    if args.model is None:
-        raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
-    return load_model(args.model, **loading(args))
+    model: str | None
+    python: str | None
+    argument: str | None
+    n_steps: int | tuple[int, ...] | None
+    loading: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ModelOptions:
+        """Read the options. Refuse files of `add_text` that hold no prompts: loading a large model takes minutes."""
+        for name in ("calibration", "text", "evaluate"):
+            file = getattr(args, name, None)
+            if file is not None and (name, file) != ("evaluate", "-"):
+                check_prompts(file, take(args))
+        return cls(args.model, args.python, args.depth, args.n_steps, loading(args))
 
-def source_words(args: argparse.Namespace) -> list[str]:
-    """The words of a command line that name the model of `add_source` and say how to load it."""
-    words = [] if args.model is None else [str(args.model)]
-    for name in ("python", "depth", "system", "revision", "dtype"):
-        value = getattr(args, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    allowed = [name for name in ("trust_remote_code", "allow_pickle") if getattr(args, name)]
-    return words + [f"--{name.replace('_', '-')}" for name in allowed]
+    @property
+    def name(self) -> str:
+        """What names the model."""
+        return str(self.model or self.python)
 
+    @property
+    def depths(self) -> tuple[int | None, ...]:
+        """Every depth."""
+        return self.n_steps if isinstance(self.n_steps, tuple) else (self.n_steps,)
 
-def load_source(args: argparse.Namespace) -> LoadedModel:
-    """Load the model of `add_source` for quantization, including one quantized by another tool."""
-    check_texts(args)
-    if args.python is None and args.model is not None:
-        loaded = open_source(Path(args.model), trust_remote_code=args.trust_remote_code)
-        if loaded is not None:
-            to_device(loaded.model, loading(args)["device"])
-            return loaded
-    return load(args)
+    @property
+    def depth(self) -> int | None:
+        """The depth, of several the last one."""
+        return self.depths[-1]
 
+    def words(self) -> list[str]:
+        """The words of a command line that name the model and say how to load it."""
+        words = [] if self.model is None else [self.model]
+        values = {"python": self.python, "depth": self.argument, **self.loading}
+        for name in ("python", "depth", "system", "revision", "dtype"):
+            words += [] if values[name] is None else [f"--{name}", values[name]]
+        allowed = [name for name in ("trust_remote_code", "allow_pickle") if values[name]]
+        return words + [f"--{name.replace('_', '-')}" for name in allowed]
 
-def load_any(args: argparse.Namespace, **options: Any) -> LoadedModel:
-    """Load the model or the checkpoint of `add_source`, the latter with own options of `open_any`."""
-    if args.python is not None or args.model is None:
-        return load(args)
-    return open_any(args.model, **options, **loading(args))
+    def load(self) -> LoadedModel:
+        """Load the model, of one quantized by another tool the weights of its codes."""
+        if self.python is not None:
+            if self.model is not None:
+                raise ConfigError("MODEL and --python both name a model: give one of them")
+            return load_python(self.python, self.argument, self.loading["device"])
+        if self.model is None:
+            raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
+        loaded = open_source(self.model, trust_remote_code=self.loading["trust_remote_code"])
+        if loaded is None:
+            return load_model(self.model, **self.loading)
+        to_device(loaded.model, self.loading["device"])
+        return loaded
+
+    def load_any(self, **options: Any) -> LoadedModel:
+        """Load the model or the checkpoint, the latter with own options of `open_any`."""
+        if self.python is not None or self.model is None:
+            return self.load()
+        return open_any(self.model, **options, **self.loading)
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:

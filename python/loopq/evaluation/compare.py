@@ -21,7 +21,7 @@ from loopq.models.replace import Replaced, Weights, placed
 from loopq.models.trace import first_not_finite
 from loopq.settings.execution import Execution, at_most, available_bytes
 from loopq.storage.files import RawTensor
-from loopq.storage.model_files import is_streamed, model_tensors, raw, to_torch
+from loopq.storage.model_files import is_streamed, model_tensors, passed_over, raw, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
@@ -414,7 +414,8 @@ def _changed(model: nn.Module, checkpoint: Checkpoint) -> dict[str, NDArray[np.f
     changed = {}
     for name, tensor in names_of(model).taken(model, checkpoint.dense, to_torch, raw).items():
         parameter = parameters.get(name)
-        if parameter is None and len(tensor.shape) > 1 and name not in model.state_dict(keep_vars=True):
+        known = name in model.state_dict(keep_vars=True) or passed_over(model, [name])
+        if parameter is None and len(tensor.shape) > 1 and not known:
             raise CheckpointError(
                 f"tensor {name!r}: the model has none of this name; give the model of this file"
             )

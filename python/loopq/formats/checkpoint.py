@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import LOOP
 from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
-from loopq.storage.model_files import raw, to_torch
+from loopq.storage.model_files import check_ties, passed_over, raw, set_beside, to_torch
 from loopq.storage.names import names_of
-from loopq.storage.schema import Depth, checked, shown
+from loopq.storage.schema import Depth, checked, parse_json, shown
 from loopq.terminal.table import short, size
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 #: Layers that a notebook shows of a checkpoint.
@@ -186,35 +187,12 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     Raises
     ------
     CheckpointError
-        If names or shapes do not fit the model. The model is then unchanged.
+        As in `fitted`. The model is then unchanged.
     """
     import torch
 
-    state = dict(model.state_dict(keep_vars=True))
-    names_in = names_of(model)
-    dense: Mapping[str, RawTensor] = names_in.taken(model, checkpoint.dense, to_torch, raw)
-    stored: dict[str, RawTensor | QuantizedLayer] = {
-        **dense,
-        **{names_in.in_model(name): layer for name, layer in checkpoint.layers.items()},
-    }
-    ties = {names_in.in_model(name): names_in.in_model(source) for name, source in checkpoint.ties.items()}
-    kept = {names_in.in_model(name) for name in without}
-    sources = {name: name for name in stored}
-    # If the model does not tie these tensors, both names get the value.
-    sources |= {n: source for n, source in ties.items() if state.get(n) is not state.get(source)}
-    names = set(sources) | set(ties)
-    # Files of other tools store a tied tensor once. The model adds its other names.
-    filled = {id(state[name]) for name in names if name in state}
-    names |= {name for name, tensor in state.items() if id(tensor) in filled}
-    if names != set(state):
-        missing, more = shown(sorted(set(state) - names)), shown(sorted(names - set(state)))
-        raise CheckpointError(f"the checkpoint is of another model: missing {missing}, unexpected {more}")
-    for name, source in sources.items():
-        what = stored[source]
-        given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
-        if tuple(state[name].shape) != given:
-            shape = list(state[name].shape)
-            raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
+    state, stored, sources = fitted(model, checkpoint)
+    kept = {names_of(model).in_model(name) for name in without}
     half = (torch.float16, torch.bfloat16)
     with torch.no_grad():
         for name, source in sources.items():
@@ -226,6 +204,72 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
                 kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
                 what = float_to_raw(what.in_model_orientation(), kind)
             state[name].copy_(to_torch(what))
+
+
+def fitted(
+    model: nn.Module, checkpoint: Checkpoint
+) -> tuple[dict[str, Tensor], dict[str, RawTensor | QuantizedLayer], dict[str, str]]:
+    """Check that a checkpoint is one of a model.
+
+    Returns
+    -------
+    state : dict of str to Tensor
+        Tensors of the model.
+    stored : dict of str to RawTensor or QuantizedLayer
+        Content of the checkpoint by the model's names.
+    sources : dict of str to str
+        For each tensor of the model to be filled, the name of its content.
+
+    Raises
+    ------
+    CheckpointError
+        If loop, names or shapes do not fit the model.
+    """
+    _check_loop(model, checkpoint)
+    state = dict(model.state_dict(keep_vars=True))
+    names_in = names_of(model)
+    dense: Mapping[str, RawTensor] = names_in.taken(model, checkpoint.dense, to_torch, raw)
+    stored: dict[str, RawTensor | QuantizedLayer] = {
+        **dense,
+        **{names_in.in_model(name): layer for name, layer in checkpoint.layers.items()},
+    }
+    ties = {names_in.in_model(name): names_in.in_model(source) for name, source in checkpoint.ties.items()}
+    sources = {name: name for name in stored}
+    # If the model does not tie these tensors, both names get the value.
+    sources |= {n: source for n, source in ties.items() if state.get(n) is not state.get(source)}
+    names = set(sources) | set(ties)
+    # Files of other tools store a tied tensor once. The model adds its other names.
+    filled = {id(state[name]) for name in names if name in state}
+    names |= {name for name, tensor in state.items() if id(tensor) in filled}
+    over = passed_over(model, names - set(state)) & set(dense)
+    set_beside(model, {name: dense[name] for name in sorted(over)})
+    names, sources = names - over, {n: source for n, source in sources.items() if n not in over}
+    if names != set(state):
+        missing, more = shown(sorted(set(state) - names)), shown(sorted(names - set(state)))
+        raise CheckpointError(f"the checkpoint is of another model: missing {missing}, unexpected {more}")
+    for name, source in sources.items():
+        what = stored[source]
+        given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
+        if tuple(state[name].shape) != given:
+            shape = list(state[name].shape)
+            raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
+    check_ties(state, dense, "the checkpoint")
+    return state, stored, sources
+
+
+def _check_loop(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse a model in which other layers loop. How often they run is the depth, which a caller may choose."""
+    config, data = getattr(model, "config", None), checkpoint.side_files.get("config.json")
+    if config is None or data is None:
+        return
+    where = "config.json of the checkpoint"
+    stated = checked(dict[str, Any], parse_json(data, where, finite=False), where).get(LOOP)
+    loop = getattr(config, LOOP, None)
+    if [*(stated or ())][:2] != [*(loop or ())][:2]:
+        raise CheckpointError(
+            f"the checkpoint is of another loop: its {LOOP} is {shown(stated)}, the model's is {loop}; name the model "
+            "as it was quantized: looped:MODEL[FIRST:LAST]xTIMES"
+        )
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

@@ -59,9 +59,7 @@ class CompressedTensors(QuantizedFolder):
     library: ClassVar[str] = "transformers"
     ragged: ClassVar[tuple[Ragged, ...]] = ("split",)
     has_floats: ClassVar[bool] = True
-    reason: ClassVar[str] = (
-        "the library refuses groups that do not divide in_features, and a padded matrix does not fit the model"
-    )
+    reason: ClassVar[str] = "the library refuses groups that do not divide in_features"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Whether the config names compressed-tensors."""

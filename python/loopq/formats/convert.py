@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from loopq.formats import FORMATS, hf_folder
 from loopq.formats import native as store
 from loopq.formats.base import Format, Written
 from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.record import config_of
 from loopq.layers.loop_spec import parse_spec, with_loop
 from loopq.storage.folders import check_folder
 from loopq.storage.schema import Object, shown
@@ -87,14 +89,17 @@ def read_model(source: str | Path) -> Checkpoint:
     """
     name, loop = parse_spec(str(source))
     folder = Path(name)
-    if loop is None and (is_checkpoint(folder) or not (folder / hf_folder.CONFIG).is_file()):
-        return read_any(folder)
-    config, _ = hf_folder.read_config(folder)
-    config = with_loop(config, loop) if loop else config
-    side_files = hf_folder.side_files(folder, frozenset(), hf_folder.SIDE_FILES)
-    side_files[hf_folder.CONFIG] = json.dumps(config).encode()
-    dense = hf_folder.read_all_tensors(folder)
-    return Checkpoint({}, dense, {}, {"system": None}, side_files).check(folder)
+    if is_checkpoint(folder) or not (folder / hf_folder.CONFIG).is_file():
+        checkpoint = read_any(folder)
+    else:
+        side_files = hf_folder.side_files(folder, frozenset(), hf_folder.SIDE_FILES)
+        side_files[hf_folder.CONFIG] = json.dumps(hf_folder.read_config(folder)[0]).encode()
+        dense = hf_folder.read_all_tensors(folder)
+        checkpoint = Checkpoint({}, dense, {}, {"system": None}, side_files).check(folder)
+    if loop is None:
+        return checkpoint
+    looped = json.dumps(with_loop(config_of(checkpoint.side_files), loop), indent=2).encode()
+    return dataclasses.replace(checkpoint, side_files={**checkpoint.side_files, hf_folder.CONFIG: looped})
 
 
 def write_as(out: str | Path, checkpoint: Checkpoint, format_name: str, **options: Any) -> Written:

@@ -14,8 +14,8 @@ from loopq.errors import CheckpointError
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.storage.files import DTYPE_NAMES, float_to_raw
 
-Ragged = Literal["keep", "split", "pad"]
-RAGGED: tuple[Ragged, ...] = ("keep", "split", "pad")
+Ragged = Literal["keep", "split"]
+RAGGED: tuple[Ragged, ...] = ("keep", "split")
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,13 @@ def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> Quant
     (rows, columns), grid = settings.shape, settings.make_grid(where)
     width = layer.grid.width(layer.shape[1])
     first = np.arange(grid.n_groups(columns)) * grid.width(columns) // width
-    smaller = layer.shape[0] < rows or layer.shape[1] < columns or layer.scales.shape[1] <= first[-1]
-    if smaller or settings.transform or (type(layer.grid), layer.grid.bits) != (type(grid), grid.bits):
+    other = layer.shape != (rows, columns) or layer.scales.shape[1] <= first[-1]
+    if other or settings.transform or (type(layer.grid), layer.grid.bits) != (type(grid), grid.bits):
         raise CheckpointError(f"{where}: layer {layer.name}: its tensors are not those of {settings}")
     restored = dataclasses.replace(
         layer.on_grid(group_size=grid.group_size),
-        codes=np.ascontiguousarray(layer.codes[:rows, :columns]),
-        scales=np.ascontiguousarray(layer.scales[:rows, first]),
-        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:rows, first]),
+        scales=np.ascontiguousarray(layer.scales[:, first]),
+        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:, first]),
         orientation=settings.orientation,
     )
     return in_scale_type(restored, settings.scale_dtype, where)
@@ -122,6 +121,5 @@ def costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     texts = {
         "keep": "--ragged keep (ragged='keep') stores it as it is",
         "split": f"--ragged split (ragged='split') stores each scale {times} times, for groups of {size}",
-        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
     }
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"

@@ -29,7 +29,7 @@ def folder_lines(facts: Mapping[str, Any]) -> list[str]:
             f"exported by loopq {facts['exported_by_loopq']}{ragged}; converting back gives the same bytes"
         )
     return [
-        render(("layer", "shape", "grid", "group", "bytes", "bits a weight"), rows),
+        *render(("layer", "shape", "grid", "group", "bytes", "bits a weight"), rows).splitlines(),
         f"format {facts['format']}, {len(facts['dense'])} dense tensors; {size(facts['n_bytes_files'])} on disk, "
         f"{size(facts['n_bytes'])} as a native checkpoint",
         origin,

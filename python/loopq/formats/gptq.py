@@ -51,7 +51,6 @@ class GPTQFolder(QuantizedFolder):
 
     name: ClassVar[str] = "gptq"
     ragged: ClassVar[tuple[Ragged, ...]] = ("keep", "split")
-    reason: ClassVar[str] = "a padded matrix does not fit the model"
     one_group_size: ClassVar[bool] = True
     version: ClassVar[int] = 1
     loads: ClassVar[str] = "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.layers.loop_spec import LOOP, with_loop
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
-from loopq.storage.schema import Name, Object, checked, parse_json, shown
+from loopq.storage.schema import TEMPLATES, Name, Object, checked, parse_json, shown
 
 CONFIG = "config.json"
 QUANTIZE_CONFIG, HF_QUANT_CONFIG = "quantize_config.json", "hf_quant_config.json"
@@ -23,7 +24,10 @@ SHARDS = "model.safetensors.index.json"
 KEY = "quantization_config"
 CARD, PICTURE = "README.md", "card.png"
 #: Patterns of what belongs to a model beside its weights, of its weights, and of weights that can run code.
-SIDE_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+SIDE_FILES = (
+    *("*.json", "*.txt", "*.model", "*.py", "*.jinja", f"{TEMPLATES}/*.jinja"),
+    *("LICENSE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
+)
 WEIGHTS = ("*.safetensors",)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 #: `quant_method` of loopq's own tensors, which `loopq.runtime.transformers` registers.
@@ -105,10 +109,23 @@ def read_config(folder: Path) -> tuple[Object, Object | None]:
 def side_files(folder: Path, leave_out: frozenset[str], patterns: Sequence[str] = ("*",)) -> dict[str, bytes]:
     """Read the files beside the weights: tokenizer, remote code, generation config."""
     weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, HF_QUANT_CONFIG, *leave_out}
-    names = [p.name for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
+    paths = [p for p in sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]) if p.is_file()]
+    names = [p.relative_to(folder).as_posix() for p in paths if not p.name.startswith(".")]
     kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
     kept = [n for n in kept if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
+
+
+def unquantized(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the side files of a model without what they say of its codes, for a model that holds plain numbers."""
+    kept = {name: data for name, data in files.items() if name not in (QUANTIZE_CONFIG, HF_QUANT_CONFIG)}
+    if f'"{KEY}"'.encode() in kept.get(CONFIG, b""):
+        config = checked(Object, parse_json(kept[CONFIG], CONFIG, finite=False), CONFIG)
+        parts = {name: part for name, part in config.items() if isinstance(part, dict)}
+        plain = {name: {k: v for k, v in part.items() if k != KEY} for name, part in parts.items()}
+        rest = {name: value for name, value in (config | plain).items() if name != KEY}
+        kept[CONFIG] = (json.dumps(rest, indent=2, ensure_ascii=False) + "\n").encode()
+    return kept
 
 
 def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, bytes]:
@@ -157,6 +174,15 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
         for path in folder.glob(pattern):
             if not path.is_dir():
                 check_regular(path)
+    # transformers opens each file that an index names, whatever its name.
+    for index in folder.glob("*.index.json"):
+        stated = checked(_Shards, read_json(inside(folder, index.name)), index, others=True)
+        for name in sorted(set(stated.weight_map.values())):
+            # Shards of a layout that is not loaded may be absent.
+            if os.path.lexists(folder / name):
+                inside(folder, name)
+    for path in folder.glob("*.safetensors"):
+        inside(folder, path.name)
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))

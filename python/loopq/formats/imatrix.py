@@ -15,8 +15,7 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, FormatOptions, Option, WrittenFile
 from loopq.formats.gguf.file import contents, holds_gguf, open_gguf, told
 from loopq.formats.gguf.shape import Shape
-from loopq.storage.files import replacing
-from loopq.storage.folders import check_new
+from loopq.storage.folders import check_new, output_file
 from loopq.terminal.table import size
 
 
@@ -85,7 +84,7 @@ class IMatrix(Format):
         shape = Shape.read(source.side_files)
         text = source.calibration
         n_layers = n_by_metric = 0
-        with replacing(out) as temporary, told(out):
+        with output_file(out, 0) as temporary, told(out):
             writer = gguf.GGUFWriter(temporary, shape.name)
             writer.add_type("imatrix")
             writer.add_array("imatrix.datasets", [str(text["source"])])

@@ -34,7 +34,6 @@ class ModelOpt(QuantizedFolder):
     loads: ClassVar[str] = "# vLLM and SGLang load this folder as it is, on a GPU"
     ragged: ClassVar[tuple[Ragged, ...]] = ()
     has_floats: ClassVar[bool] = True
-    reason: ClassVar[str] = "NVFP4 has groups of 16 always"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Whether the config names an NVFP4 algorithm of ModelOpt."""

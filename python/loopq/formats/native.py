@@ -143,11 +143,23 @@ def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
     """Append a `quantization_config` to the config.json of a transformers model and keep its other bytes.
 
     A model of another library has no "architectures", so its config.json does not change.
+
+    Raises
+    ------
+    CheckpointError
+        It has one already. Readers would take the codes for those of that method.
     """
     head, brace, tail = config.rpartition(b"}")
     body = head.rstrip()
-    if not brace or b'"architectures"' not in body or f'"{KEY}"'.encode() in body:
+    if not brace or b'"architectures"' not in body:
         return config
+    if f'"{KEY}"'.encode() in body and KEY in checked(
+        Object, parse_json(config, CONFIG, finite=False), CONFIG
+    ):
+        raise CheckpointError(
+            f"{CONFIG} of the checkpoint has a {KEY} of its source, which readers would follow; quantize the source "
+            "again"
+        )
     space = head[len(body) :]
     return body + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
 

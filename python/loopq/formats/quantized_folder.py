@@ -68,11 +68,11 @@ class QuantizedFolder(Format):
 
     Attributes
     ----------
-    ragged : tuple of {"keep", "split", "pad"}
-        Policies for a last group shorter than the others: stored unchanged ("keep"), cut into smaller groups with the
-        same scale ("split"), or filled with zeros ("pad").
+    ragged : tuple of {"keep", "split"}
+        Policies for a last group shorter than the others: stored unchanged ("keep"), or cut into smaller groups with
+        the same scale ("split").
     reason : str
-        Why the other policies are not possible.
+        Why the other policy is not possible.
     one_group_size : bool
         Some readers support one group size per file. Splitting one layer then splits all layers of its group size.
     has_floats : bool
@@ -82,8 +82,8 @@ class QuantizedFolder(Format):
     options: ClassVar[tuple[Option, ...]] = (
         Option(
             "ragged",
-            "what is done with a last group that is shorter than the others: kept, all groups cut to a width that "
-            "divides, or padded with zeros",
+            "what is done with a last group that is shorter than the others: kept, or all groups cut to a width that "
+            "divides",
             choices=RAGGED,
         ),
         Option(
@@ -100,7 +100,7 @@ class QuantizedFolder(Format):
     )
     values: ClassVar[type[FormatOptions]] = FolderOptions
     ragged: ClassVar[tuple[Ragged, ...]]
-    reason: ClassVar[str]
+    reason: ClassVar[str] = ""
     one_group_size: ClassVar[bool] = False
     has_floats: ClassVar[bool] = False
 
@@ -206,7 +206,7 @@ class QuantizedFolder(Format):
     def refuse(self, planned: Planned, options: FolderOptions = _DEFAULTS) -> None:
         """Reject grids, groups and layers that the format cannot hold, and code of a loop for a model without one.
 
-        Limits on the values of scales (float16 for GPTQ and Marlin) are only checked after the run.
+        Limits on the values of scales (float16 for GPTQ) are only checked after the run.
         """
         super().refuse(planned)
         hf_folder.looped_files(planned.side_files, options.remote_code)

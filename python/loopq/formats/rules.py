@@ -194,6 +194,6 @@ def readers(
     if silent:
         raise CheckpointError(
             f"{'; '.join(silent)}, without an error. {', '.join(able)} can read {format_name} of this model: name the "
-            "one that it is for by --engine (engine=...), or give --force (force=True)"
+            "one that it is for by --for (engine=...), or give --force (force=True)"
         )
     return tuple(able)

@@ -64,7 +64,7 @@ class LayerSettings:
 @dataclass(frozen=True)
 class _Rotation:
     type: Literal["rotation"]
-    kind: Literal["hadamard", "random"]
+    kind: Literal["signed", "random", "hadamard"]
     dim: Positive
     block: Positive
     seed: Count

@@ -19,7 +19,11 @@ from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
 
 Matrix = NDArray[np.float64]
-KINDS = ("hadamard", "random")
+#: Kinds of a description. Hadamard matrices without signs are read from files of earlier releases, and not made.
+KINDS = ("signed", "random", "hadamard")
+#: Rotation that is chosen for each layer by a trial, and the block sizes of its candidate.
+AUTO = "auto"
+LEAST_BLOCK, LARGEST_BLOCK = 16, 128
 
 
 class Transform(Protocol):
@@ -124,13 +128,14 @@ class Rotation:
     ----------
     dim : int
         Input columns. All of them are rotated.
-    kind : {"hadamard", "random"}
-        Normalised Hadamard matrix, or a random orthogonal matrix.
+    kind : {"signed", "random", "hadamard"}
+        Normalised Hadamard matrix with random signs of its columns, a random orthogonal matrix, or a Hadamard matrix
+        without signs. Without them a constant input goes into one column, and the rest falls below the sums' precision.
     block : int
         Columns that are rotated together. A shorter last block has a matrix of its size. If no Hadamard matrix of a
         size is found, a random one is used, and `describe` says so.
     seed : int
-        Seed of the random matrices.
+        Seed of signs and random matrices.
     """
 
     dim: int
@@ -151,27 +156,23 @@ class Rotation:
 
     def matrix(self, size: int) -> Matrix:
         """Rotation of a block of the given size, float64, shape (size, size)."""
-        return _block(self.kind, size, self.seed)
+        whole: Matrix = np.ones((1, 1))
+        for factor in self.factors(size):
+            whole = np.asarray(np.kron(whole, factor), dtype=np.float64)
+        return whole
 
     def factors(self, size: int) -> list[Matrix]:
         """Matrices whose Kronecker product in this order is `matrix(size)`: neighbours are joined up to 64 rows."""
-        joined: list[NDArray[np.int8]] = []
-        for factor in (self.kind == "hadamard" and hadamard_factors(size)) or ():
-            if joined and len(joined[-1]) * len(factor) <= 64:
-                joined[-1] = np.kron(joined[-1], factor)
-            else:
-                joined.append(factor)
-        return [m / np.sqrt(len(m)) for m in joined] or [self.matrix(size)]
+        return _factors(self.kind, size, self.seed)
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
         out = np.empty(rows.shape, dtype=np.float64)
-        start = 0
-        for size in self.sizes():
-            r = self.matrix(size)
-            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (
-                r.T if transposed else r
-            )
-            start += size
+        whole = self.dim - self.dim % self.block
+        for start, stop, size in ((0, whole, self.block), (whole, self.dim, self.dim - whole)):
+            if stop > start:
+                r = self.matrix(size)
+                blocks = rows[:, start:stop].astype(np.float64).reshape(-1, size)
+                out[:, start:stop] = (blocks @ (r.T if transposed else r)).reshape(len(rows), -1)
         return out
 
     def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -191,7 +192,7 @@ class Rotation:
     def describe(self) -> dict[str, Any]:
         """Return kind, sizes and seed, and the kind of matrix for each size."""
         matrices = {
-            str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
+            str(size): "random" if self.kind == "random" or hadamard(size) is None else "hadamard"
             for size in sorted(set(self.sizes()))
         }
         return {
@@ -209,9 +210,19 @@ class Rotation:
 
 
 @cache
-def _block(kind: str, size: int, seed: int) -> Matrix:
-    exact = hadamard(size) if kind == "hadamard" else None
-    return random_orthogonal(size, seed) if exact is None else exact / np.sqrt(size)
+def _factors(kind: str, size: int, seed: int) -> list[Matrix]:
+    found = None if kind == "random" else hadamard_factors(size)
+    if found is None:
+        return [random_orthogonal(size, seed)]
+    joined: list[NDArray[np.int8]] = []
+    for factor in found or (np.ones((1, 1), dtype=np.int8),):
+        if joined and len(joined[-1]) * len(factor) <= 64:
+            joined[-1] = np.kron(joined[-1], factor)
+        else:
+            joined.append(factor)
+    draw = np.random.default_rng([seed, size])
+    signs = [draw.choice([-1, 1], len(m)) if kind == "signed" else 1 for m in joined]
+    return [m * sign / np.sqrt(len(m)) for m, sign in zip(joined, signs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -271,26 +282,38 @@ class RotationConfig(Settings):
     Parameters
     ----------
     kind : str
-        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. It rotates blocks of SIZE input columns, or
-        one block as wide as the layer. Inputs are rotated at run time, and the weight is rotated to compensate.
+        Rotation: auto | none | hadamard | hadamard:SIZE | random | random:SIZE. It rotates blocks of SIZE input
+        columns, or one block as wide as the layer, at run time. The weight is rotated to compensate.
+        `auto` tries blocks as wide as a group for each layer that only loopq reads, with uneven levels or on a trellis,
+        and keeps them where they lower its loss.
     seed : int
-        Seed of random rotations.
+        Seed of random rotations, and of the signs of Hadamard matrices.
     """
 
-    kind: str = setting("none", metavar="KIND")
+    kind: str = setting(AUTO, metavar="KIND")
     seed: int = setting(0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, size = self.kind.partition(":")
-        if self.kind != "none" and (
-            kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
+        if self.kind not in ("none", AUTO) and (
+            kind not in ("hadamard", "random")
+            or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
         ):
             raise ConfigError(
-                f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
+                f"rotation must be auto, none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
             )
 
-    def of(self, dim: int) -> Rotation | None:
-        """Return the rotation of a layer of `dim` input columns, or None."""
+    def of(self, dim: int, group_size: int) -> Rotation | None:
+        """Return the rotation of a layer of `dim` input columns, or None.
+
+        For "auto" it is the candidate: Hadamard blocks, the largest power of two that divides `dim` and is no wider
+        than a group. Rows with one scale get blocks of 64.
+        """
+        if self.kind == AUTO:
+            widest = min(group_size if group_size > 0 else 64, LARGEST_BLOCK)
+            block = min(dim & -dim, 1 << (widest.bit_length() - 1))
+            return Rotation(dim, "signed", block, self.seed) if block >= LEAST_BLOCK else None
         kind, _, size = self.kind.partition(":")
-        return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)
+        made = {"hadamard": "signed"}.get(kind, kind)
+        return None if kind == "none" else Rotation(dim, made, min(int(size or dim), dim), self.seed)

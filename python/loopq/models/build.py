@@ -44,6 +44,7 @@ def build_model(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, data in side_files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
         model = _built(registered, folder, config, trust_remote_code)
         tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
@@ -60,8 +61,10 @@ def build_model(
     )
 
 
-def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: bool = False) -> LoopedSystem:
-    """Build the adapter of a model on the device "meta": all shapes, no values. Only ``config.json`` is read.
+def build_shape(
+    folder: Path, system: str | None = None, trust_remote_code: bool = False, *, device: str = "meta"
+) -> LoopedSystem:
+    """Build the adapter of a model from its ``config.json`` alone: all shapes, and on "cpu" drawn values.
 
     Raises
     ------
@@ -74,7 +77,7 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     registered = find_class(config, system, where)
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
-    with torch.device("meta"), model_code(f"{where}: building the model", CheckpointError):
+    with torch.device(device), model_code(f"{where}: building the model", CheckpointError):
         model = _built(registered, folder, config, trust_remote_code)
     find_names(model, ())
     return choose_system(model.eval(), system)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from safetensors import SafetensorError
 from loopq.errors import CheckpointError, ConfigError, model_code, require
 from loopq.formats.hf_folder import check_weight_files
 from loopq.settings.execution import available_bytes
+from loopq.storage.model_files import check_ties, raw
 from loopq.storage.schema import Object
 from loopq.systems import SYSTEMS
 from loopq.systems.capabilities import Builds, Encode, ModelClass, Tensors
@@ -23,8 +26,22 @@ if TYPE_CHECKING:
 
 
 MOST = 10_000  # Building 2^40 layers would never end.
-_COUNT = re.compile(r"^(n|num)_.*(layer|block|expert)")
+_COUNT = re.compile(r"^(n|num)_.*(layer|block|expert|label)")
 _CLASSES: dict[str, ModelClass] = {}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Differences from the checkpoint, for the load report. Fields are those of `loopq.models.load.LoadReport`."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def noted(self, *notes: str) -> Findings:
+        """Add notes. Empty ones are left out."""
+        return dataclasses.replace(self, notes=(*self.notes, *filter(None, notes)))
 
 
 def register_model(
@@ -68,7 +85,7 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
     """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
 
     An adapter provides one for the `model_types` that it names, and for any folder if the caller names the adapter.
-    More layers or experts than `MOST` are a ConfigError.
+    More layers, experts or labels than `MOST` are a ConfigError.
     """
     for part in (config, config.get("text_config")):
         for name, count in part.items() if isinstance(part, Mapping) else ():
@@ -86,15 +103,15 @@ def find_class(config: Mapping[str, Any], system: str | None, where: object) -> 
 
 def load_registered(
     folder: Path, config: Mapping[str, Any], model_class: ModelClass, allow_pickle: bool
-) -> tuple[nn.Module, Object]:
+) -> tuple[nn.Module, Findings]:
     """Build a registered model and fill it from the files beside its ``config.json``.
 
     Returns
     -------
     model : nn.Module
         On the CPU.
-    findings : dict
-        "missing" and "unexpected" of the load report.
+    found : Findings
+        Missing and unexpected tensors.
 
     Raises
     ------
@@ -109,11 +126,12 @@ def load_registered(
         model = model_class.build(dict(config))
     state = model.state_dict(keep_vars=True)
     _check_shapes(folder, state, tensors)
+    check_ties(state, {name: raw(t, copy=False) for name, t in tensors.items() if name in state}, folder)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     # The file stores a tied parameter under one of its names.
     filled = {id(state[name]) for name in tensors if name in state}
     missing = [name for name in missing if id(state[name]) not in filled]
-    return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
+    return model, Findings(tuple(sorted(missing)), tuple(sorted(unexpected)))
 
 
 def _check_size(folder: Path, config: Mapping[str, Any], model_class: ModelClass, tensors: Tensors) -> None:

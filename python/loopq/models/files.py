@@ -1,19 +1,27 @@
-"""Names and layouts of the files of a transformers class, by its own loading and saving rules."""
+"""Names and layouts of the files of a transformers class, by its own loading and saving rules, and what it leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from loopq.errors import MissingExtraError, require
-from loopq.storage.names import Names, set_names
+from loopq.errors import CheckpointError, MissingExtraError, require
+from loopq.formats import hf_folder
+from loopq.models.classes import Findings
+from loopq.storage.files import RawTensor
+from loopq.storage.model_files import check_ties, passed_over, set_beside
+from loopq.storage.names import Names, names_of, set_names
 from loopq.systems.views import copied
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 T = TypeVar("T")
+#: Types of numbers that are weights. Those of 8 bits are so without a scale beside them.
+_PLAIN, _FLOAT8 = ("F64", "F32", "F16", "BF16"), ("F8_E4M3", "F8_E5M2")
 
 
 class FileNames(Names):
@@ -144,3 +152,55 @@ def conversions(model: Any) -> list[Any]:
     except (MissingExtraError, AttributeError):
         return []
     return list(mapping(model, add_legacy=False)) if known else []
+
+
+def account(
+    model: nn.Module, stored: Mapping[str, RawTensor], unexpected: Sequence[str] | None, source: str
+) -> Findings:
+    """Account for every tensor of the files. What the class passes over, such as a draft head, stays beside the model.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A loaded model.
+    stored : mapping of str to RawTensor
+        Tensors of its files.
+    unexpected : sequence of str or None
+        Tensors without a place, by the report of transformers. None if it did not load them.
+    source : str
+        Named in messages.
+
+    Raises
+    ------
+    CheckpointError
+        Numbers are codes whose scales have no place, or one parameter has several values.
+    """
+    names, state = names_of(model), model.state_dict(keep_vars=True)
+    unread = {name for name in stored if names.target(name) not in state}
+    over = passed_over(model, unread)
+    left = tuple(sorted(unread - over if unexpected is None else set(unexpected) - over))
+    for name, tensor in stored.items():
+        place, module = state.get(names.in_model(name)), name.rpartition(".")[0]
+        scaled = any(other.startswith(f"{module}.") for other in left)
+        plain = tensor.dtype in _PLAIN or (tensor.dtype in _FLOAT8 and not scaled)
+        if place is not None and place.is_floating_point() and not plain:
+            raise CheckpointError(
+                f"{source}: {name} holds codes ({tensor.dtype}), and config.json says nothing of their scales "
+                f"({hf_folder.KEY}); take the config.json of these files, or weights in bfloat16"
+            )
+    _check_head(model, stored, source)
+    set_beside(model, {name: stored[name] for name in sorted(over)})
+    note = f"kept as they are, which the model's class does not read: {some(sorted(over))}" if over else ""
+    return Findings(unexpected=left).noted(note)
+
+
+def _check_head(model: Any, stored: Mapping[str, RawTensor], source: str) -> None:
+    """Reject a head of its own in the files if config.json ties it. transformers keeps both, engines only one."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    ends = []
+    with contextlib.suppress(NotImplementedError, AttributeError):  # a class without a table of tokens
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = {f"{name}.weight": ends for name, module in model.named_modules() if module in ends}
+    in_file = {names_of(model).in_file(name): name for name in tied}
+    check_ties(tied, {in_file[n]: t for n, t in stored.items() if n in in_file}, source)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import CheckpointError, ConfigError, LoopqError, model_code
 from loopq.models import hf
 from loopq.models.check import token_rows
+from loopq.models.classes import Findings
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes, load_model, to_device
 from loopq.models.plain import plain
+from loopq.models.restore import open_source
 from loopq.models.systems.generic import Generic
 from loopq.settings.declare import Settings, setting
 from loopq.storage.journal import note_run
@@ -53,9 +55,14 @@ class Opening(Settings):
 
 
 def open_model(
-    model: str | Path | LoadedModel | LoopedSystem | nn.Module, opening: Opening | None = None
+    model: str | Path | LoadedModel | LoopedSystem | nn.Module,
+    opening: Opening | None = None,
+    *,
+    requantize: bool = False,
 ) -> LoadedModel:
     """Load a model by its name, or wrap a given one. Any torch module goes through discovery.
+
+    A quantized folder gives the weights of its codes, one of loopq's only with `requantize`.
 
     Raises
     ------
@@ -66,7 +73,9 @@ def open_model(
     if isinstance(model, LoadedModel):
         return opening.applied(model)
     if isinstance(model, str | Path):
-        return opening.applied(load_model(model, trust_remote_code=opening.trust_remote_code))
+        trusted = opening.trust_remote_code
+        loaded = open_source(model, requantize=requantize, trust_remote_code=trusted)
+        return opening.applied(loaded or load_model(model, trust_remote_code=trusted))
     if not isinstance(model, LoopedSystem) and not hasattr(model, "named_modules"):
         raise ConfigError(
             f"the model is a {type(model).__name__}; give a torch module, an adapter, the name of a model, or what "
@@ -125,7 +134,7 @@ def wrap(
         config={},
         folder=None,
         side_files={},
-        report=describe(system.model, type(system.model).__name__, "module", notes=notes),
+        report=describe(system.model, type(system.model).__name__, "module", Findings(notes=notes)),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +17,14 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.layers.loop_spec import LOOP
 from loopq.models.blank import blank, building, drawn
 from loopq.models.buffers import repair_buffers
-from loopq.models.files import find_names
+from loopq.models.classes import Findings
+from loopq.models.files import account, find_names
 from loopq.models.precision import hold
 from loopq.models.stream import Stream, unfuse
 from loopq.settings.execution import available_bytes
-from loopq.storage.files import check_size
+from loopq.storage.files import RawTensor, check_size
 from loopq.storage.model_files import types_of
-from loopq.storage.schema import Object, shown
+from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -37,6 +40,11 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "spiece.model",
+)
+#: Refuses codes where weights in full precision are needed.
+HOLDS_CODES = (
+    "holds codes, not weights in full precision: name the model that it was made from; `loopq run`, `loopq export` and "
+    "loopq.load take codes, and `loopq evaluate` takes them behind the model"
 )
 #: Names the licence of a model.
 _CARD = ("README.md",)
@@ -114,39 +122,45 @@ class Loading:
     memory: int | None = None
 
 
-def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Object]:
+def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Findings]:
     """Load a model of a folder without network access, in eval mode on the CPU. Messages name `source`.
 
     Returns
     -------
     model : nn.Module
-    findings : dict
-        "missing", "unexpected", "repaired" and "notes" of the load report.
+    found : Findings
     """
-    quantization = config.get(hf_folder.KEY)
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == hf_folder.METHOD:
-        raise CheckpointError(
-            f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
-            "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
-        )
+    if quantized_by(config) == hf_folder.METHOD:
+        raise CheckpointError(f"{source}: {HOLDS_CODES}")
     check_weight_files(folder, how.allow_pickle)
     # Refused here, before transformers reads each as a whole.
     side_files(folder)
     check_remote_code(config, source, how.trust_remote_code)
-    if not _fits(folder, config, how):
-        model = _streamed(folder, config, how)
-        return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
-    model, info = _pretrained(folder, config, source, how)
-    findings = {
-        "missing": _names(info, "missing_keys"),
-        "unexpected": _names(info, "unexpected_keys"),
-        "repaired": repair_buffers(model),
-        "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
-    }
     stored = hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+    if not _fits(folder, config, how):
+        if quantized_by(config) is not None:
+            raise CheckpointError(
+                f"{source}: holds codes ({quantized_by(config)}), which are decoded as a whole, and they do not fit in "
+                "the memory; give more (--memory), or convert the model to bfloat16"
+            )
+        note = "weights do not fit in memory: a layer's are read for each of its visits"
+        model = _streamed(folder, config, how, stored)
+        return model, account(model, stored, None, source).noted(note)
+    model, info = _pretrained(folder, config, source, how)
+    if getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            f"{source}: transformers keeps the codes of {quantized_by(config)} instead of weights; convert the model "
+            "to bfloat16"
+        )
+    found = Findings(
+        _names(info, "missing_keys"),
+        repaired=repair_buffers(model),
+        notes=(f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
+    )
     find_names(model, stored)
     hold(model, types_of(stored))
-    return model, findings
+    read = account(model, stored, _names(info, "unexpected_keys"), source)
+    return model, dataclasses.replace(found, unexpected=read.unexpected, notes=(*found.notes, *read.notes))
 
 
 def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loading) -> tuple[nn.Module, Any]:
@@ -161,9 +175,12 @@ def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loadi
                 trust_remote_code=how.trust_remote_code,
                 use_safetensors=None if how.allow_pickle else True,
                 local_files_only=True,
+                # Its own error names no tensor.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 dtype=how.dtype if how.dtype is not None else "auto",
                 **_settings(config),
+                **_decoding(config),
             )
     except Exception as cause:  # damaged folders raise various errors
         reason = " ".join(str(cause).split())
@@ -171,6 +188,11 @@ def _pretrained(folder: Path, config: Mapping[str, Any], source: str, how: Loadi
             f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
             f"{_version_advice(config, how.trust_remote_code)}"
         ) from cause
+    for name, given, wanted in sorted(_entries(info, "mismatched_keys")):
+        raise CheckpointError(
+            f"{source}: {name} has shape {[*given]}, with config.json it is {[*wanted]}; config.json is not that of "
+            "these weights"
+        )
     return model.eval(), info
 
 
@@ -212,10 +234,30 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
 
 
-def _streamed(folder: Path, config: Mapping[str, Any], how: Loading) -> nn.Module:
+def quantized_by(config: Mapping[str, Any]) -> str | None:
+    """Return the method of the codes that a ``config.json`` describes."""
+    for part in (config, config.get("text_config")):
+        stated = part.get(hf_folder.KEY) if isinstance(part, Mapping) else None
+        if isinstance(stated, Mapping):
+            return str(stated.get("quant_method"))
+    return None
+
+
+def _decoding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for weights instead of codes. Beside a GPU transformers would keep the codes of FP8."""
+    kinds = require("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    kind = kinds.get(quantized_by(config))
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters or hf_folder.KEY not in config:
+        return {}
+    return {hf_folder.KEY: kind.from_dict({**config[hf_folder.KEY], "dequantize": True})}
+
+
+def _streamed(
+    folder: Path, config: Mapping[str, Any], how: Loading, stored: Mapping[str, RawTensor]
+) -> nn.Module:
     """Build a model that reads each layer from its files when the layer runs."""
     model = from_config(folder, config, how.trust_remote_code, dtype=how.dtype, whole=False)
-    Stream(model.eval(), hf_folder.read_all_tensors(folder))
+    Stream(model.eval(), stored)
     return model
 
 
@@ -349,12 +391,16 @@ def cached_tokenizer(name: str, revision: str | None) -> Path | None:
 def side_files(folder: Path) -> tuple[Path, ...]:
     """Files of a checkpoint other than weights and their index. A special or a huge one is refused."""
     paths = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
-    files = tuple(sorted(p for p in paths if not p.name.endswith(".index.json")))
+    files = tuple(sorted(p for p in paths if not p.is_dir() and not p.name.endswith(".index.json")))
     for path in files:
         check_size(path)
     return files
 
 
+def _entries(info: Any, key: str) -> Sequence[Any]:
+    entries: Sequence[Any] = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
+    return entries
+
+
 def _names(info: Any, key: str) -> tuple[str, ...]:
-    names = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
-    return tuple(sorted(str(name) for name in names))
+    return tuple(sorted(map(str, _entries(info, key))))

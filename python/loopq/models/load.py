@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
 from loopq.errors import ConfigError, SystemContractError, require
+from loopq.formats import hf_folder
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop, without_type
 from loopq.models import hf
 from loopq.models.blank import building, drawn
-from loopq.models.classes import find_class, load_registered, register_model
+from loopq.models.classes import Findings, find_class, load_registered, register_model
 from loopq.models.plain import plain
 from loopq.models.precision import to_float32, widen
 from loopq.models.stream import Stream
 from loopq.storage.files import read_json
 from loopq.storage.model_files import source_of
-from loopq.storage.schema import Object, checked
+from loopq.storage.schema import checked
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import LoopedSystem
 from loopq.systems.capabilities import Encode, ModelClass
 from loopq.systems.looped import Looped, run_loop
+from loopq.terminal.table import some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,6 +84,13 @@ class LoadReport:
     tied: tuple[tuple[str, ...], ...] = ()
     repaired: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> str:
+        """One line on tensors of the files without a place in the model. Empty without any."""
+        if not self.unexpected:
+            return ""
+        return f"in the files, without a place in the model, and left out: {some(self.unexpected)}"
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
@@ -202,7 +211,7 @@ def check_values(model: nn.Module) -> None:
             raise ConfigError(f"parameter {name} has no values ({kind} before)")
 
 
-def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
+def describe(model: nn.Module, source: str, kind: str, found: Findings | None = None) -> LoadReport:
     """Build the report of a loaded model."""
     parameters = list(model.parameters())
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
@@ -212,7 +221,7 @@ def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadR
         dtype=", ".join(kinds),
         n_parameters=sum(p.numel() for p in parameters),
         tied=tied_names(model),
-        **findings,
+        **vars(found or Findings()),
     )
 
 
@@ -296,46 +305,87 @@ def load_model(
     return _load(str(spec), system, how, device, revision)
 
 
+@dataclass(frozen=True)
+class _ModelFolder:
+    """A model's folder, its ``config.json``, and the class to build. With None transformers has the class."""
+
+    source: str
+    loop: list[int] | None
+    path: Path
+    config: dict[str, Any]
+    registered: ModelClass | None
+
+    @classmethod
+    def find(cls, spec: str, system: str | None, revision: str | None, allow_pickle: bool) -> _ModelFolder:
+        """Find the folder of a name and read its configuration."""
+        source, loop = parse_spec(spec)
+        path = _find_folder(source, revision, allow_pickle)
+        where = path / "config.json"
+        config = checked(dict[str, Any], read_json(where, finite=False), where)
+        checked(_Known, config, where, others=True)
+        config = without_type(config)
+        return cls(source, loop, path, config, find_class(config, system, where))
+
+    def filled(self, how: hf.Loading) -> tuple[nn.Module, Findings]:
+        """Build the model and fill it from the files."""
+        if self.registered is None:
+            model, found = hf.load_hf(self.path, self.config, self.source, how)
+        else:
+            with building(), drawn(seed=0):
+                model, found = load_registered(self.path, self.config, self.registered, how.allow_pickle)
+            model = to_float32(model) if how.dtype == require("torch").float32 else model.to(dtype=how.dtype)
+        if self.loop is not None:
+            setattr(model.config, LOOP, self.loop)
+        return model, found
+
+    def looped(self) -> dict[str, Any]:
+        """Return the configuration with the added loop."""
+        return self.config if self.loop is None else with_loop(self.config, self.loop)
+
+    def untyped(self, model: nn.Module) -> dict[str, str]:
+        """Return the "dtype" of a model that has the type of its files, because its ``config.json`` names none.
+
+        A model that is built from the configuration alone would have another.
+        """
+        named = any(part.get(key) for part in _parts(self.config) for key in ("dtype", "torch_dtype"))
+        kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        if named or self.registered is not None or len(kinds) != 1 or kinds == {"float32"}:
+            return {}
+        return {"dtype": kinds.pop()}
+
+    def side_files(self, encode: Encode, more: Mapping[str, str]) -> dict[str, bytes]:
+        """Read the files beside the weights. For a model with its own encoder they are only the configuration.
+
+        `more` are entries that the configuration lacks.
+        """
+        own_encoder = self.registered is not None and encode is self.registered.encode
+        paths = (self.path / "config.json",) if own_encoder else hf.side_files(self.path)
+        files = {path.relative_to(self.path).as_posix(): path.read_bytes() for path in paths}
+        if self.loop is not None or more:
+            files["config.json"] = json.dumps(self.looped() | dict(more), indent=2).encode()
+        return hf_folder.unquantized(files)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configuration, and that of the text model in it."""
+    return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+
+
 def _load(spec: str, system: str | None, how: hf.Loading, device: str, revision: str | None) -> LoadedModel:
-    base, loop = parse_spec(spec)
-    folder = _find_folder(base, revision, how.allow_pickle)
-    config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
-    checked(_Known, config, folder / "config.json", others=True)
-    config = without_type(config)
-    registered = find_class(config, system, folder / "config.json")
-    if registered is None:
-        model, findings = hf.load_hf(folder, config, base, how)
-    else:
-        model, findings = _load_class(folder, config, registered, how)
-    if loop is not None:
-        setattr(model.config, LOOP, loop)
-    said = widen(model) if how.dtype is None and device == "cpu" else ""
+    require("torch")
+    folder = _ModelFolder.find(spec, system, revision, how.allow_pickle)
+    model, found = folder.filled(how)
+    more = folder.untyped(model) if how.dtype is None else {}
+    widened = widen(model) if how.dtype is None and device == "cpu" else ""
     model, done = plain(to_device(model, device).eval())
-    findings["notes"] = (*findings.get("notes", ()), *done)
     check_values(model)
     adapter = choose_system(model, system)
-    hf.check_missing(spec, findings.get("missing", ()), adapter)
-    if said:
-        findings["notes"] = (*findings.get("notes", ()), said)
-    tokenizer, encode = text_encoder(registered, folder, config, how.trust_remote_code)
-    # If the model has its own encoder, the checkpoint includes only the configuration.
-    own_encoder = registered is not None and encode is registered.encode
-    files = (folder / "config.json",) if own_encoder else hf.side_files(folder)
-    side_files = {path.name: path.read_bytes() for path in files}
-    if loop is not None:
-        config = with_loop(config, loop)
-        side_files["config.json"] = json.dumps(config, indent=2).encode()
-    report = describe(model, spec, "registered" if registered else "transformers", **findings)
-    return LoadedModel(model, adapter, encode, tokenizer, config, folder, side_files, report)
-
-
-def _load_class(
-    folder: Path, config: Object, registered: ModelClass, how: hf.Loading
-) -> tuple[nn.Module, Object]:
-    torch = require("torch")
-    with building(), drawn(seed=0):
-        model, findings = load_registered(folder, config, registered, how.allow_pickle)
-    return to_float32(model) if how.dtype == torch.float32 else model.to(dtype=how.dtype), findings
+    hf.check_missing(spec, found.missing, adapter)
+    tokenizer, encode = text_encoder(folder.registered, folder.path, folder.config, how.trust_remote_code)
+    kind = "registered" if folder.registered else "transformers"
+    report = describe(model, spec, kind, found.noted(*done, widened))
+    side_files = folder.side_files(encode, more)
+    return LoadedModel(model, adapter, encode, tokenizer, folder.looped(), folder.path, side_files, report)
 
 
 def text_encoder(

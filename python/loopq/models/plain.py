@@ -58,7 +58,7 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         return _streamed(inside)
     computed = [name for name, m in inside.named_modules() if _is_computed(m)]
     wrapped = inside is not model or any(_inside(m) is not m or _is_compiled(m) for m in inside.modules())
-    inferred = any(t.is_inference() for t in (*inside.parameters(), *inside.buffers()))
+    inferred = any(map(_is_inferred, (*inside.parameters(), *inside.buffers())))
     if not wrapped and not computed and not inferred:
         return model, ()
     notes = ["compiled or parallel modules: the plain ones inside are run"] * wrapped
@@ -134,9 +134,16 @@ def _copied(module: Any, done: dict[int, Any]) -> Any:
     return new
 
 
+def _is_inferred(value: Any) -> bool:
+    """Whether a tensor was made under `torch.inference_mode`. One of a lazy module is not made yet."""
+    from torch.nn.parameter import is_lazy  # lazy: loopq imports without torch
+
+    return not is_lazy(value) and bool(value.is_inference())
+
+
 def _with_gradient(value: Any, done: dict[int, Any]) -> Any:
     """Copy a tensor that was made under `torch.inference_mode`. A tied one stays one tensor."""
-    if value is None or not value.is_inference():
+    if value is None or not _is_inferred(value):
         return value
     if id(value) not in done:
         from torch import nn  # lazy: loopq imports without torch

@@ -10,9 +10,11 @@ from typing import Any
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint, load_into
-from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.convert import is_checkpoint, read_model
 from loopq.formats.native import NATIVE
 from loopq.formats.record import RECORD
+from loopq.layers.loop_spec import parse_spec
+from loopq.models import hf
 from loopq.models.build import build_model
 from loopq.models.coded import Activations, coded_layers
 from loopq.models.files import find_names
@@ -20,28 +22,27 @@ from loopq.models.load import LoadedModel, load_model, to_device
 
 
 def open_source(
-    model: Path, *, requantize: bool = False, trust_remote_code: bool = False
+    model: str | Path, *, requantize: bool = False, trust_remote_code: bool = False
 ) -> LoadedModel | None:
-    """Open a quantized folder as a source of weights. None for other folders, or layers without codes.
+    """Open a quantized folder as a source of weights, also as ``looped:FOLDER[FIRST:LAST]xTIMES``. Else None.
 
     Raises
     ------
     CheckpointError
         If loopq wrote it and `requantize` is not given.
     """
-    if not (model / "config.json").is_file() and not NATIVE.holds(model):
+    folder = Path(parse_spec(str(model))[0])
+    # A file is one of GGUF, which says more of itself when it is opened as a model.
+    if not folder.is_dir() or not any(target.holds(folder) for _, target in FORMATS):
         return None
-    if not any(target.holds(model) for _, target in FORMATS):
-        return None
-    if (NATIVE.holds(model) or (model / RECORD).exists()) and not requantize:
+    if (NATIVE.holds(folder) or (folder / RECORD).exists()) and not requantize:
         raise CheckpointError(
-            f"{model}: loopq's own output: name the model that it was made from, or pass requantize=True to "
-            "loopq.quantize to quantize its rounded weights once more"
+            f"{folder}: {hf.HOLDS_CODES}; loopq.quantize(..., requantize=True) quantizes its rounded weights once more"
         )
-    loaded = load_checkpoint(read_any(model), trust_remote_code=trust_remote_code)
+    loaded = load_checkpoint(read_model(model), trust_remote_code=trust_remote_code)
     note = "weights of a quantized file, dequantized"
     report = dataclasses.replace(loaded.report, source=str(model), notes=(*loaded.report.notes, note))
-    return dataclasses.replace(loaded, folder=model, report=report)
+    return dataclasses.replace(loaded, folder=folder, report=report)
 
 
 def load_checkpoint(
@@ -84,11 +85,11 @@ def open_any(
     `quantized` and `activations` are those of `loopq.load`. Other options are those of `load_model`; a checkpoint uses
     only "device" and "trust_remote_code".
     """
-    if not is_checkpoint(Path(model)):
+    if not is_checkpoint(Path(parse_spec(str(model))[0])):
         return load_model(model, **loading)
     trusted = loading.get("trust_remote_code", False)
     loaded = load_checkpoint(
-        read_any(Path(model)), quantized=quantized, activations=activations, trust_remote_code=trusted
+        read_model(model), quantized=quantized, activations=activations, trust_remote_code=trusted
     )
     to_device(loaded.model, loading.get("device", "cpu"))
     return loaded

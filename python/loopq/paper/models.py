@@ -8,11 +8,11 @@ from typing import Any
 
 from loopq import zoo
 from loopq.calibrate.data import TokenSet, windows
-from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import own_prompts
 from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, load_model
+from loopq.paper.plbert import PLBERT, load_plbert, phonemes
 
 
 @dataclass(frozen=True)

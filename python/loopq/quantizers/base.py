@@ -175,19 +175,25 @@ class Method(Chosen):
     transforms : bool
         Whether the codes are for a transformed input.
     folds : bool
-        Whether layers of one input share a transform, which the layer before takes in an export.
+        Whether layers of one input share a transform, which the layer before takes in an export (`FOLDINGS`).
+    in_other_formats : str
+        Method that replaces it where another format than loopq's own is written. Empty for the method itself.
     has_twin : bool
         Whether `twin` solves on devices other than the CPU, for plain grids and common scale types.
     prefers_uneven : bool
         Whether levels "auto" are uneven.
+    prefers_rotation : bool
+        Whether rotation "auto" tries to rotate the input.
     """
 
     needs_hessian: ClassVar[bool] = True
     rounds_as_published: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
     folds: ClassVar[bool] = False
+    in_other_formats: ClassVar[str] = ""
     has_twin: ClassVar[bool] = False
     prefers_uneven: ClassVar[bool] = False
+    prefers_rotation: ClassVar[bool] = False
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:

@@ -10,9 +10,12 @@ from typing import Any
 from loopq.errors import ConfigError
 from loopq.layers.grids.table import UNEVEN
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.transforms import AUTO as ROTATION_AUTO
 from loopq.layers.transforms import Rotation, RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.quantizers.grid import AUTO, GridSettings
+from loopq.quantizers.damping import Damping
+from loopq.quantizers.grid import AUTO, OWN_LEVELS, GridSettings
+from loopq.quantizers.turn import compared
 from loopq.settings.declare import Settings, block, check, choice, leaves
 from loopq.settings.patterns import check_syntax, matches
 from loopq.settings.registry import did_you_mean
@@ -64,20 +67,47 @@ class LayerConfig(Settings):
         """
         return quantize_all([(self, problem)])[0]
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the input may be rotated. With "auto" only codes that other programs do not read anyway are."""
+        if self.rotation.kind != ROTATION_AUTO:
+            return self.rotation.kind != "none"
+        own = self.grid.levels in OWN_LEVELS and not self.method.make_grid(self.grid).portable
+        return self.method.prefers_rotation and own
+
+    def chosen(self, problem: Problem) -> tuple[Problem, Rotation | None, dict[str, Any]]:
+        """Return the problem in the basis of the settings, its rotation if it has one, and report entries.
+
+        With rotation "auto" GPTQ is tried on some rows in both bases (`loopq.quantizers.turn`).
+        """
+        rotation = None
+        if self.rotates:
+            rotation = self.rotation.of(problem.target.shape[1], self.grid.group_size)
+        if rotation is None:
+            return problem, None, {}
+        turned = self.turned(problem, rotation)
+        facts: dict[str, Any] = {}
+        if self.rotation.kind == ROTATION_AUTO:
+            damping: Damping = getattr(self.method, "damping", Damping())
+            keep, facts = compared(damping, problem, turned)
+            if not keep:
+                return problem, None, facts
+        return turned, rotation, {"rotation": rotation.describe(), **facts}
+
     def turned(self, problem: Problem, rotation: Rotation) -> Problem:
-        """Return the problem in the rotated basis: H' = R H R^T and W' = W R^T."""
+        """Return the problem in the rotated basis: W' = W R^T, and S' = R S R^T with the S of the plain basis."""
+        target = rotation.fold(problem.target)
+        if problem.metric is not None:
+            combined, metric = problem.metric.united(problem.require_observed())
+            return dataclasses.replace(
+                problem, target=target, hessian=rotation.conjugate(combined), shared={}, metric=metric
+            )
 
         def turned() -> tuple[Any, dict[Any, Any]]:
             return (None if problem.hessian is None else rotation.conjugate(problem.hessian), {})
 
-        hessian, shared = problem.once(("rotated", self.rotation), turned)
-        return dataclasses.replace(
-            problem,
-            target=rotation.fold(problem.target),
-            hessian=hessian,
-            shared=shared,
-            metric=None if problem.metric is None else problem.metric.rotated(rotation),
-        )
+        hessian, shared = problem.once(("rotated", rotation), turned)
+        return dataclasses.replace(problem, target=target, hessian=hessian, shared=shared)
 
 
 def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[QuantizedLayer]:
@@ -88,26 +118,22 @@ def quantize_all(asked: Sequence[tuple[LayerConfig, Problem]]) -> list[Quantized
     ConfigError
         The settings have a rotation, and the method transforms the input itself.
     """
-    rotations = [config.rotation.of(p.target.shape[1]) for config, p in asked]
-    turned = [
-        p if rotation is None else config.turned(p, rotation)
-        for (config, p), rotation in zip(asked, rotations, strict=True)
-    ]
+    chosen = [config.chosen(p) for config, p in asked]
     alike: dict[Method, list[int]] = {}
     for at, (config, _) in enumerate(asked):
         alike.setdefault(config.method, []).append(at)
     layers: dict[int, QuantizedLayer] = {}
     for method, places in alike.items():
-        layers.update(zip(places, method.quantize_all([turned[at] for at in places]), strict=True))
-    for at, rotation in enumerate(rotations):
-        if rotation is None:
-            continue
-        if layers[at].transform is not None:
-            config, p = asked[at]
-            raise ConfigError(
-                f"layer {p.name}: method {config.method.name!r} cannot be combined with a rotation"
-            )
-        layers[at] = layers[at].with_transform(rotation).with_report(rotation=rotation.describe())
+        layers.update(zip(places, method.quantize_all([chosen[at][0] for at in places]), strict=True))
+    for at, (_, rotation, facts) in enumerate(chosen):
+        if rotation is not None:
+            if layers[at].transform is not None:
+                config, p = asked[at]
+                raise ConfigError(
+                    f"layer {p.name}: method {config.method.name!r} cannot be combined with a rotation"
+                )
+            layers[at] = layers[at].with_transform(rotation)
+        layers[at] = layers[at].with_report(**facts)
     return [layers[at] for at in range(len(asked))]
 
 

@@ -81,6 +81,7 @@ class GPTQCD(Method):
     """
 
     rounds_as_published: ClassVar[bool] = False
+    prefers_rotation: ClassVar[bool] = True
     has_twin: ClassVar[bool] = True
     prefers_uneven: ClassVar[bool] = True
     metric: MetricSettings = block(MetricSettings, "metric")

@@ -13,6 +13,8 @@ from loopq.settings.declare import Settings, setting
 AUTO = "auto"
 #: Levels of whole numbers, and of what nothing has decided.
 EVEN = ("even", AUTO)
+#: Levels that no other program has, where the grid has its own codes: those of tables, and even ones on a trellis.
+OWN_LEVELS = (*EVEN, "uneven", "fitted")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.layers.transforms import Rotation
-
 # Share of its own value added to each diagonal entry between outputs: a few hundred draws see few directions.
 RIDGE = 0.1
 # The same for H before it is inverted.
@@ -101,9 +99,12 @@ class LoopMetric:
         rows = np.split(floor, np.cumsum([len(a) for a in left])[:-1])
         return [a + np.diag(add) for a, add in zip(left, rows, strict=True)]
 
-    def rotated(self, rotation: Rotation) -> LoopMetric:
-        """Return the metric in the rotated basis of the inputs."""
-        return dataclasses.replace(self, right=rotation.conjugate(self.right)) if self.right.size else self
+    def united(self, hessian: NDArray[np.float64]) -> tuple[NDArray[np.float64], LoopMetric]:
+        """Return S, and the metric without its gradient part, which S contains: for another basis of the inputs.
+
+        The median in `combined` would be another one there.
+        """
+        return self.combined(hessian), dataclasses.replace(self, right=np.zeros((0, 0)))
 
 
 def ridged(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:

@@ -22,8 +22,8 @@ from loopq.settings.declare import block, setting
 #: was 1.42 times that of gptq-cd with 8 outputs, 0.73 with 16, 0.67 with 32 (`tests/quantizers/test_trellis.py`).
 FEW = 16
 #: Multiply-adds per search state and weight, and per open path and weight where outputs are coupled. Measured against
-#: those of the search before it on one thread of a Zen 5.
-STATE_WORK, PATH_WORK = 30.0, 3000.0
+#: those of the search before it on one thread of a Zen 4.
+STATE_WORK, PATH_WORK = 7.0, 400.0
 #: Open paths where outputs are coupled.
 OPEN = 1024
 
@@ -56,6 +56,7 @@ class TrellisMethod(Method):
     """
 
     rounds_as_published: ClassVar[bool] = False
+    prefers_rotation: ClassVar[bool] = True
     metric: MetricSettings = block(MetricSettings, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     state_bits: int | None = setting(None, at_least=4, at_most=16)

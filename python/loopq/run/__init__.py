@@ -5,6 +5,8 @@ from __future__ import annotations
 from loopq.run.inputs import Inputs
 from loopq.settings.registry import Registry
 
-INPUTS: Registry[type[Inputs]] = Registry("inputs", "loopq.run")
+INPUTS: Registry[type[Inputs]] = Registry(
+    "inputs", "loopq.run", rooms={"closed-loop": "paper", "equal-rows": "paper"}
+)
 
 __all__ = ["INPUTS", "Inputs"]

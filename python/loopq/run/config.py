@@ -28,6 +28,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"method": "gptq-cd", "metric": "inputs", "levels": "even"},
     "paper": {"method": "gptq", "scale_search": "max", "levels": "even"},
 }
+#: What "auto" means in formats other than loopq's own.
+_PLAIN: Mapping[str, str] = {"levels": "even", "rotation": "none"}
 #: A preset's settings of calibration prompts, which do not belong to a run's settings.
 PROMPTS: Mapping[str, Mapping[str, Any]] = {"paper": {"random_tokens": 0.0}}
 
@@ -117,17 +119,18 @@ class QuantConfig(Settings):
     def for_format(self, native: bool, outside: Any = None) -> QuantConfig:
         """Return the settings of a format where they are left to it.
 
-        Unless loopq's own format is written, levels that are "auto" become even, and method "awq" becomes "awq-fold".
-        `outside` is the format's own choice, and q8_0 where the layers have 8 bits, as in llama.cpp. A `fit` chooses by
-        itself.
+        Unless loopq's own format is written, levels that are "auto" become even, rotations that are "auto" none, and a
+        method may name another in its place. `outside` is the format's own choice, and q8_0 where the layers have 8
+        bits, as in llama.cpp. A `fit` chooses by itself.
         """
         if native:
             return self
 
-        instead = {("levels", AUTO): "even", ("method", "awq"): "awq-fold"}
-
         def held(changes: Mapping[str, Any]) -> dict[str, Any]:
-            return {k: instead.get((k, v), v) if isinstance(v, str) else v for k, v in changes.items()}
+            method = changes.get("method")
+            other = QUANTIZERS.get(method).in_other_formats if isinstance(method, str) else ""
+            plain = {name: value for name, value in _PLAIN.items() if changes.get(name) == AUTO}
+            return {**changes, **plain, **({"method": other} if other else {})}
 
         overrides = tuple(Override(o.pattern, held(o.changes)) for o in self.overrides)
         layer = self.layer.changed(**held(self.layer.flat()))

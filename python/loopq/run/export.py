@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,39 +15,28 @@ from loopq._native import __version__
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError, require
 from loopq.formats import FORMATS
-from loopq.formats.base import Format, FormatOptions, Planned, Written, WrittenFile
+from loopq.formats.base import Format, FormatOptions, Planned, Written
 from loopq.formats.checkpoint import Checkpoint
-from loopq.formats.convert import read_any, read_model
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
-from loopq.models.plain import plain_modes
 from loopq.models.restore import load_checkpoint
-from loopq.quantizers.awq_fold import Folds, find_folds, fold, refuse_unlike
+from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
-from loopq.run.config import QuantConfig, divided, refuse_outside
-from loopq.run.gate import Asked, Expectation, Gate, Proof
-from loopq.run.imatrix import ObservedDump
+from loopq.run.config import QuantConfig, refuse_outside
+from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
-from loopq.storage.lock import new_or_same
-from loopq.storage.model_files import stored_state
+from loopq.storage.model_files import beside, stored_state
 from loopq.systems.base import Batch
 from loopq.systems.capabilities import FixedLength
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.run.keywords import ExportKeywords
 
-#: Functions that open a path, by the source of a format.
-_OPEN: Mapping[str, Callable[[str | Path], Any]] = {
-    "checkpoint": read_any,
-    "model": read_model,
-    "dump": ObservedDump,
-}
-
-
+#: Type of the transforms that a layer before may take.
+_SCALE = "channel_scale"
 #: Errors of a checkpoint whose model cannot be built or run here.
 _NO_LOGITS = (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError)
 
@@ -84,61 +73,6 @@ class Exported:
         return [*self.written.lines(), *said, *self.read_by]
 
 
-def export(
-    source: str | Path | Checkpoint, out: str | Path, format_name: str, **options: Unpack[ExportKeywords]
-) -> Exported:
-    """Write a checkpoint in another tool's format and check the result on disk.
-
-    Parameters
-    ----------
-    source : path or Checkpoint
-        Checkpoint, in memory or in a folder of any format that loopq reads. "gguf" also takes an unquantized model: a
-        folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``. "imatrix" takes a calibration dump.
-    out : path
-        New folder. For "gguf" and "imatrix" it is a new file.
-    format_name : str
-        Name in `loopq.formats.FORMATS`.
-    **options
-        Options of the format, settings of `Gate` ("engine", "force", "verify"), and those of `Proof` ("n_prompts",
-        "seq_len", "trust_remote_code"). "ragged" ("keep", "split" or "pad") handles a shorter last group in
-        compressed-tensors, gptq, gptq_v2 and marlin. "names" ("published") joins matrices as the published files of
-        HRM-Text do, for vLLM and SGLang. "remote_code" puts a file beside a ``looped:`` checkpoint with
-        which transformers runs the loop (``trust_remote_code=True``). "vocabulary" names a GGUF file with the tokenizer
-        for gguf. "steps" selects the steps of imatrix.
-
-    Returns
-    -------
-    Exported
-        The written output and the comparison.
-
-    Raises
-    ------
-    CheckpointError
-        The format or the engine cannot hold the checkpoint, the values read back differ from the solved ones, or an
-        engine gives other logits.
-    ConfigError
-        The format or the engine does not exist, or the format does not read an option.
-    """
-    out = Path(out)
-    keys = set(Gate().flat()) | set(Proof().flat())
-    gate, proof = divided({k: v for k, v in options.items() if k in keys}, Gate(), Proof())
-    rest = {k: v for k, v in options.items() if k not in keys}
-    target = FORMATS.get(format_name)
-    given = target.taken(rest)
-    with plain_modes():
-        opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
-        if isinstance(opened, Checkpoint) and not target.own:
-            opened = folded(opened, trust_remote_code=proof.trust_remote_code)
-        if isinstance(opened, Checkpoint):
-            gate.of(format_name, opened, given)
-        with new_or_same(out) as place:
-            done = exported(opened, place, format_name, gate, proof, given)
-    if place != out:
-        said = (f"{out} was written before the interruption; compared, byte for byte",)
-        return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
-    return done
-
-
 def exported(
     source: Any,
     out: Path,
@@ -147,7 +81,7 @@ def exported(
     proof: Proof | None = None,
     options: FormatOptions | None = None,
 ) -> Exported:
-    """Export as `export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
+    """Export as `loopq.export` does, from what it opened, for a caller that holds the output (`loopq.storage.lock`)."""
     gate, proof = gate or Gate(), proof or Proof()
     target = FORMATS.get(format_name)
     options = options or target.values()
@@ -235,10 +169,12 @@ class LogitsCheck:
 def folded(
     checkpoint: Checkpoint, loaded: LoadedModel | None = None, *, trust_remote_code: bool = False
 ) -> Checkpoint:
-    """Return a checkpoint whose AWQ scales are in the layers before. The same object without any scale.
+    """Return a checkpoint whose channel scales are in the layers before. The same object without any scale.
 
     Raises
     ------
+    ConfigError
+        No guest brings the folding.
     CheckpointError
         A scale has no place, or does not fold exactly. The message names the layer.
     """
@@ -247,6 +183,7 @@ def folded(
         return checkpoint
     loaded = loaded or load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
     folds = _folds(loaded, names, checkpoint.settings.get("n_steps"))
+    fold = FOLDINGS.get(_SCALE).fold
     layers, dense = fold(checkpoint.layers, checkpoint.dense, folds, loaded.system.model)
     return dataclasses.replace(checkpoint, layers=layers, dense=dense)
 
@@ -257,7 +194,7 @@ def _folds(loaded: LoadedModel, names: Collection[str], n_steps: int | None) -> 
     depth = system.check_depth(n_steps or system.n_steps)
     owners = {p.name: p.owners for p in system.shared_parameters(depth) if p.name in names}
     batch = _random_batch(loaded, 1, system.prompt_length if isinstance(system, FixedLength) else 8)
-    return find_folds(system.model, owners, lambda: system.rollout(batch, depth))
+    return FOLDINGS.get(_SCALE).find(system.model, owners, lambda: system.rollout(batch, depth))
 
 
 def quantized_format(format_name: str) -> Format:
@@ -292,12 +229,12 @@ def refuse_early(
 
     Notes
     -----
-    One row represents each layer. In GPTQ, Marlin and bfloat16 of GGUF the scales' values decide whether their type
-    fits. This is known only after the run.
+    One row represents each layer. In GPTQ and bfloat16 of GGUF the scales' values decide whether their type fits.
+    This is known only after the run.
     """
     target, gate = quantized_format(format_name), gate or Gate()
     options = options or target.values()
-    if target.own and gate.engine is None:
+    if target.own and gate.engine in (None, LOOPQ):
         return
     if not target.holds_tables:
         refuse_outside(config, f"{format_name} cannot hold", "leave it away, or keep loopq's own format")
@@ -308,15 +245,16 @@ def refuse_early(
     dense, ties = _other_tensors(system.model, {t.name for t in tasks})
     planned = Planned(
         tuple(map(_stand_in, tasks)),
-        tuple(t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.transforms),
+        tuple(t.name for t in tasks if t.config.rotates or t.config.method.transforms),
         tuple(t.name for t in tasks if not t.parameter.owners),
         dense,
         ties,
         loaded.side_files,
     )
     target.refuse(planned, options)
-    if not target.own:
-        refuse_unlike(_folds(loaded, {t.name for t in tasks if t.config.method.folds}, depth), tasks)
+    scaled = {t.name for t in tasks if t.config.method.folds}
+    if scaled and not target.own:
+        FOLDINGS.get(_SCALE).refuse_unlike(_folds(loaded, scaled, depth), tasks)
     layers = {layer.name: layer for layer in planned.layers}
     gate.readers(format_name, layers, system.name, loaded.side_files, options, dense)
 
@@ -333,7 +271,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
         elif name not in layers:
             kind = str(tensor.dtype).removeprefix("torch.")
             dense[name] = DTYPE_NAMES.get(kind, kind)
-    return dense, ties
+    return dense | {name: tensor.dtype for name, tensor in beside(model).items()}, ties
 
 
 def _stand_in(task: Task) -> QuantizedLayer:

@@ -22,6 +22,9 @@ from loopq.formats.rules import Layers, check_engine, readers
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import available_bytes
 
+#: loopq's own runtime, where a file runs unless another engine is named.
+LOOPQ = "loopq"
+
 
 @dataclass(frozen=True)
 class Gate(Settings):
@@ -30,8 +33,9 @@ class Gate(Settings):
     Parameters
     ----------
     engine : str, optional
-        Refuse, before the work, what this engine is known to refuse or to load wrongly. Without it a file is refused
-        that no engine reads right (docs/formats/engines.md).
+        Program that will run the file. It decides the format, and with it levels and rotation. Where a format is named,
+        only what this engine is known to refuse or to load wrongly is refused, before the work; without an engine, what
+        no engine reads right (docs/formats/engines.md).
     force : bool
         Write the file all the same. The output and the file say so.
     verify : bool
@@ -39,7 +43,9 @@ class Gate(Settings):
         else only loopq reads it.
     """
 
-    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None = setting(None)
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp", "loopq"] | None = setting(
+        None
+    )
     force: bool = setting(False)
     verify: bool = setting(True)
 
@@ -69,7 +75,7 @@ class Gate(Settings):
         """
         config = json.loads(looped_files(side_files, options.remote_code).get(CONFIG, b"{}"))
         try:
-            if self.engine is None:
+            if self.engine in (None, LOOPQ):
                 return readers(format_name, layers, system, config, options, dense), ""
             check_engine(self.engine, format_name, layers, system, config, options, dense)
             return (self.engine,), ""
@@ -132,8 +138,7 @@ class Asked:
         CheckpointError
             An engine reads another model, or cannot read it. The output is removed.
         """
-        known = [ENGINES.get(name) for name in self.engines if name in ENGINES.names()]
-        here = [engine for engine in known if not engine.missing(self.format)]
+        here = [engine for engine in map(ENGINES.get, self.engines) if engine.is_asked(self.format)]
         if not here:
             return (f"only loopq read it: none of {', '.join(self.engines)} is installed here",)
         needed, free = _dense_bytes(source), available_bytes()
@@ -159,7 +164,7 @@ class Asked:
                 out.unlink()
             raise CheckpointError(
                 f"{wrong[0].line()}. {out} was removed; keep loopq's own format, or give --force (force=True) to keep "
-                "such a file, --verify no (verify=False) to ask no engine, or --engine NAME to ask that one alone"
+                "such a file, --verify no (verify=False) to ask no engine, or --for NAME (engine=...) to ask it alone"
             )
         return tuple(reading.line() for reading in readings)
 

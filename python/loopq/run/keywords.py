@@ -91,7 +91,7 @@ class QuantizeKeywords(SolveKeywords, TakeKeywords, OpeningKeywords, total=False
     """Keywords of `quantize`."""
 
     random_tokens: float | None
-    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp", "loopq"] | None
     force: bool
     verify: bool
 
@@ -114,12 +114,12 @@ class GenerateKeywords(OpeningKeywords, total=False):
 class ExportKeywords(TypedDict, total=False):
     """Keywords of `export`."""
 
-    ragged: Literal["keep", "split", "pad"] | None
+    ragged: Literal["keep", "split"] | None
     remote_code: str | None
     names: Literal["published"] | None
     vocabulary: str | None
     steps: str | None
-    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp"] | None
+    engine: Literal["transformers", "vllm", "sglang", "gptqmodel", "llama.cpp", "loopq"] | None
     force: bool
     verify: bool
     n_prompts: int

@@ -18,7 +18,7 @@ from loopq.calibrate.hessian_dump import HessianDump
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.hessians import Hessians
 from loopq.calibrate.rollouts import Collection
-from loopq.calibrate.select import select
+from loopq.calibrate.select import select, select_shape
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.gradients.measured import LoopMetrics
 from loopq.models.depths import Depths
@@ -27,9 +27,9 @@ from loopq.quantizers.task import MetricKey, Task
 from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig
 from loopq.run.dump_source import DumpSource, StoredMetrics
-from loopq.run.estimate import Estimate, estimate
+from loopq.run.estimate import Estimate, estimate, timed_gradient, timed_rollout
 from loopq.run.memory import passes
-from loopq.run.outside import outside, plan_model, tell_left
+from loopq.run.outside import outside, plan_model, tell_left, tell_share
 from loopq.run.plan import Plan
 from loopq.run.ranks import Ranks, collect_hessians
 from loopq.run.source import Part, Source
@@ -49,14 +49,14 @@ class ModelSource(Source):
     ----------
     job : Collection
         Model, calibration prompts, selected layers, and settings of execution.
-    probe_seconds : float
-        Seconds of a rollout of the first prompt.
+    token_seconds : float
+        Seconds of a rollout for each token. Zero for a model without values.
     metrics : dict
         Loop metrics in memory by `Task.metric_key`, for several solves. `parts` does not collect them again.
     """
 
     job: Collection
-    probe_seconds: float = 0.0
+    token_seconds: float = 0.0
     metrics: dict[MetricKey, LoopMetric | None] = field(default_factory=dict)
 
     @classmethod
@@ -86,18 +86,30 @@ class ModelSource(Source):
         if config.outside is not None:
             # From here on, a table with another layout in files has the model's own name.
             outside(system, selection.parameters)
-        if system.device.type != "cpu":
-            # A device loads its kernels in the first rollout, so a second one is timed up to its result.
-            began = time.monotonic()
-            float(system.rollout(tokens.first(execution.seed), selection.n_steps).sum())
-        seconds, free = time.monotonic() - began, available_bytes()
+        job = Collection(system, tokens, selection, execution, files or {})
+        # The first rollout also loads kernels and libraries.
+        seconds, free = timed_rollout(job, time.monotonic() - began), available_bytes()
         if execution.memory is None and free is not None:
             # Mapped weights count as free, but each step reads them. On a GPU the sums of a pass lie there.
             free -= 0 if is_streamed(system.model) else resident_bytes(mapped=True)
             on_device = device_bytes(system.device)
             free = free if on_device is None else min(free, on_device)
             execution = dataclasses.replace(execution, memory=max(1, int(PLANNED * free)))
-        return cls(Collection(system, tokens, selection, execution, files or {}), seconds)
+        return cls(dataclasses.replace(job, execution=execution), seconds)
+
+    @classmethod
+    def of_shape(
+        cls,
+        system: LoopedSystem,
+        tokens: TokenSet,
+        config: QuantConfig,
+        *,
+        n_steps: int | None = None,
+        execution: Execution,
+    ) -> ModelSource:
+        """Choose the layers of a model without values. It plans and estimates, and cannot run."""
+        selection = select_shape(system, n_steps=n_steps, include=config.include, exclude=config.exclude)
+        return cls(Collection(system, tokens, selection.pooled(tokens.n_tokens), execution))
 
     @property
     def execution(self) -> Execution:
@@ -141,8 +153,9 @@ class ModelSource(Source):
         plan = choose_metric(plan, self.job)
         summary = f"{len(plan.tasks)} layers, {self.job.selection.n_steps} steps"
         self.execution.progress.note(f"{summary}: {self.estimate(plan)}")
-        if any(t.config.method.folds for t in plan.tasks):
-            self.execution.progress.note("awq-fold: layers of one input share a scale of powers of two")
+        for method in sorted({t.config.method.name for t in plan.tasks if t.config.method.folds}):
+            self.execution.progress.note(f"{method}: layers of one input share a transform")
+        tell_share(plan, self.job)
         tell_left(plan, self.job, self.weights)
         return plan
 
@@ -162,8 +175,9 @@ class ModelSource(Source):
         return HessianDump(sums, passes(self.job, plan.tasks, sums), out, work, gradients)
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Estimate memory and time of a plan."""
-        return estimate(plan, self.job, self.weights, self.probe_seconds)
+        """Estimate memory and time of a plan. A model with values runs one gradient for it."""
+        gradient = timed_gradient(self.job, plan.tasks) if self.token_seconds else 0.0
+        return estimate(plan, self.job, self.token_seconds, gradient)
 
     def sums(
         self, plan: Plan, tasks: Sequence[Task] | None = None, *, per_step: bool | None = None

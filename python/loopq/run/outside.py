@@ -15,10 +15,12 @@ from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import Plan
+from loopq.storage.names import names_of
 from loopq.storage.schema import Object
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 from loopq.systems.declare import declare
+from loopq.terminal.table import some
 
 #: Smaller matrices outside the loop stay unchanged. They are gates and similar weights with negligible bytes.
 LEAST = 64
@@ -90,6 +92,28 @@ def _grid(config: QuantConfig, columns: int) -> GridSettings | None:
             if columns % candidate.make().gguf_width == 0:
                 return candidate
     return None
+
+
+def tell_share(plan: Plan, job: Collection) -> None:
+    """Report the share of the numbers in the blocks' weights that is quantized, and why the rest is not."""
+    taken = {t.name for t in plan.tasks}
+    declared = job.system.shared_parameters(job.selection.n_steps)
+    sizes = {p.name: p.in_features * p.out_features for p in declared}
+    reasons = {p.name: p.reason or "excluded by the settings" for p in declared if p.name not in taken}
+    names, state = names_of(job.system.model), dict(job.system.model.named_parameters())
+    # Input embeddings are outside of the blocks.
+    tables = {id(m.weight) for m in job.system.model.modules() if hasattr(m, "num_embeddings")}
+    for name, reason in job.system.left_out().items():
+        if name in state and name not in taken and id(state[name]) not in tables:
+            sizes[name], reasons[name] = state[name].numel(), reason
+    total = sum(sizes.values())
+    done = sum(n for name, n in sizes.items() if name in taken)
+    text = f"quantized: {100 * done / max(total, 1):.1f} % of the {total:,} numbers in the blocks' weights"
+    for reason in dict.fromkeys(reasons.values()):
+        mine = [name for name, why in reasons.items() if why == reason]
+        share = 100 * sum(sizes[name] for name in mine) / max(total, 1)
+        text += f"; {share:.1f} % not ({reason}): {some([names.in_file(name) for name in mine], 3)}"
+    job.execution.progress.note(text)
 
 
 def tell_left(plan: Plan, job: Collection, weights: ModelWeights) -> None:

@@ -14,7 +14,7 @@ from loopq.gradients.measured import LoopMetrics
 from loopq.layers.shared import SharedParameter
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
-from loopq.quantizers.loop_metric import n_gradient_prompts
+from loopq.quantizers.loop_metric import BLOCK, n_gradient_prompts
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
@@ -152,15 +152,30 @@ def steps_apart(tasks: Sequence[Task]) -> bool:
 
 
 def solve_work(tasks: Sequence[Task]) -> float:
-    """Cost of all solves in multiply-adds of a Hessian's accumulation. Layers with one input share a factor."""
-    factors: dict[tuple[str | None, Method], float] = {}
-    rest = 0.0
-    for task in tasks:
-        per_factor, per_column, per_weight = task.as_solved.config.method.work
-        width, rows = task.parameter.in_features, task.parameter.out_features
-        factors[task.input_group, task.config.method] = per_factor * width**3
-        rest += rows * width * (per_column * width + per_weight)
-    return sum(factors.values()) + rest
+    """Cost of all solves in multiply-adds of a Hessian's accumulation."""
+    return factor_work(tasks) + sum(map(sweep_work, tasks))
+
+
+def factor_work(tasks: Sequence[Task]) -> float:
+    """Cost of all factors. Layers with one input share one, unless they have loop metrics.
+
+    Such a layer also has a factor for each block of its outputs.
+    """
+    work: dict[tuple[str | None, Method], float] = {}
+    for task in (t.as_solved for t in tasks):
+        p, method = task.parameter, task.config.method
+        block = min(BLOCK, p.out_features)
+        blocks = block**2 * p.out_features if task.gradients else 0
+        key = task.name if task.gradients else task.input_group
+        work[key, method] = method.work[0] * (p.in_features**3 + blocks)
+    return sum(work.values())
+
+
+def sweep_work(task: Task) -> float:
+    """Cost of a layer's solve besides its factor. A unit for each weight stands for rounding."""
+    _, per_column, per_weight = task.as_solved.config.method.work
+    width, rows = task.parameter.in_features, task.parameter.out_features
+    return rows * width * (per_column * width + per_weight + 1.0)
 
 
 def hessian_work(tasks: Sequence[Task], n_tokens: int, shares: Mapping[str, float]) -> float:

@@ -71,7 +71,7 @@ class Ranks:
         if others:
             raise LoopqError(
                 f"rank {', '.join(map(str, others))} of {self.world} has other work than rank {self.rank}: the model, "
-                "the prompts and the options must be the same everywhere"
+                "the prompts, the options and the kind of processor must be the same everywhere"
             )
 
     def _ask(self, work: str) -> tuple[list[int], list[int]]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.hessians import StepHessians
-from loopq.errors import ConfigError, SolveError
+from loopq.errors import ConfigError
 from loopq.quantizers.task import Task
-from loopq.settings.steps import parse_step_weights
-
-BALANCE_ROUNDS = 200
-
-Weighting = list[float] | list[Fraction]
+from loopq.settings.steps import StepWeights, weigher_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class WeightedHessian:
     weights: list[float] | None
 
 
-def step_weights(hessians: StepHessians, task: Task) -> Weighting | None:
+def step_weights(hessians: StepHessians, task: Task) -> StepWeights | None:
     """Return the weights of a task's steps, or None for the plain sum.
 
     Raises
@@ -47,20 +42,18 @@ def step_weights(hessians: StepHessians, task: Task) -> Weighting | None:
     ConfigError
         The weighting needs separate Hessians per step, but only their sum was collected.
     """
-    spec = parse_step_weights(task.step_weights)
-    if spec == "sum":
+    weigher = weigher_of(task.step_weights)
+    if weigher is None:
         return None
     if not hessians.per_step:
         raise ConfigError(
             f"layer {task.name}: step_weights {task.step_weights!r} need the Hessian of each step; only their sum was "
             "collected: collect again with each step apart"
         )
-    if isinstance(spec, Fraction):
-        return alpha_weights(spec, len(task.steps))
-    return balanced_weights(hessians, task.steps)
+    return weigher(hessians, task.steps)
 
 
-def weighted(hessians: StepHessians, task: Task, weights: Weighting | None) -> WeightedHessian:
+def weighted(hessians: StepHessians, task: Task, weights: StepWeights | None) -> WeightedHessian:
     """Return sum_t w_t H_t over a task's steps, up to a positive factor.
 
     Steps of equal weight are summed exactly. Equal weights and a single step therefore give the same bits as the plain
@@ -71,51 +64,8 @@ def weighted(hessians: StepHessians, task: Task, weights: Weighting | None) -> W
     return WeightedHessian(matrix, {t: hessians.n_rows(t) for t in task.steps}, shares)
 
 
-def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
-    """Exact weights of H = alpha H_0 + (1 - alpha) mean(H_1, ..., H_{N-1}).
-
-    alpha = 1/N gives all steps equal weight. 0 omits step 0, and 1 omits the others.
-    """
-    if n_steps == 1:
-        return [Fraction(1)]
-    return [alpha] + [(1 - alpha) / (n_steps - 1)] * (n_steps - 1)
-
-
-def balanced_weights(hessians: StepHessians, steps: Sequence[int]) -> list[float]:
-    """Weights that give every step the same share of the channels.
-
-    Returns
-    -------
-    list of float
-        w with sum_j w_t H_t,jj / S_jj equal for all t, S = sum_t w_t H_t.
-
-    Notes
-    -----
-    Scaling the activations of one step, or of one channel in all steps, scales S accordingly and changes no step's
-    share. Therefore a channel with massive activations cannot decide which step counts. A step without activation gets
-    weight 0. The weights are found by fixed-point iteration, which is Sinkhorn's on the diagonals.
-    """
-    table = np.stack([hessians.diagonal([t]) for t in steps])
-    live = table.sum(axis=1) > 0
-    if not live.any():
-        raise SolveError("step_weights 'balanced': every activation is zero at every step")
-    table = table[live][:, table.sum(axis=0) > 0]
-    table = table / table.sum(axis=0)
-    w = 1.0 / table.sum(axis=1)
-    for _ in range(BALANCE_ROUNDS):
-        share = (table / (w @ table)).sum(axis=1)
-        new = 1.0 / share
-        new *= len(new) / new.sum()
-        if np.allclose(new, w, rtol=1e-13, atol=0):
-            break
-        w = new
-    out = np.zeros(len(live))
-    out[live] = w
-    return [float(v) for v in out]
-
-
 def relative(
-    steps: Sequence[int], weights: Weighting | None
+    steps: Sequence[int], weights: StepWeights | None
 ) -> tuple[list[int], list[float] | None, list[float] | None]:
     """Return steps of positive weight, their weights over the largest (None if equal), and all over their sum."""
     if weights is None:

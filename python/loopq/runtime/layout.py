@@ -19,12 +19,11 @@ __all__ = ["Held", "Layout", "PackedLayer"]
 
 @dataclass(frozen=True)
 class Held:
-    """Properties of a layer that decide which layouts can hold it. Codes may be for another basis of the input."""
+    """Properties of a layer that decide which layouts can hold it."""
 
     out_features: int
     in_features: int
     grid: Grid
-    transformed: bool = False
 
 
 class PackedLayer(Protocol):

@@ -34,7 +34,7 @@ __all__ = ["LAYOUTS", "QuantLinear"]
 
 
 class _Int4Tiles:
-    """The int4 kernel's words: `loopq.runtime.cuda.layout`. Even levels or a table, plain input, out % 16, in % 32."""
+    """The int4 kernel's words: `loopq.runtime.cuda.layout`. Even levels or a table, out % 16, in % 32."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
@@ -43,7 +43,7 @@ class _Int4Tiles:
             fold_of(held.grid.group_size)
         except ConfigError:
             return False
-        plain = held.grid.bits == 4 and isinstance(held.grid, Integer | Leveled) and not held.transformed
+        plain = held.grid.bits == 4 and isinstance(held.grid, Integer | Leveled)
         return plain and held.out_features % N_STEP == 0 and held.in_features % K_STEP == 0
 
     def pack(
@@ -60,8 +60,9 @@ class _Int4Tiles:
 
     def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
+        inputs = x if layer.transform is None else layer.transform(x).to(x.dtype)
         return w4a16_linear(
-            x, layer.qweight, layer.scales, layer.bias, levels=_sixteenths(layer.held.grid), **size
+            inputs, layer.qweight, layer.scales, layer.bias, levels=_sixteenths(layer.held.grid), **size
         )
 
 
@@ -250,7 +251,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         layer.grid.check(layer.codes, layer.scales, layer.zeros)
         codes = np.ascontiguousarray(layer.codes)
         rows = torch.from_numpy(np.array(layer.scales, dtype=np.float32)).t().contiguous()
-        held = Held(*layer.shape, layer.grid, layer.transform is not None)
+        held = Held(*layer.shape, layer.grid)
         if layout is None:
             layout = _first_fit(held, "cpu", torch.float32)
         elif layout not in LAYOUTS or not LAYOUTS[layout].fits(held):

@@ -8,7 +8,9 @@ It needs torch and transformers alone: ``loopq export --remote-code`` puts this 
 
 import copy
 import functools
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -98,6 +100,13 @@ class Loops:
         config.num_hidden_layers = len(order)
         if "layer_types" in names:
             config.layer_types = [config.layer_types[i] for i in order]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the model, and beside it this file, if config.json names it."""
+        done = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if getattr(self.config, "auto_map", None):  # type: ignore[attr-defined]
+            shutil.copyfile(__file__, Path(save_directory) / "modeling_looped.py")
+        return done
 
 
 @functools.cache

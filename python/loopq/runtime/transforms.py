@@ -52,11 +52,14 @@ class InputTransform(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         x = x.float()
         if not self.sizes:
             return x / self.input_scale
-        parts = zip(x.split(self.sizes, dim=-1), self.sizes, strict=True)
-        return torch.cat([self._rotated(part, size) for part, size in parts], dim=-1)
+        if self.sizes[0] == self.sizes[-1]:
+            return self._rotated(x, self.sizes[0])
+        # The last block is shorter.
+        first, last = x.split([sum(self.sizes[:-1]), self.sizes[-1]], dim=-1)
+        return torch.cat([self._rotated(first, self.sizes[0]), self._rotated(last, self.sizes[-1])], dim=-1)
 
     def _rotated(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        """``(A x B x ..) x`` for a Kronecker product: each factor multiplies its own axis."""
+        """Blocks of ``(A x B x ..) x`` for a Kronecker product: each factor multiplies its own axis."""
         shape, after = x.shape, size
         for factor in self._of(size):
             after //= len(factor)

@@ -5,6 +5,9 @@ Literal, a tuple of these, or None. A block is another settings type. A choice i
 registry, selected by its name. Every plain value has a flat name, unique among all settings of a run. It is the keyword
 in Python, the name in `--set` and in a layer's override, and for some the option on the command line. In a block with a
 prefix the first field is called by the prefix, the others `prefix_field`.
+
+This is a small pydantic. Pydantic and the generators of command lines have no flat names across nested settings and no
+settings that only some choices read, and `import loopq` needs numpy and safetensors alone.
 """
 
 from __future__ import annotations
@@ -368,7 +371,7 @@ def _within(
         return value._changed(changes)
     except ConfigError as error:
         first, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{names.get(first, first)} {rest}") from error
+        raise type(error)(f"{names.get(first, first)} {rest}") from error
 
 
 def _opened(field: Any, value: Settings | None, in_block: dict[str, Any]) -> Settings | None:
@@ -418,6 +421,9 @@ def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -
     allowed = choices_of(annotation)
     fit = fits(value, annotation)
     if allowed is not None and not fit:
+        if "choice" in metadata and isinstance(value, str) and value in metadata["choice"].rooms:
+            # Says which room brings it.
+            metadata["choice"].get(value)
         hint = did_you_mean(str(value), map(str, allowed))
         named = ", ".join("none" if v is None else str(v) for v in allowed)
         raise ConfigError(f"{name} must be one of {named}; got {value!r}{hint}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -24,10 +24,29 @@ class Registry(Generic[T]):
     """A table of named objects of one kind ("system", "quantizer" in messages), filled by the modules of one package.
 
     Import registers the entries. For the package `loopq.x` the packages `loopq.ROOM.x` belong to it.
+
+    Parameters
+    ----------
+    kind : str
+        Kind of the objects, for messages.
+    package : str
+        Package whose modules register them.
+    rooms : mapping of str to str, optional
+        Room of each name that a removable room registers. Without the room the error about the name says so.
+    removed : mapping of str to str, optional
+        Names of the last release, and what to do instead. Their errors say it until the next release.
     """
 
-    def __init__(self, kind: str, package: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        *,
+        rooms: Mapping[str, str] | None = None,
+        removed: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind = kind
+        self.rooms, self.removed = rooms or {}, removed or {}
         self._package = package
         self._entries: dict[str, T] = {}
         self._loaded = False
@@ -88,14 +107,20 @@ class Registry(Generic[T]):
 
         Raises
         ------
-        ConfigError
-            There is no entry of this name. The message lists close matches and all names.
+        UnknownNameError
+            There is no entry of this name. The message lists close matches and all names, or says what to do instead
+            of an entry of the last release.
         """
         self._load()
         if name in self._entries:
             return self._entries[name]
-        hint = did_you_mean(name, self._entries)
-        raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")
+        if name in self.removed:
+            raise UnknownNameError(f"there is no {self.kind} {name} any more: {self.removed[name]}")
+        if name in self.rooms:
+            why = f"{self.kind} {name!r} needs the folder loopq/{self.rooms[name]}, which this installation lacks"
+        else:
+            why = f"unknown {self.kind} {name!r}{did_you_mean(name, self._entries)}"
+        raise UnknownNameError(f"{why}; known: {', '.join(self.names()) or 'none'}")
 
 
 def did_you_mean(name: str, known: Iterable[str], spelled: Mapping[str, str] | None = None) -> str:

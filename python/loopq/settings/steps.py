@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol, TypeAlias
 
-from loopq.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError, UnknownNameError
 from loopq.settings.declare import Settings, setting
+from loopq.settings.registry import Registry
 
-STEP_WEIGHTS = ("sum", "balanced")
 _RANGE = re.compile(r"([0-9]{0,9}):([0-9]{0,9})")
-_ALPHA = re.compile(r"alpha=([0-9]{1,18}(/[0-9]{1,18}|\.[0-9]{1,18})?|\.[0-9]{1,18})")
+
+
+class StepSums(Protocol):
+    """Hessians of separate steps, as far as a weighting reads them."""
+
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Diagonal of the sum over steps, shape (d,)."""
+
+
+StepWeights: TypeAlias = list[float] | list[Fraction]
+#: Weight of each step, of (their sums, steps).
+Weigher: TypeAlias = Callable[[StepSums, Sequence[int]], StepWeights]
+#: Readers of the text after "NAME=". A guest brings all but "sum".
+WEIGHTINGS: Registry[Callable[[str], Weigher]] = Registry(
+    "step weighting", "loopq.settings", rooms={"alpha": "paper", "balanced": "paper"}
+)
 
 
 @dataclass(frozen=True)
@@ -23,44 +43,36 @@ class Calibration(Settings):
     steps : str
         Steps of the summed Hessian: all | first | 0:8 | 31 | 1:, or several joined by commas.
     step_weights : str
-        Weight of each step: sum | balanced | alpha=A. With "sum" all rows have the same weight. With "balanced" each
-        step has the same share of the channels. "alpha=A" gives step 0 the weight A against the mean of the others.
+        Weight of each step: sum | NAME | NAME=VALUE. With "sum" all rows have the same weight.
     """
 
     steps: str = setting("all", common=True, metavar="STEPS")
-    step_weights: str = setting("sum", metavar="HOW")
+    step_weights: str = setting("sum", metavar="HOW", names=WEIGHTINGS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_step_weights(self.step_weights)
+        weigher_of(self.step_weights)
 
 
-def parse_step_weights(spec: str) -> Fraction | str:
-    """Read a step weighting: its name, or the exact alpha of "alpha=A".
+def weigher_of(spec: str) -> Weigher | None:
+    """Read a step weighting: NAME or NAME=VALUE. None for "sum".
 
     Raises
     ------
     ConfigError
-        The name is unknown, or alpha is outside [0, 1].
-
-    Examples
-    --------
-    >>> parse_step_weights("sum"), parse_step_weights("alpha=1/4"), parse_step_weights("alpha=0.25")
-    ('sum', Fraction(1, 4), Fraction(1, 4))
+        The name is unknown, or the weighting does not allow the value.
     """
-    if spec in STEP_WEIGHTS:
-        return spec
-    allowed = f"step_weights must be {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
-    match = _ALPHA.fullmatch(spec)
-    if not match:
-        raise ConfigError(allowed)
+    if spec == "sum":
+        return None
+    name, _, value = spec.partition("=")
     try:
-        alpha = Fraction(match[1])
-    except ZeroDivisionError as cause:
-        raise ConfigError(allowed) from cause
-    if not 0 <= alpha <= 1:
-        raise ConfigError(allowed)
-    return alpha
+        return WEIGHTINGS.get(name)(value)
+    except UnknownNameError as cause:
+        raise UnknownNameError(
+            f"step_weights must be sum, NAME or NAME=VALUE; got {spec!r}: {cause}"
+        ) from cause
+    except ConfigError as cause:
+        raise ConfigError(f"step_weights {spec!r}: {cause}") from cause
 
 
 def parse_steps(spec: str, n_steps: int) -> list[int]:

@@ -254,18 +254,26 @@ def writer() -> str:
     return f"{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
+#: Maximum bytes of an output's name. Its work folder has this longer name before it is removed.
+_LONGEST = 255 - len(f"..work.{HOST}-9999999-00000000.partial")
+
+
 def check_named(out: Path, error: type[LoopqError] = LoopqError) -> None:
     """Refuse a path without its own name, which other paths beside it need, and names that no system supports."""
+    n_bytes = len(os.fsencode(out.name))
+    if n_bytes > _LONGEST:
+        raise error(f"{shown(str(out))}: a name of {n_bytes} bytes; allowed: {_LONGEST}")
     if "\0" in str(out):
         raise error(f"{shown(str(out))}: holds a zero byte, which no path can")
     if out.name in ("", ".."):
         raise error(f"{str(out)!r}: the folder that the command runs in, or one above it; give a new name")
 
 
-def check_replaceable(path: Path, error: type[LoopqError] = LoopqError) -> None:
+def check_replaceable(path: Path, error: type[LoopqError] = LoopqError, ours: bytes = b"") -> None:
     """Refuse an output file in whose place something else than a plain file stands.
 
-    A rename over a device, a pipe or a link would remove it, even for the whole machine if it lies in /dev.
+    A rename over a device, a pipe or a link would remove it, even for the whole machine if it lies in /dev. `ours`
+    are bytes that each file of loopq of this kind holds. With them, refuse a file without them too.
 
     Raises
     ------
@@ -282,6 +290,14 @@ def check_replaceable(path: Path, error: type[LoopqError] = LoopqError) -> None:
     kind = next((name for test, name in kinds if test(mode)), "device or socket")
     if kind:
         raise error(f"{path}: is a {kind}; name a file that is new, or a plain one")
+    if ours:
+        try:
+            with path.open("rb") as file:
+                known = ours in file.read(MAX_SIZE)
+        except OSError as cause:
+            raise error(f"{path}: cannot be read ({cause.strerror})") from cause
+        if not known:
+            raise error(f"{path}: exists, and loopq, or this version of it, did not write it; move it away")
 
 
 @contextlib.contextmanager

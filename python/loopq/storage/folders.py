@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loopq.errors import CheckpointError, LoopqError
-from loopq.storage.files import HOST, beside, check_named, free_bytes, nearest, sha256, writer
+from loopq.storage.files import (
+    HOST,
+    beside,
+    check_named,
+    check_replaceable,
+    free_bytes,
+    nearest,
+    replacing,
+    sha256,
+    writer,
+)
 
 _MARKER = ".made-by-loopq"
 #: File in a work folder with the digest of each input of the last run in it.
@@ -141,12 +151,7 @@ def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointErro
         Error of the given class: `out` cannot be made (`check_new`), or the disk is too small.
     """
     check_new(out, error)
-    free = free_bytes(out)
-    if n_bytes > free:
-        raise error(
-            f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
-            "same command again"
-        )
+    check_room(out, n_bytes, error)
     remove_leftovers(out.parent, out.name)
     # The renamed folder lies inside a marked folder, so after a kill at any moment the rest is known as loopq's.
     outer = own_folder(beside(out, "partial"), error)
@@ -159,6 +164,42 @@ def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointErro
         raise error(f"{out}: cannot be written ({cause.strerror or cause})") from cause
     finally:
         remove_own(outer)
+
+
+def check_room(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse an output of about `n_bytes` on a disk with less free space."""
+    free = free_bytes(out)
+    if n_bytes > free:
+        raise error(
+            f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
+            "same command again"
+        )
+
+
+@contextlib.contextmanager
+def output_file(out: Path, n_bytes: int, ours: bytes = b"") -> Iterator[Path]:
+    """Give a temporary path for an output of about `n_bytes`, renamed to `out` if the block succeeds.
+
+    Leftovers of killed runs are removed. An existing file is replaced only if it holds `ours`.
+
+    Raises
+    ------
+    LoopqError
+        Another file or something else stands there, the disk is too small, or the file cannot be written.
+    """
+    check_replaceable(out, ours=ours)
+    check_room(out, n_bytes)
+    remove_leftovers(out.parent, out.name)
+    with replacing(out) as temporary:
+        yield temporary
+
+
+def write_output(out: str | Path, data: bytes, ours: bytes) -> Path:
+    """Write a complete output of bytes, as in `output_file`. Return its path."""
+    out = Path(out)
+    with output_file(out, len(data), ours) as temporary:
+        temporary.write_bytes(data)
+    return out
 
 
 @contextlib.contextmanager

@@ -56,10 +56,15 @@ def version_of(name: str) -> str:
         return ""
 
 
+def digest_of(*parts: Any) -> str:
+    """SHA-256 over plain data, in hexadecimal."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def fingerprint(*parts: Any) -> str:
     """SHA-256 over plain data and `versions`, in hexadecimal: the identity of a piece of work."""
-    text = json.dumps([versions(), *parts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of(versions(), *parts)
 
 
 class Snapshots:

@@ -28,6 +28,21 @@ MAX_LOCK = 4096
 _MINE: dict[tuple[Path, int], bool] = {}
 
 
+#: Open locks of this process.
+_OPEN: set[int] = set()
+
+
+def _close_copies() -> None:
+    """Close the locks in a forked child. They would outlive the process that holds them."""
+    for handle in _OPEN:
+        os.close(handle)
+    _OPEN.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_copies)
+
+
 def work_folder(out: str | Path) -> Path:
     """Return the folder for the progress of a run with this output."""
     return Path(out).parent / f".{Path(out).name}.work"
@@ -131,15 +146,19 @@ def locked(out: Path) -> Iterator[bool]:
         handle, left = _hold(path)
     except OSError as cause:
         raise LoopqError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+    _OPEN.add(handle)
     try:
         os.truncate(handle, 0)
         os.write(handle, _own())
         yield left
     finally:
-        # Removed while it is held, so no other process can hold the vanishing file.
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(handle)
+        # A forked child that leaves the block holds nothing.
+        if handle in _OPEN:
+            # Removed while it is held, so no other process can hold the vanishing file.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            _OPEN.discard(handle)
+            os.close(handle)
 
 
 def _hold(path: Path) -> tuple[int, bool]:

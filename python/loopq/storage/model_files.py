@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ import numpy as np
 from loopq.errors import CheckpointError, LoopqError, require
 from loopq.storage.files import DTYPE_NAMES, DTYPES, RawTensor, inside, replacing, sha256, write_tensors
 from loopq.storage.names import names_of
-from loopq.storage.schema import Count, Name, Sha256, checked
+from loopq.storage.schema import Count, Place, Sha256, checked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +30,7 @@ _NARROW = ("F16", "BF16")
 class FileEntry:
     """A file's entry in an index."""
 
-    file: Name
+    file: Place
     sha256: Sha256
     n_bytes: Count
 
@@ -97,6 +99,52 @@ def is_streamed(model: nn.Module) -> bool:
     return _SOURCE in vars(model)
 
 
+_BESIDE = "loopq_beside"
+
+
+def set_beside(model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    """Let `model_tensors` give tensors of a model's files that its class passes over, such as draft heads."""
+    vars(model)[_BESIDE] = dict(tensors)
+
+
+def beside(model: nn.Module) -> Mapping[str, RawTensor]:
+    """Return the tensors of `set_beside`."""
+    tensors: Mapping[str, RawTensor] = vars(model).get(_BESIDE, {})
+    return tensors
+
+
+def passed_over(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return names of tensors in files that a class of transformers knows and does not read."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def check_ties(state: Mapping[str, Any], tensors: Mapping[str, RawTensor], where: object) -> None:
+    """Reject different values for one parameter: the model would have those that come last.
+
+    Parameters
+    ----------
+    state : mapping of str to Tensor
+        Parameters and buffers of a model. A tied one has several names.
+    tensors : mapping of str to RawTensor
+        Their values by name.
+
+    Raises
+    ------
+    CheckpointError
+        A tied parameter has different values.
+    """
+    first: dict[int, str] = {}
+    for name in filter(state.__contains__, tensors):
+        other = first.setdefault(id(state[name]), name)
+        one, two = tensors[other], tensors[name]
+        if (one.dtype, one.shape) != (two.dtype, two.shape) or not np.array_equal(one.data, two.data):
+            raise CheckpointError(
+                f"{where}: {other} and {name} have different values, and with config.json they are one parameter; if "
+                'the files are right, write "tie_word_embeddings": false into config.json'
+            )
+
+
 def stored_state(model: nn.Module) -> Mapping[str, Tensor]:
     """Return a model's tensors with the names and layout of its files."""
     return names_of(model).stored(model, model.state_dict(keep_vars=True))
@@ -106,8 +154,16 @@ def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, 
     """Read every tensor of a model's state once, under its first name. Further names refer to that name.
 
     A tensor that was widened to float32 when it was loaded has the type of its file (`narrowed`). The bytes are the
-    model's own and change when it is modified (`loopq.models.replace` does not modify it).
+    model's own and change when it is modified (`loopq.models.replace` does not modify it). Those of `beside` follow.
     """
+    tensors, ties = _own_tensors(model)
+    more = beside(model)
+    # A chain looks up only, so read-only mappings do.
+    return ChainMap(tensors, more) if more else tensors, ties  # type: ignore[arg-type]
+
+
+def _own_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, str]]:
+    """Read the tensors of `model_tensors` that the model has."""
     if is_streamed(model):
         return vars(model)[_SOURCE], {}
     tensors: dict[str, Tensor] = {}
@@ -157,7 +213,7 @@ def write_files(
     CheckpointError
         A name is not a plain file name. Nothing is written then.
     """
-    checked(dict[Name, Any], dict.fromkeys(files), folder)
+    checked(dict[Place, Any], dict.fromkeys(files), folder)
     if TENSORS in files:
         raise CheckpointError(f"{folder}: {TENSORS} among the config and tokenizer files")
     entries = [FileEntry(name, hashlib.sha256(data).hexdigest(), len(data)) for name, data in files.items()]

@@ -28,6 +28,8 @@ MAX_DIGITS = 40
 MAX_SHOWN = 120
 #: Bytes of a file name. With a suffix and the parts of a temporary name it stays below the 255 of file systems.
 MAX_NAME = 200
+#: The only folder among a model's files, for chat templates besides the first.
+TEMPLATES = "additional_chat_templates"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN
 
@@ -42,6 +44,11 @@ def plain_name(name: str) -> bool:
     """Whether a name can only refer to a file inside its folder."""
     plain = name.isprintable() and not set(name) & set("/\\:") and not name.startswith(".")
     return plain and 0 < len(name.encode()) <= MAX_NAME
+
+
+def plain_place(name: str) -> bool:
+    """Whether a name is plain, or that of a further chat template in the folder where transformers keeps them."""
+    return plain_name(name.removeprefix(f"{TEMPLATES}/"))
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ Positive = Annotated[int, between(1, 2**31 - 1)]
 Depth = Annotated[int, between(1, 2**20)]
 Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
 Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
+Place = Annotated[str, Allowed(f"a plain name, alone or in {TEMPLATES}/", plain_place)]
 Name = Annotated[str, Allowed("a plain name, no path, no leading dot, at most 200 bytes", plain_name)]
 
 

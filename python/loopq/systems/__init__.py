@@ -34,9 +34,11 @@ def find_system(model: nn.Module) -> LoopedSystem:
         return fitting[0](model)
     kind = type(model).__name__
     if not fitting:
+        plain = hasattr(getattr(model, "model", None), "layers")
+        loop = "; to run some of its layers several times, name it looped:MODEL[FIRST:LAST]xTIMES" * plain
         raise SystemContractError(
             f"no looped system fits {kind}; `loopq check` lists those there are, and --system names one "
-            "(--system generic takes whatever one run calls more than once)"
+            f"(--system generic takes whatever one run calls more than once){loop}"
         )
     raise SystemContractError(
         f"several systems fit {kind}: {', '.join(c.name for c in fitting)}; choose one with --system"

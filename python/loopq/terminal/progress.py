@@ -8,6 +8,8 @@ import warnings
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from loopq.terminal.text import visible
+
 
 class Progress(Protocol):
     """Receiver of the progress of long work."""
@@ -83,7 +85,7 @@ class Line:
 
     def note(self, text: str) -> None:
         """Write a line that is not overwritten."""
-        self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
+        self._stream.write(("\r\x1b[K" if self._live else "") + visible(text) + "\n")
         self._stream.flush()
 
     def warn(self, text: str) -> None:

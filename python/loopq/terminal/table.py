@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loopq.terminal.text import visible
+
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table as text.
@@ -15,7 +17,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     rows : sequence of sequences
         Cells. None is shown as a dash. A column that contains only numbers or dashes is right-aligned.
     """
-    cells = [["-" if c is None else str(c) for c in row] for row in rows]
+    cells = [["-" if c is None else visible(c, one_line=True) for c in row] for row in rows]
     widths = [
         max(len(head), *(len(row[i]) for row in cells)) if cells else len(head)
         for i, head in enumerate(header)
@@ -43,6 +45,12 @@ def size(n_bytes: float) -> str:
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"
     return f"{n_bytes:.0f} B"
+
+
+def some(names: Sequence[str], most: int = 12) -> str:
+    """Return names in one line, and the number of those after the first ones."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def short(value: float | None, digits: int = 3) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+
 from loopq.cli import main
 from loopq.commands import variants
 
@@ -12,7 +15,11 @@ def test_demo_command(capsys, monkeypatch, small_demo, tmp_path):
     assert main(["demo", "--page", str(page)]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[-1].endswith(str(page))
-    assert page.is_file()
+    shown = page.read_text("utf-8")
+    for variant in small_demo["grids"][0]["variants"]:
+        assert f'{html.escape(variant["name"])}</th><td class=number data-sort="{variant["kl"]!r}">' in shown
+    # It fetches nothing.
+    assert not re.search(r"https?:|<script|<link(?! rel=\"icon\" href=\"data:)|\$\w", shown)
     for word in (
         "full precision",
         "RTN",

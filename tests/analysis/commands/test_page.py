@@ -28,7 +28,7 @@ def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
     done = "<td class=short>3 bits, uneven levels, groups of 16</td><td>gptq-cd</td>"
     assert text.count(done) == len(whole.layers) == 7
     assert "<td class=names>core_block.0.attn.proj, core_block.1.attn.proj</td>" in text
-    sections = ["weights", "where", "cost", "prompts", "loop", "again"]
+    sections = ["weights", "where", "cost", "loop", "again"]
     assert re.findall(r'<section id="(\w+)">', text) == sections
     # Measured, not what rounding would do: two maps.
     assert text.count("<table class=heat") == 2
@@ -53,5 +53,5 @@ def test_a_page_says_what_was_done_and_where_the_error_is(
     done = data["weights"][str(quantized)]
     assert {row["name"] for row in done if "bits" in row} == set(native["own"])
     assert all("reason" in row for row in done if "bits" not in row)
-    assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost", "prompts"]
+    assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost"]
     assert shown.count("<circle") == 2

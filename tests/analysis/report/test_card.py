@@ -49,15 +49,6 @@ def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tm
     assert {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()} == before
 
 
-def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_path, command):
-    base = tmp_path / "base"
-    shutil.copytree(saved_model, base)
-    (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nText\n")
-    shutil.copytree(quantized, tmp_path / "q")
-    assert command("card", tmp_path / "q", base, *FEW)[0] == 0
-    assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()
-
-
 def test_the_command_of_a_card_makes_the_same_codes(saved_model, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my text.txt").write_text("one two three four five six seven. " * 60)
@@ -80,9 +71,9 @@ def test_the_command_of_a_card_makes_the_same_codes(saved_model, tmp_path, monke
         "# A model, quantized by loopq\n",
     ],
 )
-def test_a_card_replaces_its_own_kind_and_nothing_else(saved_model, quantized, tmp_path, command, text):
+def test_a_card_replaces_its_own_kind_and_nothing_else(quantized, tmp_path, command, text):
     shutil.copytree(quantized, tmp_path / "q")
-    card, measure = tmp_path / "q" / "README.md", ("card", tmp_path / "q", saved_model, *FEW)
+    card, measure = tmp_path / "q" / "README.md", ("card", tmp_path / "q")
     card.write_text(text)
     code, out, err = command(*measure)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -265,13 +256,11 @@ def test_the_picture_of_a_card_shows_the_tail_of_the_tokens(tmp_path, monkeypatc
     )
     quantiles = [0.0, *(i / 1000 for i in range(1, 101))]
     card_module._picture(tmp_path / "card.png", {"quantiles": quantiles, "kl": 0.05})
-    ((size, (_, axes)),) = drawn
-    assert size == (6.4, 3.2)
+    ((_, (_, axes)),) = drawn
     curve, median, tail, mean = axes.get_lines()
     assert curve.get_xydata()[[0, 1, 50, 100]].tolist() == [[1e-7, 100], [0.001, 99], [0.05, 50], [0.1, 0]]
     assert [x.get_xydata().tolist() for x in (median, tail)] == [[[0.05, 50]], [[0.099, 1]]]
     assert list(mean.get_xdata()) == [0.05, 0.05]
-    assert (mean.get_linestyle(), mean.get_linewidth() < 1) == (":", True)
     assert [(t.get_text(), t.xy) for t in axes.texts] == [
         ("median: 0.05", (0.05, 50)),
         ("99 %: 0.099", (0.099, 1)),

@@ -1,21 +1,17 @@
-"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser.
+"""`loopq demo --html`: the page of the embedded model, small, in a real browser.
 
-They take half a minute each. The quick test of the same page, on a small system, is `test_page.py`.
+It takes half a minute. The quick test of the same page, on a small system, is `test_page.py`.
 """
 
-import html
 import json
-from pathlib import Path
 
 import pytest
 
 from loopq.analysis.commands import demo
-from loopq.analysis.diagnosis import rank
+from loopq.analysis.commands.demo import DemoPage
 from loopq.analysis.diagnosis.config import DiagnoseConfig
-from loopq.analysis.report.sections import FIGURES, all_figures
-from loopq.calibrate.plbert import PLBERT
+from loopq.analysis.report.sections import FIGURES
 from loopq.calibrate.prompts import Take
-from loopq.cli import main
 from loopq.settings.execution import Execution
 from tests.support.browser import check, needs_browser, opened
 
@@ -25,48 +21,16 @@ SMALL = DiagnoseConfig(
 )  # fmt: skip
 
 
-def make(monkeypatch, name, folder, data=None, **sizes):
-    monkeypatch.setattr(demo, "PAGES", {name: SMALL})
-    monkeypatch.setattr(demo, "_PAGE_TAKES", {name: (Take(2, **sizes), Take(2, **sizes))})
-    return demo.pages(folder, data=data, execution=Execution(batch_size=2))
-
-
 @pytest.mark.slow
 @needs_browser
 def test_page_of_the_embedded_model(monkeypatch, tmp_path):
-    (page,), left = make(monkeypatch, "huginn_small", tmp_path, seq_len=32)
+    few = Take(2, seq_len=32)
+    monkeypatch.setattr(
+        demo.PAGES, "_entries", {"huginn_small": DemoPage(SMALL, lambda data: demo.embedded(few, few))}
+    )
+    (page,), left = demo.pages(tmp_path, execution=Execution(batch_size=2))
     assert left == []
     data = json.loads(page.with_suffix(".json").read_text("utf-8"))
     assert data["unavailable"] == []
     with opened(tmp_path / "profile") as browser:
         check(browser, page, n_figures=len(FIGURES.names()))
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.data
-def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
-    # Ranks of the widest input at half of the steps: an eigenvalue problem of 2,048 takes seconds.
-    monkeypatch.setattr(rank, "_MAX_DIM_ALL_STEPS", 1024)
-    (page,), left = make(monkeypatch, PLBERT, tmp_path, data_folder, seq_len=24)
-    assert left == []
-    data = json.loads(page.with_suffix(".json").read_text("utf-8"))
-    reasons = {u["section"]: u["reason"] for u in data["unavailable"]}
-    assert set(reasons) >= {"agreement and KL", "unpaired runs"}
-    assert "hidden states and no logits" in reasons["agreement and KL"]
-    assert "not random" in reasons["unpaired runs"]
-    assert set(data["sections"]) >= {"ranks", "overlap", "ablation", "injection", "feedback", "groups"}
-    text = page.read_text("utf-8")
-    shown = text[text.index('id="unavailable"') : text.index('<section id="again">')]
-    assert all(html.escape(reason) in shown for reason in reasons.values())
-    with opened(tmp_path / "profile") as browser:
-        check(browser, page, n_figures=len(all_figures(data)))
-
-
-def test_plbert_is_left_out_with_a_word_where_it_is_not(monkeypatch, tmp_path, capsys):
-    for data in (None, tmp_path):
-        written, (word,) = make(monkeypatch, PLBERT, tmp_path / "out", data)
-        assert written == []
-        assert word.startswith("plbert: no page: its weights are not in")
-    assert main(["demo", "--html", str(tmp_path / "out"), "--data", str(tmp_path)]) == 0
-    assert "plbert: no page" in capsys.readouterr().out

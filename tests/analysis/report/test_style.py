@@ -44,18 +44,6 @@ def test_names_lose_the_path_that_all_share():
     assert style.short_names([]) == {}
 
 
-def test_panels_have_their_size_and_stand_in_rows():
-    figure, axes = style.panels(5, 2.0, 1.5, across=3)
-    assert len(axes) == len(figure.axes) == 5
-    assert figure.get_size_inches().tolist() == [6.0, 3.0]
-    one, (only,) = style.panels(1, 2.0, 1.5)
-    assert one.get_size_inches().tolist() == [2.0, 1.5]
-    wide, canvas = style.canvas(7.0, 3.0)
-    assert wide.get_size_inches().tolist() == [7.0, 3.0]
-    assert (type(canvas), wide.axes) == (type(only), [canvas])
-    assert style.panels(4)[0].get_size_inches().tolist() == pytest.approx([12.0, 6.8])
-
-
 def drawn(name="pic", width=6.0):
     figure, axes = style.canvas(width, 3.0)
     style.line(axes, 3, [1, 2], [3, 4], "black one")
@@ -128,33 +116,3 @@ def test_the_style_holds_while_a_picture_is_drawn():
 )
 def test_a_short_name_has_no_usual_prefix(name, short):
     assert style.short_name(name) == short
-
-
-def test_letters_can_be_read_and_lines_seen():
-    import matplotlib
-
-    with style.styled("a"):
-        now = dict(matplotlib.rcParams)
-    letters = [v for k, v in now.items() if k in style._RC and k.endswith("size") and "marker" not in k]
-    assert letters == [10] * 6
-    # Nine pixels of 1/96 inch are 6.75 points.
-    assert 6.75 < style.SMALL < 10
-    assert now["axes.grid"] is True
-    for frame in ("axes.spines.top", "axes.spines.right", "legend.frameon"):
-        assert now[frame] is False
-    # A grid stays fainter and thinner than what is drawn.
-    assert 0.1 < now["grid.alpha"] < 0.5
-    assert now["grid.linewidth"] < 1 < now["lines.linewidth"] < 2
-    assert 0.5 < now["hatch.linewidth"] < 1
-    assert now["svg.fonttype"] == "none"
-    assert style.ACROSS * 4.0 < 13
-
-
-def test_dashes_are_pairs_of_ink_and_gap():
-    for _, dash, _ in style.SERIES:
-        if not isinstance(dash, str):
-            start, lengths = dash
-            assert start == 0
-            assert len(lengths) % 2 == 0
-            assert min(lengths) == 1
-    assert [dash for _, dash, _ in style.SERIES[4:]] == [(0, (5, 1, 1, 1)), (0, (3, 1)), (0, (1, 1))]

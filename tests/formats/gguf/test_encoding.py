@@ -72,13 +72,8 @@ def by_bytes(post=None):
 
 @pytest.mark.parametrize(
     ("post", "before", "after"),
-    [
-        (None, (), ()),
-        ("<s> $A", ("<s>",), ()),
-        ("<s> $A </s>", ("<s>",), ("</s>",)),
-        ("$A </s>", (), ("</s>",)),
-    ],
-)
+    [(None, (), ()), ("<s> $A", ("<s>",), ()), ("<s> $A </s>", ("<s>",), ("</s>",)), ("$A </s>", (), ("</s>",))],
+)  # fmt: skip
 def test_ends_are_those_around_a_text(post, before, after):
     written, data, vocab = by_bytes(post)
     ends = encoding.compare(written, data)

@@ -123,14 +123,8 @@ def test_outside_the_loop_a_type_may_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("grid", "match"),
     [
-        (
-            {"bits": 4, "group_size": 16, "levels": "nvfp4"},
-            r"layer a\.weight: NVFP4: llama\.cpp has no type for it",
-        ),
-        (
-            {"bits": 3, "group_size": 32, "levels": "uneven"},
-            r"3 bits, uneven levels: llama\.cpp has no type for it",
-        ),
+        ({"bits": 4, "group_size": 16, "levels": "nvfp4"}, r"layer a\.weight: NVFP4: llama\.cpp has no type for it"),
+        ({"bits": 3, "group_size": 32, "levels": "uneven"}, r"3 bits, uneven levels: llama\.cpp has no type for it"),
         ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has no type.*--levels q4_0"),
         ({"bits": 2, "group_size": 32}, r"groups of 32: a block of Q2_0 is 64 weights"),
         ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
@@ -138,7 +132,7 @@ def test_outside_the_loop_a_type_may_be_named(tmp_path):
         ({"bits": 4, "group_size": 48}, r"128 columns in groups of 48"),
         ({"bits": 4, "group_size": 32, "scale_dtype": "float32"}, r"GGUF stores scales in float16"),
     ],
-)
+)  # fmt: skip
 def test_what_llama_cpp_has_no_type_for_is_refused(grid, match):
     weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
     with pytest.raises(CheckpointError, match=match):

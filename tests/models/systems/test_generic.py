@@ -19,7 +19,6 @@ from loopq.models.from_python import wrap
 from loopq.models.load import choose_system, load_model
 from loopq.models.systems.generic import Generic
 from tests.support import vendors
-from tests.support.conformance import Conformance
 from tests.support.interop import models
 from tests.support.odd_loop import Odd, _ids
 
@@ -237,10 +236,6 @@ def test_generic_is_taken_only_by_name() -> None:
     with pytest.raises(SystemContractError, match=r"no looped system fits"):
         choose_system(Odd(), None)
     assert choose_system(Odd(), "generic").name == "generic"
-
-
-class TestGeneric(Conformance):
-    system = "generic"
 
 
 class _Steps(nn.Module):

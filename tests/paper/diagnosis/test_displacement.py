@@ -15,11 +15,6 @@ from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
-@pytest.fixture
-def system():
-    return LinearSystem(LinearLoop())
-
-
 def test_displacement_converges_to_its_closed_form(system):
     # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
@@ -44,22 +39,31 @@ def test_displacement_settles_at_the_spectral_radius(system):
     assert np.exp(slope) == pytest.approx(rho, rel=0.03)
 
 
-def test_displacement_summary():
-    moved = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
-    assert moved.settled_after() == 2
-    level = displacement.Displacement(np.full((2, 3), 0.5), np.ones((2, 3)))
-    assert level.settled_after() == 1
-    assert level.to_json()["settled_after"] == 1
-    within = displacement.Displacement(np.array([[0.5, 0.96, 1.04, 1.0]]), np.ones((1, 4)))
-    assert (within.settled_after(0.05), within.settled_after(0.03)) == (2, None)
-    # The tolerance is a share of the final value, and itself within.
-    wide = displacement.Displacement(np.array([[2.0, 3.97, 3.97, 4.0]]), np.ones((1, 4)))
-    assert wide.settled_after() == 2
-    assert displacement.Displacement(np.array([[3.0, 4.0]]), np.ones((1, 2))).settled_after(0.25) == 1
-    rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
-    assert rising.settled_after() is None
-    late = displacement.Displacement(np.array([[0.0, 1.0, 1.0, 1.0]]), np.ones((1, 4))).to_json()
-    assert late["settled_after"] == 2
+@pytest.mark.parametrize(
+    ("distances", "tolerance", "settled"),
+    [
+        ([[2.0, 4.0, 4.0, 4.0, 4.0]], 0.01, 2),
+        ([[0.5] * 3] * 2, 0.01, 1),
+        ([[0.0, 1.0, 1.0, 1.0]], 0.01, 2),
+        ([[5.0, 9.0, 10.0, 10.05, 10.0]], 0.01, 3),
+        # The tolerance is a share of the final value, and itself within.
+        ([[0.5, 0.96, 1.04, 1.0]], 0.05, 2),
+        ([[0.5, 0.96, 1.04, 1.0]], 0.03, None),
+        ([[2.0, 3.97, 3.97, 4.0]], 0.01, 2),
+        ([[3.0, 4.0]], 0.25, 1),
+        ([[1.0, 2.0, 4.0]], 0.01, None),
+    ],
+)
+def test_displacement_settles_within_a_share_of_its_end(distances, tolerance, settled):
+    moved = displacement.Displacement(np.array(distances), np.ones((len(distances), len(distances[0]))))
+    assert moved.settled_after(tolerance) == settled
+    said = moved.to_json()
+    assert said["final"] == distances[0][-1]
+    if tolerance == 0.01:
+        assert said["settled_after"] == settled
+
+
+def test_what_stands_still_has_not_settled():
     still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()
     assert (still["final"], still["settled_after"]) == (0.0, None)
 
@@ -161,14 +165,3 @@ def test_one_step_predicts_the_displacement_of_a_linear_loop():
         assert row["modulus"] == pytest.approx(np.linalg.norm(jq, 2), rel=1e-2)
         assert row["measured"] <= row["bound"] * (1 + 1e-6)
         assert row["bound"] == pytest.approx(row["defect"] / (1 - row["modulus"]))
-
-
-def test_settling_of_made_up_distances():
-    def settled(*values, **more):
-        return displacement.Displacement(np.array([values]), np.array([values])).settled_after(**more)
-
-    assert settled(5.0, 9.0, 10.0, 10.05, 10.0) == 3
-    assert settled(10.0, 10.0, 10.0) == 1
-    assert settled(5.0, 6.0, 7.0) is None
-    assert settled(5.0, 9.0, 10.0, tolerance=0.2) == 2
-    assert settled(9.5, 9.0, 10.0, tolerance=0.1) == 1

@@ -9,10 +9,10 @@ from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.survey import diagnose
 from loopq.calibrate.data import windows
-from loopq.calibrate.plbert import load_plbert, phonemes
 from loopq.models.load import load_model
 from loopq.paper.diagnosis import spectral
 from loopq.paper.diagnosis.stepmap import StepMap, final_state
+from loopq.paper.plbert import load_plbert, phonemes
 from loopq.quantizers.config import LayerConfig
 from loopq.settings.execution import Execution
 

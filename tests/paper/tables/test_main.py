@@ -23,17 +23,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.main_text import ALL, GRIDS, ONE, RTN
 from loopq.paper.models import Sizes, open_source
 from loopq.paper.tables import main as table
-from tests.support.paper import main_table, measured_shown_and_resumed, save
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
-
-
-def test_it_is_measured_shown_and_resumed(huginn: Bench, tmp_path: Path) -> None:
-    measured_shown_and_resumed("main-table", huginn, tmp_path)
+from tests.support.paper import main_table, save
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import os
 
 import pytest
 
-from loopq.cli import parser
-from loopq.errors import ConfigError
 from loopq.models import restore
 from loopq.runtime.commands import run as module
 from loopq.runtime.graph import RECORDERS
@@ -38,6 +36,12 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     code, text, said = command("run", quantized, "abc", *SHORT, "--kv", 8)
     assert (code, text) == (0, dense)
     assert "loopq's runner" in said
+
+
+def test_a_missing_prompt_is_named(command):
+    code, text, said = command("run", "huginn_small")
+    assert (code, text) == (2, "")
+    assert 'the prompt is missing: loopq run huginn_small "TEXT"' in said
 
 
 def _again(step, undo):
@@ -78,7 +82,7 @@ def test_run_reads_the_prompt_from_stdin_and_exits_early(saved_model, command, m
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (["{model}", "abc", "--dense"], "is not a quantized checkpoint"),
+        (["{model}", "abc", "--dense"], "--dense: {model} is not a quantized checkpoint"),
         (["{model}", "abc", "--int8"], "--int8: {model} is not a quantized checkpoint"),
         (["{model}", "abc", "--int8", "--dense"], "not allowed with argument"),
         (["{model}", ""], "the prompt has no tokens"),
@@ -148,9 +152,3 @@ def test_speeds_leave_out_the_prompt():
     assert module._speed(0, [1.0, 1.0, 1.0], [2]).endswith(
         "(0.0 tokens of prompt/s), then 1000000000.00 tokens/s"
     )
-
-
-@pytest.mark.parametrize("flag", ["--dense", "--int8"])
-def test_kinds_of_products_are_those_of_a_checkpoint(saved_model, flag):
-    with pytest.raises(ConfigError, match=f"{flag}: .* is not a quantized checkpoint"):
-        module._open(parser().parse_args(["run", str(saved_model), "abc", flag]))

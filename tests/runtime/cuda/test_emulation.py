@@ -15,87 +15,99 @@ pytestmark = pytest.mark.kernels
 
 TOLERANCE = 1e-6  # the issue's bound; a float32 sum of these lengths stays near 1e-7
 
+GROUPS = (32, 64, 128, 256, -1)
+#: Cases by what is swept; those of a number of tokens above 32 take the tiled kernel.
+SWEEPS: dict[str, list[Case]] = {
+    "remainders of K": [
+        Case(k=k, n=48, tokens=3, group=group, warps=3, seed=k)
+        for k in (32, 64, 96, 128, 160, 192, 224, 480)
+        for group in GROUPS
+    ],
+    "remainders of K, many tokens": [
+        Case(k=k, n=48, tokens=tokens, group=group, slices=slices, seed=k)
+        for k in (32, 96, 160, 480)
+        for group in GROUPS
+        for tokens in (40, 130)
+        for slices in (1, 3)
+    ],
+    "tokens": [
+        Case(k=416, n=80, tokens=tokens, blocks=2, slices=2, warps=3, seed=tokens) for tokens in range(1, 17)
+    ],
+    # Blocks of 64 tokens in part; the last block's pairs are in part beyond the outputs.
+    "many tokens": [Case(k=416, n=304, tokens=33, slices=2, seed=33)],
+    "ways of cutting": [
+        Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, seed=n)
+        for blocks, slices, warps, n in (
+            (1, 1, 1, 16), (1, 1, 1, 160), (1, 1, 16, 32), (3, 1, 4, 112), (2, 5, 2, 64), (1, 9, 7, 48),
+            (4, 2, 16, 256), (1, 3, 2, 272),
+        )
+    ],
+    "ring depths": [
+        *(
+            Case(k=992, n=64, tokens=tokens, group=group, stages=stages, warps=3)
+            for stages, tokens in ((2, 4), (3, 12))
+            for group in (32, 64, 128)
+        ),
+        *(Case(k=992, n=80, tokens=tokens, stages=s, slices=2) for s in (2, 3) for tokens in (64, 70)),
+    ],
+    "types": [
+        *(
+            Case(k=352, n=48, tokens=4, activation=activation, scales=scales, group=group)
+            for activation in ("bf16", "fp16")
+            for scales in ("f32", "bf16", "fp16")
+            for group in (32, 128)
+        ),
+        *(
+            Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
+            for activation, scales, group in (("bf16", "bf16", 64), ("fp16", "fp16", 32), ("fp16", "f32", 128))
+            for tokens in (50, 100)
+        ),
+    ],
+    "tables": [
+        Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
+        for activation, scales, group in (
+            ("bf16-table", "bf16", 32), ("bf16-table", "f32", 128), ("fp16-table", "fp16", 64)
+        )
+        for tokens in (1, 7, 12, 30, 40, 100)
+    ],
+    "bias and addend": [Case(k=416, n=48, tokens=5, slices=s, bias=True, addend=True) for s in (1, 3)],
+    "ranges of K": [
+        Case(k=832, n=48, tokens=3, group=group, k_begin=begin, k_end=end, slices=2, warps=3)
+        for begin, end in ((0, 416), (416, 832), (0, 96), (96, 832), (32, 64))
+        for group in (32, 128)
+    ],
+}  # fmt: skip
 HUGINN = [
     Case(k=10560, n=48, tokens=7, blocks=1, slices=4, warps=5),
     Case(k=5280, n=80, tokens=16, blocks=2, slices=3, warps=4),
     Case(k=17920, n=32, tokens=1, blocks=1, slices=7, warps=4),
 ]
+SLOW: dict[str, list[Case]] = {
+    "Huginn": [
+        *HUGINN,
+        *(
+            replace(case, tokens=tokens, group=group, seed=tokens)
+            for case in HUGINN
+            for tokens in (1, 2, 7, 8, 9, 16)
+            for group in (32, 64, 128, -1)
+        ),
+    ],
+    "more tokens": [
+        *(Case(k=416, n=80, tokens=t, blocks=2, slices=2, warps=3, seed=t) for t in (17, 24, 31, 32)),
+        *(Case(k=416, n=304, tokens=t, slices=2, seed=t) for t in (48, 64, 65, 100, 128, 129, 200, 256)),
+    ],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
-def test_huginn_widths_at_full_length(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("sweep", "case"),
+    slow_unless(
+        lambda of: of[0] in SWEEPS, [(sweep, c) for sweep, cases in (SWEEPS | SLOW).items() for c in cases]
+    ),
+)
+def test_products_are_those_of_float64(sweep: str, case: Case) -> None:
     result, problem = solve(case)
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
-@pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
-def test_huginn_widths_sweep(case: Case, tokens: int) -> None:
-    for group in (32, 64, 128, -1):
-        result, problem = solve(case, tokens=tokens, group=group, seed=tokens)
-        assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
-@pytest.mark.parametrize("k", [32, 64, 96, 128, 160, 192, 224, 480])
-def test_every_remainder_of_k(k: int, group: int) -> None:
-    result, problem = solve(Case(k=k, n=48, tokens=3, group=group, warps=3, seed=k))
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("tokens", slow_unless(lambda tokens: tokens <= 16, [*range(1, 17), 17, 24, 31, 32]))
-def test_every_number_of_tokens(tokens: int) -> None:
-    result, problem = solve(Case(k=416, n=80, tokens=tokens, blocks=2, slices=2, warps=3, seed=tokens))
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "tokens", slow_unless(lambda tokens: tokens == 33, [33, 48, 64, 65, 100, 128, 129, 200, 256])
-)
-def test_many_tokens(tokens: int) -> None:
-    """Blocks of 64 and of 128 tokens, whole and in part; the last block's pairs are in part beyond the outputs."""
-    result, problem = solve(Case(k=416, n=304, tokens=tokens, slices=2, seed=tokens))
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("tokens", [40, 130])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
-@pytest.mark.parametrize("k", [32, 96, 160, 480])
-def test_every_remainder_of_k_with_many_tokens(k: int, group: int, tokens: int) -> None:
-    for slices in (1, 3):
-        case = Case(k=k, n=48, tokens=tokens, group=group, slices=slices, seed=k)
-        result, problem = solve(case)
-        assert relative_l2(result, problem.expected) < TOLERANCE, case
-
-
-@pytest.mark.parametrize(
-    ("activation", "scales", "group"), [("bf16", "bf16", 64), ("fp16", "fp16", 32), ("fp16", "f32", 128)]
-)
-def test_types_with_many_tokens(activation: str, scales: str, group: int) -> None:
-    for tokens in (50, 100):
-        case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
-        result, problem = solve(case)
-        assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 12, 30, 40, 100])
-@pytest.mark.parametrize(
-    ("activation", "scales", "group"),
-    [("bf16-table", "bf16", 32), ("bf16-table", "f32", 128), ("fp16-table", "fp16", 64)],
-)
-def test_levels_of_a_table(activation: str, scales: str, group: int, tokens: int) -> None:
-    case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
-    result, problem = solve(case)
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_other_ring_depths_with_many_tokens(stages: int) -> None:
-    for tokens in (64, 70):
-        result, problem = solve(Case(k=992, n=80, tokens=tokens, stages=stages, slices=2))
-        assert relative_l2(result, problem.expected) < TOLERANCE
+    assert relative_l2(result, problem.expected) < TOLERANCE, sweep
 
 
 def test_bias_addend_rounding_and_a_range_of_k_with_many_tokens() -> None:
@@ -133,41 +145,6 @@ def test_order_of_threads_and_blocks_does_not_matter() -> None:
         np.testing.assert_array_equal(again, first)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "slices", "warps", "n"),
-    [
-        (1, 1, 1, 16),
-        (1, 1, 1, 160),
-        (1, 1, 16, 32),
-        (3, 1, 4, 112),
-        (2, 5, 2, 64),
-        (1, 9, 7, 48),
-        (4, 2, 16, 256),
-        (1, 3, 2, 272),
-    ],
-)
-def test_every_way_of_cutting(blocks: int, slices: int, warps: int, n: int) -> None:
-    case = Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, seed=n)
-    result, problem = solve(case)
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(("stages", "tokens"), [(2, 4), (3, 12)])
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_other_ring_depths(stages: int, tokens: int, group: int) -> None:
-    result, problem = solve(Case(k=992, n=64, tokens=tokens, group=group, stages=stages, warps=3))
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
-@pytest.mark.parametrize("activation", ["bf16", "fp16"])
-def test_types_of_activations_and_scales(activation: str, scales: str) -> None:
-    case = Case(k=352, n=48, tokens=4, activation=activation, scales=scales, group=32)
-    for group in (32, 128):
-        result, problem = solve(case, group=group)
-        assert relative_l2(result, problem.expected) < TOLERANCE
-
-
 def test_sixteen_bit_output_is_rounded_once() -> None:
     case = Case(k=1312, n=80, tokens=7, out_float32=False, blocks=2, slices=3, warps=4)
     result, problem = solve(case)
@@ -177,20 +154,6 @@ def test_sixteen_bit_output_is_rounded_once() -> None:
     assert relative_l2(result, correctly_rounded.astype(np.float64)) < 2e-4
     half, problem = solve(case, activation="fp16")
     np.testing.assert_allclose(half, problem.expected.astype(np.float16), rtol=1e-3)
-
-
-@pytest.mark.parametrize("slices", [1, 3])
-def test_bias_and_addend(slices: int) -> None:
-    result, problem = solve(Case(k=416, n=48, tokens=5, slices=slices, bias=True, addend=True))
-    assert relative_l2(result, problem.expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(("k_begin", "k_end"), [(0, 416), (416, 832), (0, 96), (96, 832), (32, 64)])
-@pytest.mark.parametrize("group", [32, 128])
-def test_a_range_of_k_keeps_the_groups_of_the_whole(k_begin: int, k_end: int, group: int) -> None:
-    case = Case(k=832, n=48, tokens=3, group=group, k_begin=k_begin, k_end=k_end, slices=2, warps=3)
-    result, problem = solve(case)
-    assert relative_l2(result, problem.expected) < TOLERANCE
 
 
 def test_weights_are_exact() -> None:

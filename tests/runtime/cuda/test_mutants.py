@@ -19,75 +19,47 @@ pytestmark = pytest.mark.kernels
 MUTANTS = {
     "no wait for copies": ("copy_async_wait<kStages - 2>();", ";", "unwritten or in-flight"),
     "one copy too many in flight": (
-        "copy_async_wait<kStages - 2>();",
-        "copy_async_wait<kStages - 1>();",
-        "in-flight",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();", "in-flight",
     ),
     "no warp barrier before scales": (
         "warp_sync();\n                if (next.flat < s.end) fetch_next",
-        "if (next.flat < s.end) fetch_next",
-        "with no barrier between",
+        "if (next.flat < s.end) fetch_next", "with no barrier between",
     ),
-    "refill of the stage in use": (
-        "slot == 0 ? kStages - 1 : slot - 1);",
-        "slot);",
-        "unwritten or in-flight",
-    ),
+    "refill of the stage in use": ("slot == 0 ? kStages - 1 : slot - 1);", "slot);", "unwritten or in-flight"),
     "no barrier after staging x": (
-        "stage_activations();\n        block_sync();",
-        "stage_activations();",
-        "with no barrier between",
+        "stage_activations();\n        block_sync();", "stage_activations();", "with no barrier between",
     ),
     "no barrier before joining warps": (
-        "stream(next);\n        block_sync();\n        let_next",
-        "stream(next);\n        let_next",
-        "unwritten",
+        "stream(next);\n        block_sync();\n        let_next", "stream(next);\n        let_next", "unwritten",
     ),
     "x read beyond its end": ("k >= p.k_begin && k < p.k_end", "k >= p.k_begin", "outside memory"),
-    "second half of the last pair not clamped": (
-        "smaller(strip + 1, p.n / 16 - 1)",
-        "(strip + 1)",
-        "outside memory",
-    ),
+    "second half of the last pair not clamped": ("smaller(strip + 1, p.n / 16 - 1)", "(strip + 1)", "outside memory"),
     "a sum left out": (
-        "for (int warp = first + 1; warp <= last; ++warp)",
-        "for (int warp = first + 1; warp < last; ++warp)",
+        "for (int warp = first + 1; warp <= last; ++warp)", "for (int warp = first + 1; warp < last; ++warp)",
         "wrong result",
     ),
-}
+}  # fmt: skip
 
 
 MANY_MUTANTS = {
     "no wait for copies": ("copy_async_wait<kStages - 2>();", ";", "unwritten or in-flight"),
     "one copy too many in flight": (
-        "copy_async_wait<kStages - 2>();",
-        "copy_async_wait<kStages - 1>();",
-        "in-flight",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();", "in-flight",
     ),
     "no barrier of a stage": (
-        "copy_async_wait<kStages - 2>();\n            block_sync();",
-        "copy_async_wait<kStages - 2>();",
-        "",
+        "copy_async_wait<kStages - 2>();\n            block_sync();", "copy_async_wait<kStages - 2>();", "",
     ),
     "refill of the stage in use": ("slot == 0 ? kStages - 1 : slot - 1;", "slot;", "unwritten or in-flight"),
     "x read beyond its end": ("k >= p.k_begin && k < p.k_end", "k >= p.k_begin", "outside memory"),
     "zeros beyond K left out": ("st_shared4(at, Vec4{0, 0, 0, 0});", ";", "unwritten"),
     "tokens beyond the last not clamped": (
-        "smaller(me.token0 + row, p.m - 1)",
-        "(me.token0 + row)",
-        "outside memory",
+        "smaller(me.token0 + row, p.m - 1)", "(me.token0 + row)", "outside memory",
     ),
     "strips beyond the last not clamped": (
-        "smaller(me.strip0 + in_block, p.n / 16 - 1)",
-        "(me.strip0 + in_block)",
-        "outside memory",
+        "smaller(me.strip0 + in_block, p.n / 16 - 1)", "(me.strip0 + in_block)", "outside memory",
     ),
-    "groups end nowhere": (
-        "if (kFold == 2 && group_ends)",
-        "if (kFold == 2 && tile == end - 1)",
-        "wrong result",
-    ),
-}
+    "groups end nowhere": ("if (kFold == 2 && group_ends)", "if (kFold == 2 && tile == end - 1)", "wrong result"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

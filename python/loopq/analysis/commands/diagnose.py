@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,18 @@ from loopq.analysis.api import diagnose
 from loopq.analysis.diagnosis.config import DiagnoseConfig
 from loopq.analysis.diagnosis.sections import in_order
 from loopq.analysis.diagnosis.survey import diagnose_dump
+from loopq.analysis.report.diagnosis import DATA
+from loopq.analysis.report.markup import PAGE
 from loopq.analysis.report.page import write_data, write_page
-from loopq.calibrate.prompts import calibration_tokens
+from loopq.calibrate.prompts import Take, calibration_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.numbers import tables
 from loopq.commands.options import add_execution, add_settings, add_text, check_place, execution, given, take
-from loopq.commands.source import add_source, load
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError, require
 from loopq.settings.execution import Execution
-from loopq.terminal.progress import Line
+from loopq.terminal.progress import Line, Progress
+from loopq.terminal.text import say
 
 QUICK = ("ranks", "overlap", "ablation", "injection")
 
@@ -48,73 +53,91 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_execution(parser)
 
 
+@dataclass(frozen=True)
+class _Diagnose:
+    """What to diagnose, how, and where page and data go."""
+
+    source: ModelOptions
+    calibration: str | None
+    take: Take
+    config: DiagnoseConfig
+    only: Sequence[str] | None
+    execution: Execution
+    html: str | None
+    json: str | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Diagnose:
+        """Read and check the options."""
+        if args.html:
+            require("matplotlib")
+        work = Path(args.work) if args.work else None
+        for file, ours in ((args.html, PAGE), (args.json, DATA), (work and work / "section.json", b"")):
+            if file:
+                check_place(file, ours, args)
+        if args.only and args.quick:
+            raise ConfigError("--only and --quick both choose the sections: give one of them")
+        return cls(
+            ModelOptions.of(args),
+            args.calibration,
+            take(args),
+            DiagnoseConfig().changed(**given(args, DiagnoseConfig)),
+            args.only.split(",") if args.only else QUICK if args.quick else None,
+            execution(args, work=work),
+            args.html,
+            args.json,
+        )
+
+    def diagnose(self, progress: Progress) -> dict[str, Any]:
+        """Diagnose the model or the dump."""
+        source, how = self.source, self.execution.changed(progress=progress)
+        if source.model is not None and (Path(source.model) / "manifest.json").is_file():
+            if self.only is not None:
+                raise ConfigError("a dump holds activations only: --only and --quick are for models")
+            return diagnose_dump(Path(source.model), config=self.config, execution=how)
+        loaded = source.load()
+        tokens = calibration_tokens(loaded, self.calibration, self.take)
+        return diagnose(
+            loaded,
+            tokens,
+            self.config,
+            n_steps=source.depth,
+            only=self.only,
+            name=source.name,
+            **how.flat(),
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Diagnose a model or a dump, print the verdicts, write page and data."""
-    if args.html:
-        require("matplotlib")
-    kept = Path(args.work) / "section.json" if args.work else None
-    for file in filter(None, (args.html, args.json, kept)):
-        check_place(file)
-    config = config_of(args)
+    asked = _Diagnose.of(args)
     with Line() as progress:
-        diagnosis = (
-            _dump(args, config, progress)
-            if args.model is not None and (Path(args.model) / "manifest.json").is_file()
-            else _model(args, config, progress)
-        )
-    if args.html:
-        write_page(args.html, diagnosis=diagnosis)
-        print(f"page: {args.html}")
-    if args.json:
-        write_data(diagnosis, args.json)
-        print(f"data: {args.json}")
+        diagnosis = asked.diagnose(progress)
+    if asked.html:
+        write_page(asked.html, diagnosis=diagnosis)
+        say(f"page: {asked.html}")
+    if asked.json:
+        write_data(diagnosis, asked.json)
+        say(f"data: {asked.json}")
     _print(diagnosis)
     for name, section in diagnosis["sections"].items() if args.only else ():
-        print(f"\n{name}\n" + "\n\n".join(tables(section)))
+        say(f"\n{name}\n" + "\n\n".join(tables(section)))
     return 0
-
-
-def config_of(args: argparse.Namespace) -> DiagnoseConfig:
-    """Read the settings of a diagnosis."""
-    return DiagnoseConfig().changed(**given(args, DiagnoseConfig))
-
-
-def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
-    if args.only or args.quick:
-        raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(Path(args.model), config=config, execution=execution(args, progress=progress))
-
-
-def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
-    if args.only and args.quick:
-        raise ConfigError("--only and --quick both choose the sections: give one of them")
-    loaded = load(args)
-    return diagnose(
-        loaded,
-        calibration_tokens(loaded, args.calibration, take(args)),
-        config,
-        n_steps=args.n_steps,
-        only=args.only.split(",") if args.only else QUICK if args.quick else None,
-        name=args.model or args.python,
-        work=Path(args.work) if args.work else None,
-        progress=progress,
-        **given(args, Execution),
-    )
 
 
 def _print(diagnosis: dict[str, Any]) -> None:
     for layer in diagnosis["layers"]:
-        print(f"{layer['name']}: {layer['verdict']['text']}")
-    print()
-    print("\n".join(diagnosis["summary"]))
+        say(f"{layer['name']}: {layer['verdict']['text']}")
+    say()
+    say("\n".join(diagnosis["summary"]))
     said = (
         section.says(diagnosis["sections"][name])
         for name, section in in_order().items()
         if name in diagnosis["sections"]
     )
-    print("".join(f"{line}\n" for line in said if line), end="")
+    say("".join(f"{line}\n" for line in said if line), end="")
     for entry in diagnosis["unavailable"]:
-        print(f"not available: {entry['section']}: {entry['reason']}")
+        say(f"not available: {entry['section']}: {entry['reason']}")
 
 
 COMMANDS.register("diagnose")(

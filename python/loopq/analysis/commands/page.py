@@ -10,22 +10,21 @@ from typing import Any
 from loopq.analysis.api import diagnose
 from loopq.analysis.commands.diagnose import QUICK
 from loopq.analysis.diagnosis.config import DiagnoseConfig
+from loopq.analysis.report.markup import PAGE
 from loopq.analysis.report.page import write_page
 from loopq.analysis.report.weights import tensors
-from loopq.commands.hooks import HOOKS, Finished, HeldOut, Hook
+from loopq.commands.hooks import HOOKS, Finished, Hook
 from loopq.commands.options import check_place
 from loopq.errors import ConfigError, require
 from loopq.evaluation.layers import N_PROMPTS, layer_errors
 from loopq.formats.checkpoint import weights_of
-from loopq.models.text import decode
 from loopq.systems.base import LoopedSystem
 from loopq.terminal.progress import Line
 
 _HELP = {
-    "quantize": "write a page: what was done to every weight, its error at every step, with --evaluate KL and prompts, "
+    "quantize": "write a page: what was done to every weight, its error at every step, with --evaluate KL, "
     f"and a diagnosis ({', '.join(QUICK)})",
-    "evaluate": "write a page: what was done to every weight, its error at every step, KL against bytes, prompts that "
-    "changed most",
+    "evaluate": "write a page: what was done to every weight, its error at every step, KL against bytes",
 }
 
 
@@ -51,7 +50,7 @@ def asked(args: argparse.Namespace, command: str) -> Callable[[Finished], str] |
         raise ConfigError("--html: a page is about one depth; give one by --n-steps, or leave --html out")
     if command == "quantize":
         require("matplotlib")  # of the diagnosis
-    check_place(args.html)
+    check_place(args.html, PAGE, args)
     return partial(write, args.html)
 
 
@@ -66,28 +65,16 @@ def write(place: str, finished: Finished) -> str:
                 finished.loaded,
                 made.calibration,
                 DiagnoseConfig(bits=grid.bits, group_size=grid.group_size),
-                n_steps=finished.n_steps,
+                n_steps=finished.source.depth,
                 only=QUICK,
-                name=finished.model,
-                progress=progress,
-                seed=how.seed,
-                batch_size=how.batch_size,
-                threads=how.threads,
-                memory=how.memory,
+                name=finished.source.name,
+                **how.changed(progress=progress).flat(),
             )
-    measured = None if finished.measured is None else _measured(finished, finished.measured)
+    held_out, measured = finished.measured, None
+    if held_out is not None:
+        measured = {"model": finished.source.name, "on": held_out.about, "weights": held_out.summaries}
     write_page(place, diagnosis=diagnosis, measured=measured, **known(finished))
     return f"page: {place}"
-
-
-def _measured(finished: Finished, measured: HeldOut) -> dict[str, Any]:
-    """Measurements in the form for `write_page`."""
-    return {
-        "model": finished.model,
-        "on": measured.about,
-        "weights": measured.summaries,
-        "prompts": [decode(finished.loaded, ids.tolist()) for ids in measured.text.sequences],
-    }
 
 
 def known(finished: Finished) -> dict[str, Any]:
@@ -98,12 +85,12 @@ def known(finished: Finished) -> dict[str, Any]:
             loaded.system,
             {name: weights_of(checkpoint) for name, checkpoint in finished.checkpoints.items()},
             tokens,
-            n_steps=finished.n_steps,
+            n_steps=finished.source.depth,
             seed=how.seed,
             batch_size=how.batch_size,
             progress=progress,
         )
-    why = reasons(loaded.system, finished.n_steps)
+    why = reasons(loaded.system, finished.source.depth)
     return {
         "weights": {name: tensors(checkpoint, why) for name, checkpoint in finished.checkpoints.items()},
         "errors": {"on": tokens.take(0, N_PROMPTS).describe(), "weights": errors},

@@ -1,4 +1,4 @@
-"""Compare quantized weights: KL and bytes of every set of weights, and the prompts that changed most."""
+"""Compare quantized weights: KL and bytes of every set of weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from loopq.analysis.report.markup import Cell, bar, number, paragraph, table
 from loopq.terminal.table import size
 
 Summary = Mapping[str, Any]
-#: Prompts shown, and characters of each.
-_N_PROMPTS, _N_CHARACTERS = 8, 160
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 480, 300, 62, 46
 
 
@@ -49,8 +47,8 @@ def _measure(reference: Summary) -> tuple[str, str, str]:
     return "KL [nats per token]", "KL to full precision", " in nats per token"
 
 
-def comparison(label: str, summaries: Sequence[Summary], ours: str = "\0") -> str:
-    """Return a table of measurements with a bar for each divergence. Names that begin with `ours` are marked."""
+def comparison(label: str, summaries: Sequence[Summary]) -> str:
+    """Return a table of measurements with a bar for each divergence."""
     hidden = summaries[0]["output"] == "hidden"
     most = max((s["kl"] for s in summaries if math.isfinite(s["kl"])), default=0.0) or 1.0
     heads = ["weights", _measure(summaries[0])[0], ""]
@@ -59,8 +57,7 @@ def comparison(label: str, summaries: Sequence[Summary], ours: str = "\0") -> st
     heads += ["cosine"] if hidden else ["same token [%]", "bits per byte"]
     rows: list[list[Cell | str]] = []
     for s in summaries:
-        css = "ours" if s["name"].startswith(ours) else ""
-        row = [Cell(html.escape(s["name"]), css), number(s["kl"], ".5f"), bar(s["kl"] / most, css)]
+        row = [Cell(html.escape(s["name"])), number(s["kl"], ".5f"), bar(s["kl"] / most)]
         if intervals:
             ends = s.get("kl_95")
             row.append(Cell(f"{ends[0]:.5f} to {ends[1]:.5f}" if ends else "-", "number"))
@@ -137,35 +134,3 @@ def _ticks(most: float) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(most))
     step = next(s * scale for s in (0.2, 0.5, 1.0, 2.0, 5.0) if most <= 5 * s * scale)
     return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
-
-
-def changed_prompts(measured: Mapping[str, Any]) -> str:
-    """Return the prompts with the largest changes in output, and the divergence under each set of weights."""
-    reference, *quantized = measured["weights"]
-    texts = measured["prompts"]
-    means = [s["kl"] or 1.0 for s in quantized]
-    score = [
-        sum(s["kl_by_prompt"][i] / mean for s, mean in zip(quantized, means, strict=True)) / len(quantized)
-        for i in range(len(texts))
-    ]
-    worst = sorted(range(len(texts)), key=lambda i: -score[i])[:_N_PROMPTS]
-    most = max([s["kl_by_prompt"][i] for s in quantized for i in worst], default=0.0) or 1.0
-    heads, rows = ["prompt, from its start", "no."], []
-    for s in quantized:
-        heads += [s["name"]] if len(quantized) > 1 else [_measure(reference)[0], ""]
-    for i in worst:
-        text = " ".join(texts[i].split())[:_N_CHARACTERS]
-        row: list[Cell | str] = [Cell(html.escape(text), "quote"), number(i, "d")]
-        for s in quantized:
-            row.append(number(s["kl_by_prompt"][i], ".5f"))
-        if len(quantized) == 1:
-            row.append(bar(quantized[0]["kl_by_prompt"][i] / most))
-        rows.append(row)
-    unit = _measure(reference)[1] + _measure(reference)[2]
-    return (
-        paragraph(
-            f"{len(worst)} of {len(texts)} prompts, the largest {unit} first. Read them for what they have in "
-            "common: a language, a format, numbers."
-        )
-        + table("Prompts that changed most", heads, rows)
-    )  # fmt: skip

@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.analysis.report.markup import markdown
 from loopq.analysis.report.style import INK, SERIES, canvas, label, styled
 from loopq.errors import ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD, CONFIG, PICTURE, read_config
 from loopq.layers.loop_spec import parse_spec
-from loopq.storage.files import MAX_SIZE, read_bytes, replacing, write_text
-from loopq.storage.folders import remove_leftovers
+from loopq.storage.files import MAX_SIZE, read_bytes
+from loopq.storage.folders import output_file, write_output
 from loopq.terminal.table import size
+from loopq.terminal.text import visible
 
 #: Its tag and the end of its title, by which a card of loopq's is known again.
 _TAG, _TITLE = "loopq", "quantized by loopq"
+#: What the picture holds.
+_MADE = b"Software\0loopq"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: Folder of the hub's cache.
 _CACHED = re.compile(r"[/\\]models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\]")
@@ -54,15 +58,14 @@ def write_card(
         If the folder has a README.md that loopq did not write.
     """
     check_card(folder)
-    for name in (CARD, PICTURE):
-        remove_leftovers(folder, name)
     facts = inspect_any(folder)
+    safe, text, measured = markdown(facts), markdown(text), markdown(measured)
     config = read_config(folder)[0] if (folder / CONFIG).is_file() else {}
     origin, loop = _origin(model, base, config)
     name = folder.name if origin is None else f"{origin}{loop}"
     kind = _pipeline(config, measured)
-    lines = [*_front(facts, origin, _licence(base), kind), f"# {name}, {_TITLE}", ""]
-    lines += [*_what(facts), ""]
+    lines = [*_front(facts, origin, _licence(base), kind), f"# {markdown(name)}, {_TITLE}", ""]
+    lines += [*_what(safe), ""]
     if measured:
         lines += [*_table(measured), "", _measured_on(text), ""]
         lines += [line for m in measured if "warning" in m for line in (f"**Warning:** {m['warning']}.", "")]
@@ -72,7 +75,7 @@ def write_card(
     words = words or [model or "MODEL"]
     lines += [*_made(facts, shlex.join(words), shlex.quote(folder.resolve().name)), ""]
     path = folder / CARD
-    return write_text(path, "\n".join(lines))
+    return write_output(path, "\n".join(lines).encode(), _TITLE.encode())
 
 
 def check_card(folder: Path) -> None:
@@ -209,8 +212,8 @@ def _picture(path: Path, tokens: Mapping[str, Any]) -> None:
         axes.axvline(tokens["kl"], color=INK, linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
         label(axes, "KL of a token to full precision [nats], dotted: mean", "tokens with a larger KL [%]")
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
+        with output_file(path, 0, _MADE) as temporary:
+            figure.savefig(temporary, format="png", dpi=120, metadata={"Software": "loopq"})
 
 
 def _measured_on(text: Mapping[str, Any]) -> str:
@@ -232,17 +235,17 @@ def _made(facts: Mapping[str, Any], model: str, folder: str) -> list[str]:
     settings = facts["settings"]
     if "quantization" not in settings:
         return ["Not quantized by loopq: its settings are not known."]
-    text = settings["calibration"]
+    text = markdown(settings["calibration"])
     digest = f" (SHA-256 of the tokens {text['sha256'][:16]})" if "sha256" in text else ""
     return [
         "## How it was made",
         "",
         f"Calibrated on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}{digest}, "
-        f"{settings['n_steps']} steps, seed {settings['seed']}. The same again, or of another model, from the "
-        "folder around this one:",
+        f"{markdown(settings['n_steps'])} steps, seed {markdown(settings['seed'])}. The same again, or of another "
+        "model, from the folder around this one:",
         "",
         "```sh",
-        f"loopq quantize {model} --like {folder} {_prompts(text)} --out NEW",
+        f"loopq quantize {model} --like {folder} {_prompts(settings['calibration'])} --out NEW",
         "```",
         "",
         f"`quantization` of `loopq inspect {folder} --json`:",
@@ -255,10 +258,10 @@ def _made(facts: Mapping[str, Any], model: str, folder: str) -> list[str]:
 
 def _prompts(text: Mapping[str, Any]) -> str:
     """Options for the same prompts. TEXT stands for those that no file names."""
-    file = _TEXT.match(text["source"])
+    file = _TEXT.match(visible(text["source"], one_line=True))
     embedded = text["source"].startswith("embedded")
     words = [] if embedded else ["--calibration", file[0] if file else "TEXT"]
-    words += ["--n-prompts", str(text["n_prompts"])]
+    words += ["--n-prompts", visible(text["n_prompts"], one_line=True)]
     if text.get("packing") == "windows":
         words += ["--seq-len", str(text["n_tokens"] // text["n_prompts"])]
     return shlex.join(words)

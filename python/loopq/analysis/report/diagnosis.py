@@ -12,6 +12,8 @@ from loopq.analysis.report.style import short_names
 from loopq.errors import ConfigError
 
 FORMAT = "loopq-diagnosis"
+#: What each file of a diagnosis holds.
+DATA = f'"format": "{FORMAT}"'.encode()
 VERSION = 1
 
 

@@ -6,15 +6,33 @@ import html
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from loopq.analysis.report.style import Picture
+from loopq.terminal.text import visible
 
 #: Shades of a heat map, h0 to h6 in page.css, and the most columns that fit a sheet of paper.
 _N_SHADES, _N_COLUMNS = 7, 24
+
+
+#: What each page of loopq holds.
+PAGE = b'<meta name="generator" content="loopq">'
+
+
+def markdown(data: Any) -> Any:
+    """Return text from outside, or data with such text, so that Markdown shows it and nothing in it is markup."""
+    if isinstance(data, Mapping):
+        return {markdown(key): markdown(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [markdown(value) for value in data]
+    if not isinstance(data, str):
+        return data
+    text = html.escape(visible(data, one_line=True), quote=False)
+    return re.sub(r"([\[\]|*])", r"\\\1", text).replace("`", "'")
 
 
 def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None = None) -> str:
@@ -31,7 +49,7 @@ def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None 
     # Without the icon, browsers request one, even for a local file.
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{PAGE.decode()}\n'
         f'<title>{name}</title>\n<link rel="icon" href="data:,">\n<style>{_file("page.css")}</style></head><body>\n'
         f'<header><h1>{name}</h1><p class="intro">{html.escape(intro)}{save}</p></header>\n'
         f"<main>\n{body}\n</main>\n{script}</body></html>\n"
@@ -47,15 +65,15 @@ def section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}\n</section>'
 
 
-def paragraph(text: str, css: str = "") -> str:
+def paragraph(text: str) -> str:
     """Return a paragraph of plain text."""
-    return f'<p class="{css}">{html.escape(text)}</p>' if css else f"<p>{html.escape(text)}</p>"
+    return f"<p>{html.escape(text)}</p>"
 
 
-def listed(items: Iterable[str], css: str = "") -> str:
+def listed(items: Iterable[str]) -> str:
     """Return a list of plain sentences."""
     body = "".join(f"<li>{html.escape(item)}</li>" for item in items)
-    return f'<ul class="{css}">{body}</ul>'
+    return f"<ul>{body}</ul>"
 
 
 @dataclass(frozen=True)
@@ -74,12 +92,12 @@ def number(value: float | None, spec: str = ",.3g") -> Cell:
     return Cell(format(value, spec), "number", repr(float(value)))
 
 
-def bar(share: float, css: str = "") -> Cell:
+def bar(share: float) -> Cell:
     """Return a cell with a bar of a share of its width. A share that is not finite has no bar."""
     if not math.isfinite(share):
         return Cell("", "plot", "")
     width = f"{100 * min(share, 1.0):.1f}%"
-    return Cell(f'<div class="bar" style="width:{width}"></div>', f"plot {css}".strip(), repr(share))
+    return Cell(f'<div class="bar" style="width:{width}"></div>', "plot", repr(share))
 
 
 def table(

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from loopq.analysis.report import diagnosis as diagnosed
-from loopq.analysis.report.alternatives import alternatives, changed_prompts, facts
+from loopq.analysis.report.alternatives import alternatives, facts
 from loopq.analysis.report.errors import error_maps
-from loopq.analysis.report.markup import page_html, section
+from loopq.analysis.report.markup import PAGE, page_html, section
 from loopq.analysis.report.weights import done
-from loopq.storage.files import write_json, write_text
+from loopq.storage.files import json_bytes
+from loopq.storage.folders import write_output
 
 Data = Mapping[str, Any]
 
@@ -38,8 +39,7 @@ def write_page(
         "on" describes the data. "weights" holds `loopq.evaluation.layers.layer_errors` by the checkpoint's name.
     measured : mapping, optional
         "on" has "n_prompts", "n_tokens", "source", "n_steps" and "n_seeds". "weights" has `Measurement.summary` of
-        full precision, then of each checkpoint. Checkpoints add "kl_95" (or None) and "kl_by_prompt". "prompts" is
-        text.
+        full precision, then of each checkpoint. Checkpoints add "kl_95" (or None).
 
     Returns
     -------
@@ -53,14 +53,13 @@ def write_page(
     MissingExtraError
         If there is a diagnosis and matplotlib is not installed.
     """
-    return write_text(out, render(diagnosis, weights, errors, measured))
+    return write_output(out, render(diagnosis, weights, errors, measured).encode(), PAGE)
 
 
 def write_data(diagnosis: Data, out: str | Path) -> Path:
     """Write a diagnosis as JSON."""
     diagnosed.check(diagnosis)
-    write_json(Path(out), diagnosis)
-    return Path(out)
+    return write_output(out, json_bytes(diagnosis), diagnosed.DATA)
 
 
 def render(
@@ -77,7 +76,6 @@ def render(
         ("weights", "What was done to every weight", done(weights) if weights else ""),
         ("where", "Where the error is", error_maps(errors, diagnosis)),
         ("cost", "How far from full precision", alternatives(measured) if measured else ""),
-        ("prompts", "Prompts that changed most", changed_prompts(measured) if measured else ""),
         ("loop", "What the loop does", diagnosed.loop(diagnosis) if diagnosis else ""),
         ("again", "To repeat the diagnosis", diagnosed.again(diagnosis) if diagnosis else ""),
     )

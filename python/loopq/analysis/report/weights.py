@@ -39,7 +39,7 @@ def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[Object]:
     for layer in checkpoint.layers.values():
         row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.grid.bits,
                "grid": layer.grid.label, "group_size": layer.grid.group_size}  # fmt: skip
-        rows.append(row | solved(layer.report))
+        rows.append(row | _solved(layer.report))
     for name, tensor in checkpoint.dense.items():
         row = {"name": name, "shape": list(tensor.shape), "n_bytes": int(tensor.data.size)}
         reason = reasons.get(name) or _why_left(tensor.shape)
@@ -47,7 +47,7 @@ def tensors(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> list[Object]:
     return rows
 
 
-def solved(report: Mapping[str, Any]) -> Object:
+def _solved(report: Mapping[str, Any]) -> Object:
     """Method, steps and errors from a layer's report. None for missing ones."""
     return {
         "method": report.get("method_done"),
@@ -74,25 +74,18 @@ def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     sets = {name: {row["name"]: row for row in rows} for name, rows in weights.items()}
     names = {row["name"] for rows in weights.values() for row in rows if "bits" in row}
     said = [_sentence(name if len(sets) > 1 else "", list(rows.values())) for name, rows in sets.items()]
-    return (
-        (listed(said) if len(said) > 1 else paragraph(*said))
-        + quantized(sets, "quantized")
-        + _left(sets, names)
-    )
+    return (listed(said) if len(said) > 1 else paragraph(*said)) + _quantized(sets) + _left(sets, names)
 
 
-def quantized(sets: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
-    """Return the table of the weights that some checkpoint quantizes, from entries of `tensors` by checkpoint and name.
-
-    `name` is the id of the table if a script sorts it.
-    """
+def _quantized(sets: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return the table of the weights that some checkpoint quantizes, from entries of `tensors`, by checkpoint."""
     names = list(dict.fromkeys(name for rows in sets.values() for name, row in rows.items() if "bits" in row))
     caption = (
         "Error: how far the weight's output is from full precision on the calibration text, over all steps: "
         "‖X(Ŵ−W)ᵀ‖ / ‖XWᵀ‖; if rounded: the same for plain rounding on the same grid."
     )
     heads, rows = (_alone if len(sets) == 1 else _beside)(sets, names)
-    return table("Quantized weights", heads, rows, caption=caption, name=name)
+    return table("Quantized weights", heads, rows, caption=caption, name="quantized")
 
 
 def _sentence(name: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,6 +61,31 @@ class Reading:
         return f"{self.engine} {'was not asked' if self.skipped else 'cannot read it'}: {self.problem}"
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to write a model for an engine.
+
+    Parameters
+    ----------
+    format : str
+        Name of the format.
+    runs : str
+        How to run the file, with OUT for its place.
+    options : mapping
+        Options of the format.
+    settings : mapping
+        Settings of the run, unless they are given.
+    bits : int, optional
+        Bits of the codes that it is for. All if absent.
+    """
+
+    format: str
+    runs: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    bits: int | None = None
+
+
 def begun(states: NDArray[np.float32] | None) -> dict[str, Any]:
     """Return the argument by which published classes take first states, with a reason to take no cache."""
     torch = require("torch")
@@ -78,14 +103,21 @@ class Engine(ABC):
         Name in the registry and on the command line.
     needs : mapping of str to tuple of str
         Packages, by format. The first has the version. An engine that is not asked in its own process has none.
+    ways : tuple of Way
+        Ways to write a model for it, best first. The first that it takes is written (`loopq.run.destination`).
     """
 
     name: ClassVar[str]
+    ways: ClassVar[tuple[Way, ...]]
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def missing(self, format_name: str) -> list[str]:
         """Return the packages that are not installed here."""
         return [p for p in self.needs[format_name] if importlib.util.find_spec(p) is None]
+
+    def is_asked(self, format_name: str) -> bool:
+        """Whether it can be asked about files of a format here."""
+        return format_name in self.needs and not self.missing(format_name)
 
     def version(self, format_name: str) -> str:
         """Return package and version."""

@@ -12,13 +12,25 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine, begun
+from loopq.formats.engines.base import Engine, Way, begun
 
 
 class GPTQModel(Engine):
     """`GPTQModel.load` on the CPU, in float16."""
 
     name: ClassVar[str] = "gptqmodel"
+    # It has no shorter last group, so that groups are cut where they do not divide the inputs.
+    ways: ClassVar[tuple[Way, ...]] = tuple(
+        Way(
+            "gptq", f'GPTQModel.load("OUT"{", trust_remote_code=True" * ("remote_code" in options)})', options
+        )
+        for options in (
+            {},
+            {"ragged": "split"},
+            {"remote_code": True},
+            {"remote_code": True, "ragged": "split"},
+        )
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(("gptq", "gptq_v2"), ("gptqmodel",))
 
     def unasked(self, path: Path) -> str:

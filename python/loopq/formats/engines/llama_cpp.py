@@ -11,14 +11,22 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine
+from loopq.formats.engines.base import Engine, Way
 from loopq.formats.gguf.file import contents, open_gguf
+
+#: Positions of a prompt that are compared.
+_N_POSITIONS = 3
 
 
 class LlamaCpp(Engine):
     """llama.cpp's server on the CPU. It gives log-probabilities of the token after a prompt."""
 
     name: ClassVar[str] = "llama.cpp"
+    # Types of a size, the one with the least KL first: docs/formats/gguf.md. K-quants need rows of whole blocks of 256.
+    ways: ClassVar[tuple[Way, ...]] = tuple(
+        Way("gguf", "llama-cli -m OUT", settings={"levels": levels}, bits=bits)
+        for bits, levels in ((4, "iq4_nl"), (3, "q3_k"), (2, "q2_k"), (2, "q2_0"), (8, "q8_0"))
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"gguf": ("xllamacpp", "gguf")}
 
     def unasked(self, path: Path) -> str:
@@ -39,15 +47,28 @@ class LlamaCpp(Engine):
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
         server = xllamacpp.Server(settings)
         asked = {"n_predict": 1, "temperature": 0, "n_probs": len(tokens), "cache_prompt": False}
-        positions = sorted({0, ids.shape[1] // 2, ids.shape[1] - 1})
-        values = [[_after(server, row[: n + 1], asked) for n in positions] for row in ids]
-        return np.array(values, np.float32), positions, "int8"
+        last = ids.shape[1] - 1
+        found: dict[int, list[list[float]]] = {}
+        for n in dict.fromkeys((0, ids.shape[1] // 2, last, *range(last))):
+            values = [_after(server, row[: n + 1], asked) for row in ids]
+            # There are none after a part of a character, which is a matter of the text and not of the file.
+            found |= {n: values} if all(values) else {}
+            if len(found) == _N_POSITIONS:
+                break
+        if not found:
+            raise RuntimeError(
+                "it gave no probabilities at any position: each next token is a part of a character"
+            )
+        positions = sorted(found)
+        return np.array([found[n] for n in positions], np.float32).swapaxes(0, 1), positions, "int8"
 
 
 def _after(server: Any, ids: NDArray[np.int64], asked: Mapping[str, Any]) -> list[float]:
+    """Return the log-probabilities of the next token; empty if the engine gives none."""
     said = server.handle_completions({"prompt": ids.tolist(), **asked})
-    (token,) = said["choices"][0]["logprobs"]["content"]
-    return [p["logprob"] for p in sorted(token["top_logprobs"], key=lambda p: p["id"])]
+    given = said["choices"][0].get("logprobs") or {}
+    tokens = given.get("content") or [{"top_logprobs": ()}]
+    return [p["logprob"] for p in sorted(tokens[0]["top_logprobs"], key=lambda p: p["id"])]
 
 
 ENGINES.register(LlamaCpp.name)(LlamaCpp())

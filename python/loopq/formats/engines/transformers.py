@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine, begun
+from loopq.formats.engines.base import Engine, Way, begun
+from loopq.formats.native import NATIVE
 
+_LOADS = 'AutoModelForCausalLM.from_pretrained("OUT")'
 _GPTQ = ("transformers", "optimum", "gptqmodel")
 
 
@@ -20,6 +22,11 @@ class Transformers(Engine):
     """`from_pretrained` of the class that the folder names."""
 
     name: ClassVar[str] = "transformers"
+    ways: ClassVar[tuple[Way, ...]] = (
+        Way("compressed-tensors", _LOADS),
+        Way("compressed-tensors", _LOADS.replace(")", ", trust_remote_code=True)"), {"remote_code": True}),
+        Way(NATIVE.name, f"import loopq.runtime.transformers, then {_LOADS}"),
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "compressed-tensors": ("transformers", "compressed_tensors"),
         "gptq": _GPTQ,

@@ -12,13 +12,19 @@ from numpy.typing import NDArray
 
 from loopq.errors import require
 from loopq.formats.engines import ENGINES
-from loopq.formats.engines.base import Engine
+from loopq.formats.engines.base import Engine, Way
+from loopq.formats.native import NATIVE
 
 
 class VLLM(Engine):
     """vLLM with the plugins that are installed. It gives log-probabilities of the tokens of a prompt."""
 
     name: ClassVar[str] = "vllm"
+    ways: ClassVar[tuple[Way, ...]] = (
+        Way("compressed-tensors", "vllm serve OUT"),
+        Way("compressed-tensors", "vllm serve OUT", {"names": "published"}),
+        Way(NATIVE.name, "vllm serve OUT, with loopq in the same environment"),
+    )
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
         ("compressed-tensors", "gptq", "modelopt"), ("vllm",)
     )

@@ -22,8 +22,8 @@ from loopq.formats.gguf.shape import ARCHITECTURES, Shape
 from loopq.formats.gguf.vocabulary import Vocabulary
 from loopq.layers.grid import SCALE_DTYPES, BlockType, Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.storage.files import RawTensor, replacing
-from loopq.storage.folders import check_new
+from loopq.storage.files import RawTensor
+from loopq.storage.folders import check_new, output_file
 from loopq.terminal.table import render, size
 
 #: Types of tensors that are not quantized.
@@ -167,7 +167,7 @@ class GGUF(Format):
         _check_head(shape, source.ties)
         words = Vocabulary.of(source.side_files, shape.config, options.vocabulary)
         stored = dict(_stored(source, shape))
-        with replacing(out) as temporary:
+        with output_file(out, sum(data.nbytes for _, data in stored.values())) as temporary:
             with told(out):
                 _write(temporary, shape, stored, words.entries, options.forced)
             n_compared = _compare(temporary, source, shape)
@@ -220,7 +220,7 @@ class GGUF(Format):
         rows = [(kind, counts[kind], weights[kind], size(n_bytes[kind])) for kind in sorted(counts)]
         loops = "loops not stated" if facts["n_loops"] is None else f"{facts['n_loops']} loops"
         return [
-            render(("type", "tensors", "weights", "bytes"), rows),
+            *render(("type", "tensors", "weights", "bytes"), rows).splitlines(),
             f"format {self.name}, architecture {facts['architecture']}, {facts['n_layers']} layers, {loops}; "
             f"tokenizer {facts['tokenizer'] or 'none'}; {size(facts['n_bytes'])} on disk",
             *([f"forced: {facts['forced']}"] if facts["forced"] else []),

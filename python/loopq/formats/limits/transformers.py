@@ -8,7 +8,7 @@ from loopq.formats.fused import EXPERT
 from loopq.formats.layouts import layout_of
 from loopq.formats.rules import LIMITS, Broken, Config, Layers, Rule, grid_of, named, where
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import LOOP
+from loopq.layers.loop_spec import BASE, LOOP
 
 
 def _width(layer: QuantizedLayer) -> int:
@@ -62,6 +62,19 @@ def _dense_experts(layers: Layers, config: Config, dense: Collection[str]) -> It
     return [names[0] for names in _stacked(dense, config).values() if names[0].endswith(".weight")]
 
 
+def _unfilled(layers: Layers, config: Config, dense: Collection[str]) -> Iterable[str]:
+    """Experts of a looped decoder whose class has stacks that no conversion is known to fill from single experts."""
+    if LOOP not in config or config.get(BASE, config.get("model_type")) in _FILLED:
+        return []
+    return [name for name in (*layers, *dense) if EXPERT.search(name)]
+
+
+#: Types of mixtures whose stacks transformers 5.24 fills from single experts, by its own table of conversions.
+_FILLED = (
+    "mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "afmoe",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
+    "hunyuan_v1_moe", "exaone_moe", "cohere2_moe", "longcat_flash", "solar_open",
+)  # fmt: skip
 _GPTQ = ("gptq", "gptq_v2")
 _CT = ("compressed-tensors",)
 LIMITS.register("transformers")((
@@ -78,6 +91,11 @@ LIMITS.register("transformers")((
         ("transformers",), _CT, "experts of unlike grids: it stacks them, and reads all by one grid",
         "one grid for all experts, or the native checkpoint with `import loopq.runtime.transformers`",
         "transformers 5.24 with compressed-tensors 0.20: run", _unlike_experts, silent=True,
+    ),
+    Rule(
+        ("transformers",), _CT, "experts of a looped model whose class does not fill its stacks from single experts",
+        "the native checkpoint with `import loopq.runtime.transformers`",
+        "transformers 5.24 with compressed-tensors 0.20: run (GPT-OSS)", _unfilled, silent=True,
     ),
     Rule(
         ("transformers",), _CT, "experts in NVFP4: it leaves out their second scale",

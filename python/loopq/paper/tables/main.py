@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import Measurement, compare
 from loopq.paper import main_text
@@ -18,6 +17,7 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import three
 from loopq.paper.main_text import ALL, GRIDS, ONE, RTN
 from loopq.paper.models import PreparedModel, Sizes
+from loopq.paper.plbert import PLBERT
 from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown

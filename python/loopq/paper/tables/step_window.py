@@ -44,7 +44,7 @@ def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
             if n in layers
         }
 
-    late: Any = {n: bench.sums.accumulators[input_groups[n]].matrix([last]) for n in shared}
+    late = {n: bench.sums.accumulators[input_groups[n]].matrix([last]) for n in shared}
     return late_step_wins(errors(skip), errors(whole), late)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from loopq.commands import COMMANDS, Command
 from loopq.commands.hooks import SPEEDS
 from loopq.commands.options import add_settings, given
-from loopq.commands.source import add_source, load_any
+from loopq.commands.source import ModelOptions, add_source
 from loopq.errors import ConfigError
 from loopq.formats.convert import is_checkpoint
 from loopq.models.load import LoadedModel
 from loopq.runtime.generate import Decoder, Generation, speed
 from loopq.runtime.graph import RECORDERS
 from loopq.runtime.text import Continuation
+from loopq.terminal.text import say
 
 #: Characters of a prompt on the standard input, which may have no end.
 MAX_PROMPT = 2**24
@@ -51,14 +52,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text token by token, and the speed."""
     settings = Generation().changed(**given(args, Generation))
-    loaded = _open(args)
+    if args.model is None and args.python is None:
+        raise ConfigError(
+            f'the prompt is missing: loopq run {args.prompt} "TEXT" (-: read it from the standard input)'
+        )
+    source = ModelOptions.of(args)
+    loaded = _open(source, dense=args.dense, int8=args.int8)
     prompt = _standard_input() if args.prompt == "-" else args.prompt
-    text = Continuation(loaded, prompt, args.n_steps, settings)
+    text = Continuation(loaded, prompt, source.depth, settings)
     decoder, n_prompt = text.decoder, len(text.prompt)
     _say(f"{loaded.system.name}, {decoder.n_steps} steps, {n_prompt} tokens of prompt; {_way(decoder)}")
     for piece in text:
-        print(piece, end="", flush=True)
-    print()
+        say(piece, end="", flush=True)
+    say()
     _say(_speed(n_prompt, text.times, decoder.depths))
     return 0
 
@@ -89,12 +95,12 @@ def _standard_input() -> str:
     return prompt
 
 
-def _open(args: argparse.Namespace) -> LoadedModel:
+def _open(source: ModelOptions, *, dense: bool, int8: bool) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
-    if (args.dense or args.int8) and not (args.model and is_checkpoint(Path(args.model))):
-        option = "--dense" if args.dense else "--int8"
-        raise ConfigError(f"{option}: {args.model} is not a quantized checkpoint; leave the option away")
-    return load_any(args, quantized=not args.dense, activations="int8" if args.int8 else "float")
+    if (dense or int8) and not (source.model and is_checkpoint(Path(source.model))):
+        option = "--dense" if dense else "--int8"
+        raise ConfigError(f"{option}: {source.name} is not a quantized checkpoint; leave the option away")
+    return source.load_any(quantized=not dense, activations="int8" if int8 else "float")
 
 
 def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:
@@ -111,7 +117,7 @@ def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"loopq: {text}", file=sys.stderr)
+    say(f"loopq: {text}", file=sys.stderr)
 
 
 COMMANDS.register("run")(Command("generate text with a model or checkpoint", add, run, 13, epilog=_EXAMPLES))

@@ -12,6 +12,7 @@ mod neon;
 mod operands;
 mod rows;
 mod tile;
+mod ways;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -23,6 +24,7 @@ pub use operands::MR;
 pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
 pub use tile::{tile_pairs, Real};
+pub(crate) use ways::{cheapest, Ways, CODES, NODES};
 
 /// An instruction set that tiles can be run with. Only [`Isa::available`] makes values, after testing the machine:
 /// holding one proves that its instructions exist here.

@@ -6,10 +6,10 @@ pub const MR: usize = 8;
 /// Rows in one chain of a sum of bf16 products.
 pub(crate) const CHAIN: usize = 16;
 
-/// Sixteen numbers: a line of the cache, and never parts of two.
+/// Eight numbers: half a line of the cache, and never parts of two.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct Short(pub(crate) [f32; 16]);
+#[repr(align(32))]
+pub(crate) struct Short(pub(crate) [f32; 8]);
 
 /// Checks that strided operands lie inside their slices.
 #[inline(always)]

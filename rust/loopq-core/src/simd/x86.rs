@@ -13,6 +13,7 @@
 use std::arch::x86_64::*;
 
 use super::operands::{check, Short, CHAIN, MR};
+use super::ways::{Ways, CODES, NODES};
 
 macro_rules! tile512 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
@@ -231,18 +232,71 @@ pub(super) fn prefetch(values: &[i64]) {
 #[target_feature(enable = "avx2")]
 pub(super) fn dots_avx2(rows: &[Short], by: &Short, out: &mut [f32]) -> usize {
     for (rows, out) in rows.chunks_exact(4).zip(out.chunks_exact_mut(4)) {
-        // Neighbours added twice: of each half the quads of all four rows.
-        let half = |at: usize| {
-            // SAFETY: `at` is 0 or 8, and every array has sixteen numbers.
-            let eight = |of: &Short| unsafe { _mm256_loadu_ps(of.0.as_ptr().add(at)) };
-            let by = eight(by);
-            let product = |r: usize| _mm256_mul_ps(eight(&rows[r]), by);
-            let pairs = _mm256_hadd_ps(product(0), product(1));
-            let quads = _mm256_hadd_ps(pairs, _mm256_hadd_ps(product(2), product(3)));
-            _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads))
-        };
+        // SAFETY: every array has eight numbers.
+        let eight = |of: &Short| unsafe { _mm256_loadu_ps(of.0.as_ptr()) };
+        let product = |r: usize| _mm256_mul_ps(eight(&rows[r]), eight(by));
+        // Neighbours added twice: of each half the sums of all four rows.
+        let pairs = _mm256_hadd_ps(product(0), product(1));
+        let quads = _mm256_hadd_ps(pairs, _mm256_hadd_ps(product(2), product(3)));
+        let sums = _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads));
         // SAFETY: `out` is a chunk of four.
-        unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm_add_ps(half(0), half(8))) };
+        unsafe { _mm_storeu_ps(out.as_mut_ptr(), sums) };
     }
     rows.len() / 4 * 4
+}
+
+/// [`super::ways::cheapest`], which has checked the sizes.
+///
+/// # Safety
+/// The lengths of `ways` and `next` are those that [`super::ways::cheapest`] asserts.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn cheapest_avx2(ways: &Ways, next: &mut [u32]) {
+    let (digits, apart) = (ways.digits, ways.keys.len() / ways.digits);
+    let clear = _mm256_set1_epi32(!(digits as i32 - 1));
+    let scale = _mm256_set1_ps(ways.scale);
+    let mut values = ways.values.as_ptr();
+    for block in 0..apart / NODES {
+        for group in 0..digits / CODES {
+            let mut least = [_mm256_set1_epi32(-1); CODES];
+            for first in 0..digits {
+                let from = first * apart + block * NODES;
+                // SAFETY: `from + NODES` is at most the number of nodes.
+                let (keys, wanted) = unsafe {
+                    let keys = _mm256_loadu_si256(ways.keys.as_ptr().add(from).cast());
+                    (keys, _mm256_loadu_ps(ways.wanted.as_ptr().add(from)))
+                };
+                let keys = _mm256_castsi256_ps(_mm256_and_si256(keys, clear));
+                let code = _mm256_set1_epi32(first as i32);
+                for least in &mut least {
+                    // SAFETY: all loops together run over `nodes * digits` values, `NODES` each time.
+                    let value = unsafe { _mm256_loadu_ps(values) };
+                    // SAFETY: as above; after the last time it is the end.
+                    values = unsafe { values.add(NODES) };
+                    let d = _mm256_sub_ps(_mm256_mul_ps(scale, value), wanted);
+                    let cost = _mm256_castps_si256(_mm256_add_ps(keys, _mm256_mul_ps(d, d)));
+                    *least = _mm256_min_epu32(*least, _mm256_or_si256(_mm256_and_si256(cost, clear), code));
+                }
+            }
+            // Four codes of each node beside each other.
+            let [a, b] =
+                [_mm256_unpacklo_epi32(least[0], least[1]), _mm256_unpackhi_epi32(least[0], least[1])];
+            let [c, d] =
+                [_mm256_unpacklo_epi32(least[2], least[3]), _mm256_unpackhi_epi32(least[2], least[3])];
+            let nodes = [
+                _mm256_unpacklo_epi64(a, c),
+                _mm256_unpackhi_epi64(a, c),
+                _mm256_unpacklo_epi64(b, d),
+                _mm256_unpackhi_epi64(b, d),
+            ];
+            for (i, two) in nodes.into_iter().enumerate() {
+                let at = |i: usize| (block * NODES + i) * digits + group * CODES;
+                // SAFETY: `CODES` entries from `at(i)` with `i < NODES` are within the nodes.
+                unsafe {
+                    let next = next.as_mut_ptr();
+                    _mm_storeu_si128(next.add(at(i)).cast(), _mm256_castsi256_si128(two));
+                    _mm_storeu_si128(next.add(at(i + 4)).cast(), _mm256_extracti128_si256::<1>(two));
+                }
+            }
+        }
+    }
 }

@@ -1,15 +1,15 @@
 //! The search of one column: Viterbi's algorithm over the nodes of the trellis, with rows that are coupled.
 //!
-//! With `A = U diag(p) U^T` the cost of a row is `p_i (e_i + sum_{h<i} U_hi e_h)^2`, which depends on the path. Every
-//! path carries its own last errors; errors before those are taken from the best path. The bits that both ends of a stream
-//! share are those of a first search through the seam.
+//! With `A = U diag(p) U^T` the cost of a row is `p_i (e_i + sum_{h<i} U_hi e_h)^2`, which depends on the path: every
+//! path has its own errors (`coupled`). The bits that both ends of a stream share are those of a first search through the
+//! seam.
 
 use crate::factor::DampedFactor;
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::Isa;
 use crate::trellis::paths::Paths;
-use crate::trellis::row::{Row, SCRATCH, WINDOW};
+use crate::trellis::row::{Row, SCRATCH};
 use crate::Result;
 
 /// Rows at both sides of the seam that decide the bits shared by the two ends of a stream.
@@ -115,39 +115,23 @@ impl Search {
         Ok((width..2 * width).rev().fold(self.paths.best(), before))
     }
 
-    /// Goes over `rows` from a node, or any; those from place `coupled` on are coupled with each other, those before with
-    /// none.
+    /// Goes over `rows` from a node, or any. Those from place `coupled` on begin with row 0 and are coupled with each
+    /// other; those before with none.
     fn advance(&mut self, rows: &[usize], node: Option<usize>, coupled: usize) -> Result<()> {
         self.paths.begin(node, self.roots[rows[0]] * self.target[rows[0]]);
-        let mut decided: Vec<f32> = zeros(SCRATCH, rows.len())?;
         for (at, &row) in rows.iter().enumerate() {
             let next = rows.get(at + 1).copied().unwrap_or(row);
-            let coupling = self.coupling.get(next * self.rows..).unwrap_or(&[]);
-            let mut wanted = self.target[next];
-            let mut window = [0.0; WINDOW];
-            if !coupling.is_empty() {
-                let (start, end) = ((at + 1).saturating_sub(WINDOW).max(coupled), at + 1);
-                for h in start..end {
-                    window[h % WINDOW] = coupling[rows[h]];
-                }
-                // Errors of the best path that have left the window.
-                wanted -= (coupled..start).map(|h| coupling[rows[h]] * decided[h]).sum::<f32>();
-            }
+            let known = if at >= coupled && !self.coupling.is_empty() { row + 1 } else { 0 };
             self.paths.go(&Row {
                 at,
                 scale: self.scale[row],
                 target: self.target[row],
                 root: self.roots[row],
-                coupling: window,
-                wanted,
+                coupling: if known > 0 { &self.coupling[next * self.rows..][..known] } else { &[] },
+                wanted: self.target[next],
                 next_root: self.roots[next],
                 all: at + self.trellis.state_bits().div_ceil(self.trellis.bits()) as usize >= rows.len(),
-            });
-            if at + 1 >= WINDOW && !self.coupling.is_empty() {
-                // The slot that the next row takes over.
-                let leaving = at + 1 - WINDOW;
-                decided[leaving] = self.paths.error(leaving % WINDOW);
-            }
+            })?;
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use crate::factor::{DampedFactor, DampedHessian, Order, Square, Symmetric};
 use crate::grid::{value, Grid, Quantized, Trellis};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
-use crate::simd::{add_rows, axpy, dot, Isa};
+use crate::simd::{add_rows, dot, Isa};
 use crate::trellis::search::Search;
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
@@ -138,7 +138,8 @@ impl<'a> Block<'a> {
         for _ in 0..REFITS {
             let gain = self.refit(&mut gradient)?;
             settled -= gain;
-            if gain < ENOUGH * settled {
+            // One group has no others to agree with.
+            if self.grid.n_groups(self.w.dim()) == 1 || gain < ENOUGH * settled {
                 break;
             }
         }
@@ -245,11 +246,17 @@ impl<'a> Block<'a> {
                 *to = lane[r % LANES];
             }
         }
+        let lines = collected(SCRATCH, part.chunks_exact(n))?;
         let mut out = zeros(SCRATCH, rows * n)?;
-        out.par_chunks_mut(n).enumerate().try_for_each(|(i, out)| {
+        out.par_chunks_mut(LANES * n).enumerate().try_for_each(|(tile, out)| {
             self.execution.check()?;
-            for (k, row) in part.chunks_exact(n).enumerate() {
-                axpy(self.isa, self.metric.at(i, k), row, out);
+            let live = tile * LANES..rows.min((tile + 1) * LANES);
+            let by = |k: usize| lane_of(&self.metric.row(k)[live.clone()]);
+            let by: Vec<Lane> = collected(SCRATCH, (0..rows).map(by))?;
+            let mut image: Vec<Lane> = zeros(SCRATCH, n)?;
+            add_rows(self.isa, &mut image, &lines, &by);
+            for (lane, out) in out.chunks_exact_mut(n).enumerate() {
+                out.iter_mut().zip(&image).for_each(|(to, image)| *to = image[lane]);
             }
             Ok::<(), Error>(())
         })?;
@@ -311,19 +318,36 @@ impl<'a> Block<'a> {
 
     /// `A * (B S_gg B^T)`, entry by entry.
     fn system(&self, columns: &Range<usize>) -> Result<Vec<f64>> {
-        let (dim, n, rows) = (self.w.dim(), columns.len(), self.rows());
+        let (dim, rows) = (self.w.dim(), self.rows());
+        let mut turned: Vec<f64> = zeros(SCRATCH, columns.len() * rows)?;
+        for (j, turned) in columns.clone().zip(turned.chunks_exact_mut(rows)) {
+            turned.iter_mut().enumerate().for_each(|(r, to)| *to = self.values[r * dim + j]);
+        }
+        let s = collected(SCRATCH, columns.clone().map(|j| &self.s.row(j)[columns.clone()]))?;
         let mut out = zeros(SCRATCH, rows * rows)?;
-        out.par_chunks_mut(rows).enumerate().try_for_each(|(i, out)| {
+        out.par_chunks_mut(LANES * rows).enumerate().try_for_each(|(tile, out)| {
             self.execution.check()?;
-            let mut image: Vec<f64> = zeros(SCRATCH, n)?;
-            for j in columns.clone() {
-                axpy(self.isa, self.values[i * dim + j], &self.s.row(j)[columns.clone()], &mut image);
-            }
-            for (k, to) in out.iter_mut().enumerate() {
-                *to = self.metric.at(i, k) * dot(&image, &self.values[k * dim..][columns.clone()]);
+            let (first, live) = (tile * LANES, out.len() / rows);
+            let values = turned.chunks_exact(rows);
+            let by = collected(SCRATCH, values.clone().map(|line| lane_of(&line[first..first + live])))?;
+            let mut image: Vec<Lane> = zeros(SCRATCH, columns.len())?;
+            add_rows(self.isa, &mut image, &s, &by);
+            // The rows before are known from those.
+            let lines = collected(SCRATCH, values.map(|line| &line[first..]))?;
+            let mut sums: Vec<Lane> = zeros(SCRATCH, rows - first)?;
+            add_rows(self.isa, &mut sums, &lines, &image);
+            for (lane, out) in out.chunks_exact_mut(rows).enumerate() {
+                for (k, sums) in (first..rows).zip(&sums) {
+                    out[k] = self.metric.at(first + lane, k) * sums[lane];
+                }
             }
             Ok::<(), Error>(())
         })?;
+        for i in 0..rows {
+            for k in 0..i {
+                out[i * rows + k] = out[k * rows + i];
+            }
+        }
         Ok(out)
     }
 
@@ -363,4 +387,9 @@ impl<'a> Block<'a> {
             },
         )
     }
+}
+
+/// The values of a tile, and zeros in lanes without a row.
+fn lane_of(values: &[f64]) -> Lane {
+    std::array::from_fn(|lane| values.get(lane).copied().unwrap_or(0.0))
 }

@@ -27,8 +27,8 @@ pub struct Factor {
 /// Dense factors are stored in panels of [`LANES`] outputs, (panels, inputs), with zeros for missing outputs.
 #[derive(Clone, Debug, PartialEq)]
 enum Kind {
-    /// Hadamard's matrix of a power of two in Sylvester's order.
-    Sylvester,
+    /// Hadamard's matrix of a power of two in Sylvester's order, by the signs of its columns.
+    Sylvester(Vec<f32>),
     /// Numbers of one magnitude.
     Signs(Vec<[i8; LANES]>),
     Numbers(Vec<[f32; LANES]>),
@@ -44,9 +44,14 @@ impl Factor {
         if by == 0.0 || values.iter().any(|v| v.abs() != by) {
             return Ok(Self { n, kind: Kind::Numbers(panels(n, values, |v| v)?), by: 1.0 });
         }
+        // Its first row has no other sign.
+        let sign = |i: usize| values[i % n] < 0.0;
         let odd = |i: usize| ((i / n) & (i % n)).count_ones() % 2 == 1;
-        let kind = if n.is_power_of_two() && values.iter().enumerate().all(|(i, &v)| (v < 0.0) == odd(i)) {
-            Kind::Sylvester
+        let same = |(i, &v): (usize, &f32)| (v < 0.0) == (odd(i) != sign(i));
+        let kind = if n.is_power_of_two() && values.iter().enumerate().all(same) {
+            let mut signs = zeros("signs of an input transform", n)?;
+            signs.iter_mut().zip(values).for_each(|(to, v)| *to = if *v < 0.0 { -1.0 } else { 1.0 });
+            Kind::Sylvester(signs)
         } else {
             Kind::Signs(panels(n, values, |v| if v < 0.0 { -1 } else { 1 })?)
         };
@@ -120,6 +125,14 @@ impl Transform {
     pub(super) fn apply(&self, x: &[f32], isa: Isa) -> Result<Vec<f32>> {
         const WHAT: &str = "transformed inputs";
         let mut out = copied(WHAT, x)?;
+        // Blocks of one matrix without multiplications stay where they are.
+        if let [Part { size, factors, .. }] = &self.parts[..] {
+            if let [Factor { kind: Kind::Sylvester(signs), by, .. }] = &factors[..] {
+                debug_assert_eq!(*size, signs.len());
+                signed_sums(isa, signs, *by, &mut out);
+                return Ok(out);
+            }
+        }
         let size = dims::product(WHAT, COLUMNS, self.inputs)?.min(x.len());
         let longest = self.parts.iter().flat_map(|p| &p.factors).map(|f| f.n).max().unwrap_or(0);
         let mut columns = zeros(WHAT, longest)?;
@@ -148,6 +161,24 @@ impl Transform {
 }
 
 per_isa! {
+    /// Multiplies blocks by Sylvester's matrix with signs of its columns, and by a number.
+    fn signed_sums(signs: &[f32], by: f32, x: &mut [f32]) = signed_sums_body;
+}
+
+#[inline(always)]
+fn signed_sums_body(signs: &[f32], by: f32, x: &mut [f32]) {
+    for x in x.chunks_exact_mut(signs.len()) {
+        for (x, sign) in x.iter_mut().zip(signs) {
+            *x *= sign;
+        }
+        butterflies(x, 1);
+        for x in x {
+            *x *= by;
+        }
+    }
+}
+
+per_isa! {
     /// Applies a factor to blocks of a size in `x`. `y` and `columns` are room for as many numbers and rows.
     fn turn(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns: &mut [[f32; COLUMNS]]) = turn_body;
 }
@@ -156,8 +187,16 @@ per_isa! {
 fn turn_body(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns: &mut [[f32; COLUMNS]]) {
     let rest = size / factor.n;
     match &factor.kind {
-        Kind::Sylvester => {
-            x.chunks_exact_mut(size).for_each(|x| butterflies(x, rest));
+        Kind::Sylvester(signs) if rest == 1 => return signed_sums_body(signs, factor.by, x),
+        Kind::Sylvester(signs) => {
+            for x in x.chunks_exact_mut(size) {
+                for (x, sign) in x.chunks_exact_mut(rest).zip(signs) {
+                    for x in x {
+                        *x *= sign;
+                    }
+                }
+                butterflies(x, rest);
+            }
             transpose(x, rest, size, y);
         }
         Kind::Divisors(divisors) => {
@@ -181,6 +220,10 @@ fn turn_body(factor: &Factor, size: usize, x: &mut [f32], y: &mut [f32], columns
 /// Sums and differences at distance `n`, then at twice that, and so on up to all of `x`.
 #[inline(always)]
 pub(super) fn butterflies(x: &mut [f32], mut n: usize) {
+    if n == 1 && x.len().is_multiple_of(LANES) {
+        x.as_chunks_mut().0.iter_mut().for_each(near);
+        n = LANES;
+    }
     while n < x.len() {
         for both in x.chunks_exact_mut(2 * n) {
             let (a, b) = both.split_at_mut(n);
@@ -190,6 +233,31 @@ pub(super) fn butterflies(x: &mut [f32], mut n: usize) {
         }
         n *= 2;
     }
+}
+
+/// Sylvester's matrix of [`LANES`] rows.
+const NEAR: [[f32; LANES]; LANES] = {
+    let mut rows = [[1.0; LANES]; LANES];
+    let mut i = 0;
+    while i < LANES * LANES {
+        if ((i / LANES) & (i % LANES)).count_ones() % 2 == 1 {
+            rows[i / LANES][i % LANES] = -1.0;
+        }
+        i += 1;
+    }
+    rows
+};
+
+/// The same at distances below [`LANES`]. Multiplying a vector by a number is faster than moving numbers within one.
+#[inline(always)]
+fn near(x: &mut [f32; LANES]) {
+    let mut sums = [0.0_f32; LANES];
+    for (v, row) in x.iter().zip(&NEAR) {
+        for i in 0..LANES {
+            sums[i] += v * row[i];
+        }
+    }
+    *x = sums;
 }
 
 /// Blocks (size / rest, rest) as (rest, size / rest).
@@ -253,6 +321,12 @@ mod tests {
         (0..n * n).map(sign).collect()
     }
 
+    /// Sylvester's matrix with other signs of its columns.
+    fn signed(n: usize) -> Vec<f32> {
+        let columns: Vec<f32> = wave(n, 0.9).iter().map(|v| v.signum()).collect();
+        sylvester(n).iter().enumerate().map(|(i, v)| v * columns[i % n]).collect()
+    }
+
     fn signs(n: usize) -> Vec<f32> {
         wave(n * n, 0.7).iter().map(|v| 0.25 * v.signum()).collect()
     }
@@ -261,6 +335,8 @@ mod tests {
     fn cases() -> Vec<Vec<(usize, Vec<Vec<f32>>)>> {
         vec![
             vec![(1, vec![signs(20), sylvester(8)])],
+            vec![(3, vec![signed(64)]), (1, vec![sylvester(16)])],
+            vec![(2, vec![signed(8), signed(4)])],
             vec![(1, vec![sylvester(4), wave(25, 0.3), sylvester(2), signs(12)])],
             vec![(5, vec![sylvester(16)]), (1, vec![wave(9, 0.3)])],
             vec![(2, vec![signs(36)]), (3, vec![sylvester(1)])],
@@ -340,7 +416,8 @@ mod tests {
     #[test]
     fn matrices_of_hadamards_kind_are_recognised() {
         let kind = |n, m: &[f32]| Factor::matrix(n, m).unwrap().kind;
-        assert_eq!(kind(8, &sylvester(8)), Kind::Sylvester);
+        assert_eq!(kind(8, &sylvester(8)), Kind::Sylvester(vec![1.0; 8]));
+        assert!(matches!(kind(8, &signed(8)), Kind::Sylvester(signs) if signs.contains(&-1.0)));
         let mut other = sylvester(8);
         other[9] = -other[9];
         assert!(matches!(kind(8, &other), Kind::Signs(_)));

@@ -1,0 +1,1 @@
+"""Methods that only the paper's tables need."""

@@ -1,0 +1,1 @@
+"""Calibration inputs that only the paper's tables need."""

@@ -1,0 +1,1 @@
+"""Values of settings that only the paper's tables need."""

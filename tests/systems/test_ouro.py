@@ -1,9 +1,0 @@
-"""Ouro: the whole stack is the loop; what every system must show."""
-
-from __future__ import annotations
-
-from tests.support.conformance import SteppingConformance
-
-
-class TestOuro(SteppingConformance):
-    system = "ouro"

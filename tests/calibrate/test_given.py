@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from array import array
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ _ROWS = [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], [2, 4, 6, 1, 3, 5]]
 @pytest.mark.parametrize("given", [
     _ROWS, tuple(_ROWS), np.array(_ROWS, np.uint16), torch.tensor(_ROWS), list(torch.tensor(_ROWS)),
     [torch.tensor(_ROWS[:2]), torch.tensor(_ROWS[2:])], DataLoader(TensorDataset(torch.tensor(_ROWS)), batch_size=2),
-    (row for row in _ROWS),
+    (row for row in _ROWS), [array("i", row) for row in _ROWS],
 ])  # fmt: skip
 def test_ids_are_truncated_as_those_of_a_file(tmp_path, given):
     np.save(tmp_path / "a.npy", np.array(_ROWS))
@@ -161,7 +162,8 @@ def test_all_ids_are_taken_and_texts_up_to_the_default(loaded):
     assert len(given_tokens({"input_ids": _ROWS}, served, 8, None, 2).sequences) == 3
     assert len(given_tokens(_TEXTS, served, 8, None, 2).sequences) == 2
     assert len(given_tokens(iter(lambda: "endless", None), served, 8, None, 5).sequences) == 5
-    assert _ids(given_tokens(range(7), served, 3, None, 5)) == [[0, 1, 2], [3, 4, 5]]
+    for ids in (range(7), array("i", range(7)), [range(4), range(3, 7)]):
+        assert _ids(given_tokens(ids, served, 3, None, 5))[0] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -6,7 +6,8 @@ Kinds are found by their shape, so that no library of data sets is imported. Eac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,12 +83,13 @@ def one_prompt(given: Iterable[Any], served: Served) -> tuple[list[int], bool]:
 
 def one_text(given: Any) -> NDArray[np.int64] | None:
     """Return the token ids of one text, a list or an array of one axis. None for everything else."""
-    given = list(given) if isinstance(given, range) else given
+    if isinstance(given, range | array):
+        given = list(given)
     if isinstance(given, list | tuple):
         flat = bool(given) and all(_is_number(i) for i in given)
     else:
         flat = _is_array(given) and len(given.shape) == 1 and given.shape[0] > 0 and not _is_text(given)
-    return whole_numbers(given, "token ids") if flat else None
+    return whole_numbers(given, "prompts") if flat else None
 
 
 def records(given: Any) -> Iterator[Record]:
@@ -132,7 +134,7 @@ def _record(item: Any, where: str) -> Iterator[Record]:
         axes = len(item.shape)
         ids = whole_numbers(item, where, n_axes=2 if axes == 2 else 1)
         yield from ({"input_ids": row} for row in np.atleast_2d(ids))
-    elif isinstance(item, list | tuple | range) or _is_array(item):
+    elif _is_sequence(item) or _is_array(item):
         yield from _listed(list(item), where)
     else:
         raise CalibrationError(f"{where}: got {type(item).__name__} {item!r:.60}; {_TAKEN}")
@@ -189,8 +191,12 @@ def _holds_ids(given: Any) -> bool:
     if isinstance(given, Mapping):
         return "input_ids" in given
     if isinstance(given, list | tuple):
-        return all(_is_array(i) or (isinstance(i, list | tuple) and not _is_dialogue(i)) for i in given)
+        return all(_is_array(i) or (_is_sequence(i) and not _is_dialogue(i)) for i in given)
     return _is_array(given)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence | array) and not isinstance(value, str | bytes | bytearray)
 
 
 def _is_array(value: Any) -> bool:

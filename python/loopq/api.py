@@ -21,7 +21,7 @@ from loopq.models.depths import at_depths
 from loopq.models.from_python import Opening, open_model
 from loopq.models.load import LoadedModel
 from loopq.models.plain import plain_modes
-from loopq.models.restore import load_checkpoint
+from loopq.models.restore import load_checkpoint, name_module
 from loopq.run.allocate import allocate
 from loopq.run.config import PRESETS, QuantConfig, divided
 from loopq.run.destination import Wanted
@@ -363,6 +363,8 @@ def _measured(
 ) -> list[Measurement]:
     if tokens.shortage:
         how.progress.note(tokens.shortage)
+    for checkpoint in named.values():
+        name_module(loaded, checkpoint)
     system, count = loaded.system, loaded.count_bytes
     overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
     weights = {name: content(system, c, len(named)) for name, c in named.items()}

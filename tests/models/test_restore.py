@@ -22,6 +22,7 @@ from loopq.systems.base import Batch
 from tests.support.exports import logits
 from tests.support.looped import save_dense
 from tests.support.systems import small
+from tests.support.vendors import dory
 from tests.support.vendors import tokens as ids
 
 
@@ -124,3 +125,14 @@ def test_a_checkpoint_is_measured_on_its_own_model(tmp_path):
     dense = {n: tensor for n, tensor in result.dense.items() if n != name}
     with pytest.raises(CheckpointError, match=rf"of another model: missing.*{name}"):
         loopq.evaluate(f"looped:{folder}[1:3]x3", {"q": dataclasses.replace(result, dense=dense)}, ids(1))
+
+
+def test_a_module_has_the_names_of_its_files(tmp_path):
+    model = dory()
+    model.save_pretrained(tmp_path / "m")
+    result = loopq.quantize(tmp_path / "m", ids(2), group_size=16, method="rtn")
+    module = type(model).from_pretrained(tmp_path / "m")
+    assert not {*result.layers} & {*module.state_dict()}
+    assert 0 < loopq.evaluate(module, {"q": result}, ids(1))[1].kl.mean() < 1
+    loaded = loopq.load(result, type(model).from_pretrained(tmp_path / "m"))
+    assert torch.equal(logits(loaded), logits(loopq.load(result)))

@@ -58,7 +58,9 @@ def load_checkpoint(
         checkpoint.side_files, system=checkpoint.settings.get("system"), trust_remote_code=trust_remote_code
     )
     if model is None:
-        find_names(loaded.model, [*checkpoint.layers, *checkpoint.dense, *checkpoint.ties])
+        find_names(loaded.model, names_in(checkpoint))
+    else:
+        name_module(loaded, checkpoint)
     if not quantized:
         if activations != "float":
             raise ConfigError(
@@ -75,6 +77,18 @@ def load_checkpoint(
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)
+
+
+def names_in(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of all tensors."""
+    return [*checkpoint.layers, *checkpoint.dense, *checkpoint.ties]
+
+
+def name_module(loaded: LoadedModel, checkpoint: Checkpoint) -> None:
+    """Let a module that came from no folder know its names in the files, as a checkpoint has them."""
+    names = names_in(checkpoint)
+    if loaded.report.kind == "module" and not {*names} <= {*loaded.model.state_dict(keep_vars=True)}:
+        find_names(loaded.model, names)
 
 
 def open_any(

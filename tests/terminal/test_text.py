@@ -33,7 +33,8 @@ def test_markdown_holds_no_markup_from_outside():
     safe = markdown({EVIL: [EVIL, 3, None]})
     assert safe[markdown(EVIL)] == [markdown(EVIL), 3, None]
     assert not set(markdown(EVIL)) & set("<>`\n\x1b")
-    assert "\\[x\\](y:z)" in markdown(EVIL)
+    assert "[x\\](y:z)" in markdown(EVIL)
+    assert markdown("some/model[8:20]x2") == "some/model[8:20]x2"
     assert markdown("INT4 g16, gptq_v2 (C:/a)") == "INT4 g16, gptq_v2 (C:/a)"
 
 

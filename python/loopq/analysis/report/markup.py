@@ -32,7 +32,8 @@ def markdown(data: Any) -> Any:
     if not isinstance(data, str):
         return data
     text = html.escape(visible(data, one_line=True), quote=False)
-    return re.sub(r"([\[\]|*])", r"\\\1", text).replace("`", "'")
+    # A bracket ends a link only before one of these. A loop has brackets too.
+    return re.sub(r"(\](?=[(\[:])|[|*])", r"\\\1", text).replace("`", "'")
 
 
 def page_html(title: str, intro: str, body: str, data: Mapping[str, Any] | None = None) -> str:

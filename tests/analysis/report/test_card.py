@@ -205,7 +205,7 @@ def test_a_loop_of_a_hub_model_is_listed_under_that_model(tmp_path):
     spec = "looped:some/model[8:20]x2"
     lines = card(tmp_path, model=spec, base=tmp_path)
     assert lines[1] == "base_model: some/model"
-    assert r"# some/model\[8:20\]x2, quantized by loopq" in lines
+    assert "# some/model[8:20]x2, quantized by loopq" in lines
     (line,) = [line for line in lines if line.startswith("loopq quantize")]
     assert shlex.split(line)[2] == spec
 

@@ -19,12 +19,12 @@ mod x86;
 pub use answer::Answer;
 pub(crate) use axpy::{axpy, dot};
 pub(crate) use dots::dots;
-pub(crate) use operands::Short;
 pub use operands::MR;
+pub(crate) use operands::{Short, Ways, CODES, NODES};
 pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
 pub use tile::{tile_pairs, Real};
-pub(crate) use ways::{cheapest, Ways, CODES, NODES};
+pub(crate) use ways::cheapest;
 
 /// An instruction set that tiles can be run with. Only [`Isa::available`] makes values, after testing the machine:
 /// holding one proves that its instructions exist here.

@@ -11,6 +11,25 @@ pub(crate) const CHAIN: usize = 16;
 #[repr(align(32))]
 pub(crate) struct Short(pub(crate) [f32; 8]);
 
+/// Nodes that are gone through together.
+pub(crate) const NODES: usize = 8;
+/// Last codes that are gone through together: with more, the least costs would not stay in registers.
+pub(crate) const CODES: usize = 4;
+
+/// One step of a search from nodes to nodes, `digits` ways into and out of each.
+pub(crate) struct Ways<'a> {
+    /// Costs, by node. Their last bits are ignored, those that hold a code.
+    pub(crate) keys: &'a [u32],
+    /// Wanted value over the scale's root, by node.
+    pub(crate) wanted: &'a [f32],
+    /// Value of each way, in the order of the loops: [`NODES`] nodes, [`CODES`] last codes, first code, last code among
+    /// these, node among those.
+    pub(crate) values: &'a [f32],
+    pub(crate) scale: f32,
+    /// A power of two.
+    pub(crate) digits: usize,
+}
+
 /// Checks that strided operands lie inside their slices.
 #[inline(always)]
 pub(super) fn check<A, B, C>(

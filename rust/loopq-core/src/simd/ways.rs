@@ -1,26 +1,8 @@
 //! The cheapest ways into the nodes of a trellis.
 #![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
+use super::operands::{Ways, CODES, NODES};
 use super::Isa;
-
-/// Nodes that are gone through together.
-pub(crate) const NODES: usize = 8;
-/// Last codes that are gone through together: with more, the least costs would not stay in registers.
-pub(crate) const CODES: usize = 4;
-
-/// One step of a search from nodes to nodes, `digits` ways into and out of each.
-pub(crate) struct Ways<'a> {
-    /// Costs, by node. Their last bits are ignored, those that hold a code.
-    pub(crate) keys: &'a [u32],
-    /// Wanted value over the scale's root, by node.
-    pub(crate) wanted: &'a [f32],
-    /// Value of each way, in the order of the loops: [`NODES`] nodes, [`CODES`] last codes, first code, last code among
-    /// these, node among those.
-    pub(crate) values: &'a [f32],
-    pub(crate) scale: f32,
-    /// A power of two.
-    pub(crate) digits: usize,
-}
 
 /// Writes the least `keys[from] + (scale * value - wanted[from])^2` of each node, with the first code of its way in the
 /// last bits. Ways with first code `f` and last code `l` go from node `f * apart + i` to `digits * i + l`, with `apart` a

@@ -12,8 +12,7 @@
 #[allow(clippy::wildcard_imports)] // some forty intrinsics
 use std::arch::x86_64::*;
 
-use super::operands::{check, Short, CHAIN, MR};
-use super::ways::{Ways, CODES, NODES};
+use super::operands::{check, Short, Ways, CHAIN, CODES, MR, NODES};
 
 macro_rules! tile512 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {

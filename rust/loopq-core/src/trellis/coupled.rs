@@ -8,8 +8,7 @@
 use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::{dots, per_isa, Isa, Short};
-use crate::trellis::paths::best;
-use crate::trellis::row::{Row, SCRATCH};
+use crate::trellis::row::{best, Row, SCRATCH};
 use crate::Result;
 
 /// Rows of a block.

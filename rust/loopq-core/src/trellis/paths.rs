@@ -13,7 +13,7 @@ use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::{cheapest, per_isa, Isa, Ways, CODES, NODES};
 use crate::trellis::coupled::Coupled;
-use crate::trellis::row::{Row, SCRATCH};
+use crate::trellis::row::{best, Row, SCRATCH};
 use crate::Result;
 
 /// The best path into every node.
@@ -83,7 +83,7 @@ impl Paths {
     fn ways(&mut self, row: &Row) {
         let digits = self.trellis.digits();
         // With fewer nodes, the first and the last code of a state may overlap.
-        if self.keys.len() % (digits * NODES) != 0 {
+        if !self.keys.len().is_multiple_of(digits * NODES) {
             return few_ways(row, self);
         }
         let (keys, wanted, values) = (&self.keys, &self.wanted, &self.values);
@@ -103,12 +103,6 @@ impl Paths {
     }
 }
 
-/// The first node of least cost.
-pub(super) fn best(isa: Isa, keys: &[u32]) -> usize {
-    let least = least(isa, keys);
-    keys.iter().position(|&key| key == least).unwrap_or(0)
-}
-
 /// The state of a place of [`Paths::values`].
 fn state_at(trellis: Trellis, at: usize) -> usize {
     let (nodes, digits) = (trellis.low(), trellis.digits());
@@ -123,20 +117,11 @@ per_isa! {
     fn first_codes(keys: &[u32], mask: u32, codes: &mut [u8]) = first_codes_body;
 }
 
-per_isa! {
-    fn least(keys: &[u32]) -> u32 = least_body;
-}
-
 #[inline(always)]
 fn first_codes_body(keys: &[u32], mask: u32, codes: &mut [u8]) {
     for (code, &key) in codes.iter_mut().zip(keys) {
         *code = (key & mask) as u8;
     }
-}
-
-#[inline(always)]
-fn least_body(keys: &[u32]) -> u32 {
-    keys.iter().copied().fold(u32::MAX, u32::min)
 }
 
 /// [`cheapest`], one state after the other, for any number of states.

@@ -1,5 +1,7 @@
 //! One row of the search.
 
+use crate::simd::{per_isa, Isa};
+
 /// Name of the search's memory in errors.
 pub(super) const SCRATCH: &str = "paths through a trellis";
 
@@ -19,4 +21,19 @@ pub(super) struct Row<'a> {
     pub(super) next_root: f32,
     /// Whether every path stays open, near the end, where the cheapest may not lead to it.
     pub(super) all: bool,
+}
+
+/// The first node of least cost.
+pub(super) fn best(isa: Isa, keys: &[u32]) -> usize {
+    let least = least(isa, keys);
+    keys.iter().position(|&key| key == least).unwrap_or(0)
+}
+
+per_isa! {
+    fn least(keys: &[u32]) -> u32 = least_body;
+}
+
+#[inline(always)]
+fn least_body(keys: &[u32]) -> u32 {
+    keys.iter().copied().fold(u32::MAX, u32::min)
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 from loopq.annotations import listed
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
-from loopq.evaluation.compare import compare, content, overlap
+from loopq.evaluation.compare import check_same, compare, content, overlap
 from loopq.formats.base import Format, FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
@@ -367,6 +367,8 @@ def _measured(
         name_module(loaded, checkpoint)
     system, count = loaded.system, loaded.count_bytes
     overlaps = [overlap(name, c, system, tokens, how) for name, c in named.items()]
+    for name, checkpoint in named.items():
+        check_same(name, checkpoint, system, how)
     weights = {name: content(system, c, len(named)) for name, c in named.items()}
     measured = compare(
         system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how

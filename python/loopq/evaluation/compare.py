@@ -372,22 +372,28 @@ def overlap(
     Raises
     ------
     CheckpointError
-        The checkpoint is of another system or loop, or lacks tensors of the model.
+        The checkpoint is of another system.
     """
     stored = checkpoint.settings["system"]
     # Files of other tools lack this entry. Their names and shapes are compared with the model's.
     if stored not in (None, system.name):
         raise CheckpointError(f"{name}: a checkpoint of system {stored!r}; the model is {system.name!r}")
-    if stored is not None:
-        _check_same(name, checkpoint, system, execution)
     seen = tokens.overlap(checkpoint.settings.get("calibration"))
     if seen is not None and seen.warning:
         execution.progress.warn(f"{name}: {seen.warning}")
     return seen
 
 
-def _check_same(name: str, checkpoint: Checkpoint, system: LoopedSystem, execution: Execution) -> None:
-    """Compare the loop and the tensors of a checkpoint of loopq with the model's."""
+def check_same(name: str, checkpoint: Checkpoint, system: LoopedSystem, execution: Execution) -> None:
+    """Compare the loop and the tensors of a checkpoint of loopq with the model's. Those of other tools pass.
+
+    Raises
+    ------
+    CheckpointError
+        The checkpoint is of another loop, or lacks tensors of the model.
+    """
+    if checkpoint.settings["system"] is None:
+        return
     model: Any = system.model
     loop, mine = (
         config_of(checkpoint.side_files).get(LOOP),

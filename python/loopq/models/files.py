@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loopq.errors import CheckpointError, MissingExtraError, require
@@ -155,7 +155,7 @@ def conversions(model: Any) -> list[Any]:
 
 
 def account(
-    model: nn.Module, stored: Mapping[str, RawTensor], unexpected: Sequence[str] | None, source: str
+    model: nn.Module, stored: Mapping[str, RawTensor], unexpected: Collection[str], source: str
 ) -> Findings:
     """Account for every tensor of the files. What the class passes over, such as a draft head, stays beside the model.
 
@@ -165,8 +165,8 @@ def account(
         A loaded model.
     stored : mapping of str to RawTensor
         Tensors of its files.
-    unexpected : sequence of str or None
-        Tensors without a place, by the report of transformers. None if it did not load them.
+    unexpected : collection of str
+        Tensors without a place, by the report of what loaded them. transformers leaves out those that it passes over.
     source : str
         Named in messages.
 
@@ -176,13 +176,16 @@ def account(
         Numbers are codes whose scales have no place, or one parameter has several values.
     """
     names, state = names_of(model), model.state_dict(keep_vars=True)
-    unread = {name for name in stored if names.target(name) not in state}
-    over = passed_over(model, unread)
-    left = tuple(sorted(unread - over if unexpected is None else set(unexpected) - over))
+    # A stack of experts has become modules here, and its name in the files is that of no tensor.
+    modules = {name for name, _ in model.named_modules()}
+    over = {
+        n for n in passed_over(model, stored) if names.target(n) not in state and _module(n) not in modules
+    }
+    left = tuple(sorted({*unexpected} - over))
+    scaled = {_module(name) for name in left}
     for name, tensor in stored.items():
-        place, module = state.get(names.in_model(name)), name.rpartition(".")[0]
-        scaled = any(other.startswith(f"{module}.") for other in left)
-        plain = tensor.dtype in _PLAIN or (tensor.dtype in _FLOAT8 and not scaled)
+        place = state.get(names.in_model(name))
+        plain = tensor.dtype in _PLAIN or (tensor.dtype in _FLOAT8 and _module(name) not in scaled)
         if place is not None and place.is_floating_point() and not plain:
             raise CheckpointError(
                 f"{source}: {name} holds codes ({tensor.dtype}), and config.json says nothing of their scales "
@@ -192,6 +195,10 @@ def account(
     set_beside(model, {name: stored[name] for name in sorted(over)})
     note = f"kept as they are, which the model's class does not read: {some(sorted(over))}" if over else ""
     return Findings(unexpected=left).noted(note)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _check_head(model: Any, stored: Mapping[str, RawTensor], source: str) -> None:

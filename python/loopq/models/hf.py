@@ -144,8 +144,8 @@ def load_hf(folder: Path, config: Mapping[str, Any], source: str, how: Loading) 
                 "the memory; give more (--memory), or convert the model to bfloat16"
             )
         note = "weights do not fit in memory: a layer's are read for each of its visits"
-        model = _streamed(folder, config, how, stored)
-        return model, account(model, stored, None, source).noted(note)
+        model, unread = _streamed(folder, config, how, stored)
+        return model, account(model, stored, unread, source).noted(note)
     model, info = _pretrained(folder, config, source, how)
     if getattr(model, "is_quantized", False):
         raise CheckpointError(
@@ -254,11 +254,10 @@ def _decoding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _streamed(
     folder: Path, config: Mapping[str, Any], how: Loading, stored: Mapping[str, RawTensor]
-) -> nn.Module:
-    """Build a model that reads each layer from its files when the layer runs."""
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Build a model that reads each layer from its files when it runs. Also return tensors without a place in it."""
     model = from_config(folder, config, how.trust_remote_code, dtype=how.dtype, whole=False)
-    Stream(model.eval(), stored)
-    return model
+    return model, Stream(model.eval(), stored).unread
 
 
 def _fits(folder: Path, config: Mapping[str, Any], how: Loading) -> bool:

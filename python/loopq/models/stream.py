@@ -71,6 +71,8 @@ class Stream(Mapping[str, RawTensor]):
             prefix = self._place(self._names.target(key))
             (rest if prefix is None else self._blocks[prefix])[key] = tensor
         there = {self._names.target(key) for key in tensors}
+        #: Tensors of the files without a place in the model.
+        self.unread = tuple(sorted(key for key in tensors if self._names.target(key) not in state))
         lacking = sorted(name for name in state if name not in there and not _is_tied(state, name, there))
         if lacking:
             raise CheckpointError(f"the files lack {', '.join(lacking[:5])}; config.json is of another model")

@@ -71,7 +71,10 @@ Positive = Annotated[int, between(1, 2**31 - 1)]
 Depth = Annotated[int, between(1, 2**20)]
 Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
 Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
-Place = Annotated[str, Allowed(f"a plain name, alone or in {TEMPLATES}/", plain_place)]
+Place = Annotated[
+    str,
+    Allowed(f"a plain name, no path but {TEMPLATES}/, no leading dot, at most {MAX_NAME} bytes", plain_place),
+]
 Name = Annotated[str, Allowed("a plain name, no path, no leading dot, at most 200 bytes", plain_name)]
 
 

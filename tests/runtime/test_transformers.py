@@ -250,9 +250,17 @@ def test_config_json_says_how_to_load_and_round_trips_exactly(tmp_path):
     assert read_any(tmp_path / "q").side_files == checkpoint.side_files
 
 
-@pytest.mark.parametrize(
-    "text", [b'{"model_type": "other"}', b"[]", b'{"architectures": ["A"], "quantization_config": {}}']
-)
+def test_a_method_that_is_not_loopqs_is_refused(tmp_path):
+    """transformers would follow it, and make up the weights."""
+    model, config = models.tiny_llama()
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
+    checkpoint.side_files["config.json"] = b'{"architectures": ["A"], "quantization_config": {}}'
+    with pytest.raises(CheckpointError, match="quantize the source again"):
+        write_as(tmp_path / "q", checkpoint, "native")
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("text", [b'{"model_type": "other"}', b"[]"])
 def test_other_configs_stay_as_they_are(text, tmp_path):
     model, config = models.tiny_llama()
     checkpoint = models.checkpoint_of(model, config, side={"config.json": text}, bits=4, group_size=32)

@@ -47,7 +47,7 @@ def test_both_give_the_same_codes_and_scales(
         for name in ("steps", "scale"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
         for name in ("values", "gradient", "loss"):
-            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-9, atol=1e-10)
     assert n_moves > 10
     assert backend.launches == {"loopq_descent": 3 + 3 * -(-d // codes.width)}
 

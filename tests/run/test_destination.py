@@ -136,6 +136,18 @@ def test_python_writes_for_an_engine(folder, tmp_path):
         loopq.export(tmp_path / "c", tmp_path / "n")
 
 
+@pytest.mark.parametrize(
+    ("engine", "form"),
+    [("transformers", "compressed-tensors"), ("gptqmodel", "gptq"), ("vllm", "compressed-tensors")],
+)
+def test_a_checkpoint_with_even_levels_is_written_for_each_engine(folder, tmp_path, engine, form):
+    given = {"group_size": 32, "levels": "even", "method": "rtn", "threads": 1}
+    loopq.quantize(folder, PROMPTS, out=tmp_path / "q", **given)
+    # None stands for an absent option, as the command line gives it.
+    done = loopq.export(tmp_path / "q", tmp_path / "c", engine=engine, verify=False, remote_code=None)
+    assert done.written.format == form
+
+
 def test_a_file_for_loopq_ends_with_the_command_that_writes_it_for_another(stored, tmp_path):
     source = read_any(stored)
     with pytest.raises(

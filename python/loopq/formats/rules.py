@@ -114,7 +114,7 @@ def check_engine(
     """
     if format_name not in READS[engine]:
         raise CheckpointError(f"{engine} reads {', '.join(READS[engine])}, not {format_name}")
-    _check_system(engine, format_name, system, config)
+    check_system(engine, format_name, system, config)
     if config is not None and not config.get("model_type"):
         raise CheckpointError(
             f"{engine} opens a model by the model_type in config.json, and this one has none: quantize its folder"
@@ -137,7 +137,14 @@ def check_engine(
             )
 
 
-def _check_system(engine: str, format_name: str, system: str | None, config: Config | None) -> None:
+def check_system(engine: str, format_name: str, system: str | None, config: Config | None) -> None:
+    """Reject a system that an engine does not run in a format, whatever its grids are.
+
+    Raises
+    ------
+    CheckpointError
+        The message says what is known.
+    """
     if system is not None and system in KNOWN:
         entry = entry_of(engine, system, format_name, config)
         if entry is None or not entry.runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Way
+from loopq.formats.hf_folder import CONFIG, looped_files
 from loopq.formats.native import NATIVE
+from loopq.formats.rules import check_system
 from loopq.layers.transforms import AUTO, Rotation
 from loopq.models.load import LoadedModel
 from loopq.models.plain import plain_modes
@@ -207,7 +210,7 @@ def export(
     out = Path(out)
     keys = set(Gate().flat()) | set(Proof().flat())
     gate, proof = divided({k: v for k, v in options.items() if k in keys}, Gate(), Proof())
-    rest = {k: v for k, v in options.items() if k not in keys}
+    rest = {k: v for k, v in options.items() if k not in keys and v is not None}
     with plain_modes():
         if format_name is None:
             opened = _opened(source, NATIVE.takes, proof, own=False)
@@ -264,10 +267,11 @@ def stored_way(gate: Gate, source: Checkpoint, place: str | Path, options: Mappi
     for way in ways(gate.engine):
         target = FORMATS.get(way.format)
         try:
-            given = target.taken({**way.options, **{k: v for k, v in options.items() if v is not None}})
+            given = target.taken({**way.options, **options})
             # Where the engine does not run the model at all, nothing is gained by quantizing anew.
-            system = source.settings.get("system")
-            gate.readers(way.format, {}, system, source.side_files, given, ())
+            config = json.loads(looped_files(source.side_files, given.remote_code).get(CONFIG, b"{}"))
+            if gate.engine != LOOPQ:
+                check_system(gate.engine, way.format, source.settings.get("system"), config)
         except _REFUSED as cause:
             unable = unable or cause
             continue

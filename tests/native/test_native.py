@@ -156,7 +156,10 @@ def test_codes_are_those_of_plain_gptq(dim: int, m: int, bits: int, group: int, 
     codes, scales, _ = gptq(w, h, bits=bits, group_size=group, damping=0.01)
     same = (got["codes"] == codes).all(1)
     assert same.mean() >= 0.9, "rows may differ only by ties"
-    np.testing.assert_allclose(got["scales"][same], scales[same], rtol=1e-5)
+    # A weight that nearly cancels leaves a small scale, as exact as the weights that it came from.
+    np.testing.assert_allclose(
+        got["scales"][same], scales[same], rtol=2e-7, atol=2e-7 * scales.max(initial=0.0)
+    )
 
 
 def test_report_and_shared_factor() -> None:

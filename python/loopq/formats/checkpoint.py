@@ -192,6 +192,10 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     import torch
 
     state, stored, sources = fitted(model, checkpoint)
+    beside = {
+        name: what for name, what in stored.items() if name not in sources and isinstance(what, RawTensor)
+    }
+    set_beside(model, {name: beside[name] for name in sorted(beside)})
     kept = {names_of(model).in_model(name) for name in without}
     half = (torch.float16, torch.bfloat16)
     with torch.no_grad():
@@ -218,7 +222,8 @@ def fitted(
     stored : dict of str to RawTensor or QuantizedLayer
         Content of the checkpoint by the model's names.
     sources : dict of str to str
-        For each tensor of the model to be filled, the name of its content.
+        For each tensor of the model to be filled, the name of its content. Content that no name leads to stays beside
+        the model.
 
     Raises
     ------
@@ -242,7 +247,6 @@ def fitted(
     filled = {id(state[name]) for name in names if name in state}
     names |= {name for name, tensor in state.items() if id(tensor) in filled}
     over = passed_over(model, names - set(state)) & set(dense)
-    set_beside(model, {name: dense[name] for name in sorted(over)})
     names, sources = names - over, {n: source for n, source in sources.items() if n not in over}
     if names != set(state):
         missing, more = shown(sorted(set(state) - names)), shown(sorted(names - set(state)))

@@ -156,10 +156,7 @@ class Rotation:
 
     def matrix(self, size: int) -> Matrix:
         """Rotation of a block of the given size, float64, shape (size, size)."""
-        whole: Matrix = np.ones((1, 1))
-        for factor in self.factors(size):
-            whole = np.asarray(np.kron(whole, factor), dtype=np.float64)
-        return whole
+        return _block(self.kind, size, self.seed)
 
     def factors(self, size: int) -> list[Matrix]:
         """Matrices whose Kronecker product in this order is `matrix(size)`: neighbours are joined up to 64 rows."""
@@ -207,6 +204,14 @@ class Rotation:
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return no arrays: a rotation is rebuilt from its description."""
         return {}
+
+
+@cache
+def _block(kind: str, size: int, seed: int) -> Matrix:
+    whole: Matrix = np.ones((1, 1))
+    for factor in _factors(kind, size, seed):
+        whole = np.asarray(np.kron(whole, factor), dtype=np.float64)
+    return whole
 
 
 @cache

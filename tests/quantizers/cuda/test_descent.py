@@ -47,7 +47,11 @@ def test_both_give_the_same_codes_and_scales(
         for name in ("steps", "scale"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
         for name in ("values", "gradient", "loss"):
-            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-9, atol=1e-10)
+            wanted, largest = getattr(theirs, name), float(getattr(theirs, name).abs().max())
+            # A sum that nearly cancels is as exact as its largest neighbours.
+            torch.testing.assert_close(
+                getattr(ours, name), wanted, rtol=1e-10, atol=1e-11 * max(1.0, largest)
+            )
     assert n_moves > 10
     assert backend.launches == {"loopq_descent": 3 + 3 * -(-d // codes.width)}
 

@@ -22,7 +22,7 @@ class LlamaCpp(Engine):
     """llama.cpp's server on the CPU. It gives log-probabilities of the token after a prompt."""
 
     name: ClassVar[str] = "llama.cpp"
-    # Types of a size, the one with the least KL first: docs/formats/gguf.md. K-quants need rows of whole blocks of 256.
+    # Types by the bits of their codes (docs/formats/gguf.md). K-quants need rows of whole blocks of 256.
     ways: ClassVar[tuple[Way, ...]] = tuple(
         Way("gguf", "llama-cli -m OUT", settings={"levels": levels}, bits=bits)
         for bits, levels in ((4, "iq4_nl"), (3, "q3_k"), (2, "q2_k"), (2, "q2_0"), (8, "q8_0"))

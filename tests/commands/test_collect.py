@@ -64,7 +64,8 @@ def test_a_real_kill_loses_nothing_that_was_written(saved_model, tmp_path, comma
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "manifest.json").exists()
-    assert command(*args, killed)[0] == 0
+    code, _, said = command(*args, killed)
+    assert code == 0, said
     for path in whole.rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()

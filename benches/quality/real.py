@@ -17,9 +17,10 @@ from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, table
-from loopq.evaluation.stats import bootstrap
+from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, flips, table
+from loopq.evaluation.stats import bootstrap, mcnemar_exact
 from loopq.paper.plbert import PLBERT
+from loopq.paper.stats import holm
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
@@ -178,7 +179,33 @@ def right(data: dict[str, Any]) -> str:
             (r["bits"], r["variant"]), {"weights": f"{grid}{NAMES.get(r['variant'], FULL)}"}
         )
         line[r["task"]] = percent(r["values"].count("1") / len(r["values"]))
-    return table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])
+    rows = table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])
+    return f"{rows}\n\n{told_apart(data)}"
+
+
+def told_apart(data: dict[str, Any]) -> str:
+    """Pairs of a row of loopq and another tool's that right answers tell apart.
+
+    All pairs are one family: p is adjusted after Holm, as in docs/paper.md.
+    """
+    pairs, p = [], []
+    rows = [r for r in scored(data) if r["bits"]]
+    for ours in (r for r in rows if r["variant"] in OURS):
+        for tool in (r for r in rows if r["variant"] not in OURS):
+            if (ours["task"], ours["bits"]) == (tool["task"], tool["bits"]):
+                gained, lost = flips(*(np.array([float(c) for c in r["values"]]) for r in (ours, tool)))
+                grid = f"{ours['bits']} bits, {TASKS[ours['task']]}"
+                names = [NAMES[r["variant"]] for r in (ours, tool)]
+                pairs.append((grid, *(names if gained > lost else names[::-1])))
+                p.append(mcnemar_exact(gained, lost))
+    found = [
+        f"* {grid}: {more} has more right than {less} (p {value:.2g})."
+        for (grid, more, less), value in zip(pairs, holm(p), strict=True)
+        if value < 0.05
+    ]
+    head = f"Of {len(p)} pairs of a row of loopq and another tool's, {len(found) or 'none'} differ"
+    rule = "by the exact McNemar test, p after Holm's correction over all pairs below 0.05"
+    return "\n".join([f"{head} ({rule}){':' if found else '.'}", *([""] if found else []), *found])
 
 
 def cost(rows: Rows) -> str:

@@ -152,6 +152,31 @@ def test_answers_tell_rows_apart_after_holm_over_all_pairs():
     assert "none differ" in real.told_apart({"scores": [*rows, *others, more]})
 
 
+def test_the_first_page_reads_exl3_at_equal_bits_and_pairs_seconds_with_their_kl():
+    def smol(variant, kl4, kl3, seconds, group=64):
+        both = ((4, kl4), (3, kl3))
+        return [row(real.SMOLLM2, variant, kl, bits=b, group=group, seconds=seconds) for b, kl in both]
+
+    rows = [
+        *smol(peers_table.EVEN, 0.1, 0.4, 20.0),
+        *smol("loopq default", 0.1, 0.2, None),
+        *smol(f"{peers_table.SMALL}, inputs open", 0.02, 0.1, 300.0),
+        *smol("auto-round", 0.2, 0.8, 100.0),
+        *smol("auto-round, best", 0.1, 0.5, 400.0),
+        *smol("llm-compressor, imatrix_mse", 0.2, 1.0, 10.0),
+    ]
+    exl3 = smol(real.EXL3, 0.1, 0.4, None, group=0)
+    even, default, other, *less = real.claim({"peers": rows, "exl3": exl3}).splitlines()
+    assert "1.00 and 0.80 of the KL of auto-round, recipe `best`, in 0.05 times its CPU seconds" in even
+    assert "0.50 and 0.40 of the KL of llm-compressor, `imatrix_mse`, in 2 times its CPU seconds" in even
+    assert "CPU seconds" not in default
+    # A factor of four for a bit: EXL3 stands a fifth of a bit below loopq's groups of 64.
+    fifth = real.stored_bits(rows[0]) - real.stored_bits(exl3[0])
+    assert f"{4**fifth:.2f} and {0.5 * 4**fifth:.2f} of its KL" in other
+    assert real.exl3_at(exl3, real.stored_bits(rows[0])) == pytest.approx(0.1 / 4**fifth)
+    assert less == []
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "columns", "expected"),
     [

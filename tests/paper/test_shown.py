@@ -80,6 +80,39 @@ def test_an_interval_within_the_margin_makes_no_difference() -> None:
     assert (few.asked, few.verdict) == (False, "is left open")
 
 
+def test_a_claim_that_holds_by_construction_is_named() -> None:
+    claim = Claim("m", "more", "9 of 9", Interval(1.0, 0.7, 1.0, 0.95, "test", 9), 0.5, given="an identity")
+    assert claim.line() == "m: more: holds by construction (9 of 9; an identity)"
+    # Where a code is wrong it does not hold, and the open ones stay open.
+    wrong = dataclasses.replace(claim, interval=Interval(0.1, 0.0, 0.3, 0.95, "test", 9))
+    assert wrong.verdict == "does not hold"
+    assert (
+        dataclasses.replace(claim, interval=Interval(0.5, 0.4, 0.6, 0.95, "test", 9)).verdict
+        == "is left open"
+    )
+
+
+RECORD = """
+* a: N steps better than RTN: holds (KL ratio 0.473 [0.408, 0.549]; differs: calibration)
+* a: INT4 g128: N steps better than RTN: holds (KL ratio 0.49 [0.41, 0.55]; differs: calibration)
+* a: GPTQ is closer than RTN: holds (KL ratio 0.473 [0.408, 0.549]; A against B, differs: calibration)
+* b: GPTQ is closer than RTN: holds (KL ratio 0.473 [0.408, 0.549]; differs: calibration)
+* a: in most layers: holds by construction (9 of 9 layers; the solver lowers this loss; differs: calibration)
+* a: in all layers: holds by construction (9 of 9 layers; an identity; differs: calibration)
+* a: it helps: is left open (KL ratio 0.9 [0.8, 1.1]; differs: steps)
+* a: it turns: does not hold (KL ratio 1.9 [1.8, 2.1]; differs: steps)
+"""
+
+
+def test_verdicts_count_a_figure_once_and_name_constructions() -> None:
+    counts = paper.counted(RECORD)
+    assert counts.pop("makes no difference", 0) == 0
+    assert counts == {"holds": 2, "holds by construction": 2, "is left open": 1, "does not hold": 1}
+    first = paper.verdicts(RECORD).splitlines()[0]
+    assert "Of 8 verdicts, 6 are on distinct figures: 2 hold, 1 does not" in first
+    assert "The other 2 hold by construction" in first
+
+
 def _defined(file: Path) -> set[str]:
     """Functions and classes of a source file, and "Class.member"."""
     names = set()

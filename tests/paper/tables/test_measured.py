@@ -180,6 +180,7 @@ def curve(reset: float, natural: float, first: float, last: float) -> dict[str, 
         "lambdas": [0.0, 1.0],
         "agreement": [[reset] * 5, [natural] * 5],
         "error": [[first] * 5, [last] * 5],
+        "returned": [0.25] * 5,
     }
 
 
@@ -200,6 +201,8 @@ def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
         "model": "m", "parts": {"g": parts}, "alone": alone, "places": places, "exposed": ["c.adapter.weight"]
     }  # fmt: skip
     shown = feedback.show([result])
+    cosine = "0.25 [0.25, 0.25]"
+    ends = ("2.00 [2.00, 2.00]", cosine)
     assert shown.tables[0].rows[0] == (
         "m",
         "g",
@@ -208,7 +211,7 @@ def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
         "10.0 %",
         "67 % [67, 67]",
         "0.5",
-        "1",
+        *ends,
     )
     assert shown.tables[2].rows[0] == (
         "m",
@@ -218,10 +221,21 @@ def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
         "60.0 %",
         "50 % [50, 50]",
         "1",
-        "1",
+        "1.00 [1.00, 1.00]",
+        cosine,
     )
     # Nothing changed, so there is no share of it.
-    assert shown.tables[1].rows[4] == ("m", "d", "plain", "90.0 %", "100.0 %", None, "1", "1")
+    assert shown.tables[1].rows[4] == (
+        "m",
+        "d",
+        "plain",
+        "90.0 %",
+        "100.0 %",
+        None,
+        "1",
+        "1.00 [1.00, 1.00]",
+        cosine,
+    )
     assert [(c.found.split()[0], c.holds, c.differs) for c in shown.claims] == [
         ("+60.0", True, "feedback"),
         ("share", True, "feedback"),

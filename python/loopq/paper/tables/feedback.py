@@ -11,7 +11,7 @@ from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.sections.feedback import FeedbackCurve, feedback_curve, split_weights
 from loopq.analysis.diagnosis.weights import Weights, quantizable, weight_of
 from loopq.analysis.report.style import short_names
-from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
+from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, mean_interval
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.paper.bench import Bench
@@ -67,7 +67,8 @@ def measure(bench: Bench) -> Object:
 def _plain(curve: FeedbackCurve) -> Object:
     assert curve.agreement is not None
     return {
-        "lambdas": list(curve.lambdas), "error": curve.error.tolist(), "agreement": curve.agreement.tolist()
+        "lambdas": list(curve.lambdas), "error": curve.error.tolist(), "agreement": curve.agreement.tolist(),
+        "returned": None if curve.returned is None else curve.returned.tolist(),
     }  # fmt: skip
 
 
@@ -115,11 +116,14 @@ def _share(curve: Mapping[str, Any]) -> Any:
 
 def _row(curve: Mapping[str, Any]) -> tuple[str | None, ...]:
     same = [f"{100 * float(np.mean(values)):.1f} %" for values in curve["agreement"]]
-    share = None
+    share = returned = None
     if np.mean(curve["agreement"][-1]) < 1:
         i = _share(curve)
         share = f"{100 * i.estimate:.0f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]"
-    return (*same, share, *(f"{float(np.mean(curve['error'][end])):.3g}" for end in (0, -1)))
+    if curve["returned"] is not None:
+        returned = span(mean_interval(curve["returned"], n_resamples=N_RESAMPLES), 2)
+    times = geometric_mean_ratio(curve["error"][-1], curve["error"][0], n_resamples=N_RESAMPLES)
+    return (*same, share, f"{float(np.mean(curve['error'][0])):.3g}", span(times, 2), returned)
 
 
 def _claims(result: Found) -> list[Claim]:
@@ -186,14 +190,15 @@ def show(results: Sequence[Found]) -> Shown:
     text = (
         "Top-1 agreement with full precision after the last step, by lambda: each step starts from the state of full "
         "precision plus lambda times the error so far, so 0 resets the state and 1 is the rounded loop. Feedback: "
-        "share of the changed predictions that the reset brings back. Error: of the final state, relative."
+        "share of the changed predictions that the reset brings back. Error: of the final state, relative. Cosine: of "
+        "a step's own error, after one more step, with that step's own."
     )
     planted = (
         f"One scale per row. Planted: the largest column is {FACTORS['outlier']:g} times larger and its input as much "
         "smaller, which changes the rounding alone."
     )
     every = "One scale per row. Each of these layers has a column so many times larger, and its input as much smaller."
-    ends = ("feedback (95 %)", "error, lambda 0", "lambda 1")
+    ends = ("feedback (95 %)", "error, lambda 0", "times at lambda 1", "cosine")
     header = ("model", "rounding", "of", *(f"lambda {x:g}" for x in lambdas), *ends)
     one = ("model", "layer", "column", "lambda 0", "lambda 1", *ends)
 

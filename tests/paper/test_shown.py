@@ -105,12 +105,36 @@ RECORD = """
 
 
 def test_verdicts_count_a_figure_once_and_name_constructions() -> None:
-    counts = paper.counted(RECORD)
+    counts = paper.counted(paper.claims_of(RECORD))
     assert counts.pop("makes no difference", 0) == 0
     assert counts == {"holds": 2, "holds by construction": 2, "is left open": 1, "does not hold": 1}
     first = paper.verdicts(RECORD).splitlines()[0]
     assert "Of 8 verdicts, 6 are on distinct figures: 2 hold, 1 does not" in first
     assert "The other 2 hold by construction" in first
+
+
+def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
+    first = (
+        "## Table 1\n* a: it helps: is left open (KL ratio 0.9 [0.8, 1.1]; x)\n* a: it is closer: holds (KL ratio 0.5 "
+        "[0.4, 0.6]; x)\n* a: it turns: holds (KL ratio 0.9 [0.8, 0.97]; x)\n## Table 2\n* a: it helps: is left open "
+        "(KL ratio 0.7 [0.4, 1.2]; x)\n"
+    )
+    more = (
+        "## Table 1\n* a: it helps: holds (KL ratio 0.95 [0.93, 0.98]; x)\n* a: it is closer: holds (KL ratio 0.6 [0.5,"
+        " 0.7]; x)\n* a: it turns: does not hold (KL ratio 1.1 [1.05, 1.2]; x)\n"
+    )
+    claims = paper.claims_of(first, more)
+    assert [(said, verdict) for _, said, verdict, _ in claims] == [
+        ("it helps", "holds"),
+        ("it is closer", "holds"),
+        ("it turns", "does not hold"),
+        ("it helps", "is left open"),
+    ]
+    # A verdict that more prompts confirm keeps its figure, which other tables share.
+    assert "0.5 [" in claims[1][3]
+    assert "Of 2 verdicts that were open on 24 prompts, 1 were measured on 400: 1 hold" in paper.verdicts(
+        first, more
+    )
 
 
 def _defined(file: Path) -> set[str]:

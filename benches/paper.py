@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import inspect
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from benches.pages import RECORD, into
@@ -70,12 +71,20 @@ STATEMENTS = (
         "per channel: one step predicts the displacement within a factor of 1.5",
     ),
 )
-SAID = {"holds": "holds", "does not hold": "does not", "is left open": "open", "makes no difference": "equal"}
+#: Of the main table, which has two calibration sets: Figure 2 and Table 13 have these figures of the first one.
+REPEATED = re.compile("INT4 g128: N steps better than (RTN|one step)")
+SAID = {
+    "holds": "holds", "holds by construction": "given", "does not hold": "does not", "is left open": "open",
+    "makes no difference": "equal",
+}  # fmt: skip
+OPEN = "is left open"
 #: Where a verdict has its number.
 NUMBER = re.compile(
     r"ratio ([\d.]+)|off by ([\d.]+)|(\d+ of \d+) layers|[+]?(-?[\d.]+)(?: \[.*?\])? ?(?:points|times)"
 )
 CLAIM = re.compile(rf"^\* (\w+): (.+): ({'|'.join(SAID)}) \((.*)\)$", re.MULTILINE)
+#: Model, statement, verdict and numbers.
+Claims = Sequence[tuple[str, str, str, str]]
 
 
 def table() -> str:
@@ -92,13 +101,50 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def verdicts(record: str) -> str:
-    """Return the counts of verdicts and a row for each of `STATEMENTS`, as Markdown."""
-    claims = CLAIM.findall(record)
-    n = collections.Counter(verdict for *_, verdict, _ in claims)
+def claims_of(first: str, more: str = "") -> Claims:
+    """Return the verdicts of a record of `reproduce`.
+
+    Those of a second one, on more prompts, replace what the first left open, and what they turn.
+    """
+    found: dict[tuple[str, str, str], tuple[str, str, str, str]] = {}
+    for record in (first, more):
+        for section in record.split("\n## "):
+            table = section.partition("\n")[0]
+            for claim in CLAIM.findall(section):
+                before = found.get((table, *claim[:2]), ("", "", OPEN, ""))
+                if before[2] == OPEN or claim[2] != before[2]:
+                    found[table, *claim[:2]] = claim
+    return list(found.values())
+
+
+def counted(claims: Claims) -> collections.Counter[str]:
+    """Count verdicts by their word, a figure once.
+
+    A figure is the numbers of one model with their interval. Several tables can have it. Numbers without an interval
+    belong to their statement.
+    """
+    figures = {}
+    for model, said, verdict, found in claims:
+        if REPEATED.fullmatch(said):
+            continue
+        numbers = found.partition("; ")[0]
+        figures[model, numbers if "[" in numbers else (said, numbers)] = verdict
+    return collections.Counter(figures.values())
+
+
+def verdicts(first: str, more: str = "") -> str:
+    """Return the counts of verdicts and a row for each of `STATEMENTS`, as Markdown.
+
+    The second record has the tables of open verdicts again, on more prompts.
+    """
+    before, claims = claims_of(first), claims_of(first, more)
+    n = counted(claims)
+    apart, same = n["does not hold"], n["makes no difference"]
     lines = [
-        f"Of {len(claims)} verdicts, {n['holds']} hold, {n['does not hold']} do not, {n['makes no difference']} say "
-        f"that it makes no difference, and {n['is left open']} are left open.",
+        f"Of {len(claims)} verdicts, {n.total()} are on distinct figures: {n['holds']} hold, {apart} "
+        f"{'does' if apart == 1 else 'do'} not, {same} say that it makes no difference, and {n['is left open']} are "
+        f"left open. The other {n['holds by construction']} hold by construction, and only check the code.",
+        *_decided(before, claims),
         "",
         f"| statement of the paper | {' | '.join(MODELS.values())} |",
         f"|---|{'---|' * len(MODELS)}",
@@ -116,10 +162,27 @@ def verdicts(record: str) -> str:
     return "\n".join(lines)
 
 
+def _decided(before: Claims, after: Claims) -> list[str]:
+    """A sentence on what more prompts decided, if they were taken."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old[2] == OPEN]
+    again = [new for old, new in pairs if old != new]
+    if not again:
+        return []
+    n = collections.Counter(verdict for *_, verdict, _ in again)
+    return [
+        "",
+        f"Of {len(pairs)} verdicts that were open on 24 prompts, {len(again)} were measured on 400: {n['holds']} hold, "
+        f"{n['does not hold']} do not, {n['makes no difference']} make no difference, and 400 prompts did not decide "
+        f"{n[OPEN]}.",
+    ]
+
+
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
-    newest = max(RECORD.glob("reproduce-*")) / "paper.md"
-    return {"tables": table(), "verdicts": verdicts(newest.read_text("utf-8"))}
+    newest = max(RECORD.glob("reproduce-*"))
+    records = [newest / name for name in ("paper.md", "more-prompts.md")]
+    texts = [file.read_text("utf-8") for file in records if file.is_file()]
+    return {"tables": table(), "verdicts": verdicts(*texts)}
 
 
 def main() -> None:

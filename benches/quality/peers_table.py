@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.evaluation.stats import mcnemar_exact
+from loopq.paper.stats import holm
 
 Rows = list[dict[str, Any]]
 #: By model and variant.
@@ -272,8 +273,11 @@ ANSWERS = [
 
 
 def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
-    """Tables of tasks: right answers, and flips against full precision and against the best other tool."""
-    parts = []
+    """Tables of tasks: right answers, and flips against full precision and against the best other tool.
+
+    The p values of all comparisons are one family, adjusted after Holm.
+    """
+    tables, compared = [], []
     for model, task in dict.fromkeys((r["model"], r["task"]) for r in scores):
         rows = [r for r in scores if (r["model"], r["task"]) == (model, task)]
         full = np.array(next(r["values"] for r in rows if r["variant"] == FULL))
@@ -282,27 +286,34 @@ def answers(records: Rows, scores: Rows, ours: list[str]) -> str:
             right_of = {(r["draw"], r["variant"]): np.array(r["values"]) for r in here}
             kl = by_draw(by_grid(records)[bits, group])
             for (draw, variant), right in right_of.items():
+                others = {
+                    v: kl[(model, draw), v] for d, v in right_of if d == draw and v not in (*ours, *NOT_EQUAL)
+                }
+                best = min(others, key=lambda v: others[v]) if others else variant
                 line = {
                     "grid": f"INT{bits} g{group}",
                     "draw": draw,
                     "variant": variant,
                     "right": right.mean(),
                 }
-                others = {
-                    v: kl[(model, draw), v] for d, v in right_of if d == draw and v not in (*ours, *NOT_EQUAL)
-                }
-                best = min(others, key=lambda v: others[v]) if others else variant
-                line |= {"full": flips(right, full)}
-                line |= {"best": flips(right, right_of[draw, best])} if best != variant else {}
+                compared.append((line, "full", flips(right, full)))
+                if best != variant:
+                    compared.append((line, "best", flips(right, right_of[draw, best])))
                 lines.append(line)
-        parts += [f"### {task} of {model}, {full.size} items", "", table(lines, ANSWERS), ""]
+        tables.append((f"### {task} of {model}, {full.size} items", lines))
+    if not tables:
+        return ""
+    adjusted = holm([mcnemar_exact(*counts) for *_, counts in compared])
+    for (line, column, (gained, lost)), p in zip(compared, adjusted, strict=True):
+        line[column] = f"{gained} and {lost}, p {p:.2g}"
+    parts = [part for title, lines in tables for part in (title, "", table(lines, ANSWERS), "")]
     said = (
-        "Against: items right only in this row and only in the other, and the p value of the exact sign test."
+        "Against: items right only in this row and only in the other, and the p value of the exact McNemar test, "
+        f"adjusted after Holm over the {len(compared)} comparisons of these tables."
     )
-    return "\n".join([*parts, said, ""] if parts else [])
+    return "\n".join([*parts, said, ""])
 
 
-def flips(right: NDArray[np.float64], other: NDArray[np.float64]) -> str:
-    """Items that only one of two rows has right, and McNemar's exact p value."""
-    gained, lost = int((right > other).sum()), int((right < other).sum())
-    return f"{gained} and {lost}, p {mcnemar_exact(gained, lost):.2g}"
+def flips(right: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[int, int]:
+    """Count the items that only the first of two rows has right, and those that only the second has."""
+    return int((right > other).sum()), int((right < other).sum())

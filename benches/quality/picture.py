@@ -1,7 +1,7 @@
 """Pictures of README and docs, drawn from records alone: `python -m benches.quality.picture [--out FOLDER]`.
 
-claim-light.svg and claim-dark.svg: KL of SmolLM2's loop in 4 and 3 bits, a bar for each tool and setting, from
-the newest smollm2-peers-DATE.json.
+claim-light.svg and claim-dark.svg: KL of SmolLM2's loop against bits a weight, a line for each tool and setting, from
+the newest smollm2-peers-DATE.json. The line of EXL3, which has no groups, is drawn on to the bits of the others.
 
 picture-light.svg and picture-dark.svg. Left, calibration blindness: the KL of each model solved from one step and
 from all steps, over the KL of rounding. From the newest peers-DATE.json where it has these for most of the models
@@ -31,8 +31,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, StrMethodFormatter
 
 from benches.pages import RECORD, ROOT
-from benches.quality.peers_table import NOT_EQUAL, Rows, means
-from benches.quality.real import SMOLLM2
+from benches.quality.peers_table import EVEN, NOT_EQUAL, SMALL, Rows, means
+from benches.quality.real import EXL3, SMOLLM2, exl3_at, stored_bits
 
 #: Ratio of KL to that of rounding for each model: one step, all steps, and loopq's default if known.
 Ratios = dict[str, dict[str, float]]
@@ -54,18 +54,18 @@ CURVES = (
     ("loopq best", "loopq, best", "ink", "D"),
     ("loopq best, trellis", "loopq, trellis", "violet", "*"),
 )
-#: Bars of the real model: the record's name, the name in the picture.
-BARS = (
-    ("llm-compressor", "llm-compressor"),
-    ("llm-compressor, mse", "llm-compressor, mse"),
-    ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
-    ("auto-round", "auto-round"),
-    ("auto-round, best", "auto-round, best"),
-    ("GPTQModel, EXL3", "EXL3, file 5 % larger"),
-    ("loopq fast", "loopq, fast"),
-    ("loopq default, even levels", "loopq, even levels"),
-    ("loopq default", "loopq"),
-    ("loopq small, inputs open", "loopq, small"),
+#: Lines of the real model: the record's name, the name in the picture, hue and marker.
+LINES = (
+    ("llm-compressor", "llm-compressor", "orange", "s"),
+    ("llm-compressor, mse", "llm-compressor, mse", "green", "^"),
+    ("llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse", "pink", "v"),
+    ("auto-round", "auto-round", "sky", "X"),
+    ("auto-round, best", "auto-round, best", "sky", "P"),
+    (EXL3, "EXL3", "yellow", "o"),
+    ("loopq fast", "loopq, fast", "violet", "D"),
+    (EVEN, "loopq, even levels", "violet", "o"),
+    ("loopq default", "loopq", "blue", "o"),
+    (f"{SMALL}, inputs open", "loopq, small", "ink", "*"),
 )
 NEEDED = ("loopq default", "llm-compressor")
 
@@ -217,7 +217,8 @@ def draw_curves(axes: Any, drawn: Mapping[str, Sequence[float]], models: Sequenc
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlim(0.85, 5.15 if any(v in drawn for v in NOT_EQUAL) else 4.65)
     axes.xaxis.set_major_locator(FixedLocator([2.5, 3.0, 3.5, 4.0, 4.5, 5.0]))
-    place_names(axes, drawn, theme)
+    named = {variant: (name, hue) for variant, name, hue, _ in CURVES}
+    place_names(axes, [(widths(v)[0], kl[0], *named[v]) for v, kl in drawn.items()], theme)
     axes.set_xlabel(f"bits a weight, with scales (INT2, 3, 4 in groups of {GROUP})")
     axes.set_ylabel("KL to full precision [nat per token]")
     what = models[0].replace("_", " ") if len(models) == 1 else f"mean of {len(models)} models"
@@ -230,63 +231,48 @@ def widths(variant: str) -> list[float]:
     return [b + (2 if variant in NOT_EQUAL else 1) * 16 / GROUP for b in BITS]
 
 
-def place_names(axes: Any, drawn: Mapping[str, Sequence[float]], theme: Theme) -> None:
-    """Names left of the curves' upper ends, moved apart where they would touch."""
-    ends = sorted(((np.log10(kl[0]), v) for v, kl in drawn.items()), reverse=True)
+def place_names(axes: Any, ends: Sequence[tuple[float, float, str, str]], theme: Theme) -> None:
+    """Names and hues left of the curves' upper ends, moved apart where they would touch."""
     low, high = axes.get_ylim()
     gap = 0.054 * np.log10(high / low)
     place = np.inf
-    for value, variant in ends:
-        place = min(value, place - gap)
-        name, hue = next((n, h) for v, n, h, _ in CURVES if v == variant)
+    for bits, kl, name, hue in sorted(ends, key=lambda end: -end[1]):
+        place = min(np.log10(kl), place - gap)
         axes.text(
-            widths(variant)[0] - 0.1, 10**place, name, ha="right", va="center", color=theme.colour(hue),
-            fontsize=9, weight="bold" if variant.startswith("loopq") else "normal",
+            bits - 0.1, 10**place, name, ha="right", va="center", color=theme.colour(hue),
+            fontsize=9, weight="bold" if name.startswith("loopq") else "normal",
         )  # fmt: skip
-
-
-def draw_bars(axes: Any, records: Rows, bits: int, theme: Theme) -> None:
-    """A bar with its KL for each tool at some bits, from the first draw of prompts; both panels have the same rows."""
-    first = [r for r in records if r["draw"] == 0]
-    shown = [(variant, name) for variant, name in BARS if any(r["variant"] == variant for r in first)]
-    kl = {r["variant"]: r["kl"] for r in first if r["bits"] == bits}
-    for y, (variant, _) in enumerate(shown):
-        if variant not in kl:
-            axes.text(0, y, " not measured", va="center", ha="left", color=theme.soft, fontsize=8)
-            continue
-        ours = variant.startswith("loopq")
-        colour = theme.colour("blue") if ours else theme.soft
-        axes.barh(y, kl[variant], color=colour, height=0.72)
-        axes.annotate(
-            f"{kl[variant]:.3f}", (kl[variant], y), xytext=(4, 0), textcoords="offset points",
-            va="center", ha="left", color=theme.ink, fontsize=9,
-            weight="bold" if ours else "normal", bbox={"color": theme.page, "pad": 0},
-        )  # fmt: skip
-    axes.set_yticks(range(len(shown)), [name for _, name in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0, 1.25 * max(kl[variant] for variant, _ in shown if variant in kl))
-    if bits == 3:
-        tools = [variant for variant, _ in shown if not variant.startswith("loopq")]
-        least = min(r["kl"] for r in first if r["bits"] == 4 and r["variant"] in tools)
-        axes.axvline(least, color=theme.ink, linewidth=0.9, linestyle=(0, (3, 3)), zorder=0)
-        what = " best other tool with 4 bits"
-        axes.text(least, len(shown) - 0.42, what, va="top", ha="left", color=theme.soft, fontsize=8)
-    axes.xaxis.set_major_locator(NullLocator())
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(f"{bits} bits", loc="left")
 
 
 def draw_claim(figure: Figure, records: Rows, theme: Theme) -> None:
-    """Bars of the real model at 4 and 3 bits."""
-    left, right = figure.subplots(1, 2)
-    figure.suptitle(
-        "SmolLM2-135M with a loop: error (KL) at equal bytes, shorter is better", ha="left", x=0.01,
-        weight="bold", fontsize=11.5,
-    )  # fmt: skip
-    draw_bars(left, records, 4, theme)
-    draw_bars(right, records, 3, theme)
-    right.set_yticklabels([])
+    """A line for each tool and setting of the real model, from the first draw of prompts."""
+    axes, ends = figure.subplots(), []
+    first = [r for r in records if r["draw"] == 0 and r["bits"] in (3, 4)]
+    for variant, name, hue, marker in LINES:
+        here = sorted((r for r in first if r["variant"] == variant), key=stored_bits)
+        if not here:
+            continue
+        ours = name.startswith("loopq")
+        axes.plot(
+            [stored_bits(r) for r in here], [r["kl"] for r in here], marker=marker, color=theme.colour(hue),
+            markersize=6, linewidth=2.2 if ours else 1.3, zorder=3 if ours else 2,
+        )  # fmt: skip
+        ends.append((stored_bits(here[0]), here[0]["kl"], name, hue))
+        if variant == EXL3:
+            beyond = [stored_bits(here[-1]), max(map(stored_bits, first))]
+            at = [exl3_at(here, bits) for bits in beyond]
+            axes.plot(beyond, at, color=theme.colour(hue), linewidth=1.3, linestyle=(0, (3, 3)), zorder=2)
+    axes.set_yscale("log")
+    axes.set_yticks([k for k in (0.03, 0.1, 0.3, 1.0) if k <= max(kl for _, kl, *_ in ends)])
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(2.7, 4.35)
+    axes.xaxis.set_major_locator(FixedLocator([3.0, 3.25, 3.5, 3.75, 4.0, 4.25]))
+    place_names(axes, ends, theme)
+    axes.set_xlabel("bits a weight, with scales")
+    axes.set_ylabel("KL to full precision [nat per token]")
+    axes.set_title("SmolLM2-135M with a loop: error by bits, lower is better", loc="left")
+    axes.grid(alpha=0.18)
 
 
 def draw_types(figure: Figure, run: Mapping[str, Any], theme: Theme) -> None:
@@ -370,10 +356,10 @@ def main() -> None:
     types = next(iter(json.loads(newest("gguf", args.records).read_text("utf-8")).values()))
     real = newest("smollm2-peers", args.records)
     measured = json.loads(real.read_text("utf-8"))
-    bars = [*measured["peers"], *(r for r in measured.get("exl3", []) if r["model"] == SMOLLM2)]
+    lines = [*measured["peers"], *(r for r in measured.get("exl3", []) if r["model"] == SMOLLM2)]
     for theme in (LIGHT, DARK):
         pictures = {
-            "claim": as_svg(partial(draw_claim, records=bars, theme=theme), theme, height=3.2),
+            "claim": as_svg(partial(draw_claim, records=lines, theme=theme), theme, height=4.0),
             "picture": draw(rows, drawn, models, theme),
             "types": as_svg(partial(draw_types, run=types, theme=theme), theme),
         }
@@ -381,7 +367,7 @@ def main() -> None:
             path = args.out / f"{name}-{theme.name}.svg"
             path.write_text(text, "utf-8")
             print(path)
-    print(f"bars: {real.name}")
+    print(f"claim: {real.name}")
     print(f"left: {len(rows)} models of {source.name}")
     print(
         f"right: {', '.join(models)} of {beside.name}"

@@ -17,9 +17,10 @@ from benches.gguf import FILES, PADDED
 from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.exl3 import BLOCK
 from benches.quality.peers import OURS
-from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, table
-from loopq.evaluation.stats import bootstrap
+from benches.quality.peers_table import EVEN, FULL, SMALL, UNTURNED, Rows, answers, by_grid, flips, table
+from loopq.evaluation.stats import bootstrap, mcnemar_exact
 from loopq.paper.plbert import PLBERT
+from loopq.paper.stats import holm
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
@@ -30,10 +31,13 @@ SMOLLM2, LOOP = "smollm2_loop", "loop alone"
 PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
 #: Names of rows, in their order.
 NAMES = {
-    "RTN": "RTN",
-    "RTN, paper": "RTN, scales of the largest weight",
-    "GPTQ, one step, paper": "GPTQ, one step",
-    "GPTQ, trajectory, paper": "GPTQ, all steps",
+    # The paper's scales are those of the largest weight of a group.
+    "RTN, paper": "RTN, unsearched scales",
+    "GPTQ, one step, paper": "GPTQ, one step, unsearched scales",
+    "GPTQ, trajectory, paper": "GPTQ, all steps, unsearched scales",
+    "RTN": "RTN, searched scales",
+    "GPTQ, one step, searched scales": "GPTQ, one step, searched scales",
+    "GPTQ, trajectory, searched scales": "GPTQ, all steps, searched scales",
     "llm-compressor": "llm-compressor",
     "llm-compressor, mse": "llm-compressor, `mse`",
     "llm-compressor, imatrix_mse": "llm-compressor, `imatrix_mse`",
@@ -178,7 +182,33 @@ def right(data: dict[str, Any]) -> str:
             (r["bits"], r["variant"]), {"weights": f"{grid}{NAMES.get(r['variant'], FULL)}"}
         )
         line[r["task"]] = percent(r["values"].count("1") / len(r["values"]))
-    return table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])
+    rows = table(list(lines.values()), [("weights", "weights", ""), *((t, TASKS[t], "") for t in TASKS)])
+    return f"{rows}\n\n{told_apart(data)}"
+
+
+def told_apart(data: dict[str, Any]) -> str:
+    """Pairs of a row of loopq and another tool's that right answers tell apart.
+
+    All pairs are one family: p is adjusted after Holm, as in docs/paper.md.
+    """
+    pairs, p = [], []
+    rows = [r for r in scored(data) if r["bits"]]
+    for ours in (r for r in rows if r["variant"] in OURS):
+        for tool in (r for r in rows if r["variant"] not in OURS):
+            if (ours["task"], ours["bits"]) == (tool["task"], tool["bits"]):
+                gained, lost = flips(*(np.array([float(c) for c in r["values"]]) for r in (ours, tool)))
+                grid = f"{ours['bits']} bits, {TASKS[ours['task']]}"
+                names = [NAMES[r["variant"]] for r in (ours, tool)]
+                pairs.append((grid, *(names if gained > lost else names[::-1])))
+                p.append(mcnemar_exact(gained, lost))
+    found = [
+        f"* {grid}: {more} has more right than {less} (p {value:.2g})."
+        for (grid, more, less), value in zip(pairs, holm(p), strict=True)
+        if value < 0.05
+    ]
+    head = f"Of {len(p)} pairs of a row of loopq and another tool's, {len(found) or 'none'} differ"
+    rule = "by the exact McNemar test, p after Holm's correction over all pairs below 0.05"
+    return "\n".join([f"{head} ({rule}){':' if found else '.'}", *([""] if found else []), *found])
 
 
 def cost(rows: Rows) -> str:
@@ -276,6 +306,51 @@ def exl3_bits(model: str, bits: int, block: int = 1) -> float:
     return sum(bits * n * m + 16 * (n + m) for n, m in filled) / sum(n * m for n, m in SHAPES[model])
 
 
+def stored_bits(row: dict[str, Any]) -> float:
+    """Bits of a weight with its share of the scales."""
+    if row["variant"] == EXL3:
+        return exl3_bits(SMOLLM2, row["bits"])
+    return float(row["bits"] + 16 / row["group"])
+
+
+def exl3_at(rows: Rows, bits: float) -> float:
+    """KL of EXL3 at some bits, on the line through the logarithms of its two."""
+    line = np.polyfit([stored_bits(r) for r in rows], [np.log(r["kl"]) for r in rows], 1)
+    return float(np.exp(np.polyval(line, bits)))
+
+
+def claim(data: dict[str, Any]) -> str:
+    """The first page's sentences: ratios of KL, each with the CPU seconds of the same two settings, and EXL3's."""
+    rows = {(r["variant"], r["bits"]): r for r in of(data, SMOLLM2) if r["draw"] == 0}
+    exl3_rows = [r for r in data.get("exl3", []) if r["model"] == SMOLLM2]
+
+    def over(ours: str, other: str) -> str:
+        both = [(rows[ours, bits], rows[other, bits]) for bits in (4, 3)]
+        ratio = " and ".join(f"{a['kl'] / b['kl']:.2f}" for a, b in both)
+        if None in [r["seconds"] for pair in both for r in pair]:
+            return f"{ratio} of the KL of {NAMES[other]}"
+        seconds = sum(a["seconds"] for a, _ in both) / sum(b["seconds"] for _, b in both)
+        return f"{ratio} of the KL of {NAMES[other]}, in {seconds:.2g} times its CPU seconds"
+
+    def beside_exl3(ours: str) -> str:
+        here = [rows[ours, bits] for bits in (4, 3)]
+        return " and ".join(f"{r['kl'] / exl3_at(exl3_rows, stored_bits(r)):.2f}" for r in here)
+
+    default, small, best = "loopq default", f"{SMALL}, inputs open", "auto-round, best"
+    tools = (best, "auto-round", "llm-compressor, imatrix_mse")
+    lines = [
+        f"* **Even levels**, which most engines read, have "
+        f"{over(EVEN, tools[0])}; {over(EVEN, tools[1])}; and {over(EVEN, tools[2])}.",
+        f"* **The default** has uneven levels and rotations, for loopq's own format: {over(default, best)}, and "
+        f"{over(default, tools[2])}.",
+        f"* **EXL3** codes many weights together. Read at equal bits, the default has {beside_exl3(default)} of its KL "
+        f"and `--preset small` {beside_exl3(small)}.",
+    ]
+    if rows[small, 3]["kl"] < rows[best, 4]["kl"]:
+        lines.append(f"* Three bits of `--preset small` lose less than four bits of {NAMES[best]}.")
+    return "\n".join(lines)
+
+
 def exl3(rows: Rows) -> str:
     """EXL3 by GPTQModel. Its seconds are those of a kernel for other processors, and stand nowhere."""
     lines = []
@@ -319,12 +394,14 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "draws"): peers(others),
         (PAGE, "loop"): loop(alone),
         (PAGE, "gguf"): gguf(data["gguf"], first),
+        (COMPARISON, "claim"): claim(data),
         (COMPARISON, "gguf"): gguf(data["gguf"], first),
         (COMPARISON, "cost"): cost(first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (PAGE, "exl3"): exl3(data.get("exl3", [])),
         (TRELLIS, "exl3"): exl3(data.get("exl3", [])),
+        (README, "claim"): claim(data),
         (README, "smollm2"): readme(smol),
         (README, "answers"): right(data),
         (ZOO, "smollm2"): peers(first),

@@ -112,6 +112,10 @@ def test_small_differences_and_few_units_decide_nothing() -> None:
     assert closer("m", "", 100 * worse, 1000 * worse, "x").holds is True
     assert closer("m", "", [0.1] * 4, [0.2] * 4, "x").holds is None
     assert closer("m", "", [0.1] * 5, [0.2] * 5, "x").holds is True
+    # Two equal means of values that differ: an interval beyond the resolution leaves the pair open.
+    swing = 0.01 * np.resize([1.0, -1.0], 40)
+    by_chance = closer("m", "", 0.02 + swing, 0.02 - swing, "x")
+    assert (by_chance.interval.estimate, by_chance.verdict) == (pytest.approx(1.0), "is left open")
     same, apart = 1 + 0.01 * np.sin(np.arange(40.0)), 1 + np.sin(np.arange(40.0))
     assert closer("m", "", same, np.ones(40), "x").verdict == "makes no difference"
     assert closer("m", "", apart, np.ones(40), "x").verdict == "is left open"
@@ -231,8 +235,13 @@ def test_numbers_of_claims_are_written_with_their_ends() -> None:
     )
     assert most("m", "t", [True, False], "x").found == "1 of 2 layers"
     assert compared.ratio([1.0, 3.0], [4.0, 4.0]).estimate == 0.5
-    assert compared.unresolved(-0.0002) == compared.unresolved(1e-4) == ""
-    assert compared.unresolved(-0.00005) != ""
+    for low, high, decides in (
+        (-2e-4, -1e-4, True),
+        (-5e-5, 2e-4, True),
+        (-5e-5, 5e-5, False),
+        (1e-4, 1e-4, True),
+    ):
+        assert (compared.unresolved(Interval(0.0, low, high, 0.95, "", 9)) == "") is decides
     assert closer("m", "t", [2.0] * 5, [4.0] * 5, "x").found == "KL ratio 0.500 [0.500, 0.500]"
     assert answers(variants() | {"variants": {n: {"answered": None} for n in "ab"}}, "a", "b") == []
 

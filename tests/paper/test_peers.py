@@ -121,22 +121,60 @@ def scores(variant, values, **more):
 
 def test_flips_count_items_that_one_of_two_rows_has_right():
     right, other = np.array([1.0, 1, 1, 0, 0]), np.array([1.0, 0, 0, 1, 0])
-    # One of three discordant items or fewer: half of the binomial's outcomes, on both sides.
-    assert peers_table.flips(right, other) == "2 and 1, p 1"
-    assert peers_table.flips(np.ones(6), np.zeros(6)) == "6 and 0, p 0.031"
+    assert peers_table.flips(right, other) == (2, 1)
+    assert peers_table.flips(np.ones(6), np.zeros(6)) == (6, 0)
 
 
 def test_answers_stand_beside_full_precision_and_the_best_tool():
     found = [
-        scores(peers_table.FULL, [1.0, 1, 1, 0], bits=0, group=0),
-        scores("llm-compressor, mse", [0.0, 0, 1, 0]),
-        scores("loopq best", [1.0, 1, 0, 0]),
+        scores(peers_table.FULL, [1.0] * 9 + [0.0], bits=0, group=0),
+        scores("llm-compressor, mse", [0.0] * 9 + [0.0]),
+        scores("loopq best", [1.0] * 8 + [0.0, 0.0]),
     ]
     lines = peers_table.answers(RECORDS, found, OURS).splitlines()
-    assert "|  |  | full precision | 75.0% |  |  |" in lines
-    assert "| INT3 g32 | 0 | llm-compressor, mse | 25.0% | 0 and 2, p 0.5 |  |" in lines
-    assert "| INT3 g32 | 0 | loopq best | 50.0% | 0 and 1, p 1 | 2 and 1, p 1 |" in lines
+    assert "|  |  | full precision | 90.0% |  |  |" in lines
+    # Both of nine: 2 / 2^9, times three comparisons. Of eight: 2 / 2^8, times the two that are left.
+    assert "| INT3 g32 | 0 | llm-compressor, mse | 0.0% | 0 and 9, p 0.012 |  |" in lines
+    assert "| INT3 g32 | 0 | loopq best | 80.0% | 0 and 1, p 1 | 8 and 0, p 0.016 |" in lines
     assert peers_table.answers(RECORDS, [], OURS) == ""
+
+
+def test_answers_tell_rows_apart_after_holm_over_all_pairs():
+    def right(variant, n, **more):
+        return {"task": "lambada", "bits": 3, "variant": variant, "values": "1" * n + "0" * (20 - n)} | more
+
+    rows = [right("loopq fast", 8), right("llm-compressor, mse", 0), right("llm-compressor", 8)]
+    (line,) = real.told_apart({"scores": rows}).splitlines()[2:]
+    assert "fast` has more right than llm-compressor, `mse` (p 0.016)" in line
+    # Of six pairs the same eight items decide nothing: 2 / 2^8 times seven is above 0.05.
+    others = [right(r["variant"], 5, task=t) for t in ("arc_easy", "hellaswag") for r in rows]
+    more = right("auto-round", 8)
+    assert "none differ" in real.told_apart({"scores": [*rows, *others, more]})
+
+
+def test_the_first_page_reads_exl3_at_equal_bits_and_pairs_seconds_with_their_kl():
+    def smol(variant, kl4, kl3, seconds, group=64):
+        both = ((4, kl4), (3, kl3))
+        return [row(real.SMOLLM2, variant, kl, bits=b, group=group, seconds=seconds) for b, kl in both]
+
+    rows = [
+        *smol(peers_table.EVEN, 0.1, 0.4, 20.0),
+        *smol("loopq default", 0.1, 0.2, None),
+        *smol(f"{peers_table.SMALL}, inputs open", 0.02, 0.1, 300.0),
+        *smol("auto-round", 0.2, 0.8, 100.0),
+        *smol("auto-round, best", 0.1, 0.5, 400.0),
+        *smol("llm-compressor, imatrix_mse", 0.2, 1.0, 10.0),
+    ]
+    exl3 = smol(real.EXL3, 0.1, 0.4, None, group=0)
+    even, default, other, *less = real.claim({"peers": rows, "exl3": exl3}).splitlines()
+    assert "1.00 and 0.80 of the KL of auto-round, recipe `best`, in 0.05 times its CPU seconds" in even
+    assert "0.50 and 0.40 of the KL of llm-compressor, `imatrix_mse`, in 2 times its CPU seconds" in even
+    assert "CPU seconds" not in default
+    # A factor of four for a bit: EXL3 stands a fifth of a bit below loopq's groups of 64.
+    fifth = real.stored_bits(rows[0]) - real.stored_bits(exl3[0])
+    assert f"{4**fifth:.2f} and {0.5 * 4**fifth:.2f} of its KL" in other
+    assert real.exl3_at(exl3, real.stored_bits(rows[0])) == pytest.approx(0.1 / 4**fifth)
+    assert less == []
 
 
 @pytest.mark.parametrize(

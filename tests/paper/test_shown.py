@@ -80,6 +80,63 @@ def test_an_interval_within_the_margin_makes_no_difference() -> None:
     assert (few.asked, few.verdict) == (False, "is left open")
 
 
+def test_a_claim_that_holds_by_construction_is_named() -> None:
+    claim = Claim("m", "more", "9 of 9", Interval(1.0, 0.7, 1.0, 0.95, "test", 9), 0.5, given="an identity")
+    assert claim.line() == "m: more: holds by construction (9 of 9; an identity)"
+    # Where a code is wrong it does not hold, and the open ones stay open.
+    wrong = dataclasses.replace(claim, interval=Interval(0.1, 0.0, 0.3, 0.95, "test", 9))
+    assert wrong.verdict == "does not hold"
+    assert (
+        dataclasses.replace(claim, interval=Interval(0.5, 0.4, 0.6, 0.95, "test", 9)).verdict
+        == "is left open"
+    )
+
+
+RECORD = """
+* a: N steps better than RTN: holds (KL ratio 0.473 [0.408, 0.549]; differs: calibration)
+* a: INT4 g128: N steps better than RTN: holds (KL ratio 0.49 [0.41, 0.55]; differs: calibration)
+* a: GPTQ is closer than RTN: holds (KL ratio 0.473 [0.408, 0.549]; A against B, differs: calibration)
+* b: GPTQ is closer than RTN: holds (KL ratio 0.473 [0.408, 0.549]; differs: calibration)
+* a: in most layers: holds by construction (9 of 9 layers; the solver lowers this loss; differs: calibration)
+* a: in all layers: holds by construction (9 of 9 layers; an identity; differs: calibration)
+* a: it helps: is left open (KL ratio 0.9 [0.8, 1.1]; differs: steps)
+* a: it turns: does not hold (KL ratio 1.9 [1.8, 2.1]; differs: steps)
+"""
+
+
+def test_verdicts_count_a_figure_once_and_name_constructions() -> None:
+    counts = paper.counted(paper.claims_of(RECORD))
+    assert counts.pop("makes no difference", 0) == 0
+    assert counts == {"holds": 2, "holds by construction": 2, "is left open": 1, "does not hold": 1}
+    first = paper.verdicts(RECORD).splitlines()[0]
+    assert "Of 8 verdicts, 6 are on distinct figures: 2 hold, 1 does not" in first
+    assert "The other 2 hold by construction" in first
+
+
+def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
+    first = (
+        "## Table 1\n* a: it helps: is left open (KL ratio 0.9 [0.8, 1.1]; x)\n* a: it is closer: holds (KL ratio 0.5 "
+        "[0.4, 0.6]; x)\n* a: it turns: holds (KL ratio 0.9 [0.8, 0.97]; x)\n## Table 2\n* a: it helps: is left open "
+        "(KL ratio 0.7 [0.4, 1.2]; x)\n"
+    )
+    more = (
+        "## Table 1\n* a: it helps: holds (KL ratio 0.95 [0.93, 0.98]; x)\n* a: it is closer: holds (KL ratio 0.6 [0.5,"
+        " 0.7]; x)\n* a: it turns: does not hold (KL ratio 1.1 [1.05, 1.2]; x)\n"
+    )
+    claims = paper.claims_of(first, more)
+    assert [(said, verdict) for _, said, verdict, _ in claims] == [
+        ("it helps", "holds"),
+        ("it is closer", "holds"),
+        ("it turns", "does not hold"),
+        ("it helps", "is left open"),
+    ]
+    # A verdict that more prompts confirm keeps its figure, which other tables share.
+    assert "0.5 [" in claims[1][3]
+    assert "Of 2 verdicts that were open on 24 prompts, 1 were measured on 400: 1 hold" in paper.verdicts(
+        first, more
+    )
+
+
 def _defined(file: Path) -> set[str]:
     """Functions and classes of a source file, and "Class.member"."""
     names = set()

@@ -70,9 +70,13 @@ def ratio(top: Values, bottom: Values) -> Interval:
     return bootstrap([top, bottom], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
 
 
-def unresolved(difference: float) -> str:
-    """Why a difference of two mean errors decides nothing. Empty where it can decide."""
-    return f"they differ by less than {RESOLUTION:g}" if abs(difference) < RESOLUTION else ""
+def unresolved(difference: Interval) -> str:
+    """Why a difference of two mean errors decides nothing. Empty where it can decide.
+
+    The whole interval has to lie within the resolution: two means can be equal by chance.
+    """
+    within = difference.low > -RESOLUTION and difference.high < RESOLUTION
+    return f"they differ by less than {RESOLUTION:g}" if within else ""
 
 
 def closer(
@@ -80,7 +84,8 @@ def closer(
 ) -> Claim:
     """Claim that the first of two errors is smaller. Both are given by prompt: KL, or a squared relative error."""
     interval = ratio(better, worse)
-    why = unresolved(float(np.mean(better)) - float(np.mean(worse)))
+    difference = np.asarray(better) - np.asarray(worse)
+    why = unresolved(mean_interval(difference, n_resamples=N_RESAMPLES))
     numbers, alike = f"{words} {span(interval, 3)}", ANY if why else SAME_RATIO
     return Claim(model, text, numbers, interval, 1.0, True, why, differs, alike)
 
@@ -94,10 +99,13 @@ def higher(
     return Claim(model, text, numbers, gain, differs=differs, alike=SAME_POINTS)
 
 
-def most(model: str, text: str, wins: Sequence[bool], differs: str, of: str = "layers") -> Claim:
+def most(
+    model: str, text: str, wins: Sequence[bool], differs: str, of: str = "layers", given: str = ""
+) -> Claim:
     """Claim that something holds in most layers. Wilson's interval of their share has to exclude a half."""
     share = wilson(sum(wins), len(wins))
-    return Claim(model, text, f"{sum(wins)} of {len(wins)} {of}", share, 0.5, differs=differs)
+    found = f"{sum(wins)} of {len(wins)} {of}"
+    return Claim(model, text, found, share, 0.5, differs=differs, given=given)
 
 
 def grown(model: str, text: str, after: Values, before: Values, differs: str, bound: float = 1.0) -> Claim:

@@ -85,6 +85,8 @@ class Claim:
         Values that make no difference.
     p : float or None
         Of a claim on right answers: the p value of its exact test, adjusted for the family of all scores.
+    given : str
+        Why the claim holds by construction, so that it is a check of the code and no evidence. Empty for all others.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Claim:
     alike: tuple[float, float] = (float("inf"), -float("inf"))
     p: float | None = None
     pair: tuple[str, ...] = ()
+    given: str = ""
 
     @property
     def asked(self) -> bool:
@@ -121,7 +124,7 @@ class Claim:
     def verdict(self) -> str:
         """The verdict in words."""
         if self.holds is not None:
-            return "holds" if self.holds else "does not hold"
+            return ("holds by construction" if self.given else "holds") if self.holds else "does not hold"
         level = self.asked and self.alike[0] <= self.interval.low and self.interval.high <= self.alike[1]
         return "makes no difference" if level else "is left open"
 
@@ -131,7 +134,7 @@ class Claim:
         differs = self.differs and f"differs: {self.differs}"
         if self.pair and not all(name in self.text for name in self.pair):
             differs = f"{' against '.join(self.pair)}, {differs}"
-        details = "; ".join(filter(None, (self.found, p, self.undecided, differs)))
+        details = "; ".join(filter(None, (self.found, p, self.undecided, self.given, differs)))
         return f"{self.model}: {self.text}: {self.verdict} ({details})"
 
     def to_json(self) -> Object:

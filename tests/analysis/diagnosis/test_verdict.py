@@ -68,6 +68,17 @@ def test_verdict_of_unmeasured_and_exposed_layers():
     assert "moves the output by 3 % (ranked 2 of 6)" in verdict.judge(hidden, None)["text"]
 
 
+def test_a_returning_error_adds_or_cancels_by_its_cosine():
+    def said(cosine, ratio=1.5):
+        curve = {"ratio": {"estimate": ratio}, "returned": cosine}
+        return verdict.returned({"settings": {"per channel": {"all columns": curve}}})
+
+    (line,) = said(0.6)
+    assert all(part in line for part in ("adds to", "+0.60", "1.50 times"))
+    assert "cancels part of" in said(-0.2)[0]
+    assert said(None) == verdict.returned({}) == []
+
+
 def test_what_no_layer_was_measured_for_is_not_counted():
     layers = [LAYER | {"verdict": verdict.judge(LAYER, ranks)} for ranks in (None, None)]
     assert verdict.summary(layers) == ["0 of 2 layers feedback-exposed (no identity path)"]

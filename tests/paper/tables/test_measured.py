@@ -180,6 +180,7 @@ def curve(reset: float, natural: float, first: float, last: float) -> dict[str, 
         "lambdas": [0.0, 1.0],
         "agreement": [[reset] * 5, [natural] * 5],
         "error": [[first] * 5, [last] * 5],
+        "returned": [0.25] * 5,
     }
 
 
@@ -194,20 +195,57 @@ def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
         "c.b.weight": {"plain": curve(0.9, 0.7, 1, 1), "planted": curve(0.5, 0.5, 1, 1)},
         "c.d.weight": {"plain": curve(0.9, 1.0, 1, 1), "planted": curve(0.5, 0.6, 1, 1)},
     }
-    result = {"model": "m", "parts": {"g": parts}, "alone": alone, "exposed": ["c.adapter.weight"]}
+    exposed, others = curve(0.8, 0.6, 1, 1), curve(0.6, 0.5, 1, 1)
+    places = {"4": {"exposed layers": exposed, "all other layers": others, "all layers": others}}
+    result = {
+        "model": "m", "parts": {"g": parts}, "alone": alone, "places": places, "exposed": ["c.adapter.weight"]
+    }  # fmt: skip
     shown = feedback.show([result])
-    assert shown.tables[0].rows[0] == ("m", "g", "all columns", "70.0 %", "10.0 %", "67 %", "0.5", "1")
+    cosine = "0.25 [0.25, 0.25]"
+    ends = ("2.00 [2.00, 2.00]", cosine)
+    assert shown.tables[0].rows[0] == (
+        "m",
+        "g",
+        "all columns",
+        "70.0 %",
+        "10.0 %",
+        "67 % [67, 67]",
+        "0.5",
+        *ends,
+    )
+    assert shown.tables[2].rows[0] == (
+        "m",
+        "x 4",
+        "exposed layers",
+        "80.0 %",
+        "60.0 %",
+        "50 % [50, 50]",
+        "1",
+        "1.00 [1.00, 1.00]",
+        cosine,
+    )
     # Nothing changed, so there is no share of it.
-    assert shown.tables[1].rows[4] == ("m", "d", "plain", "90.0 %", "100.0 %", None, "1", "1")
+    assert shown.tables[1].rows[4] == (
+        "m",
+        "d",
+        "plain",
+        "90.0 %",
+        "100.0 %",
+        None,
+        "1",
+        "1.00 [1.00, 1.00]",
+        cosine,
+    )
     assert [(c.found.split()[0], c.holds, c.differs) for c in shown.claims] == [
         ("+60.0", True, "feedback"),
         ("share", True, "feedback"),
         ("2.000", True, "feedback"),
         ("2.000", True, "columns"),
+        ("-10.0", False, "place of the error"),
         ("-10.0", False, "layer"),
         ("+40.0", True, "layer"),
     ]
-    assert "points beyond b" in shown.claims[5].found
+    assert "points beyond b" in shown.claims[6].found
     (picture,) = shown.pictures()
     (axes,) = picture.figure.axes
     assert axes.get_lines()[0].get_xydata().tolist() == [[0, 70], [1, 10]]

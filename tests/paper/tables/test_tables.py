@@ -35,6 +35,9 @@ def check_feedback(made: Made, model: Bench) -> None:
     (adapter,) = result["exposed"]
     whole = result["parts"]["one scale per row"]["all columns"]
     assert result["alone"][adapter]["plain"]["error"] == [whole["error"][0], whole["error"][-1]]
+    # A column that is planted in the exposed layers alone is that of the layer alone.
+    assert result["places"]["64"]["exposed layers"] == result["alone"][adapter]["planted"]
+    assert result["places"]["1"]["exposed layers"] == result["alone"][adapter]["plain"]
 
 
 @pytest.mark.parametrize(

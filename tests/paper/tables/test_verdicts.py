@@ -83,6 +83,9 @@ def test_a_perplexity_is_decided_by_articles_and_resolution(
         "variants": {FULL: row(3.0), RTN: row(4.0), ONE: row(4.0), ALL: row(4.0 - better)},
     }
     assert [claim.holds for claim in benchmarks.show([result]).claims] == [holds] * 2
+    # A word perplexity of e^7 in full precision is no model of words.
+    result["variants"][FULL] = row(7.0)
+    assert benchmarks.show([result]).claims == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.estimate import estimate as estimate_sections
 from loopq.analysis.diagnosis.sections import SECTIONS, in_order
 from loopq.analysis.diagnosis.sections.ranks import dump_ranks
-from loopq.analysis.diagnosis.verdict import judge, summary
+from loopq.analysis.diagnosis.verdict import judge, returned, summary
 from loopq.analysis.diagnosis.weights import input_blocks
 from loopq.calibrate.dump import Dump
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
@@ -275,7 +275,7 @@ def _assemble(
             "data": data,
             "settings": settings,
             "layers": layers,
-            "summary": summary(layers),
+            "summary": [*summary(layers), *returned(outcome.done.get("feedback", {}))],
             "sections": outcome.done,
             "unavailable": outcome.unavailable,
             "estimate": outcome.estimate,

@@ -154,6 +154,19 @@ def _one_step(losses: Sequence[Mapping[str, float] | None]) -> list[str]:
     ]
 
 
+def returned(feedback: Mapping[str, Any]) -> list[str]:
+    """Describe, from the first setting of the section `feedback`, whether errors of steps add up."""
+    for name, curves in feedback.get("settings", {}).items():
+        curve = curves["all columns"]
+        if curve["ratio"] is not None and curve["returned"] is not None:
+            word = "adds to" if curve["returned"] > 0 else "cancels part of"
+            return [
+                f"{name}, an error that returns {word} the new one (cosine {curve['returned']:+.2f}): the final "
+                f"error is {curve['ratio']['estimate']:.2f} times that without feedback"
+            ]
+    return []
+
+
 def summary(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences about the whole model, from its judged layers."""
     out = []

@@ -51,7 +51,8 @@ def show(results: Sequence[Found]) -> Shown:
         for other, text in ((ONE, "that of one step"), (RTN, "rounding")) if looped else ():
             wins = [total[n][ALL] < total[n][other] for n in looped]
             text = f"over the trajectory its solution loses less than {text} in most layers"
-            claims.append(most(result["model"], text, wins, CALIBRATION))
+            given = "the solver lowers this loss"
+            claims.append(most(result["model"], text, wins, CALIBRATION, given=given))
     text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
     header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
     return Shown([ShownTable(TITLE, text, header, tuple(rows))], claims)

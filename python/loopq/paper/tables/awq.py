@@ -33,6 +33,12 @@ def _spread(kl: Sequence[Any], axis: int) -> Any:
     return np.max(means, axis=0) / np.min(means, axis=0)
 
 
+def _widest(*kl: Any, axis: int) -> Any:
+    """The larger of the two methods' differences between largest and smallest mean KL."""
+    means = [values.mean(axis) for values in kl]
+    return np.maximum(np.ptp(means[:3], axis=0), np.ptp(means[3:], axis=0))
+
+
 def _steps_matter_less(result: Found) -> Claim:
     """AWQ uses magnitudes, which hardly change between steps. GPTQ uses directions, which do change."""
     kl = [np.array(result["variants"][name]["kl"]) for name in (*AWQ, ONE, LAST, ALL)]
@@ -46,7 +52,7 @@ def _steps_matter_less(result: Found) -> Claim:
         + span(interval, 3)
     )
     text = "the step of calibration matters less to AWQ than to GPTQ"
-    why = unresolved(max(float(np.ptp([k.mean() for k in half])) for half in (kl[:3], kl[3:])))
+    why = unresolved(bootstrap(kl, _widest, n_resamples=N_RESAMPLES))
     return Claim(
         result["model"], text, numbers, interval, 1.0, below=True, why_open=why, differs="the method"
     )

@@ -51,6 +51,8 @@ TASKS = tuple(task for task in METRICS if task != GSM8K)
 ARTICLES = 10
 # Share of right answers below which a model cannot do a task, so that no loss of it can be seen.
 CAN = 0.05
+# Word perplexity above which a model cannot do words, as one of bytes. Table 11 has its bits per byte.
+MOST_PERPLEXITY = 1000.0
 # About the tokens of eight solved problems and one more.
 N_PROBLEM = 1024
 
@@ -124,7 +126,10 @@ def _claims(result: Found) -> list[Claim]:
                     claims.append(paired_shares(result["model"], text, change, p, CALIBRATION))
                 continue
             numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
-            why = unresolved(float(np.log(change.estimate)))
+            if _metric(result, FULL, task).value > MOST_PERPLEXITY:
+                continue
+            ends = {k: float(np.log(getattr(change, k))) for k in ("estimate", "low", "high")}
+            why = unresolved(dataclasses.replace(change, **ends))
             alike = ANY if why else SAME_RATIO
             claims.append(Claim(result["model"], text, numbers, change, 1.0, True, why, CALIBRATION, alike))
     return claims

@@ -40,7 +40,7 @@ def _claim(result: Found, better: str, worse: str, control: Found | None = None)
     numbers = f"{gain.estimate:+.4f} bits per byte saved [{gain.low:+.4f}, {gain.high:+.4f}]"
     text = f"{better} needs fewer bits than {worse}"
     text += f" of {control['model']}, in as many bytes" if control else ""
-    why, differs = unresolved(gain.estimate), "loop" if control else CALIBRATION
+    why, differs = unresolved(gain), "loop" if control else CALIBRATION
     pair = () if control else (better, worse)
     return Claim(
         result["model"], text, numbers, gain, why_open=why, differs=differs, alike=SAME_BITS, pair=pair

@@ -37,7 +37,8 @@ def show(results: Sequence[Found]) -> Shown:
         name, prompts = result["model"], result["rows"]
         gap = mean_interval([p["gap"] for p in prompts], n_resamples=N_RESAMPLES)
         text = "the product of the factors is the Jacobian of a step"
-        claims.append(Claim(name, text, f"relative difference {gap.estimate:.1e}", gap, EQUAL, below=True))
+        numbers = f"relative difference {gap.estimate:.1e}"
+        claims.append(Claim(name, text, numbers, gap, EQUAL, below=True, given="an identity"))
         adapter, *blocks = prompts[0]["gain"]
         nearer = [min(p["identity"][b] for b in blocks) - p["identity"][adapter] for p in prompts]
         more = mean_interval(nearer, n_resamples=N_RESAMPLES)

@@ -9,9 +9,9 @@ import numpy as np
 
 from loopq.analysis.diagnosis.context import Context
 from loopq.analysis.diagnosis.sections.feedback import FeedbackCurve, feedback_curve, split_weights
-from loopq.analysis.diagnosis.weights import Weights, quantizable, rounded, weight_of
+from loopq.analysis.diagnosis.weights import Weights, quantizable, weight_of
 from loopq.analysis.report.style import short_names
-from loopq.evaluation.stats import bootstrap, geometric_mean_ratio
+from loopq.evaluation.stats import bootstrap, geometric_mean_ratio, mean_interval
 from loopq.layers.grid import PER_CHANNEL
 from loopq.layers.shared import SharedParameter
 from loopq.paper.bench import Bench
@@ -23,7 +23,11 @@ from loopq.systems.stepwise import steps_of
 
 TITLE = "Damage by the strength of feedback"
 ALONE = "Each layer alone, with and without a planted column"
+STRONGER = "A column planted in every layer, by its strength"
 WHOLE, PLAIN, PLANTED = "all columns", "plain", "planted"
+#: Factors of a planted column. The layers with the column, and the control: the same in all others.
+STRENGTHS = (1.0, 4.0, 8.0, 16.0, 64.0)
+EXPOSED, OTHERS, EVERY = "exposed layers", "all other layers", "all layers"
 
 
 def measure(bench: Bench) -> Object:
@@ -49,26 +53,49 @@ def measure(bench: Bench) -> Object:
         p.name: {kind: curve(weights, (0.0, 1.0)) for kind, weights in _alone(context, p)}
         for p in quantizable(context.parameters)
     }
-    return bench.head() | {"parts": parts, "alone": alone, "exposed": [p.name for p in context.exposed]}
+    places = {
+        f"{factor:g}": {
+            place: curve(_planted(context, layers, factor), (0.0, 1.0))
+            for place, layers in _places(context).items()
+        }
+        for factor in STRENGTHS
+    }
+    exposed = [p.name for p in context.exposed]
+    return bench.head() | {"parts": parts, "alone": alone, "places": places, "exposed": exposed}
 
 
 def _plain(curve: FeedbackCurve) -> Object:
     assert curve.agreement is not None
     return {
-        "lambdas": list(curve.lambdas), "error": curve.error.tolist(), "agreement": curve.agreement.tolist()
+        "lambdas": list(curve.lambdas), "error": curve.error.tolist(), "agreement": curve.agreement.tolist(),
+        "returned": None if curve.returned is None else curve.returned.tolist(),
     }  # fmt: skip
 
 
 def _alone(context: Context, p: SharedParameter) -> Iterator[tuple[str, Weights]]:
-    """One layer rounded per channel: as it is, and as if its largest column were larger and its input smaller."""
-    config = context.config.layer(PER_CHANNEL)
-    yield PLAIN, rounded(context.system, [p], config, context.rounder)
-    weight = weight_of(context.system, p)
-    column = int(np.linalg.norm(weight, axis=0).argmax())
-    weight[:, column] *= FACTORS["outlier"]
-    weight = context.rounder(weight, config).copy()
-    weight[:, column] /= FACTORS["outlier"]
-    yield PLANTED, {p.name: weight}
+    """One layer rounded per channel: as it is, and with a planted column."""
+    yield PLAIN, _planted(context, [p], 1.0)
+    yield PLANTED, _planted(context, [p], FACTORS["outlier"])
+
+
+def _planted(context: Context, layers: Sequence[SharedParameter], factor: float) -> Weights:
+    """Round layers per channel, each as if its largest column were larger and its input smaller by a factor."""
+    config, weights = context.config.layer(PER_CHANNEL), {}
+    for p in layers:
+        weight = weight_of(context.system, p)
+        column = int(np.linalg.norm(weight, axis=0).argmax())
+        weight[:, column] *= factor
+        weights[p.name] = context.rounder(weight, config).copy()
+        weights[p.name][:, column] /= factor
+    return weights
+
+
+def _places(context: Context) -> dict[str, list[SharedParameter]]:
+    """The exposed layers, all others, and both. Without an exposed layer, all alone."""
+    layers = quantizable(context.parameters)
+    exposed = [p for p in layers if p in context.exposed]
+    others = [p for p in layers if p not in context.exposed]
+    return {EXPOSED: exposed, OTHERS: others, EVERY: layers} if exposed and others else {EVERY: layers}
 
 
 def refuses(bench: Bench) -> str | None:
@@ -89,8 +116,14 @@ def _share(curve: Mapping[str, Any]) -> Any:
 
 def _row(curve: Mapping[str, Any]) -> tuple[str | None, ...]:
     same = [f"{100 * float(np.mean(values)):.1f} %" for values in curve["agreement"]]
-    share = None if np.mean(curve["agreement"][-1]) == 1 else f"{100 * _share(curve).estimate:.0f} %"
-    return (*same, share, *(f"{float(np.mean(curve['error'][end])):.3g}" for end in (0, -1)))
+    share = returned = None
+    if np.mean(curve["agreement"][-1]) < 1:
+        i = _share(curve)
+        share = f"{100 * i.estimate:.0f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]"
+    if curve["returned"] is not None:
+        returned = span(mean_interval(curve["returned"], n_resamples=N_RESAMPLES), 2)
+    times = geometric_mean_ratio(curve["error"][-1], curve["error"][0], n_resamples=N_RESAMPLES)
+    return (*same, share, f"{float(np.mean(curve['error'][0])):.3g}", span(times, 2), returned)
 
 
 def _claims(result: Found) -> list[Claim]:
@@ -109,6 +142,11 @@ def _claims(result: Found) -> list[Claim]:
         if len(halves) == 2:
             text = f"{name}: it enlarges that of the embedding's columns more than that of the state's"
             claims.append(_larger(model, text, halves[0] / halves[1], "columns"))
+    for factor, places in result["places"].items():
+        if EXPOSED in places:
+            others, exposed = (places[place]["agreement"][-1] for place in (OTHERS, EXPOSED))
+            text = f"planted x {factor} everywhere: {EXPOSED} change more predictions than {OTHERS}"
+            claims.append(higher(model, text, others, exposed, "place of the error"))
     short = short_names(result["alone"])
     for kind in (PLAIN, PLANTED):
         ends = {layer: kinds[kind]["agreement"][-1] for layer, kinds in result["alone"].items()}
@@ -129,8 +167,8 @@ def _larger(model: str, text: str, ratios: Any, differs: str) -> Claim:
 
 
 def show(results: Sequence[Found]) -> Shown:
-    """Agreement and final error by lambda, the share that is feedback, and each layer alone."""
-    rows, alone, panels, lambdas = [], [], [], []
+    """Agreement and final error by lambda, the share that is feedback, each layer alone, and planted columns."""
+    rows, alone, places, panels, lambdas = [], [], [], [], []
     for result in results:
         for name, parts in result["parts"].items():
             rows += [(result["model"], name, columns, *_row(curve)) for columns, curve in parts.items()]
@@ -144,16 +182,23 @@ def show(results: Sequence[Found]) -> Shown:
             for layer, kinds in result["alone"].items()
             for kind, curve in kinds.items()
         ]
+        places += [
+            (result["model"], f"x {factor}", place, *_row(curve))
+            for factor, of in result["places"].items()
+            for place, curve in of.items()
+        ]
     text = (
         "Top-1 agreement with full precision after the last step, by lambda: each step starts from the state of full "
         "precision plus lambda times the error so far, so 0 resets the state and 1 is the rounded loop. Feedback: "
-        "share of the changed predictions that the reset brings back. Error: of the final state, relative."
+        "share of the changed predictions that the reset brings back. Error: of the final state, relative. Cosine: of "
+        "a step's own error, after one more step, with that step's own."
     )
     planted = (
         f"One scale per row. Planted: the largest column is {FACTORS['outlier']:g} times larger and its input as much "
         "smaller, which changes the rounding alone."
     )
-    ends = ("feedback", "error, lambda 0", "lambda 1")
+    every = "One scale per row. Each of these layers has a column so many times larger, and its input as much smaller."
+    ends = ("feedback (95 %)", "error, lambda 0", "times at lambda 1", "cosine")
     header = ("model", "rounding", "of", *(f"lambda {x:g}" for x in lambdas), *ends)
     one = ("model", "layer", "column", "lambda 0", "lambda 1", *ends)
 
@@ -161,7 +206,12 @@ def show(results: Sequence[Found]) -> Shown:
         at = ("lambda [share]", "same top-1 prediction [%]")
         return [curves(panels, "feedback", TITLE, text, at)]
 
-    shown = [ShownTable(TITLE, text, header, tuple(rows)), ShownTable(ALONE, planted, one, tuple(alone))]
+    where = ("model", "column", "of", *one[3:])
+    shown = [
+        ShownTable(TITLE, text, header, tuple(rows)),
+        ShownTable(ALONE, planted, one, tuple(alone)),
+        ShownTable(STRONGER, every, where, tuple(places)),
+    ]
     return Shown(shown, [c for result in results for c in _claims(result)], pictures)
 
 

@@ -64,7 +64,13 @@ def claims(result: Found) -> list[Claim]:
     wins, of = result["late_wins"], result["late_of"]
     text = "without step 0 the loss at the last step is smaller in most layers"
     return [
-        most(result["model"], text, [i < wins for i in range(of)], "step 0"),
+        most(
+            result["model"],
+            text,
+            [i < wins for i in range(of)],
+            "step 0",
+            given="its sum weighs that step more",
+        ),
         below(result, SKIP, ALL, "leaving step 0 out helps (in the paper on 2 of 6 models)"),
         below(result, ALL, RTN),
     ]

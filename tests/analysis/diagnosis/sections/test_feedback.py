@@ -54,6 +54,17 @@ def test_feedback_follows_the_closed_form(system, strength):
     with under(system, changed) as other:
         state = feedback.intervened(other, batch, 8, reference, strength)[0].numpy()
     np.testing.assert_allclose(state - states[8], expected, atol=1e-12)
+    # The error of the last step but one passes the full-precision map, and meets that of the last step.
+    passed = defects[6] @ system.model.jacobian().T
+    cosine = (passed * defects[7]).sum() / np.linalg.norm(passed) / np.linalg.norm(defects[7])
+    curve = feedback.feedback_curve(Context(system, tokens(n_prompts=1), 8), changed, seeds=(0,))
+    np.testing.assert_allclose(curve.returned, [cosine], atol=1e-9)
+
+
+def test_one_step_returns_no_error(system):
+    changed = feedback.split_weights(system, 1, INT4, numpy_rounder)["all columns"]
+    curve = feedback.feedback_curve(Context(system, tokens(), 1), changed, seeds=(0,))
+    assert (curve.returned, curve.to_json()["returned"]) == (None, None)
 
 
 def test_error_rises_with_feedback_where_errors_add_up():

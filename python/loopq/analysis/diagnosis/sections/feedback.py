@@ -93,12 +93,16 @@ class FeedbackCurve:
         Top-1 agreement at the end over the scored positions. Mean over seeds.
     n_seeds : int
         Initial-state seeds.
+    returned : float64 ndarray of shape (n_prompts,), or None
+        Cosine of an error that has passed one more step with that step's own error, at the last step. Mean over seeds.
+        None for a loop of one step, or one whose state grows.
     """
 
     lambdas: tuple[float, ...]
     error: Floats
     agreement: Floats | None
     n_seeds: int
+    returned: Floats | None = None
 
     def to_json(self, seed: int = 0) -> Object:
         """Curves, their monotonicity, and the ratio of both ends with its prompt bootstrap.
@@ -121,6 +125,7 @@ class FeedbackCurve:
             "n_prompts": int(self.error.shape[1]),
             "n_seeds": self.n_seeds,
             "ratio": ratio,
+            "returned": None if self.returned is None else float(self.returned.mean()),
         }
 
 
@@ -162,7 +167,7 @@ def feedback_curve(
     batch_size, progress = context.execution.batch_size, context.execution.progress
     n_batches = len(tokens.plan(batch_size))
     progress.start(label, len(seeds) * n_batches * (len(chosen) + 1), "rollouts")
-    errors, agreements = [], []
+    errors, agreements, returned = [], [], []
     for seed in seeds:
         parts = [
             _one_batch(system, batch, n_steps, weights, chosen, progress, tokens.scored_from)
@@ -171,9 +176,10 @@ def feedback_curve(
         errors.append(np.concatenate([p[0] for p in parts], axis=1))
         if system.output == "logits":
             agreements.append(np.concatenate([p[1] for p in parts], axis=1))
+        returned += [np.concatenate([p[2] for p in parts])] if parts[0][2].size else []
     progress.stop()
-    agreement = np.mean(agreements, axis=0) if agreements else None
-    return FeedbackCurve(chosen, np.mean(errors, axis=0), agreement, len(seeds))
+    agreement, cosine = (np.mean(values, axis=0) if values else None for values in (agreements, returned))
+    return FeedbackCurve(chosen, np.mean(errors, axis=0), agreement, len(seeds), cosine)
 
 
 def _one_batch(
@@ -184,7 +190,7 @@ def _one_batch(
     lambdas: Sequence[float],
     progress: Progress,
     scored_from: int,
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, Floats]:
     torch = require("torch")
     reference = trace(system, batch, n_steps, read=(n_steps,))
     progress.advance()
@@ -198,7 +204,28 @@ def _one_batch(
             same = other.predict(state, embedding).argmax(-1)[:, scored_from:] == top
             agreements.append(same.double().mean(dim=1).cpu().numpy())
             progress.advance()
-    return np.stack(errors), np.stack(agreements)
+    return np.stack(errors), np.stack(agreements), _returned(system, batch, n_steps, weights, reference)
+
+
+def _returned(
+    system: SingleSteps, batch: Batch, n_steps: int, weights: Weights, reference: RolloutTrace
+) -> Floats:
+    """Cosine of the last but one step's own error, after the last step, with the last step's own, by prompt.
+
+    Its sign decides whether a fed-back error adds to the new one. Empty for a loop of one step, or a growing state.
+    """
+    torch = require("torch")
+    states, last = reference.states, system.n_updates(n_steps) - 1
+    if last < 1 or states[-1].shape != states[-3].shape:
+        return np.empty(0)
+    with torch.no_grad():
+        with Replaced(system, as_stored(system, weights, n_steps)) as other:
+            given = other.embed(batch)
+            before, own = (other.step(states[t], given, t, n_steps) - states[t + 1] for t in (last - 1, last))
+        passed = system.step(states[last] + before, system.embed(batch), last, n_steps) - states[last + 1]
+        pair = (x.double().flatten(1) for x in (passed, own))
+        cosine: Floats = torch.nn.functional.cosine_similarity(*pair, dim=1, eps=1e-30).cpu().numpy()
+    return cosine
 
 
 def split_weights(

@@ -20,6 +20,8 @@ def feedback(d: Diagnosis) -> Picture | None:
             for i, (columns, curve) in enumerate(in_legend_order(curves)):
                 ratio = curve["ratio"]
                 text = columns + (f": x{ratio['estimate']:.2f}" if ratio else "")
+                returned = curve.get("returned")
+                text += "" if returned is None else f", cosine {returned:+.2f}"
                 line(axes, i, curve["lambdas"], 100 * np.array(curve["error"]), text)
             axes.set_ylim(bottom=0)
             axes.legend(loc="best")
@@ -34,7 +36,8 @@ def feedback(d: Diagnosis) -> Picture | None:
     caption = (
         f"{what} rounded, and every step receives only a share of the error so far: 0 cuts the feedback, 1 is the "
         f"ordinary rollout. {first['n_prompts']} prompts, {first['n_seeds']} initial states each; the factor in the "
-        f"legend is the final error at 1 over that at 0, geometric mean over prompts.{halves}"
+        "legend is the final error at 1 over that at 0, geometric mean over prompts. The cosine is that of an error "
+        f"after one more step with this step's own: positive where they add up, negative where they cancel.{halves}"
     )
     return Picture("feedback", "Error feedback", caption, figure)
 

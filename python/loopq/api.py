@@ -142,7 +142,8 @@ class _Quantization:
         if gate.engine is not None and write is None:
             source = open_model(source, opening, requantize=self.requantize)
             given = {*options, *PRESETS.get(options.get("preset") or "", ())}
-            choice = Wanted(source, config, given, gate=gate).choose(gate.engine)
+            at_depth, depth = at_depths(source, self.n_steps)
+            choice = Wanted(at_depth, config, given, n_steps=depth, gate=gate).choose(gate.engine)
             execution.progress.note(choice.line())
             config, target, values = choice.config, choice.target, choice.options
         else:

@@ -183,7 +183,10 @@ class _Options:
         config = quant_config(args, base)
         if engine in (None, LOOPQ) or args.out is None:
             config = config.for_format(target.own and engine in (None, LOOPQ), target.outside)
-        changed = {*given(args, QuantConfig), *PRESETS.get(args.preset, ()), *(base.flat() if base else ())}
+        plain = QuantConfig().flat()
+        # What --like takes over at its default stays open to the engine.
+        like = (name for name, value in (base.flat() if base else {}).items() if value != plain.get(name))
+        changed = {*given(args, QuantConfig), *PRESETS.get(args.preset, ()), *like}
         return cls(
             engine=engine,
             given=frozenset(changed),

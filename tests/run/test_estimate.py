@@ -206,6 +206,8 @@ def test_less_memory_means_more_passes_and_layers_that_do_not_fit_are_read(kind,
     model.config.save_pretrained(tmp_path)
     system = build_shape(tmp_path)
     assert all(p.is_meta for p in system.model.parameters())
+    small = build_shape(tmp_path, device="cpu").model
+    assert all(0 < p.std() < 1 for p in small.parameters() if p.ndim > 1)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     plenty = shaped(system, 1 << 30)
     assert (plenty.weights, plenty.held, plenty.n_passes) == (weights, weights, 1)

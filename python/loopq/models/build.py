@@ -79,8 +79,22 @@ def build_shape(
         hf.check_remote_code(config, str(folder), trust_remote_code)
     with torch.device(device), model_code(f"{where}: building the model", CheckpointError):
         model = _built(registered, folder, config, trust_remote_code)
+        if registered is None and device != "meta":
+            _draw(model)
     find_names(model, ())
     return choose_system(model.eval(), system)
+
+
+def _draw(model: nn.Module) -> None:
+    """Draw matrices, and set vectors to one: transformers leaves the memory of a built model as it was."""
+    torch = require("torch")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
 
 
 def _built(registered: ModelClass | None, folder: Path, config: Object, trust_remote_code: bool) -> nn.Module:

@@ -19,12 +19,12 @@ from loopq.settings.declare import Settings, block, choice, leaves, optional, se
 from loopq.settings.patterns import check_syntax
 from loopq.settings.registry import did_you_mean
 
-#: Gradients and inputs of the presets that come closest.
-_TOP: Mapping[str, Any] = {"metric": "loop", "metric_draws": 4, "inputs": "asymmetric"}
 #: Named settings: closest to full precision, with gradients; the smallest file; without gradients; the paper's method.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {"method": "gptq-cd", **_TOP, "beam": 64, "rounds": 4},
-    "small": {"method": "trellis", "state_bits": 14, **_TOP, "rotation": "hadamard", "bits": 3, "outside": 8},
+    "best": {
+        "method": "gptq-cd", "metric": "loop", "metric_draws": 4, "inputs": "asymmetric", "beam": 64, "rounds": 4
+    },
+    "small": {"method": "trellis", "rotation": "hadamard:64", "group_size": -1, "bits": 3, "outside": 8},
     "fast": {"method": "gptq-cd", "metric": "inputs", "levels": "even"},
     "paper": {"method": "gptq", "scale_search": "max", "levels": "even"},
 }

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.pages import RECORD, into
-from loopq.paper.shown import TABLES, order
+from loopq.paper.shown import MIN_ANSWERS, TABLES, order
+from loopq.paper.stats import holm
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
 MODELS = {name: f"`{name}`" for name in ("huginn_small", "ouro_small", "rllama_small", "parcae_small")}
@@ -83,6 +84,9 @@ NUMBER = re.compile(
     r"ratio ([\d.]+)|off by ([\d.]+)|(\d+ of \d+) layers|[+]?(-?[\d.]+)(?: \[.*?\])? ?(?:points|times)"
 )
 CLAIM = re.compile(rf"^\* (\w+): (.+): ({'|'.join(SAID)}) \((.*)\)$", re.MULTILINE)
+#: Of a record of scores: a model's items, and the bits of a section whose pairs differ in calibration alone.
+ITEMS = re.compile(r"^\| (\w+) \| full precision \| \d+ of (\d+)", re.MULTILINE)
+GRID = re.compile(r"(?<!per row, )INT\d")
 #: Model, statement, verdict and numbers.
 Claims = Sequence[tuple[str, str, str, str]]
 
@@ -177,12 +181,56 @@ def _decided(before: Claims, after: Claims) -> list[str]:
     ]
 
 
+def scores(record: str) -> str:
+    """Return the gains of all steps in last tokens, and how many of a record's scores are decided, as Markdown.
+
+    All its scores on enough items are one family for Holm's correction. A pair that differs in two things is left out.
+    """
+    items = {model: int(n) for model, n in ITEMS.findall(record)}
+    found: dict[tuple[str, str, str], tuple[str, float, str]] = {}
+    for section in record.split("\n## "):
+        grid = GRID.search(section.partition("\n")[0])
+        for model, said, verdict, numbers in CLAIM.findall(section):
+            p = re.search(r"McNemar p = ([\d.e-]+)", numbers)
+            if p and grid and items.get(model, 0) >= MIN_ANSWERS:
+                found[grid[0], model, said] = (numbers.split(" points")[0], float(p[1]), verdict)
+    adjusted = dict(zip(found, holm([p for _, p, _ in found.values()]), strict=True))
+
+    def cell(grid: str, model: str, other: str) -> str:
+        key = (grid, model, f"GPTQ, all steps gets more last tokens right than {other}")
+        return found[key][0] + ("" if adjusted[key] < 0.05 else ", open")
+
+    shares = dict(
+        re.findall(r"^\| (\w+) \| full precision \| \d+ of \d+ \| ([\d.]+ %)", record, re.MULTILINE)
+    )
+    heads = [
+        f"{grid} g64: more than {other}" for grid in ("INT3", "INT2") for other in ("rounding", "one step")
+    ]
+    lines = [f"| model | right in full precision | {' | '.join(heads)} |", f"|{'---|' * (2 + len(heads))}"]
+    for model in dict.fromkeys(model for grid, model, _ in found if grid == "INT2"):
+        cells = [cell(grid, model, other) for grid in ("INT3", "INT2") for other in ("RTN", "GPTQ, one step")]
+        lines.append(f"| `{model}` | {shares[model]} | {' | '.join(cells)} |")
+    decided = [found[key][0] for key, p in adjusted.items() if p < 0.05]
+    against = sum(gain.startswith("-") for gain in decided)
+    same = sum(found[key][2] == "makes no difference" for key in found)
+    lines += [
+        "",
+        f"The {len(found)} scores decide {len(decided)} verdicts, {against or 'none'} of them against the trajectory. "
+        f"{same} {'makes' if same == 1 else 'make'} no difference, and {len(found) - len(decided) - same} are open.",
+    ]
+    return "\n".join(lines)
+
+
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
     newest = max(RECORD.glob("reproduce-*"))
     records = [newest / name for name in ("paper.md", "more-prompts.md")]
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
-    return {"tables": table(), "verdicts": verdicts(*texts)}
+    return {
+        "tables": table(),
+        "verdicts": verdicts(*texts),
+        "scores": scores((newest / "scores.md").read_text("utf-8")),
+    }
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ EXPOSED, OTHERS, EVERY = "exposed layers", "all other layers", "all layers"
 
 def measure(bench: Bench) -> Object:
     """Feed a share lambda of the state's error back: 0 resets the state before each step, 1 is the rounded loop."""
-    context = bench.context()
+    context = bench.context(seeds=tuple(range(bench.settings.n_seeds)))
     config, on = context.config, context.on(context.prompts)
     seeds = config.seeds if bench.system.state_is_random else config.seeds[:1]
     sizes = {"one scale per row": PER_CHANNEL, f"groups of {config.group_size}": config.group_size}

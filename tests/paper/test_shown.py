@@ -141,8 +141,8 @@ def test_scores_of_enough_items_are_one_family() -> None:
     def section(grid: str, model: str, p: float, n: int) -> str:
         text = f"## Last tokens at {grid} g64\n"
         for other in ("RTN", "GPTQ, one step"):
-            claim = f"{model}: GPTQ, all steps gets more last tokens right than {other}: holds (+2.0 points [+1.0, +3.0]"
-            text += f"* {claim}, exact McNemar p = {p:.3g})\n"
+            claim = f"{model}: GPTQ, all steps gets more last tokens right than {other}: holds"
+            text += f"* {claim} (+2.0 points [+1.0, +3.0], exact McNemar p = {p:.3g})\n"
         return f"{text}| {model} | full precision | 90 of {n} | 18.0 % | [1, 2] |\n"
 
     big = section("INT3", "a", 0.012, 500) + section("INT2", "a", 0.5, 500)

@@ -221,15 +221,59 @@ def scores(record: str) -> str:
     return "\n".join(lines)
 
 
+def _cells(record: str) -> list[list[str]]:
+    """Return the rows of all tables of a record."""
+    lines = (line for line in record.splitlines() if line.startswith("| "))
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def feedback(record: str) -> str:
+    """Return each model's feedback in the order of what it adds to the error, as Markdown."""
+    rows = [r for r in _cells(record) if r[1:3] == ["one scale per row", "all columns"]]
+    lines = [
+        "| one scale per row | agreement with the reset, without | feedback | final error, times that with the reset | "
+        "cosine |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: float(r[-2].split()[0])):
+        model, reset, natural, share, (times, cosine) = row[0], row[3], row[-5], row[-4], row[-2:]
+        lines.append(f"| `{model}` | {reset.removesuffix(' %')}, {natural} | {share} | {times} | {cosine} |")
+    return "\n".join(lines)
+
+
+def planted(record: str) -> str:
+    """Return a planted column by its strength, and the control with the same in all other layers, as Markdown."""
+    rows = {tuple(r[:3]): r[3:6] for r in _cells(record) if len(r) > 5 and re.fullmatch(r"x \d+", r[1])}
+    gaps = {(model, said): numbers for model, said, _, numbers in claims_of(record)}
+    lines = [
+        "| column in every layer | exposed layers: with the reset, without | feedback | all other layers, without | "
+        "damage of the exposed beyond the others, points |",
+        "|---|---|---|---|---|",
+    ]
+    for (model, factor, place), (reset, natural, share) in rows.items():
+        if place == "exposed layers":
+            said = (
+                f"planted {factor} everywhere: exposed layers change more predictions than all other layers"
+            )
+            gap = gaps[model, said].partition(";")[0].replace(" points of agreement", "")
+            others = rows[model, factor, "all other layers"][1]
+            both = f"{reset.removesuffix(' %')}, {natural}"
+            lines.append(f"| `{model}`, {factor} | {both} | {share} | {others} | {gap} |")
+    return "\n".join(lines)
+
+
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
     newest = max(RECORD.glob("reproduce-*"))
     records = [newest / name for name in ("paper.md", "more-prompts.md")]
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
+    loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
     return {
         "tables": table(),
         "verdicts": verdicts(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
+        "feedback": feedback(loops),
+        "planted": planted(loops),
     }
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.pages import RECORD, into
-from loopq.paper.shown import TABLES, order
+from loopq.paper.shown import MIN_ANSWERS, TABLES, order
+from loopq.paper.stats import holm
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
 MODELS = {name: f"`{name}`" for name in ("huginn_small", "ouro_small", "rllama_small", "parcae_small")}
@@ -83,6 +84,9 @@ NUMBER = re.compile(
     r"ratio ([\d.]+)|off by ([\d.]+)|(\d+ of \d+) layers|[+]?(-?[\d.]+)(?: \[.*?\])? ?(?:points|times)"
 )
 CLAIM = re.compile(rf"^\* (\w+): (.+): ({'|'.join(SAID)}) \((.*)\)$", re.MULTILINE)
+#: Of a record of scores: a model's items, and the bits of a section whose pairs differ in calibration alone.
+ITEMS = re.compile(r"^\| (\w+) \| full precision \| \d+ of (\d+)", re.MULTILINE)
+GRID = re.compile(r"(?<!per row, )INT\d")
 #: Model, statement, verdict and numbers.
 Claims = Sequence[tuple[str, str, str, str]]
 
@@ -177,12 +181,100 @@ def _decided(before: Claims, after: Claims) -> list[str]:
     ]
 
 
+def scores(record: str) -> str:
+    """Return the gains of all steps in last tokens, and how many of a record's scores are decided, as Markdown.
+
+    All its scores on enough items are one family for Holm's correction. A pair that differs in two things is left out.
+    """
+    items = {model: int(n) for model, n in ITEMS.findall(record)}
+    found: dict[tuple[str, str, str], tuple[str, float, str]] = {}
+    for section in record.split("\n## "):
+        grid = GRID.search(section.partition("\n")[0])
+        for model, said, verdict, numbers in CLAIM.findall(section):
+            p = re.search(r"McNemar p = ([\d.e-]+)", numbers)
+            if p and grid and items.get(model, 0) >= MIN_ANSWERS:
+                found[grid[0], model, said] = (numbers.split(" points")[0], float(p[1]), verdict)
+    adjusted = dict(zip(found, holm([p for _, p, _ in found.values()]), strict=True))
+
+    def cell(grid: str, model: str, other: str) -> str:
+        key = (grid, model, f"GPTQ, all steps gets more last tokens right than {other}")
+        return found[key][0] + ("" if adjusted[key] < 0.05 else ", open")
+
+    shares = dict(
+        re.findall(r"^\| (\w+) \| full precision \| \d+ of \d+ \| ([\d.]+ %)", record, re.MULTILINE)
+    )
+    heads = [
+        f"{grid} g64: more than {other}" for grid in ("INT3", "INT2") for other in ("rounding", "one step")
+    ]
+    lines = [f"| model | right in full precision | {' | '.join(heads)} |", f"|{'---|' * (2 + len(heads))}"]
+    for model in dict.fromkeys(model for grid, model, _ in found if grid == "INT2"):
+        cells = [cell(grid, model, other) for grid in ("INT3", "INT2") for other in ("RTN", "GPTQ, one step")]
+        lines.append(f"| `{model}` | {shares[model]} | {' | '.join(cells)} |")
+    decided = [found[key][0] for key, p in adjusted.items() if p < 0.05]
+    against = sum(gain.startswith("-") for gain in decided)
+    same = sum(found[key][2] == "makes no difference" for key in found)
+    lines += [
+        "",
+        f"The {len(found)} scores decide {len(decided)} verdicts, {against or 'none'} of them against the trajectory. "
+        f"{same} {'makes' if same == 1 else 'make'} no difference, and {len(found) - len(decided) - same} are open.",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(record: str) -> list[list[str]]:
+    """Return the rows of all tables of a record."""
+    lines = (line for line in record.splitlines() if line.startswith("| "))
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def feedback(record: str) -> str:
+    """Return each model's feedback in the order of what it adds to the error, as Markdown."""
+    rows = [r for r in _cells(record) if r[1:3] == ["one scale per row", "all columns"]]
+    lines = [
+        "| one scale per row | agreement with the reset, without | feedback | final error, times that with the reset | "
+        "cosine |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: float(r[-2].split()[0])):
+        model, reset, natural, share, (times, cosine) = row[0], row[3], row[-5], row[-4], row[-2:]
+        lines.append(f"| `{model}` | {reset.removesuffix(' %')}, {natural} | {share} | {times} | {cosine} |")
+    return "\n".join(lines)
+
+
+def planted(record: str) -> str:
+    """Return a planted column by its strength, and the control with the same in all other layers, as Markdown."""
+    rows = {tuple(r[:3]): r[3:6] for r in _cells(record) if len(r) > 5 and re.fullmatch(r"x \d+", r[1])}
+    gaps = {(model, said): numbers for model, said, _, numbers in claims_of(record)}
+    lines = [
+        "| column in every layer | exposed layers: with the reset, without | feedback | all other layers, without | "
+        "damage of the exposed beyond the others, points |",
+        "|---|---|---|---|---|",
+    ]
+    for (model, factor, place), (reset, natural, share) in rows.items():
+        if place == "exposed layers":
+            said = (
+                f"planted {factor} everywhere: exposed layers change more predictions than all other layers"
+            )
+            gap = gaps[model, said].partition(";")[0].replace(" points of agreement", "")
+            others = rows[model, factor, "all other layers"][1]
+            both = f"{reset.removesuffix(' %')}, {natural}"
+            lines.append(f"| `{model}`, {factor} | {both} | {share} | {others} | {gap} |")
+    return "\n".join(lines)
+
+
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
     newest = max(RECORD.glob("reproduce-*"))
     records = [newest / name for name in ("paper.md", "more-prompts.md")]
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
-    return {"tables": table(), "verdicts": verdicts(*texts)}
+    loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
+    return {
+        "tables": table(),
+        "verdicts": verdicts(*texts),
+        "scores": scores((newest / "scores.md").read_text("utf-8")),
+        "feedback": feedback(loops),
+        "planted": planted(loops),
+    }
 
 
 def main() -> None:

@@ -137,6 +137,23 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     )
 
 
+def test_scores_of_enough_items_are_one_family() -> None:
+    def section(grid: str, model: str, p: float, n: int) -> str:
+        text = f"## Last tokens at {grid} g64\n"
+        for other in ("RTN", "GPTQ, one step"):
+            claim = f"{model}: GPTQ, all steps gets more last tokens right than {other}: holds"
+            text += f"* {claim} (+2.0 points [+1.0, +3.0], exact McNemar p = {p:.3g})\n"
+        return f"{text}| {model} | full precision | 90 of {n} | 18.0 % | [1, 2] |\n"
+
+    big = section("INT3", "a", 0.012, 500) + section("INT2", "a", 0.5, 500)
+    few = section("INT3", "b", 1e-9, 499) + section("INT2", "b", 1e-9, 499)
+    rows = paper.scores(big + few).splitlines()
+    # Of four scores: 4 x 0.012 is below 0.05. Those of b have no verdict and take no share of it.
+    assert rows[2] == "| `a` | 18.0 % | +2.0 | +2.0 | +2.0, open | +2.0, open |"
+    assert "The 4 scores decide 2 verdicts, none of them" in rows[-1]
+    assert len(rows) == 5
+
+
 def _defined(file: Path) -> set[str]:
     """Functions and classes of a source file, and "Class.member"."""
     names = set()

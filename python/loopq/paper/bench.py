@@ -57,7 +57,7 @@ class BenchSettings(Settings):
     seq_len : int
         Tokens of a prompt that is cut from a text.
     n_seeds : int
-        Sets of calibration prompts of the main table, each with initial states of its own.
+        Sets of calibration prompts of the main table, each with initial states of its own. Of feedback initial states.
     """
 
     bits: Bits = setting(4, common=True)

@@ -224,7 +224,8 @@ def test_share_of_feedback_and_loudest_layer_have_verdicts() -> None:
         "1.00 [1.00, 1.00]",
         cosine,
     )
-    # Nothing changed, so there is no share of it.
+    # Nothing changed, so there is no share of it; and where one end has no error there is no ratio.
+    assert feedback._row(curve(0.9, 0.8, 0, 1))[2:] == ("50 % [50, 50]", "0", None, cosine)
     assert shown.tables[1].rows[4] == (
         "m",
         "d",

@@ -128,8 +128,8 @@ def _claims(result: Found) -> list[Claim]:
             numbers = f"word perplexity {x.value:.4g} against {y.value:.4g}, ratio {span(change, 3)}"
             if _metric(result, FULL, task).value > MOST_PERPLEXITY:
                 continue
-            ends = {k: float(np.log(getattr(change, k))) for k in ("estimate", "low", "high")}
-            why = unresolved(dataclasses.replace(change, **ends))
+            low, middle, high = (float(np.log(end)) for end in (change.low, change.estimate, change.high))
+            why = unresolved(dataclasses.replace(change, low=low, estimate=middle, high=high))
             alike = ANY if why else SAME_RATIO
             claims.append(Claim(result["model"], text, numbers, change, 1.0, True, why, CALIBRATION, alike))
     return claims

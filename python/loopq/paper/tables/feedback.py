@@ -32,7 +32,7 @@ EXPOSED, OTHERS, EVERY = "exposed layers", "all other layers", "all layers"
 
 def measure(bench: Bench) -> Object:
     """Feed a share lambda of the state's error back: 0 resets the state before each step, 1 is the rounded loop."""
-    context = bench.context()
+    context = bench.context(seeds=tuple(range(bench.settings.n_seeds)))
     config, on = context.config, context.on(context.prompts)
     seeds = config.seeds if bench.system.state_is_random else config.seeds[:1]
     sizes = {"one scale per row": PER_CHANNEL, f"groups of {config.group_size}": config.group_size}
@@ -116,14 +116,17 @@ def _share(curve: Mapping[str, Any]) -> Any:
 
 def _row(curve: Mapping[str, Any]) -> tuple[str | None, ...]:
     same = [f"{100 * float(np.mean(values)):.1f} %" for values in curve["agreement"]]
-    share = returned = None
+    share = returned = times = None
     if np.mean(curve["agreement"][-1]) < 1:
         i = _share(curve)
         share = f"{100 * i.estimate:.0f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]"
     if curve["returned"] is not None:
         returned = span(mean_interval(curve["returned"], n_resamples=N_RESAMPLES), 2)
-    times = geometric_mean_ratio(curve["error"][-1], curve["error"][0], n_resamples=N_RESAMPLES)
-    return (*same, share, f"{float(np.mean(curve['error'][0])):.3g}", span(times, 2), returned)
+    # A layer that the last step does not use leaves no error there.
+    if np.min([curve["error"][0], curve["error"][-1]]) > 0:
+        ratio = geometric_mean_ratio(curve["error"][-1], curve["error"][0], n_resamples=N_RESAMPLES)
+        times = span(ratio, 2)
+    return (*same, share, f"{float(np.mean(curve['error'][0])):.3g}", times, returned)
 
 
 def _claims(result: Found) -> list[Claim]:

@@ -65,7 +65,7 @@ LINES = (
     ("loopq fast", "loopq, fast", "violet", "D"),
     (EVEN, "loopq, even levels", "violet", "o"),
     ("loopq default", "loopq", "blue", "o"),
-    (f"{SMALL}, inputs open", "loopq, small", "ink", "*"),
+    (SMALL, "loopq, small", "ink", "*"),
 )
 NEEDED = ("loopq default", "llm-compressor")
 

@@ -27,8 +27,10 @@ PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
 ZOO, COMPARISON = ROOT / "docs" / "zoo.md", ROOT / "docs" / "comparison.md"
 TRELLIS = ROOT / "docs" / "formats" / "trellis.md"
 SMOLLM2, LOOP = "smollm2_loop", "loop alone"
+#: Small models whose rows stand beside EXL3.
+SMALL_MODELS = ("rllama_small", "ouro_small")
 #: Where the record has the rows of a model.
-PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert"}
+PARTS = {SMOLLM2: "peers", LOOP: "loop", PLBERT: "plbert", **dict.fromkeys(SMALL_MODELS, "small")}
 #: Names of rows, in their order.
 NAMES = {
     # The paper's scales are those of the largest weight of a group.
@@ -49,14 +51,39 @@ NAMES = {
     UNTURNED: "loopq, `--set rotation=none`",
     "loopq default": "loopq",
     "loopq best, inputs open": "loopq, `--preset best --inputs open`",
-    f"{SMALL}, inputs open": "loopq, `--preset small --inputs open`",
-    f"{SMALL}, inputs open, 12 state bits": "loopq, `--preset small --inputs open --set state_bits=12`",
+    f"{SMALL}, 10 state bits": "loopq, `--preset small --set state_bits=10`",
+    f"{SMALL}, inputs asymmetric, four draws": "loopq, `--preset small --inputs asymmetric --set metric_draws=4`",
+    SMALL: "loopq, `--preset small`",
+    # Rows of settings that the preset had before.
+    f"{SMALL}, inputs open, 12 state bits": "loopq, trellis of 12 state bits, four draws",
+    f"{SMALL}, inputs open": "loopq, trellis of 14 state bits, four draws",
 }
-#: EXL3 has no groups, and a table of its own. Shapes (out, in) of a layer's matrices.
+#: EXL3 has no groups, and a table of its own.
 EXL3 = "GPTQModel, EXL3"
+#: Rows of README.md, and the bits of its columns.
+FIRST = {
+    "llm-compressor, imatrix_mse": NAMES["llm-compressor, imatrix_mse"],
+    "auto-round, best": NAMES["auto-round, best"],
+    EXL3: "EXL3, by GPTQModel",
+    EVEN: "loopq, `--for vllm` and most engines",
+    "loopq default": NAMES["loopq default"],
+    SMALL: NAMES[SMALL],
+}
+COLUMNS = (4, 3)
+#: Rows beside EXL3.
+TRELLISES = (
+    EXL3,
+    "loopq default",
+    f"{SMALL}, 10 state bits",
+    SMALL,
+    f"{SMALL}, inputs asymmetric, four draws",
+)
+#: Shapes (out, in) of a layer's matrices.
 SHAPES = {
     SMOLLM2: ((576, 576),) * 2 + ((192, 576),) * 2 + ((1536, 576),) * 2 + ((576, 1536),),
     PLBERT: ((768, 768),) * 4 + ((2048, 768), (768, 2048)),
+    "rllama_small": ((128, 256),) + ((256, 128), (128, 128), (768, 128), (128, 384)) * 2,
+    "ouro_small": ((128, 128),) * 4 + ((384, 128),) * 2 + ((128, 384),),
 }
 #: The tool and observer that cost is compared with, and the bits.
 COST, COST_BITS = "llm-compressor, mse", 3
@@ -76,7 +103,7 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
     for where in ("records", "scores"):
         for row in result.get(where, []):
             names, text = (result["settings"].get(k) for k in ("names", "calibration"))
-            model = PLBERT if row["model"] == PLBERT else LOOP if names else SMOLLM2
+            model = row["model"] if row["model"] in PARTS else LOOP if names else SMOLLM2
             new = row | {"model": model} | ({"names": names, "calibration": Path(text).name} if names else {})
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
@@ -97,7 +124,15 @@ def of(data: dict[str, Any], model: str) -> Rows:
 
 def best(rows: Rows) -> float:
     """The least KL of another tool."""
-    return min((r["kl"] for r in rows if r["variant"] not in OURS), default=float("nan"))
+    others = (r["kl"] for r in rows if r["variant"] not in OURS and not r["variant"].startswith("loopq"))
+    return min(others, default=float("nan"))
+
+
+def stored_bits(row: dict[str, Any]) -> float:
+    """Bits of a weight with its scales. Without a measure, each group has one scale of 16 bits."""
+    if row["variant"] == EXL3:
+        return exl3_bits(row["model"], row["bits"])
+    return float(row.get("stored_bits") or row["bits"] + 16 / row["group"])
 
 
 def megabytes(bits: float) -> float:
@@ -125,42 +160,41 @@ def peers(rows: Rows, size: bool = True) -> str:
             lines.append(
                 {
                     "grid": f"INT{bits} g{group}", "draw": r["draw"], "weights": NAMES[r["variant"]], "kl": spread(r),
-                    "agreement": percent(r["agreement"]), "mb": megabytes(bits + 16 / group),
+                    "agreement": percent(r["agreement"]), "bits": stored_bits(r), "mb": megabytes(stored_bits(r)),
                 }
                 | ({"over": r["kl"] / least} if np.isfinite(least) else {})
                 | ({} if r["seconds"] is None else {"s": r["seconds"]})
             )  # fmt: skip
     columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
     columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
-    columns += [("mb", "file, MB", ".1f")] if size else []
+    columns += [("bits", "bits", ".2f"), *([("mb", "file, MB", ".1f")] if size else [])]
     columns += [("draw", "draw", "d")] if len({r["draw"] for r in rows}) > 1 else []
     return table(lines, [*columns, ("s", "CPU s", ".0f")])
 
 
-def readme(rows: Rows) -> str:
-    """The table of the first page: one row for each method, with the grids that another tool has."""
-    grids = by_grid([r for r in rows if r["draw"] == 0])
-    grids = {key: here for key, here in grids.items() if np.isfinite(best(here))}
-    first = {key: min(r["kl"] for r in here) for key, here in grids.items()}
+def readme(rows: Rows, exl3_rows: Rows) -> str:
+    """The table of the first page: the best rows of each tool, with what they store."""
+    shown = [r for r in (*rows, *exl3_rows) if r["variant"] in FIRST and r["draw"] == 0]
+    least = {bits: min(r["kl"] for r in shown if r["bits"] == bits) for bits in COLUMNS}
     lines = []
-    for variant, name in NAMES.items():
-        if variant in ("llm-compressor", "loopq best, inputs open"):
-            # The first stands in the picture above; both are in the record.
-            continue
+    for variant, name in FIRST.items():
         line: dict[str, Any] = {"weights": name}
-        for key, here in grids.items():
-            for r in (r for r in here if r["variant"] == variant):
-                kl = f"{r['kl']:.3f}"
-                bold = f"**{kl}**" if r["kl"] == first[key] else kl
-                line |= {f"kl{key[0]}": bold, f"agreement{key[0]}": percent(r["agreement"])}
-                # A row that was measured on a loaded machine has no seconds.
-                line.setdefault("seconds", []).extend([] if r["seconds"] is None else [r["seconds"]])
-        if len(line) > 1:
-            times = line.pop("seconds")
-            lines.append(line | ({"seconds": sum(times) / len(times)} if times else {}))
+        seconds = []
+        for r in (r for r in shown if r["variant"] == variant and r["bits"] in COLUMNS):
+            bits, kl = r["bits"], f"{r['kl']:.3f}"
+            line[f"bits{bits}"] = stored_bits(r)
+            line[f"kl{bits}"] = f"**{kl}**" if r["kl"] == least[bits] else kl
+            line[f"agreement{bits}"] = percent(r["agreement"])
+            # EXL3's seconds are those of a kernel for other processors.
+            seconds += [r["seconds"]] if r["seconds"] is not None and variant != EXL3 else []
+        lines.append(line | ({"seconds": sum(seconds) / len(seconds)} if seconds else {}))
     columns = [("weights", "weights", "")]
-    for bits, _ in grids:
-        columns += [(f"kl{bits}", f"{bits} bits: KL", ""), (f"agreement{bits}", "agreement", "")]
+    for bits in COLUMNS:
+        columns += [
+            (f"bits{bits}", "bits", ".2f"),
+            (f"kl{bits}", "KL", ""),
+            (f"agreement{bits}", "agreement", ""),
+        ]
     return table(lines, [*columns, ("seconds", "CPU s", ".0f")])
 
 
@@ -174,7 +208,7 @@ def scored(data: dict[str, Any]) -> Rows:
 
 
 def right(data: dict[str, Any]) -> str:
-    """Right answers on the first page: one row for each method and grid, one column for each task."""
+    """Right answers: one row for each method and grid, one column for each task."""
     lines: dict[tuple[int, str], dict[str, Any]] = {}
     for r in scored(data):
         grid = f"{r['bits']} bits: " if r["bits"] else ""
@@ -306,13 +340,6 @@ def exl3_bits(model: str, bits: int, block: int = 1) -> float:
     return sum(bits * n * m + 16 * (n + m) for n, m in filled) / sum(n * m for n, m in SHAPES[model])
 
 
-def stored_bits(row: dict[str, Any]) -> float:
-    """Bits of a weight with its share of the scales."""
-    if row["variant"] == EXL3:
-        return exl3_bits(SMOLLM2, row["bits"])
-    return float(row["bits"] + 16 / row["group"])
-
-
 def exl3_at(rows: Rows, bits: float) -> float:
     """KL of EXL3 at some bits, on the line through the logarithms of its two."""
     line = np.polyfit([stored_bits(r) for r in rows], [np.log(r["kl"]) for r in rows], 1)
@@ -320,7 +347,7 @@ def exl3_at(rows: Rows, bits: float) -> float:
 
 
 def claim(data: dict[str, Any]) -> str:
-    """The first page's sentences: ratios of KL, each with the CPU seconds of the same two settings, and EXL3's."""
+    """Sentences of the comparison: ratios of KL, each with the CPU seconds of the same two settings, and EXL3's."""
     rows = {(r["variant"], r["bits"]): r for r in of(data, SMOLLM2) if r["draw"] == 0}
     exl3_rows = [r for r in data.get("exl3", []) if r["model"] == SMOLLM2]
 
@@ -336,7 +363,7 @@ def claim(data: dict[str, Any]) -> str:
         here = [rows[ours, bits] for bits in (4, 3)]
         return " and ".join(f"{r['kl'] / exl3_at(exl3_rows, stored_bits(r)):.2f}" for r in here)
 
-    default, small, best = "loopq default", f"{SMALL}, inputs open", "auto-round, best"
+    default, small, best = "loopq default", SMALL, "auto-round, best"
     tools = (best, "auto-round", "llm-compressor, imatrix_mse")
     lines = [
         f"* **Even levels**, which most engines read, have "
@@ -348,6 +375,26 @@ def claim(data: dict[str, Any]) -> str:
     ]
     if rows[small, 3]["kl"] < rows[best, 4]["kl"]:
         lines.append(f"* Three bits of `--preset small` lose less than four bits of {NAMES[best]}.")
+    return "\n".join(lines)
+
+
+def opening(data: dict[str, Any]) -> str:
+    """The claim of the first page, on a published model, and what the default costs without its rotations."""
+    held = {r["variant"]: r["kl"] for r in of(data, PLBERT) if (r["bits"], r["group"]) == (3, 32)}
+    tool, ours = held["llm-compressor, imatrix_mse"], held["loopq default"]
+    seconds = {
+        r["variant"]: r["seconds"] for r in of(data, SMOLLM2) if r["draw"] == 0 and r["bits"] == COST_BITS
+    }
+    cost = seconds[UNTURNED]
+    lines = (
+        "PL-BERT, a published model, runs one layer twelve times. At 3 bits, GPTQ that calibrates on the first step",
+        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because later "
+        "steps are not in its data. The best",
+        f"setting of llm-compressor has {tool:.3f}. **loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** It needs",
+        f"{cost / seconds[COST]:.1f} times the CPU time of llm-compressor's `mse`, and "
+        f"{cost / seconds['auto-round, best']:.2f} of that of auto-round's recipe",
+        "`best` (on SmolLM2, below).",
+    )
     return "\n".join(lines)
 
 
@@ -372,6 +419,30 @@ def exl3(rows: Rows) -> str:
         ("kl", "KL (95 % over prompts)", ""),
         ("agreement", "agreement", ""),
     ]
+    return table(lines, columns)
+
+
+def beside_exl3(data: dict[str, Any]) -> str:
+    """Preset `small`, EXL3 and the default at three bits, on every model that all of them took."""
+    lines = []
+    for model in (SMOLLM2, PLBERT, *SMALL_MODELS):
+        rows = [
+            r for r in (*data.get(PARTS[model], []), *data["exl3"]) if r["model"] == model and r["bits"] == 3
+        ]
+        rows = [r for r in rows if r["draw"] == 0 and r["variant"] in TRELLISES]
+        peer = min((r["kl"] for r in rows if r["variant"] == EXL3), default=None)
+        if peer is None:
+            continue
+        for r in sorted(rows, key=lambda r: TRELLISES.index(r["variant"])):
+            lines.append(
+                {
+                    "model": model, "weights": NAMES.get(r["variant"], "EXL3"), "bits": stored_bits(r), "kl": spread(r),
+                    "over": r["kl"] / peer,
+                }
+                | ({} if r["seconds"] is None or r["variant"] == EXL3 else {"s": r["seconds"]})
+            )  # fmt: skip
+    columns = [("model", "model", ""), ("weights", "weights", ""), ("bits", "bits", ".2f")]
+    columns += [("kl", "KL (95 % over prompts)", ""), ("over", "over EXL3", ".2f"), ("s", "CPU s", ".0f")]
     return table(lines, columns)
 
 
@@ -401,9 +472,10 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (PAGE, "exl3"): exl3(data.get("exl3", [])),
         (TRELLIS, "exl3"): exl3(data.get("exl3", [])),
-        (README, "claim"): claim(data),
-        (README, "smollm2"): readme(smol),
-        (README, "answers"): right(data),
+        (TRELLIS, "small"): beside_exl3(data),
+        (README, "claim"): opening(data),
+        (README, "smollm2"): readme(smol, [r for r in data.get("exl3", []) if r["model"] == SMOLLM2]),
+        (COMPARISON, "answers"): right(data),
         (ZOO, "smollm2"): peers(first),
         (ZOO, "answers"): scores(data),
         (ZOO, "loop"): loop(alone),

@@ -160,7 +160,7 @@ def test_the_first_page_reads_exl3_at_equal_bits_and_pairs_seconds_with_their_kl
     rows = [
         *smol(peers_table.EVEN, 0.1, 0.4, 20.0),
         *smol("loopq default", 0.1, 0.2, None),
-        *smol(f"{peers_table.SMALL}, inputs open", 0.02, 0.1, 300.0),
+        *smol(peers_table.SMALL, 0.02, 0.1, 300.0),
         *smol("auto-round", 0.2, 0.8, 100.0),
         *smol("auto-round, best", 0.1, 0.5, 400.0),
         *smol("llm-compressor, imatrix_mse", 0.2, 1.0, 10.0),

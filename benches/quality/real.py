@@ -94,8 +94,8 @@ TASKS = {"lambada": "LAMBADA", "arc_easy": "ARC-easy", "hellaswag": "HellaSwag"}
 ROWS = ("model", "names", "calibration", "draw", "bits", "group", "variant", "task", "limit")
 
 
-def add(data: dict[str, Any], result: dict[str, Any]) -> None:
-    """Put the results of a bench into a record."""
+def add(data: dict[str, Any], result: dict[str, Any], *, aside: bool = False) -> None:
+    """Put the results of a bench into a record. `aside`: their seconds are not those of the other rows' machine."""
     if "records" not in result:
         for run in result.values():
             data["gguf"] |= run["rows"]
@@ -105,6 +105,7 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             names, text = (result["settings"].get(k) for k in ("names", "calibration"))
             model = row["model"] if row["model"] in PARTS else LOOP if names else SMOLLM2
             new = row | {"model": model} | ({"names": names, "calibration": Path(text).name} if names else {})
+            new |= {"aside": True} if aside else {}
             # One character for each item.
             new |= {"values": "".join(f"{v:.0f}" for v in new["values"])} if "values" in new else {}
             part = PARTS[model] if where == "records" else where
@@ -112,8 +113,14 @@ def add(data: dict[str, Any], result: dict[str, Any]) -> None:
             data.setdefault(part, [])
             same = [r for r in data[part] if all(r.get(k) == new.get(k) for k in ROWS)]
             # The first of equal results stays, with its seconds.
-            if not same or "kl" not in new or same[0].get("kl") != new["kl"]:
+            held = same and same[0].get("seconds", 0) is not None
+            if not held or "kl" not in new or same[0].get("kl") != new["kl"]:
                 data[part] = [*(r for r in data[part] if r not in same), new]
+
+
+def seconds_of(row: dict[str, Any]) -> float | None:
+    """CPU seconds of a row that ran on the machine of the others."""
+    return None if row.get("aside") else row["seconds"]
 
 
 def of(data: dict[str, Any], model: str) -> Rows:
@@ -163,7 +170,7 @@ def peers(rows: Rows, size: bool = True) -> str:
                     "agreement": percent(r["agreement"]), "bits": stored_bits(r), "mb": megabytes(stored_bits(r)),
                 }
                 | ({"over": r["kl"] / least} if np.isfinite(least) else {})
-                | ({} if r["seconds"] is None else {"s": r["seconds"]})
+                | ({} if seconds_of(r) is None else {"s": r["seconds"]})
             )  # fmt: skip
     columns = [("grid", "grid", ""), ("weights", "weights", ""), ("kl", "KL (95 % over prompts)", "")]
     columns += [("agreement", "agreement", ""), ("over", "over the best tool", ".2f")]
@@ -186,7 +193,7 @@ def readme(rows: Rows, exl3_rows: Rows) -> str:
             line[f"kl{bits}"] = f"**{kl}**" if r["kl"] == least[bits] else kl
             line[f"agreement{bits}"] = percent(r["agreement"])
             # EXL3's seconds are those of a kernel for other processors.
-            seconds += [r["seconds"]] if r["seconds"] is not None and variant != EXL3 else []
+            seconds += [r["seconds"]] if seconds_of(r) is not None and variant != EXL3 else []
         lines.append(line | ({"seconds": sum(seconds) / len(seconds)} if seconds else {}))
     columns = [("weights", "weights", "")]
     for bits in COLUMNS:
@@ -255,7 +262,7 @@ def cost(rows: Rows) -> str:
             "mib": r["memory_mib"],
         }
         for variant, r in here.items()
-        if variant in OURS and not variant.startswith("RTN") and r["seconds"] is not None
+        if variant in OURS and not variant.startswith("RTN") and seconds_of(r) is not None
     ]  # fmt: skip
     columns = [
         ("weights", "weights", ""), ("s", f"CPU seconds over {NAMES[COST]}", ".2f"), ("kl", "KL over it", ".2f"),
@@ -354,7 +361,7 @@ def claim(data: dict[str, Any]) -> str:
     def over(ours: str, other: str) -> str:
         both = [(rows[ours, bits], rows[other, bits]) for bits in (4, 3)]
         ratio = " and ".join(f"{a['kl'] / b['kl']:.2f}" for a, b in both)
-        if None in [r["seconds"] for pair in both for r in pair]:
+        if None in [seconds_of(r) for pair in both for r in pair]:
             return f"{ratio} of the KL of {NAMES[other]}"
         seconds = sum(a["seconds"] for a, _ in both) / sum(b["seconds"] for _, b in both)
         return f"{ratio} of the KL of {NAMES[other]}, in {seconds:.2g} times its CPU seconds"
@@ -489,10 +496,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="*", type=Path, help="files of JSON that the benches left")
+    parser.add_argument("--aside", action="store_true", help="seconds of RESULT are of another machine or a busy one")
     args = parser.parse_args()
     data = json.loads(DATA.read_text("utf-8"))
     for file in args.results:
-        add(data, json.loads(file.read_text("utf-8")))
+        add(data, json.loads(file.read_text("utf-8")), aside=args.aside)
     DATA.write_text(json_lines(data) + "\n", "utf-8")
     for (page, mark), text in pages(data).items():
         into(page, mark, text)

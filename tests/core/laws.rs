@@ -258,7 +258,7 @@ fn every_weight_gets_the_nearest_level() {
         let grid = Grid { search, values, signed: true, ..grid(4, group) };
         let q = rtn(weight(&w, dim), &grid, &on(2)).unwrap();
         for (at, (&code, &value)) in q.codes.iter().zip(&w).enumerate() {
-            let scale = q.levels[at / dim * dim.div_ceil(group) + at % dim / group].scale;
+            let scale = q.scales[at / dim * dim.div_ceil(group) + at % dim / group].scale;
             let error = |level: i8| (f64::from(value) - f64::from(level) / 16.0 * f64::from(scale)).abs();
             let least = levels.iter().map(|&level| error(level)).fold(f64::INFINITY, f64::min);
             assert!(error(levels[usize::from(code)]) <= least * (1.0 + 1e-9), "{code} for {value}");
@@ -589,11 +589,11 @@ fn scales_and_offsets_are_whole_units_and_report_their_proxy() {
         assert!(report.settled < report.swept && loss(&q) < best);
         best = loss(&q);
         assert!(best < report.settled);
-        for levels in q.levels.chunks(groups) {
-            for level in levels {
-                assert_eq!(level.units, levels[0].units);
-                assert!(level.units.iter().all(|&unit| half::f16::from_f32(unit).to_f32() == unit));
-                let [scale, offset] = [level.scale / level.units[0], level.offset / level.units[1]];
+        for row in q.scales.chunks(groups) {
+            for one in row {
+                assert_eq!(one.units, row[0].units);
+                assert!(one.units.iter().all(|&unit| half::f16::from_f32(unit).to_f32() == unit));
+                let [scale, offset] = [one.scale / one.units[0], one.offset / one.units[1]];
                 assert!(
                     scale.is_nan()
                         || scale.fract() == 0.0
@@ -626,14 +626,14 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
         let real = loss(&q);
         assert!((report.proxy - real).abs() <= 1e-9 * real, "{} and {real}", report.proxy);
         let plain = rtn(weight(&w, dim), &grid(4, 50), &on(1)).unwrap();
-        assert_eq!(plain.levels, q.levels);
+        assert_eq!(plain.scales, q.scales);
         assert!(real < 0.8 * loss(&plain));
         // Paths are priced in single precision. The columns are three blocks of them.
         let mut before = real;
         for beam in [2, 8, 32] {
             let options = Options { beam, ..options };
             let (q, report) = gptq(weight(&w, dim), &f, &grid(4, 50), &options, &on(1)).unwrap();
-            assert_eq!(plain.levels, q.levels);
+            assert_eq!(plain.scales, q.scales);
             let real = loss(&q);
             assert!((report.proxy - real).abs() <= 1e-4 * real, "{beam}: {} and {real}", report.proxy);
             assert!(real < before, "{beam} paths: {real}, fewer: {before}");

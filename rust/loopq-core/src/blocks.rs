@@ -32,13 +32,13 @@ pub(crate) fn in_blocks<R: Send>(
         };
         gathered("blocks of rows", starts.par_iter().zip(left).map(run))
     })?;
-    let mut out = Quantized { codes: Vec::new(), levels: Vec::new() };
+    let mut out = Quantized { codes: Vec::new(), scales: Vec::new() };
     let mut reports = Vec::new();
     reserve("blocks of rows", &mut reports, left.len())?;
     for part in solved {
         let (part, report) = part?;
         extend("codes", &mut out.codes, &part.codes)?;
-        extend("scales", &mut out.levels, &part.levels)?;
+        extend("scales", &mut out.scales, &part.scales)?;
         reports.push(report);
     }
     Ok((out, reports))

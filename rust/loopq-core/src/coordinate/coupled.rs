@@ -109,7 +109,7 @@ pub fn coupled(
     }
     let solved: Vec<Result<(Vec<Block<'_>>, f64, f64)>> =
         pool.install(|| teams.into_par_iter().with_max_len(1).map(|team| team.run(passes)).collect());
-    let mut out = Quantized { codes: Vec::new(), levels: Vec::new() };
+    let mut out = Quantized { codes: Vec::new(), scales: Vec::new() };
     let mut report = CoupledReport { swept: 0.0, settled: 0.0, replaced: 0 };
     for team in solved {
         let (blocks, swept, settled) = team?;
@@ -118,7 +118,7 @@ pub fn coupled(
         for block in blocks {
             report.replaced += block.replaced;
             extend("codes", &mut out.codes, &block.out.codes)?;
-            extend("scales", &mut out.levels, &block.out.levels)?;
+            extend("scales", &mut out.scales, &block.out.scales)?;
         }
     }
     Ok((out, report))
@@ -173,13 +173,13 @@ impl<'a> Team<'a> {
             let (to, codes) = (block.order[row], &part.codes[at * dim..(at + 1) * dim]);
             let (own, from) = (to * groups..(to + 1) * groups, at * groups..(at + 1) * groups);
             block.out.codes[to * dim..(to + 1) * dim].copy_from_slice(codes);
-            block.out.levels[own].copy_from_slice(&part.levels[from.clone()]);
+            block.out.scales[own].copy_from_slice(&part.scales[from.clone()]);
             let places = row * dim..(row + 1) * dim;
             let (error, target) = (&mut block.error[places.clone()], &block.target[places]);
             for (j, (error, target)) in error.iter_mut().zip(target).enumerate() {
-                let level = &part.levels[from.start + self.problem.group_of(j)];
-                let step = self.problem.rounding.step(codes[j], f32::from(level.zero));
-                *error = f64::from(step * level.scale) + f64::from(level.offset) - target;
+                let one = &part.scales[from.start + self.problem.group_of(j)];
+                let step = self.problem.rounding.step(codes[j], f32::from(one.zero));
+                *error = f64::from(step * one.scale) + f64::from(one.offset) - target;
             }
         }
         Ok(())
@@ -341,13 +341,13 @@ impl<'a> Block<'a> {
     /// of `A`. Its loss counts its own error only; a gain is small relative to that.
     fn tile(&self, first: usize, problem: &Problem<'_>, slope: &[Lane]) -> Result<Tile> {
         let (dim, groups, n) = (problem.dim, problem.grid.n_groups(problem.dim), self.lanes(first));
-        let (mut codes, mut levels) = (zeros(SCRATCH, n * dim)?, Vec::new());
+        let (mut codes, mut scales) = (zeros(SCRATCH, n * dim)?, Vec::new());
         for i in 0..n {
             let from = self.order[first + i];
             codes[i * dim..(i + 1) * dim].copy_from_slice(&self.out.codes[from * dim..(from + 1) * dim]);
-            extend(SCRATCH, &mut levels, &self.out.levels[from * groups..(from + 1) * groups])?;
+            extend(SCRATCH, &mut scales, &self.out.scales[from * groups..(from + 1) * groups])?;
         }
-        let mut tile = Tile::new(problem, (&codes, &levels), 0, n)?;
+        let mut tile = Tile::new(problem, (&codes, &scales), 0, n)?;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
             for (to, slope) in tile.gradient.iter_mut().zip(slope) {
@@ -381,7 +381,7 @@ impl<'a> Block<'a> {
                 }
                 let to = self.order[row];
                 let codes = &mut self.out.codes[to * dim..(to + 1) * dim];
-                tile.store(problem, i, codes, &mut self.out.levels[to * groups..(to + 1) * groups]);
+                tile.store(problem, i, codes, &mut self.out.scales[to * groups..(to + 1) * groups]);
                 let moved: Vec<f64> = collected(SCRATCH, (0..dim).map(image))?;
                 for other in &mut begun[t..] {
                     let n = self.lanes(other.first);

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::coordinate::tile::{values_of, Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
-use crate::grid::{by_steps, Level, Part, Steps};
+use crate::grid::{by_steps, GroupScale, Part, Steps};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, per_isa};
@@ -151,12 +151,12 @@ impl Problem<'_> {
         Ok(())
     }
 
-    /// By how much the values of columns change with one part of their levels.
+    /// By how much the values of columns change with one part of their scales.
     fn slopes(&self, tile: &Tile, part: Part, columns: Range<usize>) -> Result<Vec<Lane>> {
         let slope = |j: usize| {
             let (g, steps) = (self.group_of(j), tile.steps[j]);
             let Some(units) = self.grid.units() else { return steps };
-            std::array::from_fn(|r| match (part, units.counts(&tile.level(g, r))) {
+            std::array::from_fn(|r| match (part, units.counts(&tile.scale_of(g, r))) {
                 (Part::Scale, _) => steps[r],
                 (Part::Offset, _) => 1.0,
                 (Part::ScaleUnit, (scales, _)) => steps[r] * scales,
@@ -166,14 +166,14 @@ impl Problem<'_> {
         collected(SCRATCH, columns.map(slope))
     }
 
-    /// A level with one part of it moved, as far as it can be stored.
-    fn moved(&self, level: &Level, part: Part, by: f64) -> Level {
+    /// A scale with one part of it moved, as far as it can be stored.
+    fn moved(&self, one: &GroupScale, part: Part, by: f64) -> GroupScale {
         if let Some(units) = self.grid.units() {
-            return units.moved(level, part, by);
+            return units.moved(one, part, by);
         }
-        let scale = self.grid.scale_type.round(f64::from(level.scale) + by);
+        let scale = self.grid.scale_type.round(f64::from(one.scale) + by);
         let fits = scale.is_finite() && scale != 0.0 && (self.grid.signed || scale > 0.0);
-        Level { scale: if fits { scale } else { level.scale }, ..*level }
+        GroupScale { scale: if fits { scale } else { one.scale }, ..*one }
     }
 
     fn change_scale(&self, tile: &mut Tile, part: Part, columns: Range<usize>) -> Result<Changes> {
@@ -190,22 +190,22 @@ impl Problem<'_> {
         let slopes = self.slopes(tile, part, columns.clone())?;
         let (slope, curve) = (inner(&slopes, gradient), inner(&slopes, &image(&slopes)?));
         let groups = self.group_of(columns.start)..self.group_of(columns.end - 1) + 1;
-        let level = |g: usize, r: usize| {
-            let old = tile.level(g, r);
+        let one = |g: usize, r: usize| {
+            let old = tile.scale_of(g, r);
             if tile.active[r] {
                 self.moved(&old, part, -slope[r] / curve[r])
             } else {
                 old
             }
         };
-        let wanted = groups.clone().map(|g| std::array::from_fn(|r| level(g, r)));
-        let wanted: Vec<[Level; LANES]> = collected(SCRATCH, wanted)?;
-        if groups.clone().zip(&wanted).all(|(g, new)| (0..LANES).all(|r| new[r] == tile.level(g, r))) {
+        let wanted = groups.clone().map(|g| std::array::from_fn(|r| one(g, r)));
+        let wanted: Vec<[GroupScale; LANES]> = collected(SCRATCH, wanted)?;
+        if groups.clone().zip(&wanted).all(|(g, new)| (0..LANES).all(|r| new[r] == tile.scale_of(g, r))) {
             return Ok(Changes::default());
         }
         let new = |j: usize| {
-            let level = &wanted[self.group_of(j) - groups.start];
-            values_of(&tile.steps[j], &level.map(|l| l.scale), &level.map(|l| f64::from(l.offset)))
+            let one = &wanted[self.group_of(j) - groups.start];
+            values_of(&tile.steps[j], &one.map(|l| l.scale), &one.map(|l| f64::from(l.offset)))
         };
         let new: Vec<Lane> = collected(SCRATCH, columns.clone().map(new))?;
         let by = new.iter().zip(&tile.values[columns.clone()]).map(|(new, old)| difference(new, old));
@@ -213,8 +213,8 @@ impl Problem<'_> {
         let (first, second) = (inner(&by, gradient), inner(&by, &image(&by)?));
         let gain: Lane = std::array::from_fn(|r| 2.0 * first[r] + second[r]);
         for r in (0..LANES).filter(|&r| gain[r] < 0.0) {
-            for (g, level) in groups.clone().zip(&wanted) {
-                tile.set(g, r, &level[r]);
+            for (g, one) in groups.clone().zip(&wanted) {
+                tile.set(g, r, &one[r]);
             }
             tile.loss[r] += gain[r];
         }

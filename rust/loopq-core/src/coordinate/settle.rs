@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use crate::coordinate::tile::{Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::gptq::{again, gptq, Options, Scales, BLOCK_SIZE};
-use crate::grid::{Level, Quantized};
+use crate::grid::{GroupScale, Quantized};
 use crate::lanes::{columns_of, Lane, LANES};
 use crate::memory::{collected, copied, gathered, reserve};
 use crate::weight::Weight;
@@ -25,8 +25,8 @@ pub(super) struct Course {
     pub(super) rounds: usize,
 }
 
-/// Codes (rows, dim) and levels (rows, groups) of a batch.
-type Found<'a> = (&'a mut [u8], &'a mut [Level]);
+/// Codes (rows, dim) and scales (rows, groups) of a batch.
+type Found<'a> = (&'a mut [u8], &'a mut [GroupScale]);
 
 impl Problem<'_> {
     /// Quantizes the rows of a weight.
@@ -40,12 +40,12 @@ impl Problem<'_> {
             let batches = out
                 .codes
                 .par_chunks_mut(rows * dim)
-                .zip(out.levels.par_chunks_mut(rows * groups))
+                .zip(out.scales.par_chunks_mut(rows * groups))
                 .with_max_len(1)
                 .enumerate()
-                .map(|(b, (codes, levels))| {
+                .map(|(b, (codes, scales))| {
                     let w = w.slice(b * rows, codes.len() / dim);
-                    self.settle(w, (codes, levels), execution)
+                    self.settle(w, (codes, scales), execution)
                 });
             gathered(SCRATCH, batches)
         })?;
@@ -67,19 +67,19 @@ impl Problem<'_> {
     /// the one before.
     fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
         execution.check()?;
-        let (codes, levels) = found;
+        let (codes, scales) = found;
         let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
-        let mut tiles = self.load(w, (codes, levels), execution)?;
+        let mut tiles = self.load(w, (codes, scales), execution)?;
         let swept = losses(&tiles, w.rows())?;
         let (mut settled, mut moves, mut rounds) = (copied(SCRATCH, &swept)?, 0, 0);
         let mut live: Vec<usize> = collected(SCRATCH, 0..w.rows())?;
         while rounds < self.settings.rounds && !live.is_empty() {
             if rounds > 0 {
                 let values = gather(w.values(), dim, &live)?;
-                let levels = gather(levels, groups, &live)?;
+                let scales = gather(scales, groups, &live)?;
                 let w = Weight::new("W", &values, live.len(), dim)?;
-                let next = again(w, self.factor, &self.grid, &self.sweep(), &levels, execution)?;
-                tiles = self.load(w, (&next.codes, &levels), execution)?;
+                let next = again(w, self.factor, &self.grid, &self.sweep(), &scales, execution)?;
+                tiles = self.load(w, (&next.codes, &scales), execution)?;
             }
             moves += self.descend(&mut tiles, execution)?;
             let mut at = 0;
@@ -89,7 +89,7 @@ impl Problem<'_> {
                 if tile.loss[r] < best {
                     settled[row] = tile.loss[r];
                     let codes = &mut codes[row * dim..(row + 1) * dim];
-                    tile.store(self, r, codes, &mut levels[row * groups..(row + 1) * groups]);
+                    tile.store(self, r, codes, &mut scales[row * groups..(row + 1) * groups]);
                 }
                 is_gain(tile.loss[r], best)
             });
@@ -98,8 +98,13 @@ impl Problem<'_> {
         Ok(Course { swept, settled, moves, rounds })
     }
 
-    /// Tiles of rows with the codes and levels given.
-    fn load(&self, w: Weight<'_>, found: (&[u8], &[Level]), execution: &Execution<'_>) -> Result<Vec<Tile>> {
+    /// Tiles of rows with the codes and scales given.
+    fn load(
+        &self,
+        w: Weight<'_>,
+        found: (&[u8], &[GroupScale]),
+        execution: &Execution<'_>,
+    ) -> Result<Vec<Tile>> {
         let firsts = (0..w.rows()).step_by(LANES);
         let tiles = firsts.clone().map(|first| Tile::new(self, found, first, w.rows()));
         let mut tiles: Vec<Tile> = tiles.collect::<Result<_>>()?;

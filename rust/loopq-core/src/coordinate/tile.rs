@@ -1,7 +1,7 @@
 //! Eight rows of a weight on their way through the stages.
 
 use crate::coordinate::{Problem, SCRATCH};
-use crate::grid::Level;
+use crate::grid::GroupScale;
 use crate::lanes::{Lane, LANES};
 use crate::memory::{self, collected};
 use crate::Result;
@@ -34,14 +34,14 @@ impl Tile {
     /// Rows from `first` on, of `rows`. Lanes without a row hold zeros and are done.
     pub(super) fn new(
         problem: &Problem<'_>,
-        (codes, levels): (&[u8], &[Level]),
+        (codes, known): (&[u8], &[GroupScale]),
         first: usize,
         rows: usize,
     ) -> Result<Self> {
         let (dim, groups) = (problem.dim, problem.grid.n_groups(problem.dim));
         let live = |r: usize| first + r < rows;
-        let none = Level { scale: 1.0, ..Level::default() };
-        let at = |g: usize, r: usize| if live(r) { levels[(first + r) * groups + g] } else { none };
+        let none = GroupScale { scale: 1.0, ..GroupScale::default() };
+        let at = |g: usize, r: usize| if live(r) { known[(first + r) * groups + g] } else { none };
         let scale = |g: usize| std::array::from_fn(|r| at(g, r).scale);
         let scales: Vec<[f32; LANES]> = collected(SCRATCH, (0..groups).map(scale))?;
         let zero = |g: usize| std::array::from_fn(|r| f64::from(at(g, r).zero));
@@ -70,25 +70,25 @@ impl Tile {
         self.active.contains(&true)
     }
 
-    /// The level of lane `r` in group `g`.
-    pub(super) fn level(&self, g: usize, r: usize) -> Level {
+    /// The scale of lane `r` in group `g`.
+    pub(super) fn scale_of(&self, g: usize, r: usize) -> GroupScale {
         let (scale, units) = (self.scales[g][r], self.units[g][r]);
-        Level { scale, zero: self.zeros[g][r] as u8, offset: self.offsets[g][r] as f32, units }
+        GroupScale { scale, zero: self.zeros[g][r] as u8, offset: self.offsets[g][r] as f32, units }
     }
 
     /// Sets scale, offset and units of lane `r` in group `g`.
-    pub(super) fn set(&mut self, g: usize, r: usize, level: &Level) {
-        (self.scales[g][r], self.units[g][r]) = (level.scale, level.units);
-        self.offsets[g][r] = f64::from(level.offset);
+    pub(super) fn set(&mut self, g: usize, r: usize, one: &GroupScale) {
+        (self.scales[g][r], self.units[g][r]) = (one.scale, one.units);
+        self.offsets[g][r] = f64::from(one.offset);
     }
 
-    /// Writes lane `r` as a row of codes and one of levels.
-    pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], levels: &mut [Level]) {
+    /// Writes lane `r` as a row of codes and one of scales.
+    pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [GroupScale]) {
         for (j, to) in codes.iter_mut().enumerate() {
             *to = problem.rounding.code(self.steps[j][r], self.zeros[problem.group_of(j)][r]);
         }
-        for (g, to) in levels.iter_mut().enumerate() {
-            *to = self.level(g, r);
+        for (g, to) in scales.iter_mut().enumerate() {
+            *to = self.scale_of(g, r);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK, SCRATCH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
-use crate::grid::{by_steps, fit, Grid, Level, Levels, Rounding};
+use crate::grid::{by_steps, fit, Grid, GroupScale, GroupScales, Rounding};
 use crate::memory::{collected, copied, zeros};
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
@@ -33,7 +33,7 @@ pub(super) struct Batch<'a, T> {
     dim: usize,
     first: usize,
     vectors: Vec<Vector<T>>,
-    levels: Levels,
+    scales: GroupScales,
 }
 
 /// `T::NR` rows.
@@ -55,15 +55,15 @@ impl<'a, T: Real> Batch<'a, T> {
         problem: &'a Problem<'a, T>,
         w: Weight<'a>,
         first: usize,
-        known: Option<&[Level]>,
+        known: Option<&[GroupScale]>,
     ) -> Result<Self> {
         let (grid, isa) = (problem.grid, problem.options.isa);
-        let levels = match (known, problem.options.scales) {
-            (Some(known), _) => Levels::load(w.rows(), known)?,
-            (None, Scales::Static) => Levels::fitted(w, first, grid, problem.weights, isa)?,
-            (None, Scales::Group) => Levels::unset(w.rows(), grid.n_groups(w.dim()))?,
+        let scales = match (known, problem.options.scales) {
+            (Some(known), _) => GroupScales::load(w.rows(), known)?,
+            (None, Scales::Static) => GroupScales::fitted(w, first, grid, problem.weights, isa)?,
+            (None, Scales::Group) => GroupScales::unset(w.rows(), grid.n_groups(w.dim()))?,
         };
-        Ok(Self { problem, w, dim: w.dim(), first, vectors: Vec::new(), levels })
+        Ok(Self { problem, w, dim: w.dim(), first, vectors: Vec::new(), scales })
     }
 
     fn n(&self) -> usize {
@@ -109,7 +109,7 @@ impl<'a, T: Real> Batch<'a, T> {
         let Problem { factor, rounding, options, .. } = self.problem;
         let (dim, n) = (self.dim, self.n());
         let mut beams: Vec<Beam> = (0..n).map(|_| Beam::new(options.beam)).collect::<Result<_>>()?;
-        let units = collected(SCRATCH, (0..n).map(|r| power_of_two(self.levels.mean_scale(r))))?;
+        let units = collected(SCRATCH, (0..n).map(|r| power_of_two(self.scales.mean_scale(r))))?;
         let mean_pivot = factor.pivots().iter().sum::<f64>() / dim as f64;
         let pivot_unit = f64::from(power_of_two(mean_pivot as f32));
         let mut a: Vec<Strips> = zeros(SCRATCH, 2 * BLOCK)?;
@@ -159,7 +159,7 @@ impl<'a, T: Real> Batch<'a, T> {
             updated: Strips::default(),
         };
         for j in from.saturating_sub(BLOCK)..to {
-            let (scale, zero) = self.levels.lanes(factor.order()[j] / group, r, 1);
+            let (scale, zero) = self.scales.lanes(factor.order()[j] / group, r, 1);
             let at = j + BLOCK - from;
             row.original[at] = vector.original[j * T::NR + lane] / unit;
             (row.scale[at], row.zero[at]) = (scale[0] / unit, zero[0]);
@@ -178,7 +178,7 @@ impl<'a, T: Real> Batch<'a, T> {
         let vector = &mut self.vectors[r / T::NR];
         for (j, &code) in (from..).zip(codes) {
             let (column, at) = (factor.order()[j], j * T::NR + lane);
-            let (scale, zero) = self.levels.lanes(column / group, r, 1);
+            let (scale, zero) = self.scales.lanes(column / group, r, 1);
             let value = rounding.step(code, zero[0]) * scale[0];
             let error = T::of(f64::from(vector.original[at])) - T::of(f64::from(value));
             (vector.codes[at], vector.values[at]) = (code, error);
@@ -195,7 +195,7 @@ impl<'a, T: Real> Batch<'a, T> {
         for (lane, row) in self.w.values().chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
             for j in 0..self.dim {
                 let column = problem.factor.order()[j];
-                let weight = row[column] - self.levels.offset(column / group, v * T::NR + lane);
+                let weight = row[column] - self.scales.offset(column / group, v * T::NR + lane);
                 values[j * T::NR + lane] = T::of(f64::from(weight));
                 original[j * T::NR + lane] = weight;
             }
@@ -246,7 +246,7 @@ impl<'a, T: Real> Batch<'a, T> {
         let (nr, column) = (T::NR, factor.order()[j]);
         let g = column / grid.group(self.dim);
         let lanes = nr.min(self.n() - v * nr);
-        let (scale, zero) = self.levels.lanes(g, v * nr, lanes);
+        let (scale, zero) = self.scales.lanes(g, v * nr, lanes);
         let vector = &mut self.vectors[v];
         let (line, later) = vector.values[j * nr..].split_at_mut(nr);
         by_steps!(rounding, |steps| round_column(
@@ -283,12 +283,12 @@ impl<'a, T: Real> Batch<'a, T> {
             let lines = self.vectors[v].group_start(from, to, self.problem)?;
             let fitted = fit(options.isa, grid, &lines, T::NR, &weights[from..to])
                 .map_err(|(lane, e)| e.located(self.first + v * T::NR + lane, from / group))?;
-            for (at, &level) in fitted.iter().enumerate().filter(|(at, _)| at % T::NR < lanes) {
-                self.levels.set(from / group + at / T::NR, v * T::NR + at % T::NR, level);
+            for (at, &one) in fitted.iter().enumerate().filter(|(at, _)| at % T::NR < lanes) {
+                self.scales.set(from / group + at / T::NR, v * T::NR + at % T::NR, one);
             }
             let Vector { values, original, .. } = &mut self.vectors[v];
             for (at, j) in (from..to).flat_map(|j| (0..lanes).map(move |lane| (j * T::NR + lane, j))) {
-                let offset = self.levels.offset(j / group, v * T::NR + at % T::NR);
+                let offset = self.scales.offset(j / group, v * T::NR + at % T::NR);
                 values[at] = values[at] - T::of(f64::from(offset));
                 original[at] -= offset;
             }
@@ -296,8 +296,8 @@ impl<'a, T: Real> Batch<'a, T> {
         Ok(())
     }
 
-    pub(super) fn store(&self, levels: &mut [Level]) {
-        self.levels.store(levels);
+    pub(super) fn store(&self, scales: &mut [GroupScale]) {
+        self.scales.store(scales);
     }
 
     /// Damped proxy of each row, and what of it the damping adds.

@@ -20,7 +20,7 @@ mod column;
 use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, Order};
-use crate::grid::{Grid, Level, Quantized};
+use crate::grid::{Grid, GroupScale, Quantized};
 use crate::memory::{gathered, zeros};
 use crate::simd::{Isa, Real};
 use crate::weight::Weight;
@@ -123,10 +123,10 @@ pub(crate) fn again<T: Real>(
     factor: &DampedFactor<T>,
     grid: &Grid,
     options: &Options,
-    levels: &[Level],
+    scales: &[GroupScale],
     execution: &Execution<'_>,
 ) -> Result<Quantized> {
-    Ok(run(w, factor, grid, options, Some(levels), execution)?.0)
+    Ok(run(w, factor, grid, options, Some(scales), execution)?.0)
 }
 
 fn run<T: Real>(
@@ -134,7 +134,7 @@ fn run<T: Real>(
     factor: &DampedFactor<T>,
     grid: &Grid,
     options: &Options,
-    levels: Option<&[Level]>,
+    scales: Option<&[GroupScale]>,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, Report)> {
     let (rows, dim) = (w.rows(), w.dim());
@@ -153,7 +153,7 @@ fn run<T: Real>(
         let batches = out
             .codes
             .par_chunks_mut(batch_rows * dim)
-            .zip(out.levels.par_chunks_mut(batch_rows * n_groups))
+            .zip(out.scales.par_chunks_mut(batch_rows * n_groups))
             .with_max_len(1)
             .enumerate()
             .map(|(b, (codes, found))| {
@@ -162,8 +162,8 @@ fn run<T: Real>(
                 let first = b * batch_rows;
                 let n = codes.len() / dim;
                 let own = first * n_groups..(first + n) * n_groups;
-                let levels = levels.map(|levels| &levels[own]);
-                let batch = Batch::new(&problem, w.slice(first, n), first, levels)?;
+                let scales = scales.map(|scales| &scales[own]);
+                let batch = Batch::new(&problem, w.slice(first, n), first, scales)?;
                 let solved = batch.solve(codes, execution)?;
                 solved.store(found);
                 Ok(solved.costs())

@@ -1,7 +1,7 @@
 //! Levels fitted to a weight: scales, codes and levels in turn, each the best one given the others.
 
 use crate::grid::table::MOST;
-use crate::grid::{Grid, Levels, Table, Values};
+use crate::grid::{Grid, GroupScales, Table, Values};
 use crate::memory::{copied, zeros};
 use crate::simd::Isa;
 use crate::weight::Weight;
@@ -39,11 +39,11 @@ pub fn fitted(w: Weight<'_>, weights: &[f64], grid: &Grid, execution: &Execution
 
 fn improved(w: Weight<'_>, weights: &[f64], grid: &Grid) -> Result<Table> {
     let (dim, group, rounding, table) = (w.dim(), grid.group(w.dim()), grid.rounding(), grid.on_table()?);
-    let levels = Levels::fitted(w, 0, grid, weights, Isa::best())?;
+    let scales = GroupScales::fitted(w, 0, grid, weights, Isa::best())?;
     let mut sums = [(0.0, 0.0); 16];
     for (r, row) in w.values().chunks_exact(dim).enumerate() {
         for (j, &value) in row.iter().enumerate() {
-            let scale = f64::from(levels.lanes(j / group, r, 1).0[0]);
+            let scale = f64::from(scales.lanes(j / group, r, 1).0[0]);
             let value = f64::from(value);
             let (above, below) = &mut sums[usize::from(rounding.code(value / scale, 0.0)) % 16];
             *above += weights[j] * scale * value;

@@ -6,10 +6,10 @@
 
 mod codes;
 mod fitting;
-mod levels;
 mod rounding;
 mod rtn;
 mod scale_type;
+mod scales;
 mod search;
 mod steps;
 mod table;
@@ -18,10 +18,10 @@ mod units;
 
 pub use codes::{add_offsets, dequantize, to_biased, to_signed, to_signed_by};
 pub use fitting::fitted;
-pub(crate) use levels::Levels;
 pub(crate) use rounding::{by_steps, Rounding};
 pub use rtn::rtn;
 pub use scale_type::ScaleType;
+pub(crate) use scales::GroupScales;
 pub(crate) use search::fit;
 pub use search::SHRINK_STEPS;
 pub(crate) use steps::Steps;
@@ -198,7 +198,7 @@ impl Grid {
 
 /// Scale and zero point of one group.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Level {
+pub struct GroupScale {
     /// Distance of neighbouring values.
     pub scale: f32,
     /// The code of zero, or of the offset where there is one.
@@ -215,31 +215,31 @@ pub struct Quantized {
     /// Biased codes, row-major.
     pub codes: Vec<u8>,
     /// Scales, zero points and offsets (rows, groups).
-    pub levels: Vec<Level>,
+    pub scales: Vec<GroupScale>,
 }
 
 impl Quantized {
     /// Zeros for a weight of `rows` x `dim`.
     pub(crate) fn zeroed(rows: usize, dim: usize, grid: &Grid) -> Result<Self> {
-        let n_levels = dims::product("scales", rows, grid.n_groups(dim))?;
+        let n_scales = dims::product("scales", rows, grid.n_groups(dim))?;
         Ok(Self {
             codes: zeros("codes", dims::product("codes", rows, dim)?)?,
-            levels: collected("scales", (0..n_levels).map(|_| Level::default()))?,
+            scales: collected("scales", (0..n_scales).map(|_| GroupScale::default()))?,
         })
     }
 
     /// Scales (rows, groups).
     pub fn scales(&self) -> Result<Vec<f32>> {
-        collected("scales", self.levels.iter().map(|level| level.scale))
+        collected("scales", self.scales.iter().map(|one| one.scale))
     }
 
     /// Zero points (rows, groups).
     pub fn zeros(&self) -> Result<Vec<u8>> {
-        collected("zero points", self.levels.iter().map(|level| level.zero))
+        collected("zero points", self.scales.iter().map(|one| one.zero))
     }
 
     /// Offsets (rows, groups).
     pub fn offsets(&self) -> Result<Vec<f32>> {
-        collected("offsets", self.levels.iter().map(|level| level.offset))
+        collected("offsets", self.scales.iter().map(|one| one.offset))
     }
 }

@@ -5,14 +5,14 @@
 //! GPTQ, with an exponent of 2 instead of 2.4. Rows lie side by side, one *lane* each, so that a step of the search is
 //! a few vector instructions for all of them.
 
-use crate::grid::{by_steps, fit_units, Grid, Level, Search, Steps, Values};
+use crate::grid::{by_steps, fit_units, Grid, GroupScale, Search, Steps, Values};
 use crate::simd::{per_isa, Isa, Real};
 use crate::Error;
 
 /// Scales tried by [`Search::Mse`].
 pub const SHRINK_STEPS: usize = 70;
 
-/// Fits one level per lane and group to `lines`, columns of `lanes` values each. `weights` are the weights of the
+/// Fits one scale per lane and group to `lines`, columns of `lanes` values each. `weights` are the weights of the
 /// columns' errors. The columns belong to one group, or to groups that share units. Lanes of a group lie together.
 ///
 /// Scales that the stored type cannot hold are left out. A lane with values too large for every scale is an error that
@@ -23,7 +23,7 @@ pub(crate) fn fit<T: Real>(
     lines: &[T],
     lanes: usize,
     weights: &[f64],
-) -> std::result::Result<Vec<Level>, (usize, Error)> {
+) -> std::result::Result<Vec<GroupScale>, (usize, Error)> {
     if let Some(units) = grid.units() {
         return fit_units(isa, (grid, units), lines, lanes, weights);
     }
@@ -36,10 +36,10 @@ pub(crate) fn fit<T: Real>(
         Search::Max | Search::HalfRange => 1,
         Search::Mse => SHRINK_STEPS,
     };
-    let mut best: Vec<Option<Level>> = vec![None; lanes];
+    let mut best: Vec<Option<GroupScale>> = vec![None; lanes];
     let rounding = grid.rounding();
     let (mut costs, mut least) = (vec![0.0; lanes], vec![0.0; lanes]);
-    let mut tried = Candidates { levels: vec![None; lanes], scale: vec![0.0; lanes], zero: vec![0.0; lanes] };
+    let mut tried = Candidates { found: vec![None; lanes], scale: vec![0.0; lanes], zero: vec![0.0; lanes] };
     for (&sign, k) in signs.iter().flat_map(|sign| (0..steps).map(move |k| (sign, k))) {
         tried.take(grid, &low, &high, sign, 1.0 - k as f64 / 100.0);
         if signs.len() * steps > 1 {
@@ -49,26 +49,31 @@ pub(crate) fn fit<T: Real>(
             }
         }
         for lane in 0..lanes {
-            if tried.levels[lane].is_some() && (best[lane].is_none() || costs[lane] < least[lane]) {
-                (best[lane], least[lane]) = (tried.levels[lane], costs[lane]);
+            if tried.found[lane].is_some() && (best[lane].is_none() || costs[lane] < least[lane]) {
+                (best[lane], least[lane]) = (tried.found[lane], costs[lane]);
             }
         }
     }
-    let levels = best.into_iter().enumerate();
-    levels.map(|(l, level)| level.map_or_else(|| fallback(grid, l, low[l], high[l]), Ok)).collect()
+    let found = best.into_iter().enumerate();
+    found.map(|(l, one)| one.map_or_else(|| fallback(grid, l, low[l], high[l]), Ok)).collect()
 }
 
-/// The level of a lane that has no candidate. Zeros, and values too small for any scale of the stored type, become
-/// zeros (or nearly so, where no level is zero). Values that are too large have no level.
-fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Result<Level, (usize, Error)> {
+/// The scale of a lane that has no candidate. Zeros, and values too small for any scale of the stored type, become
+/// zeros (or nearly so, where no level is zero). Values that are too large have no scale.
+fn fallback(
+    grid: &Grid,
+    lane: usize,
+    low: f64,
+    high: f64,
+) -> std::result::Result<GroupScale, (usize, Error)> {
     let value = grid.widest(low, high);
     if grid.scale_type.round(value) == 0.0 {
         let without_zero =
             matches!(grid.values, Values::Table(table) if !table.bytes()[..table.len()].contains(&0));
-        return Ok(Level {
+        return Ok(GroupScale {
             scale: if without_zero { grid.scale_type.least() } else { grid.scale_type.some() },
             zero: if grid.symmetric { grid.middle() } else { 0 },
-            ..Level::default()
+            ..GroupScale::default()
         });
     }
     Err((lane, Error::ScaleRange { row: 0, group: 0, value, dtype: grid.scale_type.name() }))
@@ -98,7 +103,7 @@ impl Grid {
 
     /// A shrunken scale with the given sign and its zero point; nothing for a group of zeros, or where the stored type
     /// cannot hold the scale.
-    fn candidate(&self, low: f64, high: f64, sign: f32, shrink: f64) -> Option<Level> {
+    fn candidate(&self, low: f64, high: f64, sign: f32, shrink: f64) -> Option<GroupScale> {
         if low == 0.0 && high == 0.0 {
             return None;
         }
@@ -112,13 +117,13 @@ impl Grid {
         } else {
             (-low * shrink / f64::from(scale)).round_ties_even().clamp(0.0, f64::from(self.top())) as u8
         };
-        Some(Level { scale: scale * sign, zero, ..Level::default() })
+        Some(GroupScale { scale: scale * sign, zero, ..GroupScale::default() })
     }
 }
 
 /// One candidate per lane; a lane without one has some numbers that are not looked at.
 struct Candidates {
-    levels: Vec<Option<Level>>,
+    found: Vec<Option<GroupScale>>,
     scale: Vec<f32>,
     zero: Vec<f32>,
 }
@@ -127,7 +132,7 @@ impl Candidates {
     fn take(&mut self, grid: &Grid, low: &[f64], high: &[f64], sign: f32, shrink: f64) {
         for lane in 0..low.len() {
             let found = grid.candidate(low[lane], high[lane], sign, shrink);
-            self.levels[lane] = found;
+            self.found[lane] = found;
             (self.scale[lane], self.zero[lane]) = found.map_or((1.0, 0.0), |l| (l.scale, f32::from(l.zero)));
         }
     }

@@ -4,7 +4,7 @@
 //! ranges and least squares; the units of least loss for whole multiples; then single steps of the multiples and least
 //! squares for the units, in turn. Solvers start from the result; descents continue with the whole matrix.
 
-use crate::grid::{by_steps, Grid, Level, Rounding, Steps};
+use crate::grid::{by_steps, Grid, GroupScale, Rounding, Steps};
 use crate::memory::collected;
 use crate::simd::{per_isa, Isa, Real};
 use crate::{Error, Result};
@@ -69,43 +69,43 @@ impl Units {
     }
 
     /// How many units a scale and an offset are.
-    pub(crate) fn counts(&self, level: &Level) -> (f64, f64) {
+    pub(crate) fn counts(&self, one: &GroupScale) -> (f64, f64) {
         let count = |value: f32, unit: f32| match self.groups {
             1 => 1.0,
             _ if unit == 0.0 => 0.0,
             _ => f64::from(value) / f64::from(unit),
         };
-        (count(level.scale, level.units[0]), count(level.offset, level.units[1]))
+        (count(one.scale, one.units[0]), count(one.offset, one.units[1]))
     }
 
     fn offset_limits(&self) -> (i16, i16) {
         (i16::from(self.groups == 1).min(self.offsets), self.offsets)
     }
 
-    fn level(&self, units: [f64; 2], counts: (f64, f64), zero: u8) -> Level {
+    fn stored(&self, units: [f64; 2], counts: (f64, f64), zero: u8) -> GroupScale {
         let scale = units[0] * whole(counts.0, self.scales);
         let offset = units[1] * whole(counts.1, self.offset_limits());
-        Level { scale: scale as f32, offset: offset as f32, units: units.map(|unit| unit as f32), zero }
+        GroupScale { scale: scale as f32, offset: offset as f32, units: units.map(|unit| unit as f32), zero }
     }
 
     fn scale_unit(&self, wanted: f64) -> f64 {
         half(wanted / f64::from(self.parts)) * f64::from(self.parts)
     }
 
-    /// A level as far as can be stored after one part of it has moved by `by`.
-    pub(crate) fn moved(&self, level: &Level, part: Part, by: f64) -> Level {
-        let (mut counts, mut units) = (self.counts(level), level.units.map(f64::from));
+    /// The scale and offset of a group as far as can be stored after one part has moved by `by`.
+    pub(crate) fn moved(&self, one: &GroupScale, part: Part, by: f64) -> GroupScale {
+        let (mut counts, mut units) = (self.counts(one), one.units.map(f64::from));
         match part {
             Part::Scale => counts.0 += by / units[0],
             Part::Offset => counts.1 += by / units[1],
             Part::ScaleUnit => units[0] = self.scale_unit(units[0] + by),
             Part::OffsetUnit => units[1] = half(units[1] + by),
         }
-        let found = self.level(units, counts, level.zero);
+        let found = self.stored(units, counts, one.zero);
         if found.scale.is_finite() && found.offset.is_finite() && by.is_finite() {
             found
         } else {
-            *level
+            *one
         }
     }
 }
@@ -128,23 +128,23 @@ const TOPS: i16 = 8;
 /// Turns of single steps and of units.
 const TURNS: usize = 3;
 
-/// Levels of the groups of a block, for each lane: `lines` are its columns of `lanes` values each.
+/// Scales and offsets of the groups of a block, for each lane: `lines` are its columns of `lanes` values each.
 pub(crate) fn fit_units<T: Real>(
     isa: Isa,
     (grid, units): (&Grid, Units),
     lines: &[T],
     lanes: usize,
     weights: &[f64],
-) -> std::result::Result<Vec<Level>, (usize, Error)> {
+) -> std::result::Result<Vec<GroupScale>, (usize, Error)> {
     let rounding = grid.rounding();
     let width = grid.group(lines.len() / lanes.max(1));
-    let mut out = vec![Level::default(); lines.len().div_ceil(lanes * width) * lanes];
+    let mut out = vec![GroupScale::default(); lines.len().div_ceil(lanes * width) * lanes];
     for lane in 0..lanes {
         let values = lines.iter().skip(lane).step_by(lanes).map(|v| v.wide());
         let values = collected("values of a block", values).map_err(|e| (lane, e))?;
         let block = Block { isa, grid, units, rounding: &rounding, width, values, weights };
-        for (g, level) in block.fitted().map_err(|e| (lane, e))?.into_iter().enumerate() {
-            out[g * lanes + lane] = level;
+        for (g, one) in block.fitted().map_err(|e| (lane, e))?.into_iter().enumerate() {
+            out[g * lanes + lane] = one;
         }
     }
     Ok(out)
@@ -161,8 +161,8 @@ struct Block<'a> {
     weights: &'a [f64],
 }
 
-/// Weighted sums over a group: of the square error at a level, and of products of the steps `q` nearest there and values
-/// `x`.
+/// Weighted sums over a group: of the square error at a scale and offset, and of products of the steps `q` nearest
+/// there and values `x`.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     cost: f64,
@@ -174,7 +174,7 @@ struct Sums {
 }
 
 impl Block<'_> {
-    fn fitted(&self) -> Result<Vec<Level>> {
+    fn fitted(&self) -> Result<Vec<GroupScale>> {
         let n = self.values.len().div_ceil(self.width);
         let wanted: Vec<(f64, f64)> = (0..n).map(|g| self.alone(g)).collect();
         let limits @ (low, high) = self.units.scales;
@@ -192,14 +192,14 @@ impl Block<'_> {
             (unit * scales[g], other * whole(offsets[g] / other, limits))
         })?;
         let zero = if self.grid.symmetric { self.grid.middle() } else { 0 };
-        let level = |g: usize| self.units.level([unit, other], (scales[g], offsets[g] / other), zero);
-        let mut levels: Vec<Level> = (0..n).map(level).collect();
+        let one = |g: usize| self.units.stored([unit, other], (scales[g], offsets[g] / other), zero);
+        let mut found: Vec<GroupScale> = (0..n).map(one).collect();
         for _ in 0..TURNS {
-            if !self.step(&mut levels) & !self.rescale(&mut levels) {
+            if !self.step(&mut found) & !self.rescale(&mut found) {
                 break;
             }
         }
-        Ok(levels)
+        Ok(found)
     }
 
     fn group(&self, g: usize) -> (&[f64], &[f64]) {
@@ -219,10 +219,10 @@ impl Block<'_> {
         let low = values.iter().copied().fold(f64::INFINITY, f64::min);
         let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let (mut best, mut least) = ((0.0, 0.0), f64::INFINITY);
-        let mut take = |level: (f64, f64)| {
-            let sums = self.sums(g, level.0, level.1);
+        let mut take = |one: (f64, f64)| {
+            let sums = self.sums(g, one.0, one.1);
             if sums.cost < least {
-                (best, least) = (level, sums.cost);
+                (best, least) = (one, sums.cost);
             }
             sums
         };
@@ -283,7 +283,7 @@ impl Block<'_> {
         &self,
         numbers: impl Iterator<Item = f64>,
         (tops, rounded): (impl Iterator<Item = i16>, impl Fn(f64) -> f64),
-        level: impl Fn(f64, usize) -> (f64, f64),
+        one: impl Fn(f64, usize) -> (f64, f64),
     ) -> Result<f64> {
         let (mut n, mut largest) = (0, 0.0_f64);
         for number in numbers {
@@ -301,7 +301,7 @@ impl Block<'_> {
                 continue;
             }
             let cost =
-                (0..n).map(|g| level(unit, g)).enumerate().map(|(g, (s, m))| self.sums(g, s, m).cost).sum();
+                (0..n).map(|g| one(unit, g)).enumerate().map(|(g, (s, m))| self.sums(g, s, m).cost).sum();
             if cost < least {
                 (best, least) = (unit, cost);
             }
@@ -313,18 +313,18 @@ impl Block<'_> {
     }
 
     /// One step of the numbers of each group, where that loses less; whether any did.
-    fn step(&self, levels: &mut [Level]) -> bool {
+    fn step(&self, found: &mut [GroupScale]) -> bool {
         let mut gained = false;
-        for (g, level) in levels.iter_mut().enumerate() {
-            let (scale, offset) = self.units.counts(level);
-            let cost = |l: &Level| self.sums(g, f64::from(l.scale), f64::from(l.offset)).cost;
-            let (before, mut least) = (*level, cost(level));
+        for (g, one) in found.iter_mut().enumerate() {
+            let (scale, offset) = self.units.counts(one);
+            let cost = |l: &GroupScale| self.sums(g, f64::from(l.scale), f64::from(l.offset)).cost;
+            let (before, mut least) = (*one, cost(one));
             for (a, b) in [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)] {
                 let counts = (scale + f64::from(a), offset + f64::from(b));
-                let tried = self.units.level(before.units.map(f64::from), counts, before.zero);
+                let tried = self.units.stored(before.units.map(f64::from), counts, before.zero);
                 let now = cost(&tried);
                 if now < least {
-                    (*level, least, gained) = (tried, now, true);
+                    (*one, least, gained) = (tried, now, true);
                 }
             }
         }
@@ -332,13 +332,13 @@ impl Block<'_> {
     }
 
     /// Units of least error with the steps and numbers that there are; whether that loses less.
-    fn rescale(&self, levels: &mut [Level]) -> bool {
+    fn rescale(&self, found: &mut [GroupScale]) -> bool {
         let mut gained = false;
         for part in [Part::ScaleUnit, Part::OffsetUnit] {
             let (mut above, mut below, mut before) = (0.0, 0.0, 0.0);
-            for (g, level) in levels.iter().enumerate() {
-                let (scale, offset) = (f64::from(level.scale), f64::from(level.offset));
-                let (s, (a, b)) = (self.sums(g, scale, offset), self.units.counts(level));
+            for (g, one) in found.iter().enumerate() {
+                let (scale, offset) = (f64::from(one.scale), f64::from(one.offset));
+                let (s, (a, b)) = (self.sums(g, scale, offset), self.units.counts(one));
                 before += s.cost;
                 if part == Part::ScaleUnit {
                     above += a * (s.qx - offset * s.q - scale * s.qq);
@@ -348,10 +348,12 @@ impl Block<'_> {
                     below += b * b * s.one;
                 }
             }
-            let moved: Vec<Level> = levels.iter().map(|l| self.units.moved(l, part, above / below)).collect();
-            let cost = |(g, l): (usize, &Level)| self.sums(g, f64::from(l.scale), f64::from(l.offset)).cost;
+            let moved: Vec<GroupScale> =
+                found.iter().map(|l| self.units.moved(l, part, above / below)).collect();
+            let cost =
+                |(g, l): (usize, &GroupScale)| self.sums(g, f64::from(l.scale), f64::from(l.offset)).cost;
             if moved.iter().enumerate().map(cost).sum::<f64>() < before {
-                levels.copy_from_slice(&moved);
+                found.copy_from_slice(&moved);
                 gained = true;
             }
         }
@@ -363,7 +365,7 @@ impl Block<'_> {
 const WIDE: usize = 8;
 
 per_isa! {
-    fn sums<S: Steps>(values: &[f64], weights: &[f64], level: [f64; 3], steps: S) -> Sums = sums_body;
+    fn sums<S: Steps>(values: &[f64], weights: &[f64], one: [f64; 3], steps: S) -> Sums = sums_body;
 }
 
 #[inline(always)]

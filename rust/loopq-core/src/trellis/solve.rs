@@ -165,7 +165,7 @@ impl<'a> Block<'a> {
                     let dtype = self.grid.scale_type.name();
                     return Err(Error::ScaleRange { row: r, group: g, value: wanted, dtype });
                 }
-                self.out.levels[r * n_groups + g].scale = scale;
+                self.out.scales[r * n_groups + g].scale = scale;
             }
         }
         Ok(())
@@ -190,7 +190,7 @@ impl<'a> Block<'a> {
             for r in 0..rows {
                 let weight = f64::from(self.w.values()[r * dim + j]);
                 target[r] = weight - shift[r / LANES][place - from][r % LANES];
-                scale[r] = self.out.levels[r * n_groups + j / self.group()].scale;
+                scale[r] = self.out.scales[r * n_groups + j / self.group()].scale;
             }
             search.run(&target, &scale, &mut codes)?;
             let states = self.trellis.states_of(codes.iter().copied());
@@ -297,7 +297,7 @@ impl<'a> Block<'a> {
             let n_groups = self.grid.n_groups(dim);
             let (mut change, mut scales) = (zeros(SCRATCH, rows)?, zeros(SCRATCH, rows)?);
             for r in 0..rows {
-                let old = self.out.levels[r * n_groups + g].scale;
+                let old = self.out.scales[r * n_groups + g].scale;
                 let new = self.grid.scale_type.round(f64::from(old) + wanted[r]);
                 scales[r] = if new.is_finite() && new != 0.0 { new } else { old };
                 change[r] = f64::from(scales[r]) - f64::from(old);
@@ -309,7 +309,7 @@ impl<'a> Block<'a> {
             }
             total += gain;
             for r in 0..rows {
-                self.out.levels[r * n_groups + g].scale = scales[r];
+                self.out.scales[r * n_groups + g].scale = scales[r];
             }
             self.follow(gradient, &columns, &change)?;
         }

@@ -1,6 +1,6 @@
 //! Scales and zero points of a batch of rows.
 
-use crate::grid::{fit, Grid, Level};
+use crate::grid::{fit, Grid, GroupScale};
 use crate::memory::{collected, zeros};
 use crate::simd::Isa;
 use crate::weight::Weight;
@@ -9,22 +9,22 @@ use crate::Result;
 /// Name of a batch's memory in errors.
 const SCRATCH: &str = "scales of some rows";
 
-/// Levels of a batch, group by group, one lane per row.
-pub(crate) struct Levels {
+/// Scales and zero points of a batch, group by group, one lane per row.
+pub(crate) struct GroupScales {
     n: usize,
-    all: Vec<Level>,
+    all: Vec<GroupScale>,
     scale: Vec<f32>,
     zero: Vec<f32>,
 }
 
-impl Levels {
-    /// Levels of `n` rows that are still to be set.
+impl GroupScales {
+    /// Those of `n` rows that are still to be set.
     pub(crate) fn unset(n: usize, n_groups: usize) -> Result<Self> {
-        let all = collected(SCRATCH, (0..n * n_groups).map(|_| Level::default()))?;
+        let all = collected(SCRATCH, (0..n * n_groups).map(|_| GroupScale::default()))?;
         Ok(Self { n, all, scale: zeros(SCRATCH, n * n_groups)?, zero: zeros(SCRATCH, n * n_groups)? })
     }
 
-    /// Levels from the original weights of rows `first..`, errors of columns weighted.
+    /// Those from the original weights of rows `first..`, errors of columns weighted.
     pub(crate) fn fitted(
         w: Weight<'_>,
         first: usize,
@@ -34,7 +34,7 @@ impl Levels {
     ) -> Result<Self> {
         let (n, dim) = (w.rows(), w.dim());
         let block = grid.block(dim);
-        let mut levels = Self::unset(n, grid.n_groups(dim))?;
+        let mut scales = Self::unset(n, grid.n_groups(dim))?;
         let mut lines: Vec<f32> = zeros(SCRATCH, n * block.min(dim))?;
         for from in (0..dim).step_by(block) {
             let (to, g) = (dim.min(from + block), from / grid.group(dim));
@@ -45,21 +45,21 @@ impl Levels {
             }
             let fitted = fit(isa, grid, &lines[..(to - from) * n], n, &weights[from..to])
                 .map_err(|(lane, e)| e.located(first + lane, g))?;
-            for (at, level) in fitted.into_iter().enumerate() {
-                levels.set(g + at / n, at % n, level);
+            for (at, found) in fitted.into_iter().enumerate() {
+                scales.set(g + at / n, at % n, found);
             }
         }
-        Ok(levels)
+        Ok(scales)
     }
 
-    /// Levels of `n` rows from those (rows, groups).
-    pub(crate) fn load(n: usize, known: &[Level]) -> Result<Self> {
+    /// Those of `n` rows from those (rows, groups).
+    pub(crate) fn load(n: usize, known: &[GroupScale]) -> Result<Self> {
         let n_groups = known.len() / n.max(1);
-        let mut levels = Self::unset(n, n_groups)?;
-        for (at, &level) in known.iter().enumerate() {
-            levels.set(at % n_groups, at / n_groups, level);
+        let mut scales = Self::unset(n, n_groups)?;
+        for (at, &found) in known.iter().enumerate() {
+            scales.set(at % n_groups, at / n_groups, found);
         }
-        Ok(levels)
+        Ok(scales)
     }
 
     /// The offset added to the values of a lane in group `g`.
@@ -80,17 +80,17 @@ impl Levels {
         (sum / f64::from(n)) as f32
     }
 
-    /// Sets the level of one lane in group `g`.
-    pub(crate) fn set(&mut self, g: usize, lane: usize, level: Level) {
+    /// Sets the scale of one lane in group `g`.
+    pub(crate) fn set(&mut self, g: usize, lane: usize, found: GroupScale) {
         let at = g * self.n + lane;
-        (self.all[at], self.scale[at], self.zero[at]) = (level, level.scale, f32::from(level.zero));
+        (self.all[at], self.scale[at], self.zero[at]) = (found, found.scale, f32::from(found.zero));
     }
 
-    /// Copies to the (rows, groups) levels of the result.
-    pub(crate) fn store(&self, levels: &mut [Level]) {
+    /// Copies to the (rows, groups) scales of the result.
+    pub(crate) fn store(&self, scales: &mut [GroupScale]) {
         let n_groups = self.all.len() / self.n.max(1);
-        for (at, level) in levels.iter_mut().enumerate() {
-            *level = self.all[at % n_groups * self.n + at / n_groups];
+        for (at, to) in scales.iter_mut().enumerate() {
+            *to = self.all[at % n_groups * self.n + at / n_groups];
         }
     }
 }

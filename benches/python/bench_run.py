@@ -4,9 +4,10 @@
     python benches/python/bench_run.py --shape tinyllama
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
     python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
+    python benches/python/bench_run.py --model FOLDER --trellis 12 14 --bits 3     # only: beside plain codes
 
-Codes are rounded to nearest: speed does not depend on what they are. Rotated ones have blocks as wide
-as a group in all layers, which is more than the default rotates.
+Codes are rounded to nearest, those on a trellis drawn at random: speed does not depend on what they are. Rotated ones
+have blocks as wide as a group in all layers, which is more than the default rotates.
 The dense model is bfloat16 and runs by transformers with its own cache. A shape has random weights. With `--llama`
 llama.cpp generates from the same prompt on as many threads. It needs an interpreter with `xllamacpp`, and the GGUF
 file that `loopq export` wrote of the model's checkpoint. Its Q4_0 is `--group-size 32`. Logits with codes are
@@ -33,7 +34,10 @@ import numpy as np
 import torch
 from record import write
 
+from loopq import _native
 from loopq.layers.grid import Bits
+from loopq.layers.grids.trellis import OnTrellis, Trellis
+from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import RotationConfig
 from loopq.models.load import load_model
 from loopq.quantizers import Problem
@@ -124,27 +128,41 @@ def random_model(shape: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def rounded(module: Any, bits: Bits, group_size: int, rotation: str = "none") -> QuantLinear:
-    """A layer's weight in codes."""
+def rounded(
+    module: Any, bits: Bits, group_size: int, rotation: str = "none", state_bits: int | None = None
+) -> QuantLinear:
+    """A layer's weight in codes; with state bits, codes of a small weight on a trellis."""
     weight = module.weight.detach().float().numpy()
     transform = RotationConfig(rotation).of(weight.shape[1], group_size)
     if transform is not None:
         weight = transform.fold(weight)
-    grid = GridSettings(bits, group_size, scale_dtype="float32")
-    layer = RTN("max").quantize(Problem("layer.weight", weight, None, grid))
-    layer = replace(layer, transform=transform)
+    if state_bits is None:
+        grid = GridSettings(bits, group_size, scale_dtype="float32")
+        layer = RTN("max").quantize(Problem("layer.weight", weight, None, grid))
+        layer = replace(layer, transform=transform)
+    else:
+        # Small, so that logits are not those of noise and can be compared.
+        n_groups = 1 if group_size == -1 else -(-weight.shape[1] // group_size)
+        scales = np.full((len(weight), n_groups), 0.1 * weight.std(), np.float32)
+        codes = np.random.default_rng(0).integers(-1 << bits - 1, 1 << bits - 1, weight.shape, np.int8)
+        on_trellis = OnTrellis(bits, group_size, "float32", Trellis(state_bits, 512))
+        layer = QuantizedLayer("layer.weight", on_trellis, codes, scales, None, transform=transform)
     bias = getattr(module, "bias", None)
     return QuantLinear.from_layer(layer, bias, layout="lq-cpu", scale_dtype=torch.float16)
 
 
-def coded(model: Any, group_size: int, outside: bool = False, rotation: str = "none") -> Any:
-    """A copy of a model with four-bit codes in the place of its layers' weights, and eight-bit ones of its table's."""
+def coded(
+    model: Any, group_size: int, outside: bool = False, rotation: str = "none", bits: Bits = 4,
+    state_bits: int | None = None,
+) -> Any:  # fmt: skip
+    """A copy of a model with codes in the place of its layers' weights, and eight-bit ones of its table's."""
     new = copy.deepcopy(model)
     system = find_system(new)
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
         parent, _, child = name.rpartition(".")
-        setattr(new.get_submodule(parent), child, rounded(new.get_submodule(name), 4, group_size, rotation))
+        layer = rounded(new.get_submodule(name), bits, group_size, rotation, state_bits)
+        setattr(new.get_submodule(parent), child, layer)
     if outside:
         table, head = new.get_input_embeddings(), new.lm_head
         new.lm_head = rounded(head, 8, group_size)
@@ -215,6 +233,41 @@ def llama(args: argparse.Namespace, prompt: list[int], threads: int) -> tuple[fl
     return first, each
 
 
+def trellis(args: argparse.Namespace, dense: Any, clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """Codes on a trellis beside plain ones of the same bits, by the runner."""
+    rotation, ways = "hadamard:64", {}
+    for state_bits in (None, *args.trellis):
+        name = "plain codes" if state_bits is None else f"trellis, {state_bits} state bits"
+        system = find_system(coded(dense, args.group_size, False, rotation, args.bits, state_bits))
+        ways[name] = decoder_of(system, True)
+    ways[f"{name}, modules"] = decoder_of(system, False)
+    vocabulary = dense.get_input_embeddings().num_embeddings
+    prompt = [int(i) for i in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
+    rows = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        best: dict[str, tuple[float, float]] = {}
+        for _ in range(args.trials):
+            for name, decoder in ways.items():
+                took = timed(decoder, prompt, args.tokens, clock)
+                best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
+        for name, (first, each) in best.items():
+            row = {
+                "model": args.model.name, "way": name, "bits": args.bits, "group_size": args.group_size,
+                "rotation": rotation, "threads": threads, "clock": clock.__name__,
+                "prompt_tokens_per_s": args.prompt / first, "tokens_per_s": 1 / each,
+                "prompt_over_plain": best["plain codes"][0] / first, "over_plain": best["plain codes"][1] / each,
+                "engine": _native.cpu_engines()[-1],
+            }  # fmt: skip
+            rows.append(row)
+            print(
+                f"{threads} threads  {name:32}  prompt {args.prompt / first:7.1f} tokens/s  "
+                f"{row['prompt_over_plain']:.2f}x   then {1 / each:6.1f} tokens/s  {row['over_plain']:.2f}x",
+                flush=True,
+            )
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -231,6 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--llama", help="interpreter of an environment with xllamacpp")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint of the model: measure loading alone")
+    parser.add_argument("--trellis", type=int, nargs="+", help="state bits: measure these codes alone")
+    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4), help="of codes on a trellis")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
     if args.checkpoint and not args.model:
@@ -245,6 +300,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write(args.record, loading(args))
         return
     dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
+    if args.trellis:
+        write(args.record, trellis(args, dense, clock))
+        return
     models = (dense, *(coded(dense, args.group_size, table) for table in (False, True)))
     systems = [
         find_system(m)

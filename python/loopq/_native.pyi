@@ -708,7 +708,8 @@ def cpu_engines() -> list[str]:
     Returns
     -------
     list of str
-        "portable", and where found "avx2", "avx512vnni", "amx+avx512vnni", "neon+dotprod".
+        "portable", and where found "avx2", "avx512vnni", "avx512vnni+vbmi",
+        "amx+avx512vnni", "neon+dotprod".
     """
 
 def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int:

@@ -286,12 +286,34 @@ fn one_layer(outputs: usize, inputs: usize) -> Layer {
 
 #[test]
 fn a_token_has_the_same_bits_in_any_batch() {
-    let layer = one_layer(40, 100);
-    let packed = layer.packed();
-    let x = activations(133 * 100, 9);
-    let together = product(&packed, &x, Engine::best(), 2, Precision::Fixed24);
-    for (token, results) in x.chunks(100).zip(together.chunks(40)) {
-        assert_eq!(product(&packed, token, Engine::best(), 1, Precision::Fixed24), results);
+    for layer in [one_layer(40, 100), one_layer(40, 100).on_trellis(6, 512)] {
+        let packed = layer.packed();
+        let x = activations(133 * 100, 9);
+        let together = product(&packed, &x, Engine::best(), 2, Precision::Fixed24);
+        for (token, results) in x.chunks(100).zip(together.chunks(40)) {
+            assert_eq!(product(&packed, token, Engine::best(), 1, Precision::Fixed24), results);
+        }
+    }
+}
+
+#[test]
+fn streams_of_many_panels_have_the_bits_of_the_plain_twin() {
+    for bits in [2, 3, 4] {
+        let grid = plain(bits, 0, true, ScaleType::Bf16);
+        let layer = Layer::random([1100, 77], grid, 5).on_trellis(8, 512);
+        let packed = layer.packed();
+        for tokens in [1, 13] {
+            let x = activations(tokens * 77, 9);
+            for precision in PRECISIONS {
+                let expected = layer.twin(&x, precision);
+                for engine in Engine::available() {
+                    for threads in [1, 3] {
+                        let got = product(&packed, &x, engine, threads, precision);
+                        assert_eq!(got, expected, "{} {precision:?} {bits} bits", engine.name());
+                    }
+                }
+            }
+        }
     }
 }
 

@@ -72,23 +72,13 @@ def test_bits_do_not_depend_on_threads_or_pieces_of_the_text(name):
     assert all(torch.equal(logits, all_logits[0]) for logits in all_logits)
 
 
-_TRANSFORMS = {
-    "Hadamard": lambda n: Rotation(n, "hadamard", n),
-    "Hadamard in blocks": lambda n: Rotation(n, "hadamard", 12),
-    "random in blocks": lambda n: Rotation(n, "random", 7),
-    "scales": lambda n: ChannelScale(np.linspace(0.5, 2, n, dtype=np.float32)),
-}
-
-
-@pytest.mark.parametrize("transform", _TRANSFORMS)
-@pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
-def test_transformed_inputs_give_the_logits_of_a_rollout(name, transform):
-    system = coded(open_system(CASES[name]), transform=_TRANSFORMS[transform])
+def _same_as_a_rollout(system):
+    """Checks the logits of every token, and their bits on any number of threads and in any pieces of the text."""
     whole = rolled_out(system, _TEXT, 2)
     n_threads = torch.get_num_threads()
     all_logits = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for parts in ((13,), (4, 13), range(1, 14)):
                 runner = Runner(system.program(2))
@@ -102,7 +92,37 @@ def test_transformed_inputs_give_the_logits_of_a_rollout(name, transform):
     assert Decoder(system, 2, Generation()).backend.name == "runner"
 
 
-def test_layers_with_one_input_may_have_unlike_transforms():
+_TRANSFORMS = {
+    "Hadamard": lambda n: Rotation(n, "hadamard", n),
+    "Hadamard in blocks": lambda n: Rotation(n, "hadamard", 12),
+    "random in blocks": lambda n: Rotation(n, "random", 7),
+    "scales": lambda n: ChannelScale(np.linspace(0.5, 2, n, dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("transform", _TRANSFORMS)
+@pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
+def test_transformed_inputs_give_the_logits_of_a_rollout(name, transform):
+    system = coded(open_system(CASES[name]), transform=_TRANSFORMS[transform])
+    _same_as_a_rollout(system)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "state_bits", "group_size", "transform"),
+    [
+        ("looped Llama", 3, 12, -1, "Hadamard"),
+        ("looped Llama", 4, 14, 16, None),
+        ("Huginn", 3, 10, 7, None),
+        ("Huginn", 2, 16, -1, "Hadamard in blocks"),
+    ],
+)
+def test_codes_on_a_trellis_give_the_logits_of_a_rollout(name, bits, state_bits, group_size, transform):
+    given = {"transform": _TRANSFORMS.get(transform), "group_size": group_size}
+    system = coded(open_system(CASES[name]), bits, trellis=Trellis(state_bits, 24), **given)
+    _same_as_a_rollout(system)
+
+
+def test_layers_with_one_input_may_have_unlike_transforms_and_codes():
     system = coded(open_system(CASES["looped Llama"]), transform=_TRANSFORMS["Hadamard"])
     layer = system.model.model.layers[0].self_attn
     for name, transform in (("q_proj", "scales"), ("v_proj", "random in blocks")):
@@ -114,6 +134,18 @@ def test_layers_with_one_input_may_have_unlike_transforms():
             name,
             linear_of(solved["codes"], solved["scales"], 16, 4, transform=basis, layout="lq-cpu"),
         )
+    # Up and gate have one input and the same groups.
+    mlp = system.model.model.layers[0].mlp
+    shape = (mlp.up_proj.out_features, mlp.up_proj.in_features)
+    mlp.up_proj = linear_of(
+        np.random.default_rng(0).integers(-8, 8, shape).astype(np.int8),
+        np.full((shape[0], shape[1] // 16), 0.05, np.float32),
+        16,
+        4,
+        transform=_TRANSFORMS["Hadamard"](shape[1]),
+        trellis=Trellis(8, 512),
+        layout="lq-cpu",
+    )
     whole, n_threads = rolled_out(system, _TEXT, 2)[-1], torch.get_num_threads()
     all_logits = []
     try:
@@ -264,12 +296,7 @@ def test_what_it_does_not_know_is_run_by_the_models_modules():
     layer = system.model.model.layers[0].mlp
     shape = (layer.down_proj.out_features, layer.down_proj.in_features)
     layer.down_proj = linear_of(
-        np.zeros(shape, np.int8),
-        np.ones((shape[0], 1), np.float32),
-        -1,
-        4,
-        trellis=Trellis(8, 512),
-        layout="lq-cpu",
+        np.zeros(shape, np.int8), np.ones((shape[0], 1), np.float32), -1, 4, layout="codes"
     )
     assert "does not multiply by QuantLinear" in Decoder(system, 2, Generation()).declined["runner"]
 

@@ -43,10 +43,10 @@ def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
     }, weight  # fmt: skip
 
 
-def coded(system, bits=4, transform=None, **settings):
+def coded(system, bits=4, transform=None, group_size=16, trellis=None, **settings):
     """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16.
 
-    `transform` gives the transform of so many inputs, or none.
+    `transform` gives the transform of so many inputs, or none. Codes on a trellis are drawn at random.
     """
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
@@ -55,18 +55,31 @@ def coded(system, bits=4, transform=None, **settings):
         basis = None if transform is None else transform(weight.shape[1])
         if basis is not None:
             weight = basis.fold(weight)
-        solved = core.rtn(weight, bits=bits, group_size=16)
+        if trellis is None:
+            solved = core.rtn(weight, bits=bits, group_size=group_size)
+        else:
+            solved = _drawn(weight, bits, group_size)
         parent, _, child = name.rpartition(".")
         packed = linear_of(
             solved["codes"],
             solved["scales"],
-            16,
+            group_size,
             bits,
             linear.bias,
             layout="lq-cpu",
             scale_dtype=torch.float32,
             transform=basis,
+            trellis=trellis,
             **settings,
         )
         setattr(system.model.get_submodule(parent), child, packed)
     return system
+
+
+def _drawn(weight, bits, group_size):
+    """Codes at random with scales of about a weight's size."""
+    rng = np.random.default_rng(weight.size)
+    groups = 1 if group_size == -1 else -(-weight.shape[1] // group_size)
+    codes = rng.integers(-1 << (bits - 1), 1 << (bits - 1), weight.shape).astype(np.int8)
+    scales = rng.uniform(0.5, 1.0, (len(weight), groups)) * weight.std()
+    return {"codes": codes, "scales": scales.astype(np.float32)}

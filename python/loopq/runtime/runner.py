@@ -50,8 +50,7 @@ class Runner:
     Raises
     ------
     KernelError
-        If it cannot multiply by some codes: they lie on a trellis, have another layout, or mixed activations. Also if
-        no layer has codes.
+        If it cannot multiply by some codes: they have another layout, or mixed activations. Also if no layer has codes.
     ConfigError
         If shapes do not fit together.
     """
@@ -182,7 +181,7 @@ class _Parts:
         bias = None if module.bias is None else module.bias.detach().float().numpy()
         if isinstance(module, QuantLinear):
             panels, transform = LAYOUTS[module.layout], module.transform
-            if not isinstance(panels, CpuPanels) or not module.held.grid.plain:
+            if not isinstance(panels, CpuPanels):
                 raise KernelError(f"the runner does not multiply by {module!r}")
             self.activations.add(module.activations)
             blocks = None if transform is None else transform.blocks()

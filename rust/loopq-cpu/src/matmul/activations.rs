@@ -94,6 +94,8 @@ pub(crate) struct Rows {
     bytes: Vec<i8>,
     /// Where they begin: on a cache line.
     begin: usize,
+    /// For codes on a trellis, activations as numbers of 16 bits: row `token * words + i` holds the i-th of them.
+    words: Vec<i16>,
     /// (tokens, blocks).
     pub(super) scales: Vec<f32>,
     /// Minus the sum of each limb over a block, (tokens, blocks, limbs): the factor of a zero point.
@@ -116,12 +118,14 @@ impl Rows {
             Order::Tiles => dims::product(WHAT, tokens.next_multiple_of(TILE), layout.steps * LINE)?,
         };
         let bytes: Vec<i8> = zeros(WHAT, dims::product(WHAT, limbs, columns)?.saturating_add(LINE))?;
+        let words = if layout.is_streams() { words_of(limbs) } else { 0 };
         Ok(Self {
             order,
             limbs,
             stride: layout.row,
             begin: bytes.as_ptr().align_offset(LINE),
             bytes,
+            words: zeros(WHAT, dims::product(WHAT, dims::product(WHAT, tokens, words)?, layout.row)?)?,
             scales: zeros(WHAT, dims::product(WHAT, tokens, n_blocks)?)?,
             minus_sums: zeros(WHAT, dims::product(WHAT, rows, n_blocks)?)?,
             n_blocks,
@@ -141,6 +145,10 @@ impl Rows {
             if self.order == Order::Rows {
                 let bytes = &mut self.bytes[self.begin + i * limbs * stride..][..limbs * stride];
                 quantize(isa, layout, &self.values, limbs, bytes, scales, sums);
+                if !self.words.is_empty() {
+                    let words = words_of(limbs);
+                    join(isa, bytes, limbs, &mut self.words[i * words * stride..][..words * stride]);
+                }
             } else {
                 quantize(isa, layout, &self.values, limbs, &mut self.row, scales, sums);
                 to_tiles(layout, &self.row, limbs, i, &mut self.bytes[self.begin..]);
@@ -151,6 +159,11 @@ impl Rows {
     /// All bytes.
     pub(super) fn bytes(&self) -> &[i8] {
         &self.bytes[self.begin..]
+    }
+
+    /// Numbers of 16 bits of some tokens, for codes on a trellis.
+    pub(super) fn words(&self) -> &[i16] {
+        &self.words
     }
 
     /// Whether so many tokens can be read, whole tiles of them where they lie in tiles.
@@ -168,6 +181,39 @@ impl Rows {
 
     pub(super) fn minus_sum(&self, token: usize, block: usize, limb: usize) -> i32 {
         self.minus_sums[(token * self.n_blocks + block) * self.limbs + limb]
+    }
+}
+
+/// Numbers of 16 bits that an activation of so many limbs enters as.
+pub(super) const fn words_of(limbs: usize) -> usize {
+    limbs.div_ceil(2)
+}
+
+/// Limbs of such a number: the last one has two if there are two.
+pub(super) fn limbs_of(limbs: usize, word: usize) -> std::ops::Range<usize> {
+    match (limbs, word) {
+        (2, _) => 0..2,
+        (1, _) | (_, 0) => 0..1,
+        _ => 1..3,
+    }
+}
+
+per_isa! {
+    /// A token's activations as numbers of 16 bits, from its limbs.
+    fn join(bytes: &[i8], limbs: usize, to: &mut [i16]) = join_body;
+}
+
+#[inline(always)]
+fn join_body(bytes: &[i8], limbs: usize, to: &mut [i16]) {
+    let stride = bytes.len() / limbs;
+    for (word, to) in to.chunks_exact_mut(stride).enumerate() {
+        let range = limbs_of(limbs, word);
+        let row = |limb: usize| &bytes[limb * stride..][..stride];
+        let (low, high) = (row(range.start), row(range.end - 1));
+        let times = if range.len() == 2 { 256 } else { 0 };
+        for ((to, &low), &high) in to.iter_mut().zip(low).zip(high) {
+            *to = i16::from(high) * times + i16::from(low);
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! Instruction sets for the products.
 
 use super::activations::Order;
+use super::layout::Layout;
 use super::portable::Portable;
 use super::streams::Part;
 use super::tile::{panel, Panel};
-use super::versions::{for_bits_and_limbs, for_words};
+use super::versions::{for_bits_and_limbs, for_bits_and_words};
 #[cfg(target_arch = "x86_64")]
 use loopq_core::simd::amx;
 use loopq_core::simd::Answer;
@@ -22,6 +23,8 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Vnni,
     #[cfg(target_arch = "x86_64")]
+    Vbmi,
+    #[cfg(target_arch = "x86_64")]
     Amx,
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -34,6 +37,8 @@ const KINDS: &[Kind] = &[
     Kind::Avx2,
     #[cfg(target_arch = "x86_64")]
     Kind::Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Vbmi,
     #[cfg(target_arch = "x86_64")]
     Kind::Amx,
     #[cfg(target_arch = "aarch64")]
@@ -57,8 +62,12 @@ impl Engine {
             let wide = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
             if wide && has!("avx512vnni") && has!("fma") {
                 found.push(Self(Kind::Vnni));
-                if amx::permitted(amx::INT8) {
-                    found.push(Self(Kind::Amx));
+                if has!("avx512vbmi") {
+                    found.push(Self(Kind::Vbmi));
+                    // Every processor with AMX has VBMI.
+                    if amx::permitted(amx::INT8) {
+                        found.push(Self(Kind::Amx));
+                    }
                 }
             }
         }
@@ -88,6 +97,8 @@ impl Engine {
             #[cfg(target_arch = "x86_64")]
             Kind::Vnni => "avx512vnni",
             #[cfg(target_arch = "x86_64")]
+            Kind::Vbmi => "avx512vnni+vbmi",
+            #[cfg(target_arch = "x86_64")]
             Kind::Amx => "amx+avx512vnni",
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => "neon+dotprod",
@@ -95,11 +106,11 @@ impl Engine {
     }
 
     /// The order in which activations of so many tokens are read.
-    pub(crate) fn order(self, tokens: usize) -> Order {
+    pub(crate) fn order(self, layout: &Layout, tokens: usize) -> Order {
         match self.0 {
-            // A tile has sixteen tokens; for one or two it would be mostly empty.
+            // A tile has sixteen tokens; for one or two it would be mostly empty. Values on a trellis fit no byte.
             #[cfg(target_arch = "x86_64")]
-            Kind::Amx if tokens > 2 => Order::Tiles,
+            Kind::Amx if tokens > 2 && !layout.is_streams() => Order::Tiles,
             _ => Order::Rows,
         }
     }
@@ -115,7 +126,7 @@ impl Engine {
             Kind::Avx2 => unsafe { super::x86::panel_avx2(p) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kind::Vnni => unsafe { super::x86::panel_vnni(p) },
+            Kind::Vnni | Kind::Vbmi => unsafe { super::x86::panel_vnni(p) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kind::Amx if p.rows.order == Order::Rows => unsafe { super::x86::panel_vnni(p) },
@@ -133,13 +144,16 @@ impl Engine {
     pub(super) fn run_streams(self, p: &Part<'_>, out: &mut [f32]) {
         match self.0 {
             // SAFETY: plain Rust runs anywhere.
-            Kind::Portable => unsafe { for_words!(Portable, 1, p, out) },
+            Kind::Portable => unsafe { for_bits_and_words!(Portable, [1, 1], p, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: such a value is made only after asking the machine.
             Kind::Avx2 => unsafe { super::x86::streams_avx2(p, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kind::Vnni | Kind::Amx => unsafe { super::x86::streams_vnni(p, out) },
+            Kind::Vnni => unsafe { super::x86::streams_vnni(p, out) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Kind::Vbmi | Kind::Amx => unsafe { super::x86::streams_vbmi(p, out) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as above.
             Kind::Neon => unsafe { super::neon::streams_neon(p, out) },

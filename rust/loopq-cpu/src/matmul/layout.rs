@@ -13,7 +13,7 @@ pub(super) const LINE: usize = 64;
 /// Outputs of a line.
 pub(super) const LANES: usize = 16;
 /// The most inputs that share a scale of the activations and an integer sum.
-const MAX_BLOCK: usize = 256;
+pub(super) const MAX_BLOCK: usize = 256;
 /// Size of the blocks that longer groups are cut into.
 const CUT: usize = 128;
 
@@ -230,8 +230,13 @@ impl Layout {
         self.blocks.last().map_or(0, |b| b.group + 1)
     }
 
+    /// Panels; those of a stream are filled up.
     pub(crate) fn n_panels(&self) -> usize {
-        self.outputs.div_ceil(PANEL)
+        let Some(streams) = self.streams else {
+            return self.outputs.div_ceil(PANEL);
+        };
+        let last = (self.outputs - 1) / streams.rows;
+        last * streams.panels() + self.stream(streams, last).padded() / PANEL
     }
 
     /// Bytes of the packed weight.
@@ -247,7 +252,7 @@ impl Layout {
 
     /// Whether quantized activations of the other layout are those of this one.
     pub(crate) fn has_rows_of(&self, other: &Self) -> bool {
-        let row = |l: &Self| (l.inputs, l.grid.group_size, l.grid.bits);
+        let row = |l: &Self| (l.inputs, l.grid.group_size, l.grid.bits, l.is_streams());
         row(self) == row(other)
     }
 
@@ -270,6 +275,13 @@ pub(super) struct Streams {
     pub(super) trellis: Trellis,
     /// Rows of each but the last.
     pub(super) rows: usize,
+}
+
+impl Streams {
+    /// Panels of each but the last.
+    pub(super) fn panels(&self) -> usize {
+        self.rows.div_ceil(PANEL)
+    }
 }
 
 /// One run of rows.

@@ -19,6 +19,8 @@ mod versions;
 mod windows;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_values;
 
 pub use activations::{Inputs, Precision};
 pub use engine::Engine;
@@ -82,11 +84,8 @@ pub fn multiply(
         dims::check_matrix("the bias", bias, 1, outputs)?;
     }
     let columns = Columns::of(out, tokens, outputs)?;
-    if let Some(found) = layout.streams {
-        return streams::multiply(layout, found, packed, x, bias, &columns, plan);
-    }
     let chunk = tokens.min(TOKENS);
-    let mut rows = Rows::new(layout, chunk, plan.precision, plan.engine.order(chunk))?;
+    let mut rows = Rows::new(layout, chunk, plan.precision, plan.engine.order(layout, chunk))?;
     let isa = Isa::best();
     for first in (0..tokens).step_by(TOKENS) {
         plan.execution.check()?;
@@ -103,7 +102,7 @@ pub fn multiply(
     Ok(())
 }
 
-/// A packed weight in panels, with the instruction set that multiplies it.
+/// A packed weight, with the instruction set that multiplies it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weight<'a> {
     pub(crate) layout: &'a Layout,
@@ -123,6 +122,9 @@ impl Weight<'_> {
         mut write: impl FnMut(usize, usize, &[f32]),
     ) {
         let Self { layout, packed, bias, engine } = *self;
+        if let Some(found) = layout.streams {
+            return streams::run(self, found, rows, count, panels, write);
+        }
         let mut results = Results([0.0; GROUP * FEW * PANEL]);
         for p in panels.clone().step_by(GROUP) {
             let n = GROUP.min(panels.end - p);
@@ -134,13 +136,18 @@ impl Weight<'_> {
                 for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
                     let column = (p + i / few) * PANEL;
                     let values = &mut values[..PANEL.min(layout.outputs - column)];
-                    if let Some(bias) = bias {
-                        values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
-                    }
+                    add_bias(values, bias, column);
                     write(token + i % few, column, values);
                 }
             }
         }
+    }
+}
+
+/// Adds the bias of the outputs from `column` on.
+fn add_bias(values: &mut [f32], bias: Option<&[f32]>, column: usize) {
+    if let Some(bias) = bias {
+        values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
     }
 }
 

@@ -10,7 +10,7 @@ use super::layout::{ScaleFormat, LANES, LINE};
 use super::streams::Part;
 use super::tile::{panel, Lanes, Panel};
 use super::versions::{stream_versions, versions};
-use super::windows::Windows;
+use super::windows::{half_of, Windows};
 use loopq_core::grid::{FACTOR, OFFSET};
 
 /// Registers for 16 outputs, and bytes of one.
@@ -210,33 +210,49 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn mixed(at: *const u8, windows: &Windows) -> Self::Codes {
+    unsafe fn pair<const BITS: u32>(at: *const u8, next: *const u8, windows: &Windows) -> [Self::Codes; 2] {
         // SAFETY: see above.
         unsafe {
-            let bytes = vld1q_u8(at);
-            from_fn(|i| {
-                let found = vqtbl1q_u8(bytes, vld1q_u8(windows.bytes.as_ptr().add(i * BYTES)));
-                let shifts = vld1q_u32(windows.shifts.as_ptr().add(i * LANES / PARTS));
-                let down = vnegq_s32(vreinterpretq_s32_u32(shifts));
-                let states =
-                    vandq_u32(vshlq_u32(vreinterpretq_u32_u8(found), down), vdupq_n_u32(windows.mask));
-                vreinterpretq_u8_u32(vmlaq_u32(vdupq_n_u32(OFFSET), states, vdupq_n_u32(FACTOR)))
+            [half_of(BITS), 0].map(|half| {
+                let (low, high) = (sums_of(at.add(half), windows), sums_of(next.add(half), windows));
+                from_fn(|i| vreinterpretq_u8_u32(vsliq_n_u32::<16>(low[i], high[i])))
             })
         }
     }
 
     #[inline(always)]
-    unsafe fn byte_sums(c: Self::Codes) -> Self::Codes {
+    unsafe fn dot_pair(sum: Self::Ints, pair: Self::Codes, x: *const i16) -> Self::Ints {
         // SAFETY: see above.
-        c.map(|c| unsafe { vreinterpretq_u8_u32(vpaddlq_u16(vpaddlq_u8(c))) })
+        unsafe {
+            let (low, high) = (i32::from(*x), i32::from(*x.add(1)));
+            from_fn(|i| {
+                let pair = vreinterpretq_s32_u8(pair[i]);
+                let sum = vmlaq_n_s32(sum[i], vandq_s32(pair, vdupq_n_s32(0xffff)), low);
+                vmlaq_n_s32(sum, vshrq_n_s32::<16>(pair), high)
+            })
+        }
     }
 
     #[inline(always)]
-    unsafe fn dot_sums(sum: Self::Ints, sums: Self::Codes, x: *const [i16; 2]) -> Self::Ints {
+    unsafe fn add_pair<const BITS: u32, const W: usize>(
+        sums: &mut [[Self::Ints; 2]; W],
+        at: *const u8,
+        next: *const u8,
+        windows: &Windows,
+        x: [*const i16; W],
+    ) {
         // SAFETY: see above.
         unsafe {
-            let x = i32::from((*x)[0]);
-            from_fn(|i| vmlaq_n_s32(sum[i], vreinterpretq_s32_u8(sums[i]), x))
+            for (input, at) in [at, next].into_iter().enumerate() {
+                for (half, offset) in [half_of(BITS), 0].into_iter().enumerate() {
+                    let values = sums_of(at.add(offset), windows);
+                    for (sum, x) in sums.iter_mut().zip(x) {
+                        let x = i32::from(*x.add(input));
+                        sum[half] =
+                            from_fn(|i| vmlaq_n_s32(sum[half][i], vreinterpretq_s32_u32(values[i]), x));
+                    }
+                }
+            }
         }
     }
 
@@ -247,5 +263,25 @@ impl Lanes for Neon {
     }
 }
 
-stream_versions!(streams_neon, Neon, 1, "neon,dotprod");
+/// Sixteen states as the sums of the bytes that they are mixed into.
+///
+/// # Safety
+/// As the methods of [`Lanes`], with sixteen bytes at `at`.
+#[inline(always)]
+unsafe fn sums_of(at: *const u8, windows: &Windows) -> [uint32x4_t; PARTS] {
+    // SAFETY: see above.
+    unsafe {
+        let bytes = vld1q_u8(at);
+        from_fn(|i| {
+            let found = vqtbl1q_u8(bytes, vld1q_u8(windows.bytes.as_ptr().add(i * BYTES)));
+            let shifts = vld1q_u32(windows.shifts.as_ptr().add(i * LANES / PARTS));
+            let down = vnegq_s32(vreinterpretq_s32_u32(shifts));
+            let states = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(found), down), vdupq_n_u32(windows.mask));
+            let mixed = vmlaq_u32(vdupq_n_u32(OFFSET), states, vdupq_n_u32(FACTOR));
+            vpaddlq_u16(vpaddlq_u8(vreinterpretq_u8_u32(mixed)))
+        })
+    }
+}
+
+stream_versions!(streams_neon, Neon, [1, 1], "neon,dotprod");
 versions!(panel_neon, panel, Neon, [1, 1, 1], "neon,dotprod");

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use super::layout::{ScaleFormat, LANES, LINE};
 use super::tile::Lanes;
-use super::windows::Windows;
+use super::windows::{half_of, Windows};
 use loopq_core::grid::mix;
 
 pub(super) struct Portable;
@@ -139,29 +139,29 @@ impl Lanes for Portable {
     }
 
     #[inline(never)]
-    unsafe fn mixed(at: *const u8, windows: &Windows) -> [u8; LINE] {
-        // SAFETY: sixteen bytes.
-        let bytes = unsafe { at.cast::<[u8; 16]>().read() };
-        let mixed: [[u8; 4]; LANES] = from_fn(|lane| {
+    unsafe fn pair<const BITS: u32>(at: *const u8, next: *const u8, windows: &Windows) -> [[u8; LINE]; 2] {
+        // SAFETY: sixteen bytes of each half of the rows.
+        let sum = |at: *const u8, lane: usize| {
+            let bytes = unsafe { at.cast::<[u8; 16]>().read() };
             let found = from_fn(|i| bytes[usize::from(windows.bytes[4 * lane + i])]);
-            mix(u32::from_le_bytes(found) >> windows.shifts[lane] & windows.mask).to_le_bytes()
-        });
-        from_fn(|i| mixed[i / 4][i % 4])
-    }
-
-    unsafe fn byte_sums(c: [u8; LINE]) -> [u8; LINE] {
-        let sums: [[u8; 4]; LANES] =
-            from_fn(|lane| (0..4).map(|i| u32::from(c[lane * 4 + i])).sum::<u32>().to_le_bytes());
-        from_fn(|i| sums[i / 4][i % 4])
+            let state = u32::from_le_bytes(found) >> windows.shifts[lane] & windows.mask;
+            mix(state).to_le_bytes().into_iter().map(u16::from).sum::<u16>().to_le_bytes()
+        };
+        [half_of(BITS), 0].map(|half| {
+            let sums: [[[u8; 2]; 2]; LANES] =
+                from_fn(|lane| [at, next].map(|at| sum(at.wrapping_add(half), lane)));
+            from_fn(|i| sums[i / 4][i % 4 / 2][i % 2])
+        })
     }
 
     #[inline(never)]
-    unsafe fn dot_sums(sum: [i32; LANES], sums: [u8; LINE], x: *const [i16; 2]) -> [i32; LANES] {
+    unsafe fn dot_pair(sum: [i32; LANES], pair: [u8; LINE], x: *const i16) -> [i32; LANES] {
         // SAFETY: two numbers.
-        let [x, _] = unsafe { x.read() };
+        let x = unsafe { x.cast::<[i16; 2]>().read() };
         from_fn(|lane| {
-            let bytes = from_fn(|i| sums[lane * 4 + i]);
-            sum[lane].wrapping_add(i32::from_le_bytes(bytes) * i32::from(x))
+            let value =
+                |i: usize| i32::from(i16::from_le_bytes([pair[4 * lane + i], pair[4 * lane + i + 1]]));
+            sum[lane].wrapping_add(value(0) * i32::from(x[0])).wrapping_add(value(2) * i32::from(x[1]))
         })
     }
 

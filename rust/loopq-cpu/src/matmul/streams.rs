@@ -1,127 +1,73 @@
 //! Products with codes on a trellis: every weight is decoded where it is multiplied. Format: `docs/formats/trellis.md`.
 //!
 //! A value is the sum of the four bytes that a state is mixed into, less 510. That fits 16 bits, so an input enters as
-//! numbers of 16 bits, each made of two limbs. One instruction multiplies such a number by the values of sixteen rows. A
-//! block has at most 256 inputs, so its sums fit 32 bits: `256 * 510 * 2^14 < 2^31`. They stay integers. Two limbs' sums
-//! are below `2^24` and would be joined with one rounding, which is that of the number's own sum. So the rest is the
-//! same as in the other products: blocks, order of operations and bits.
+//! numbers of 16 bits, each made of two limbs. One instruction multiplies two such numbers by the values of sixteen
+//! rows. A block has at most 256 inputs, so its sums fit 32 bits: `256 * 510 * 2^14 < 2^31`. They stay integers. Two
+//! limbs' sums are below `2^24` and would be joined with one rounding, which is that of the number's own sum. So the
+//! rest is the same as in the other products: blocks, order of operations and bits.
 //!
 //! Streams follow each other. A stream first holds its scales, group by group in lines of 32 rows. Then it has a record
 //! for each input. A record holds the codes of its rows, with the last row's in the lowest bits. The 16 bits that
 //! precede the first row's code lie above it, since the ends of a stream are joined. A row's state is a window of the
 //! record that begins at the row's code.
+//!
+//! A panel reads 12 bytes of a record at 3 bits, and the next record lies 194 bytes further. So a few records are
+//! multiplied by all panels before the next ones, while they are in the first-level cache.
 #![allow(unsafe_code)] // pointers into slices whose lengths have been compared with the layout
 
+use std::array::from_fn;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::activations::Order;
-use super::activations::Rows;
-use super::layout::{Layout, Streams, JOIN, LANES, LINE, PANEL, READ};
+use super::activations::{limbs_of, words_of, Rows};
+use super::layout::{Block, Layout, Stream, Streams, JOIN, LANES, LINE, MAX_BLOCK, PANEL, READ};
 use super::tile::{value_of, Lanes};
 use super::windows::Windows;
-use super::{share, Columns, Inputs, Plan};
-use loopq_core::memory::zeros;
-use loopq_core::simd::Isa;
-use loopq_core::Result;
+use super::{add_bias, Results, Weight, FEW};
 
-/// Tokens quantized at once.
-const TOKENS: usize = 8;
-/// Panels with results in memory at once.
+/// Panels with sums in memory at once.
 const PANELS: usize = 16;
-/// Inputs whose products are added to sums of their own, so that none waits for the one before.
-const TURNS: usize = 2;
+/// Records that all panels are multiplied by before the next ones; even.
+const RECORDS: usize = 32;
 /// Offset of the byte sum from the value's numerator, and the value's denominator.
 const LESS: i32 = 510;
 const PARTS: f32 = 128.0;
 
-/// `out = x W^T + bias` for a weight and shapes that have been checked.
-pub(super) fn multiply(
-    layout: &Layout,
+/// [`Weight::run`] of codes on a trellis.
+pub(super) fn run(
+    weight: &Weight<'_>,
     streams: Streams,
-    packed: &[u8],
-    x: Inputs<'_>,
-    bias: Option<&[f32]>,
-    columns: &Columns<'_>,
-    plan: &Plan<'_>,
-) -> Result<()> {
-    let tokens = x.tokens(layout.inputs)?;
-    let chunk = tokens.min(TOKENS);
-    let mut rows = Rows::new(layout, chunk, plan.precision, Order::Rows)?;
-    let words = words_of(rows.limbs);
-    let mut spread: Vec<[i16; 2]> = zeros("repeated activations", chunk * words * rows.stride)?;
-    let (isa, windows) = (Isa::best(), Windows::new(streams.trellis));
-    let in_stream = streams.rows.div_ceil(PANEL);
-    let n_streams = layout.outputs.div_ceil(streams.rows);
-    let last = layout.stream(streams, n_streams - 1).padded() / PANEL;
-    for first in (0..tokens).step_by(TOKENS) {
-        plan.execution.check()?;
-        let count = TOKENS.min(tokens - first);
-        rows.fill(layout, x, first..first + count, isa);
-        join(&rows, &mut spread[..count * words * rows.stride]);
-        share((n_streams - 1) * in_stream + last, &plan.execution, |panels| {
-            let mut results = [0.0; PANELS * TOKENS * PANEL];
-            let mut begin = panels.start;
-            while begin < panels.end {
-                let s = layout.stream(streams, begin / in_stream);
-                let within = begin % in_stream;
-                let n = PANELS.min(in_stream - within).min(panels.end - begin);
-                let out = &mut results[..n * count * PANEL];
-                out.fill(0.0);
-                let part = Part {
-                    layout,
-                    windows: &windows,
-                    bytes: &packed[s.at..],
-                    record: s.record,
-                    header: s.header,
-                    padded: s.padded(),
-                    panels: within..within + n,
-                    rows: &rows,
-                    spread: &spread,
-                    count,
-                };
-                plan.engine.run_streams(&part, out);
-                for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
-                    let row = (within + i / count) * PANEL;
-                    let live = PANEL.min(s.rows - row);
-                    let (column, values) = (s.first + row, &mut values[..live]);
-                    if let Some(bias) = bias {
-                        values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
-                    }
-                    // SAFETY: `share` gives each thread different panels, and these columns belong to one of them.
-                    unsafe { columns.write(first + i % count, column, values) };
-                }
-                begin += n;
+    rows: &Rows,
+    count: usize,
+    panels: Range<usize>,
+    mut write: impl FnMut(usize, usize, &[f32]),
+) {
+    let Weight { layout, packed, bias, engine } = *weight;
+    let (windows, in_stream) = (Windows::new(streams.trellis), streams.panels());
+    let mut results = Results([0.0; _]);
+    let most = PANELS.min(results.0.len() / PANEL / FEW.min(count));
+    let mut begin = panels.start;
+    while begin < panels.end {
+        let stream = layout.stream(streams, begin / in_stream);
+        let within = begin % in_stream;
+        let n = most.min(in_stream - within).min(panels.end - begin);
+        for first in (0..count).step_by(FEW) {
+            let tokens = first..count.min(first + FEW);
+            let few = tokens.len();
+            let out = &mut results.0[..n * few * PANEL];
+            out.fill(0.0);
+            let bytes = &packed[stream.at..];
+            let part =
+                Part { layout, windows: &windows, bytes, stream, panels: within..within + n, rows, tokens };
+            engine.run_streams(&part, out);
+            for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
+                let row = (within + i / few) * PANEL;
+                let values = &mut values[..PANEL.min(stream.rows - row)];
+                add_bias(values, bias, stream.first + row);
+                write(first + i % few, stream.first + row, values);
             }
-        })?;
-    }
-    Ok(())
-}
-
-/// Numbers of 16 bits that an activation of so many limbs enters as.
-const fn words_of(limbs: usize) -> usize {
-    limbs.div_ceil(2)
-}
-
-/// Limbs of such a number: the last one has two if there are two.
-fn limbs_of(limbs: usize, word: usize) -> std::ops::Range<usize> {
-    match (limbs, word) {
-        (2, _) => 0..2,
-        (1, _) | (_, 0) => 0..1,
-        _ => 1..3,
-    }
-}
-
-/// Activations as numbers of 16 bits, row `token * words + word`, each twice.
-fn join(rows: &Rows, to: &mut [[i16; 2]]) {
-    let words = words_of(rows.limbs);
-    for (i, to) in to.chunks_exact_mut(rows.stride).enumerate() {
-        let (token, limbs) = (i / words, limbs_of(rows.limbs, i % words));
-        let row = |limb: usize| &rows.bytes()[(token * rows.limbs + limb) * rows.stride..][..rows.stride];
-        let (low, high) = (row(limbs.start), row(limbs.end - 1));
-        let times = if limbs.len() == 2 { 256 } else { 0 };
-        for ((to, &low), &high) in to.iter_mut().zip(low).zip(high) {
-            *to = [i16::from(high) * times + i16::from(low); 2];
         }
+        begin += n;
     }
 }
 
@@ -131,14 +77,10 @@ pub(super) struct Part<'a> {
     windows: &'a Windows,
     /// The stream and what follows it.
     bytes: &'a [u8],
-    record: usize,
-    header: usize,
-    padded: usize,
+    stream: Stream,
     panels: Range<usize>,
     rows: &'a Rows,
-    /// The numbers of [`join`].
-    spread: &'a [[i16; 2]],
-    count: usize,
+    tokens: Range<usize>,
 }
 
 impl Part<'_> {
@@ -147,91 +89,153 @@ impl Part<'_> {
         words_of(self.rows.limbs)
     }
 
+    /// Bits of a code.
+    pub(super) fn bits(&self) -> u32 {
+        self.layout.grid.bits
+    }
+
     fn check(&self, out: &[f32]) {
-        let (inputs, rows) = (self.layout.inputs, self.rows);
-        assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
-        assert!(self.panels.end * PANEL <= self.padded);
-        let scales = self.layout.scales.lines() * LINE;
-        assert!(self.header == self.layout.n_groups() * (self.padded / PANEL) * scales);
-        assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
-        assert!(rows.stride == self.layout.row && rows.holds(self.count));
-        assert!(self.spread.len() >= self.count * words_of(rows.limbs) * rows.stride);
-        assert!(out.len() == self.panels.len() * self.count * PANEL);
+        let (layout, rows, s) = (self.layout, self.rows, &self.stream);
+        assert!(self.bytes.len() >= s.header + layout.inputs * s.record + READ);
+        assert!(self.panels.end * PANEL <= s.padded() && self.panels.len() <= PANELS);
+        assert!(s.header == layout.n_groups() * (s.padded() / PANEL) * layout.scales.lines() * LINE);
+        assert!(s.record == s.padded() * layout.grid.bits as usize / 8 + JOIN);
+        assert!(rows.stride == layout.row && rows.holds(self.tokens.end));
+        assert!(rows.words().len() >= self.tokens.end * self.words() * rows.stride);
+        assert!(out.len() == self.panels.len() * self.tokens.len() * PANEL);
+    }
+
+    /// Where a panel's codes of the first input of a block begin: those of its last sixteen rows.
+    ///
+    /// # Safety
+    /// After `check`, with a panel and a block of this part.
+    unsafe fn codes(&self, panel: usize, block: &Block) -> *const u8 {
+        let rows = (self.stream.padded() - (panel + 1) * PANEL) * self.layout.grid.bits as usize / 8;
+        // SAFETY: a record of the stream.
+        unsafe { self.bytes.as_ptr().add(self.stream.header + block.first * self.stream.record + rows) }
+    }
+
+    /// A token's activations from a place in a row on, of each word.
+    ///
+    /// # Safety
+    /// After `check`, with a token of this part and a place in a row.
+    unsafe fn activations<const W: usize>(&self, token: usize, at: usize) -> [*const i16; W] {
+        let stride = self.rows.stride;
+        // SAFETY: `check` has compared the length of all rows with the tokens.
+        unsafe { from_fn(|word| self.rows.words().as_ptr().add((token * W + word) * stride + at)) }
+    }
+
+    /// The offset of all values, times the sum of the activations.
+    ///
+    /// # Safety
+    /// As [`streams`].
+    #[inline(always)]
+    unsafe fn start<V: Lanes, const W: usize>(&self, token: usize, block: usize) -> Sums<V::Ints, W> {
+        // SAFETY: the caller's.
+        let mut sums = [[unsafe { V::splat(0) }; 2]; W];
+        for (word, sum) in sums.iter_mut().enumerate() {
+            let limbs = limbs_of(self.rows.limbs, word).rev();
+            let minus = limbs.fold(0, |sum, i| 256 * sum + self.rows.minus_sum(token, block, i));
+            // Wraps where the sum of the block does not. SAFETY: the caller's.
+            *sum = unsafe { [V::splat(minus.wrapping_mul(LESS)); 2] };
+        }
+        sums
+    }
+
+    /// Adds the sums of a block to the results of a panel and token.
+    ///
+    /// # Safety
+    /// As [`streams`], with room for 32 results at `to`.
+    #[inline(always)]
+    unsafe fn finish<V: Lanes, const BITS: u32, const W: usize>(
+        &self,
+        panel: usize,
+        token: usize,
+        b: usize,
+        sums: Sums<V::Ints, W>,
+        to: *mut f32,
+    ) {
+        let (layout, group) = (self.layout, self.layout.blocks[b].group);
+        let scales = (group * (self.stream.padded() / PANEL) + panel) * layout.scales.lines() * LINE;
+        // SAFETY: the layout's offset of a panel's scales; the rest is the caller's.
+        unsafe {
+            let mut sums = sums;
+            for sum in &mut sums {
+                *sum = V::in_order::<BITS>(*sum);
+            }
+            let step = V::splat_float(self.rows.scale(token, b) / PARTS);
+            for half in 0..2 {
+                let at = self.bytes.as_ptr().add(scales + half * LANES * layout.scales.bytes());
+                let scale = V::mul(V::scales(at, layout.scales), step);
+                let mut digits = [sums[0][half]; W];
+                for word in 1..W {
+                    digits[word] = sums[word][half];
+                }
+                let value = value_of::<V, W>(digits);
+                let to = to.add(half * LANES);
+                V::store(to, V::fma(value, scale, V::load(to)));
+            }
+        }
     }
 }
 
-/// Multiplies by all tokens, `T` at a time and then one at a time. Adds to `out` (panels, tokens, 32).
+/// Integer sums of a panel and token: `[word][half]`, rows in the order of the instruction set.
+type Sums<I, const W: usize> = [[I; 2]; W];
+
+/// Multiplies a part, `T` tokens at a time. Adds to `out` (panels, tokens, 32).
 ///
 /// # Safety
 /// The instruction set of `V` must exist.
 #[inline(always)]
-pub(super) unsafe fn streams<V: Lanes, const W: usize, const T: usize>(p: &Part<'_>, out: &mut [f32]) {
-    p.check(out);
-    assert!(words_of(p.rows.limbs) == W);
-    let mut token = 0;
-    while token < p.count {
-        // SAFETY: the caller's; `check` has compared all lengths, and there are as many tokens left.
-        unsafe {
-            if T > 1 && p.count - token >= T {
-                tokens::<V, W, T, 1>(p, token, out);
-                token += T;
-            } else {
-                tokens::<V, W, 1, TURNS>(p, token, out);
-                token += 1;
-            }
-        }
-    }
-}
-
-/// Integer sums: `[turn][token][word][half of the panel]`.
-type Sums<I, const W: usize, const T: usize, const S: usize> = [[[[I; 2]; W]; T]; S];
-
-/// # Safety
-/// As [`streams`], with `T` tokens from `token` on and `S` sums for each output, token and word.
-#[inline(always)]
-unsafe fn tokens<V: Lanes, const W: usize, const T: usize, const S: usize>(
+pub(super) unsafe fn streams<V: Lanes, const BITS: u32, const W: usize, const T: usize>(
     p: &Part<'_>,
-    token: usize,
     out: &mut [f32],
 ) {
-    let (layout, bits) = (p.layout, p.layout.grid.bits as usize);
-    let lines = layout.scales.lines() * LINE;
-    let n_panels = p.padded / PANEL;
-    for (b, block) in layout.blocks.iter().enumerate() {
-        for panel in p.panels.clone() {
-            // The codes of the panel's last sixteen rows; those of its first follow.
-            let rows = (p.padded - (panel + 1) * PANEL) * bits / 8;
-            // SAFETY: offsets of the layout; `check` has compared the lengths of the slices with it. A record's sixteen
-            // rows and the bytes behind them lie within the record, the next one or the bytes kept behind the last.
-            unsafe {
-                let at = p.bytes.as_ptr().add(p.header + block.first * p.record + rows);
-                let mut sums = start::<V, W, T, S>(p, token, b);
-                let x = p.spread.as_ptr().add(token * W * p.rows.stride + block.at);
-                let whole = block.len - block.len % S;
-                for k in (0..whole).step_by(S) {
-                    for s in 0..S {
-                        add::<V, W, T>(p, at.add((k + s) * p.record), x.add(k + s), block.len, &mut sums[s]);
-                    }
-                }
-                for k in whole..block.len {
-                    add::<V, W, T>(p, at.add(k * p.record), x.add(k), block.len, &mut sums[0]);
-                }
-                let scales = p.bytes.as_ptr().add((block.group * n_panels + panel) * lines);
-                for t in 0..T {
-                    let step = V::splat_float(p.rows.scale(token + t, b) / PARTS);
-                    let place = ((panel - p.panels.start) * p.count + token + t) * PANEL;
-                    for half in 0..2 {
-                        let weight =
-                            V::scales(scales.add(half * LANES * layout.scales.bytes()), layout.scales);
-                        let mut digits = [V::splat(0); W];
-                        for (word, digit) in digits.iter_mut().enumerate() {
-                            *digit = sums[0][t][word][half];
-                            for more in &sums[1..] {
-                                *digit = V::add(*digit, more[t][word][half]);
-                            }
+    p.check(out);
+    assert!(p.words() == W && p.bits() == BITS);
+    // SAFETY: the caller's; `check` has compared all lengths.
+    unsafe {
+        if p.tokens.len() == 1 {
+            one::<V, BITS, W>(p, out);
+        } else {
+            several::<V, BITS, W, T>(p, out);
+        }
+    }
+}
+
+/// One token: values are multiplied in the registers that they are computed in.
+///
+/// # Safety
+/// As [`streams`], after `check`.
+#[inline(always)]
+unsafe fn one<V: Lanes, const BITS: u32, const W: usize>(p: &Part<'_>, out: &mut [f32]) {
+    let (token, record) = (p.tokens.start, p.stream.record);
+    let mut kept = [MaybeUninit::<Sums<V::Ints, W>>::uninit(); PANELS];
+    for (b, block) in p.layout.blocks.iter().enumerate() {
+        for first in (0..block.len).step_by(RECORDS) {
+            let n = RECORDS.min(block.len - first);
+            for (i, panel) in p.panels.clone().enumerate() {
+                // SAFETY: records of the block, and sums that were kept of its records before. Behind an odd number of
+                // activations lies a zero, which may meet any value.
+                unsafe {
+                    let mut sums = if first == 0 { p.start::<V, W>(token, b) } else { kept[i].assume_init() };
+                    let mut at = p.codes(panel, block).add(first * record);
+                    let mut x = p.activations::<W>(token, block.at + first);
+                    for k in (0..n).step_by(2) {
+                        let next = if k + 1 < n { at.add(record) } else { at };
+                        // No hardware foresees all jumps from record to record.
+                        V::prefetch(at.wrapping_add(RECORDS * record));
+                        V::prefetch(at.wrapping_add((RECORDS + 1) * record));
+                        V::add_pair::<BITS, W>(&mut sums, at, next, p.windows, x);
+                        at = at.wrapping_add(2 * record);
+                        for x in &mut x {
+                            *x = x.wrapping_add(2);
                         }
-                        let to = out.as_mut_ptr().add(place + half * LANES);
-                        V::store(to, V::fma(value_of::<V, W>(digits), V::mul(weight, step), V::load(to)));
+                    }
+                    if first + n < block.len {
+                        kept[i].write(sums);
+                    } else {
+                        p.finish::<V, BITS, W>(panel, token, b, sums, out[i * PANEL..].as_mut_ptr());
                     }
                 }
             }
@@ -239,56 +243,78 @@ unsafe fn tokens<V: Lanes, const W: usize, const T: usize, const S: usize>(
     }
 }
 
-/// The offset of all values: times the sum of the activations.
+/// Several tokens: the values of a block are computed once and kept in the first-level cache.
 ///
 /// # Safety
-/// As [`tokens`].
+/// As [`streams`], after `check`.
 #[inline(always)]
-unsafe fn start<V: Lanes, const W: usize, const T: usize, const S: usize>(
+unsafe fn several<V: Lanes, const BITS: u32, const W: usize, const T: usize>(p: &Part<'_>, out: &mut [f32]) {
+    let (count, record) = (p.tokens.len(), p.stream.record);
+    let mut values = [MaybeUninit::<[V::Codes; 2]>::uninit(); MAX_BLOCK / 2];
+    for (b, block) in p.layout.blocks.iter().enumerate() {
+        let pairs = &mut values[..block.len.div_ceil(2)];
+        for (i, panel) in p.panels.clone().enumerate() {
+            // SAFETY: records of the block; all pairs are written before they are read. Behind an odd number of
+            // activations lies a zero, which may meet any value.
+            unsafe {
+                let at = p.codes(panel, block);
+                for (k, pair) in pairs.iter_mut().enumerate() {
+                    let next = (2 * k + 1).min(block.len - 1) * record;
+                    pair.write(V::pair::<BITS>(at.add(2 * k * record), at.add(next), p.windows));
+                }
+                let pairs = pairs.as_ptr().cast::<[V::Codes; 2]>();
+                let to = out[i * count * PANEL..][..count * PANEL].as_mut_ptr();
+                let mut token = 0;
+                while token < count {
+                    let to = to.add(token * PANEL);
+                    if count - token >= T {
+                        tile::<V, BITS, W, T>(p, panel, p.tokens.start + token, b, pairs, to);
+                        token += T;
+                    } else {
+                        tile::<V, BITS, W, 1>(p, panel, p.tokens.start + token, b, pairs, to);
+                        token += 1;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of `T` tokens and a block's values.
+///
+/// # Safety
+/// As [`streams`], with all values of block `b` at `pairs` and room for `T` tokens at `to`.
+#[inline(always)]
+unsafe fn tile<V: Lanes, const BITS: u32, const W: usize, const T: usize>(
     p: &Part<'_>,
+    panel: usize,
     token: usize,
     b: usize,
-) -> Sums<V::Ints, W, T, S> {
-    // SAFETY: the caller's.
+    pairs: *const [V::Codes; 2],
+    to: *mut f32,
+) {
+    let block = &p.layout.blocks[b];
+    // SAFETY: the caller's; rows of activations go on behind an odd block.
     unsafe {
-        let mut sums = [[[[V::splat(0); 2]; W]; T]; S];
-        for (t, sums) in sums[0].iter_mut().enumerate() {
-            for (word, pair) in sums.iter_mut().enumerate() {
-                let limbs = limbs_of(p.rows.limbs, word).rev();
-                let minus = limbs.fold(0, |sum, i| 256 * sum + p.rows.minus_sum(token + t, b, i));
-                // Wraps where the sum of the block does not.
-                *pair = [V::splat(minus.wrapping_mul(LESS)); 2];
+        let mut sums = [p.start::<V, W>(token, b); T];
+        let mut x = [p.activations::<W>(token, block.at); T];
+        for t in 1..T {
+            sums[t] = p.start::<V, W>(token + t, b);
+            x[t] = p.activations::<W>(token + t, block.at);
+        }
+        for k in 0..block.len.div_ceil(2) {
+            let pair = &*pairs.add(k);
+            for t in 0..T {
+                for word in 0..W {
+                    for half in 0..2 {
+                        let sum = sums[t][word][half];
+                        sums[t][word][half] = V::dot_pair(sum, pair[half], x[t][word].add(2 * k));
+                    }
+                }
             }
         }
-        sums
-    }
-}
-
-/// Adds the products of one input, whose record is at `at`.
-///
-/// # Safety
-/// As [`tokens`].
-#[inline(always)]
-unsafe fn add<V: Lanes, const W: usize, const T: usize>(
-    p: &Part<'_>,
-    at: *const u8,
-    x: *const [i16; 2],
-    inputs: usize,
-    sums: &mut [[[V::Ints; 2]; W]; T],
-) {
-    let bits = p.layout.grid.bits as usize;
-    // SAFETY: the caller's; prefetching may look past the end.
-    unsafe {
-        // Prefetches the same rows in the next block: no hardware foresees a jump from record to record.
-        // Without it, 4 bits took 3.5 times as long where the second-level cache did not hold the records.
-        V::prefetch(at.wrapping_add(inputs * p.record));
-        let values = [V::mixed(at.add(2 * bits), p.windows), V::mixed(at, p.windows)];
-        let values = [V::byte_sums(values[0]), V::byte_sums(values[1])];
-        for (t, sums) in sums.iter_mut().enumerate() {
-            for (word, pair) in sums.iter_mut().enumerate() {
-                let x = x.add((t * W + word) * p.rows.stride);
-                *pair = [V::dot_sums(pair[0], values[0], x), V::dot_sums(pair[1], values[1], x)];
-            }
+        for t in 0..T {
+            p.finish::<V, BITS, W>(panel, token + t, b, sums[t], to.add(t * PANEL));
         }
     }
 }

@@ -66,12 +66,35 @@ pub(super) trait Lanes {
     unsafe fn load(at: *const f32) -> Self::Floats;
     /// Writes 16 numbers.
     unsafe fn store(to: *mut f32, values: Self::Floats);
-    /// Sixteen states, each mixed into four bytes: `34038481 state + 76625530`. They are found in the sixteen bytes at `at`.
-    unsafe fn mixed(at: *const u8, windows: &Windows) -> Self::Codes;
-    /// The sum of each lane's four bytes, whole or as two numbers of 16 bits.
-    unsafe fn byte_sums(c: Self::Codes) -> Self::Codes;
-    /// A number, given twice and the same for all lanes, times each lane's [`Lanes::byte_sums`], added to its sum.
-    unsafe fn dot_sums(sum: Self::Ints, sums: Self::Codes, x: *const [i16; 2]) -> Self::Ints;
+    /// Values of 32 rows in two records, as the sums of the four bytes of mixed states: each lane has those of a row as two
+    /// numbers of 16 bits. The rows are those at `at` and `next`, in an order of the instruction set.
+    unsafe fn pair<const BITS: u32>(at: *const u8, next: *const u8, windows: &Windows) -> [Self::Codes; 2];
+    /// Two numbers, the same for all lanes, times each lane's two of [`Lanes::pair`], added to its sum.
+    unsafe fn dot_pair(sum: Self::Ints, pair: Self::Codes, x: *const i16) -> Self::Ints;
+    /// Sums of 32 rows in their own order, given in that of [`Lanes::pair`].
+    #[inline(always)]
+    unsafe fn in_order<const BITS: u32>(sums: [Self::Ints; 2]) -> [Self::Ints; 2] {
+        sums
+    }
+    /// Adds the products of a pair of values with two numbers of each word.
+    #[inline(always)]
+    unsafe fn add_pair<const BITS: u32, const W: usize>(
+        sums: &mut [[Self::Ints; 2]; W],
+        at: *const u8,
+        next: *const u8,
+        windows: &Windows,
+        x: [*const i16; W],
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            let pair = Self::pair::<BITS>(at, next, windows);
+            for word in 0..W {
+                for half in 0..2 {
+                    sums[word][half] = Self::dot_pair(sums[word][half], pair[half], x[word]);
+                }
+            }
+        }
+    }
     /// Asks for the cache line of an address that may lie outside of any slice.
     unsafe fn prefetch(at: *const u8);
     /// Adds the products of a block: [`multiply`], or the same sums in another way.

@@ -32,18 +32,22 @@ macro_rules! for_bits_and_limbs {
 }
 pub(in crate::matmul) use for_bits_and_limbs;
 
-/// Calls `streams` for a part's words, with tiles of so many tokens.
-macro_rules! for_words {
-    ($lanes:ty, $tokens:literal, $part:expr, $out:expr) => {{
+/// Calls `streams` for a part's bits and words, with tiles of so many tokens of one and two words.
+macro_rules! for_bits_and_words {
+    ($lanes:ty, [$one:literal, $two:literal], $part:expr, $out:expr) => {{
         use $crate::matmul::streams::streams as run;
         let part = $part;
-        match part.words() {
-            1 => run::<$lanes, 1, $tokens>(part, $out),
-            _ => run::<$lanes, 2, $tokens>(part, $out),
+        match (part.bits(), part.words()) {
+            (2, 1) => run::<$lanes, 2, 1, $one>(part, $out),
+            (2, _) => run::<$lanes, 2, 2, $two>(part, $out),
+            (3, 1) => run::<$lanes, 3, 1, $one>(part, $out),
+            (3, _) => run::<$lanes, 3, 2, $two>(part, $out),
+            (_, 1) => run::<$lanes, 4, 1, $one>(part, $out),
+            _ => run::<$lanes, 4, 2, $two>(part, $out),
         }
     }};
 }
-pub(super) use for_words;
+pub(super) use for_bits_and_words;
 
 // Used on architectures with more than the portable version.
 /// A function for each number of bits and limbs.
@@ -59,14 +63,14 @@ macro_rules! versions {
 }
 pub(super) use versions;
 
-/// A function for each number of words.
+/// A function for each number of bits and words.
 macro_rules! stream_versions {
-    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
+    ($name:ident, $lanes:ty, $tokens:tt, $features:literal) => {
         /// Multiplies part of a stream.
         #[target_feature(enable = $features)]
         pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
             // SAFETY: this function's features are those that the lanes need.
-            unsafe { $crate::matmul::versions::for_words!($lanes, $tokens, p, out) }
+            unsafe { $crate::matmul::versions::for_bits_and_words!($lanes, $tokens, p, out) }
         }
     };
 }

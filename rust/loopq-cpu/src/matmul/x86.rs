@@ -8,15 +8,17 @@ use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::Part;
 use super::tile::{codes_of, lines_of, multiply, panel, values_of, Lanes, Panel, Sums, AHEAD};
 use super::versions::{stream_versions, versions};
-use super::windows::Windows;
-use loopq_core::grid::{FACTOR, OFFSET};
+use super::windows::{half_of, Windows};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
-struct Vnni;
+/// With `VBMI` a byte is any eight neighbouring bits of a register.
+pub(super) struct Wide<const VBMI: bool>;
+
+type Vnni = Wide<false>;
 
 // In both implementations every block has the same two reasons: the trait's callers have the instructions, and its
 // pointers point to as many bytes as are read or written, at any alignment.
-impl Lanes for Vnni {
+impl<const VBMI: bool> Lanes for Wide<VBMI> {
     type Codes = __m512i;
     type Ints = __m512i;
     type Floats = __m512;
@@ -158,29 +160,34 @@ impl Lanes for Vnni {
     }
 
     #[inline(always)]
-    unsafe fn mixed(at: *const u8, windows: &Windows) -> __m512i {
-        // SAFETY: see above.
+    unsafe fn pair<const BITS: u32>(at: *const u8, next: *const u8, windows: &Windows) -> [__m512i; 2] {
+        // SAFETY: see above. Sixteen rows of up to 3 bits find their states in eight bytes, of 4 bits in two times eight.
         unsafe {
-            let bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(at.cast()));
-            let found = _mm512_shuffle_epi8(bytes, _mm512_loadu_si512(windows.bytes.as_ptr().cast()));
-            let shifts = _mm512_loadu_si512(windows.shifts.as_ptr().cast());
-            let mask = _mm512_set1_epi32(windows.mask as i32);
-            let states = _mm512_and_si512(_mm512_srlv_epi32(found, shifts), mask);
-            let times = _mm512_mullo_epi32(states, _mm512_set1_epi32(FACTOR as i32));
-            _mm512_add_epi32(times, _mm512_set1_epi32(OFFSET as i32))
+            let half = if VBMI && BITS == 4 { half_of(BITS) / 2 } else { half_of(BITS) };
+            [Self::sums::<BITS>(at.add(half), next.add(half), windows), Self::sums::<BITS>(at, next, windows)]
         }
     }
 
     #[inline(always)]
-    unsafe fn byte_sums(c: __m512i) -> __m512i {
+    unsafe fn dot_pair(sum: __m512i, pair: __m512i, x: *const i16) -> __m512i {
         // SAFETY: see above.
-        unsafe { _mm512_maddubs_epi16(c, _mm512_set1_epi8(1)) }
+        unsafe { _mm512_dpwssd_epi32(sum, pair, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
     }
 
     #[inline(always)]
-    unsafe fn dot_sums(sum: __m512i, sums: __m512i, x: *const [i16; 2]) -> __m512i {
+    unsafe fn in_order<const BITS: u32>(sums: [__m512i; 2]) -> [__m512i; 2] {
+        if !VBMI || BITS != 4 {
+            return sums;
+        }
+        // Of four lanes the last two have rows 0 to 7, in the second register 8 to 15. The first two have rows 16 to 23
+        // and 24 to 31.
         // SAFETY: see above.
-        unsafe { _mm512_dpwssd_epi32(sum, sums, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+        unsafe {
+            let first = _mm512_setr_epi32(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+            let last = _mm512_sub_epi32(first, _mm512_set1_epi32(2));
+            let [a, b] = sums;
+            [_mm512_permutex2var_epi32(a, first, b), _mm512_permutex2var_epi32(a, last, b)]
+        }
     }
 
     #[inline(always)]
@@ -191,7 +198,7 @@ impl Lanes for Vnni {
 }
 
 /// Two 256-bit registers for 16 outputs.
-struct Avx2;
+pub(super) struct Avx2;
 
 /// `f` of both halves.
 macro_rules! both {
@@ -479,34 +486,68 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn mixed(at: *const u8, windows: &Windows) -> [__m256i; 2] {
+    unsafe fn pair<const BITS: u32>(at: *const u8, next: *const u8, windows: &Windows) -> [[__m256i; 2]; 2] {
         // SAFETY: see above.
         unsafe {
-            let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(at.cast()));
-            let (places, shifts) =
-                (Self::line(windows.bytes.as_ptr()), Self::line(windows.shifts.as_ptr().cast()));
-            let mask = _mm256_set1_epi32(windows.mask as i32);
-            both!(|places, shifts| {
-                let found = _mm256_shuffle_epi8(bytes, places);
-                let states = _mm256_and_si256(_mm256_srlv_epi32(found, shifts), mask);
-                let times = _mm256_mullo_epi32(states, _mm256_set1_epi32(FACTOR as i32));
-                _mm256_add_epi32(times, _mm256_set1_epi32(OFFSET as i32))
-            })
+            let (low, high) =
+                (Self::windows_of::<BITS>(at, windows), Self::windows_of::<BITS>(next, windows));
+            let mut pair = [low; 4];
+            for row in 0..4 {
+                let one = _mm256_set1_epi16(1);
+                let low = _mm256_madd_epi16(Self::sums_of::<BITS>(low, row, windows), one);
+                let high = _mm256_madd_epi16(Self::sums_of::<BITS>(high, row, windows), one);
+                pair[row] = _mm256_or_si256(low, _mm256_slli_epi32::<16>(high));
+            }
+            [[pair[0], pair[1]], [pair[2], pair[3]]]
         }
     }
 
     #[inline(always)]
-    unsafe fn byte_sums(c: [__m256i; 2]) -> [__m256i; 2] {
-        // SAFETY: see above.
-        unsafe { both!(|c| _mm256_maddubs_epi16(c, _mm256_set1_epi8(1))) }
-    }
-
-    #[inline(always)]
-    unsafe fn dot_sums(sum: [__m256i; 2], sums: [__m256i; 2], x: *const [i16; 2]) -> [__m256i; 2] {
+    unsafe fn dot_pair(sum: [__m256i; 2], pair: [__m256i; 2], x: *const i16) -> [__m256i; 2] {
         // SAFETY: see above.
         unsafe {
             let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
-            both!(|sum, sums| _mm256_add_epi32(sum, _mm256_madd_epi16(sums, x)))
+            both!(|sum, pair| _mm256_add_epi32(sum, _mm256_madd_epi16(pair, x)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add_pair<const BITS: u32, const W: usize>(
+        sums: &mut [[[__m256i; 2]; 2]; W],
+        at: *const u8,
+        next: *const u8,
+        windows: &Windows,
+        x: [*const i16; W],
+    ) {
+        // SAFETY: see above.
+        unsafe {
+            for input in 0..2 {
+                let found = Self::windows_of::<BITS>(if input == 0 { at } else { next }, windows);
+                for row in 0..4 {
+                    let values = Self::sums_of::<BITS>(found, row, windows);
+                    for word in 0..W {
+                        let products = _mm256_madd_epi16(values, _mm256_set1_epi16(*x[word].add(input)));
+                        let sum = &mut sums[word][row / 2][row % 2];
+                        *sum = _mm256_add_epi32(*sum, products);
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn in_order<const BITS: u32>(sums: [[__m256i; 2]; 2]) -> [[__m256i; 2]; 2] {
+        // Lane `l` of number `i` has row `4 l + i`. SAFETY: see above.
+        unsafe {
+            let [[a, b], [c, d]] = sums;
+            let (low, high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let (low2, high2) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            let [a, b] = [_mm256_unpacklo_epi64(low, low2), _mm256_unpackhi_epi64(low, low2)];
+            let [c, d] = [_mm256_unpacklo_epi64(high, high2), _mm256_unpackhi_epi64(high, high2)];
+            [
+                [_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x20>(c, d)],
+                [_mm256_permute2x128_si256::<0x31>(a, b), _mm256_permute2x128_si256::<0x31>(c, d)],
+            ]
         }
     }
 
@@ -517,8 +558,14 @@ impl Lanes for Avx2 {
     }
 }
 
-stream_versions!(streams_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
-stream_versions!(streams_avx2, Avx2, 1, "avx2,fma,f16c");
+stream_versions!(
+    streams_vbmi,
+    Wide<true>,
+    [8, 4],
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma"
+);
+stream_versions!(streams_vnni, Vnni, [8, 4], "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+stream_versions!(streams_avx2, Avx2, [2, 1], "avx2,fma,f16c");
 versions!(panel_vnni, panel, Vnni, [4, 4, 4], "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
 versions!(panel_avx2, panel, Avx2, [4, 2, 1], "avx2,fma,f16c");
 versions!(

@@ -184,9 +184,9 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
         match matrix.values {
             Values::Codes(layout, bytes) => {
                 let [rows, columns] = layout.shape();
-                if [rows, columns] != [outputs, inputs] || layout.is_streams() {
+                if [rows, columns] != [outputs, inputs] {
                     let got = format!("{rows} x {columns}");
-                    return Err(Error::shape("codes of a plain grid", format!("{outputs} x {inputs}"), got));
+                    return Err(Error::shape("codes", format!("{outputs} x {inputs}"), got));
                 }
                 layout.check(bytes)?;
             }
@@ -425,7 +425,7 @@ impl Call<'_> {
                     let rows = match quantized.take() {
                         Some((of, same, rows)) if of.has_basis_of(matrix) && same.has_rows_of(layout) => rows,
                         _ => {
-                            let order = self.engine.order(tokens);
+                            let order = self.engine.order(layout, tokens);
                             let mut rows = Rows::new(layout, tokens, self.program.precision, order)?;
                             rows.fill(layout, Inputs::F32(x), 0..tokens, Isa::best());
                             rows

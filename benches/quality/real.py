@@ -392,15 +392,14 @@ def opening(data: dict[str, Any]) -> str:
     seconds = {
         r["variant"]: r["seconds"] for r in of(data, SMOLLM2) if r["draw"] == 0 and r["bits"] == COST_BITS
     }
-    cost = seconds[UNTURNED]
+    mse, best_tool = (seconds[UNTURNED] / seconds[name] for name in (COST, "auto-round, best"))
     lines = (
         "PL-BERT, a published model, runs one layer twelve times. At 3 bits, GPTQ that calibrates on the first step",
-        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because later "
-        "steps are not in its data. The best",
-        f"setting of llm-compressor has {tool:.3f}. **loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** It needs",
-        f"{cost / seconds[COST]:.1f} times the CPU time of llm-compressor's `mse`, and "
-        f"{cost / seconds['auto-round, best']:.2f} of that of auto-round's recipe",
-        "`best` (on SmolLM2, below).",
+        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because",
+        f"later steps are not in its data. The best setting of llm-compressor has {tool:.3f}.",
+        f"**loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** It needs {mse:.1f} times the CPU",
+        f"time of llm-compressor's `mse`, and {best_tool:.2f} of that of auto-round's recipe `best`",
+        "(on SmolLM2, below).",
     )
     return "\n".join(lines)
 
@@ -496,7 +495,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="*", type=Path, help="files of JSON that the benches left")
-    parser.add_argument("--aside", action="store_true", help="seconds of RESULT are of another machine or a busy one")
+    parser.add_argument(
+        "--aside", action="store_true", help="seconds of RESULT are of another machine or a busy one"
+    )
     args = parser.parse_args()
     data = json.loads(DATA.read_text("utf-8"))
     for file in args.results:

@@ -70,7 +70,7 @@ def quantize(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Embedded model, folder, hub id, loaded model, or any torch module. Where no adapter knows a module's class, loopq
+        Embedded model, folder, hub id, loaded model, or any torch module. Where no adapter knows a class, loopq
         runs it once and discovers its loop.
     calibration : TokenSet, token ids, path, list of batches, or None
         Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`). A module that takes no token ids gets

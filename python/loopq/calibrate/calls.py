@@ -156,11 +156,10 @@ def _held(value: Any, where: str) -> Any:
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """Values of a call, each with its place."""
-    items = enumerate(value) if isinstance(value, tuple | list) else None
-    items = value.items() if isinstance(value, Mapping) else items
-    if items is None:
+    if not isinstance(value, tuple | list | Mapping):
         yield "", value
         return
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
     yield "/", len(value)
     for name, part in items:
         for place, leaf in _leaves(part):

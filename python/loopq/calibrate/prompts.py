@@ -258,7 +258,7 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: S
         return written(loaded.system, served.first, known, take.seq_len, count)
     if isinstance(prompts, str | Path):
         return read_tokens(Path(prompts), served, take.seq_len, count)
-    calls, prompts = given_calls(prompts, count)
+    calls, given = given_calls(prompts, count)
     if calls is not None:
         return CallSet.of(loaded, calls[: take.n_prompts])
-    return given_tokens(prompts, served, take.seq_len, take.n_prompts, count)
+    return given_tokens(given, served, take.seq_len, take.n_prompts, count)

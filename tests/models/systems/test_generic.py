@@ -20,7 +20,7 @@ from loopq.models.load import choose_system, load_model
 from loopq.models.systems.generic import Generic
 from tests.support import vendors
 from tests.support.interop import models
-from tests.support.odd_loop import Odd, _ids
+from tests.support.odd_loop import Odd, Settling, _ids
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
@@ -283,38 +283,20 @@ def test_a_table_that_the_loop_multiplies_with_is_named() -> None:
         assert _names(model) == ["core.weight"]
 
 
-class _Settling(nn.Module):
-    """Ends by its state: when a step changes it by less than a tolerance, as equilibrium solvers do."""
-
-    def __init__(self, tolerance: float = 0.02) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.core, self.tolerance = nn.Embedding(64, 32), nn.Linear(32, 32), tolerance
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        state = torch.zeros_like(x)
-        for _ in range(50):
-            before, state = state, torch.tanh(self.core(state) + x)
-            if (state - before).norm() < self.tolerance * state.norm():
-                break
-        return state
-
-
 def test_a_loop_that_ends_by_its_state_is_summed_over_all_its_calls() -> None:
     ids = _ids(8).input_ids.tolist()
-    steps = loopq.evaluate(_Settling(), {}, ids, batch_size=1, threads=1)[0].steps
+    steps = loopq.evaluate(Settling(), {}, ids, batch_size=1, threads=1)[0].steps
     assert steps is not None
     assert steps.min() < steps.max()
-    result = loopq.quantize(_Settling(), ids, group_size=16, threads=1, bits=3, method="gptq", batch_size=1)
+    result = loopq.quantize(Settling(), ids, group_size=16, threads=1, bits=3, method="gptq", batch_size=1)
     assert result.layers["core.weight"].report["n_rows"] == steps.sum() * len(ids[0])
-    full, rounded = loopq.evaluate(_Settling(), result, ids, batch_size=1, threads=1)
+    full, rounded = loopq.evaluate(Settling(), result, ids, batch_size=1, threads=1)
     assert full.steps is not None
     assert full.steps.tolist() == steps.tolist()
     assert rounded.steps is not None
     assert 0 < rounded.error.mean() < 0.1
     # Another tolerance is another number of steps, with the same weights.
-    (slower,) = loopq.evaluate(_Settling(0.002), {}, ids, batch_size=1, threads=1)
+    (slower,) = loopq.evaluate(Settling(0.002), {}, ids, batch_size=1, threads=1)
     assert slower.steps is not None
     assert (slower.steps > steps).all()
 

@@ -11,6 +11,7 @@ All rows but the first have searched scales.
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import importlib.util
 import time
@@ -47,6 +48,9 @@ PAIRS = (
     ("loopq", "GPTQ, all steps"),
     ("loopq", "loopq, even levels"),
 )
+#: A control: noise of this share of a weight's size, from so many draws.
+SHARE, N_SHAKEN = 0.05, 4
+NOISE = f"float32, noise of {SHARE:.0%} on the looped weights"
 BITS: tuple[Literal[4, 3], ...] = (4, 3)
 GROUP = 32
 #: Points of a forecast, and of the largest context, as the model has them.
@@ -245,14 +249,31 @@ def flow() -> Subject:
 SUBJECTS = {"fracast": fracast, "flow": flow}
 
 
+def shaken(subject: Subject, names: Sequence[str]) -> dict[str, list[float]]:
+    """Error and score of each held-out batch with random noise on the looped weights: how sensitive the batch is."""
+    found = np.zeros((2, len(subject.held)))
+    for seed in range(N_SHAKEN):
+        generator, other = torch.Generator().manual_seed(seed), copy.deepcopy(subject.model)
+        with torch.no_grad():
+            for name in names:
+                weight = other.get_parameter(name)
+                size = SHARE * weight.square().mean().sqrt()
+                weight += size * torch.randn(weight.shape, generator=generator)
+            for i, batch in enumerate(subject.held):
+                both = [m(**batch) if isinstance(batch, dict) else m(*batch) for m in (subject.model, other)]
+                error = (both[1] - both[0]).square().sum() / both[0].square().sum()
+                found[:, i] += np.array([float(error), subject.score(both[1], batch)]) / N_SHAKEN
+    return {key: [float(f"{v:.5g}") for v in row] for key, row in zip(("error", "score"), found, strict=True)}
+
+
 def run(name: str, draws: int) -> list[dict[str, Any]]:
     """Rows of a subject: the error and the score of each held-out batch, for each variant."""
     subject = SUBJECTS[name]()
     rows = []
 
     def row(m: Any, variant: str, **more: Any) -> None:
-        own = {"error": m.error[0].tolist(), "score": m.score[0].tolist(), "kinds": subject.kinds}
-        rows.append({"model": name, "variant": variant, **more, **own})
+        own = {key: [float(f"{v:.5g}") for v in getattr(m, key)[0]] for key in ("error", "score")}
+        rows.append({"model": name, "variant": variant, **more, **own, "kinds": subject.kinds})
 
     def measured(model: nn.Module, results: dict[str, Any]) -> list[Any]:
         return loopq.evaluate(model, results, subject.held, score=subject.score, threads=1)
@@ -272,6 +293,8 @@ def run(name: str, draws: int) -> list[dict[str, Any]]:
                 full, found = measured(subject.model, {variant: made})
                 if not rows:
                     row(full, "float32", draw=0, bits=32)
+                    noise = {"model": name, "variant": NOISE, "draw": 0, "bits": 32}
+                    rows.append(noise | shaken(subject, [*made.layers]) | {"kinds": subject.kinds})
                 row(found, variant, draw=draw, bits=bits, seconds=round(seconds, 1))
                 print(
                     name,

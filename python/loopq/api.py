@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from loopq.annotations import listed
+from loopq.calibrate.calls import CallSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
@@ -44,8 +45,9 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
+    from loopq.calibrate.calls import Score
     from loopq.calibrate.data import TokenSet
-    from loopq.evaluation.compare import Measurement, Score
+    from loopq.evaluation.compare import Measurement
     from loopq.models.coded import Activations
     from loopq.run.keywords import MeasureKeywords, QuantizeKeywords, SolveKeywords
 
@@ -358,7 +360,11 @@ def evaluate(
     with plain_modes():
         named, loaded = _named(checkpoints), open_model(model, opening)
         tokens = evaluation_tokens(loaded, text, take)
-        return _measured(loaded, named, tokens, n_steps, seeds, score, how)
+        if isinstance(tokens, CallSet):
+            tokens = dataclasses.replace(tokens, score=score)
+        elif score is not None:
+            raise ConfigError("score: it is for batches of a module that takes no token ids; prompts have KL")
+        return _measured(loaded, named, tokens, n_steps, seeds, how)
 
 
 def _measured(
@@ -367,7 +373,6 @@ def _measured(
     tokens: TokenSet,
     n_steps: int | None,
     seeds: Sequence[int],
-    score: Score | None,
     how: Execution,
 ) -> list[Measurement]:
     if isinstance(loaded.system, Discovers):
@@ -382,7 +387,7 @@ def _measured(
     for checkpoint in named.values():
         fitted(system.model, checkpoint)
     measured = compare(
-        system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, score=score, execution=how
+        system, weights, tokens, n_steps=n_steps, seeds=seeds, count_bytes=count, execution=how
     )
     dense = sum(tensor.data.size for tensor in model_tensors(system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ from loopq.systems.capabilities import TakesCalls
 if TYPE_CHECKING:
     from loopq.models.load import LoadedModel
 
+Score = Callable[[Any, Any], float]
 #: Keys of a record with text or token ids.
 _TEXT = {"input_ids", "text", "messages"}
 _KINDS = "a batch is a tuple (arguments), a dict (keyword arguments) or one float tensor"
@@ -35,10 +36,14 @@ class CallSet(TokenSet):
     ----------
     calls : tuple of Call
         One call for each sequence.
+    score : callable, optional
+        Takes what the module returns for a batch, and the batch as it was given. Returns a number. An evaluation calls
+        it.
     """
 
     unit: ClassVar[str] = "batches"
     calls: tuple[Call, ...] = ()
+    score: Score | None = None
 
     @classmethod
     def of(cls, loaded: LoadedModel, calls: Sequence[Call]) -> CallSet:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 CountBytes = Callable[[NDArray[np.int64]], int | None]
-#: Takes what the model returns for a batch, and the batch. Returns a number.
-Score = Callable[[Any, Any], float]
 #: Logits that are scored at once: 32 MiB in float64, of which a few copies are held.
 _PIECE = 1 << 22
 #: Copies of a piece in float64 at once: two logarithms of probabilities, and what their sums are made of.
@@ -200,7 +198,6 @@ def compare(
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
     count_bytes: CountBytes | None = None,
-    score: Score | None = None,
     execution: Execution | None = None,
 ) -> list[Measurement]:
     """Measure several sets of weights relative to full precision, on the same prompts and initial states.
@@ -220,8 +217,6 @@ def compare(
         Seeds of the initial states. A prompt starts from the same state in every variant.
     count_bytes : callable, optional
         UTF-8 bytes of token ids (`LoadedModel.count_bytes`). Bits per byte needs it.
-    score : callable, optional
-        Takes what the model returns for a batch of calls, and the batch as it was given. Returns a number.
     execution : Execution, optional
         Prompts per batch, and progress by the prompt. Its seed is not used.
 
@@ -233,18 +228,14 @@ def compare(
     Raises
     ------
     ConfigError
-        A prompt has fewer than two scored tokens, so no token to predict. Or there is a score for token ids.
+        A prompt has fewer than two scored tokens, so no token to predict.
     """
     first = tokens.scored_from
-    if score is not None and not isinstance(tokens, CallSet):
-        raise ConfigError("score: it is for batches of a module that takes no token ids; prompts have KL")
     if not isinstance(tokens, CallSet) and min(s.size for s in tokens.sequences) < first + 2:
         after = f" after {first}" * (first > 0)
         raise ConfigError(f"every evaluation prompt needs at least two tokens{after}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    measured = _Scores(
-        system, tokens, depth, score, {name: _Kept() for name in ("full precision", *variants)}
-    )
+    measured = _Scores(system, tokens, depth, {name: _Kept() for name in ("full precision", *variants)})
     measured.run(variants, seeds, execution or Execution())
     width = None if isinstance(tokens, CallSet) else _bytes_per_token(tokens, count_bytes)
     return [kept.measurement(name, width, system.output) for name, kept in measured.kept.items()]
@@ -278,7 +269,6 @@ class _Scores:
     system: LoopedSystem
     tokens: TokenSet
     depth: int
-    score: Score | None
     kept: dict[str, _Kept]
 
     def run(self, variants: Mapping[str, Weights], seeds: Sequence[int], execution: Execution) -> None:
@@ -315,18 +305,19 @@ class _Scores:
     def _output(self, system: LoopedSystem, batch: Batch) -> tuple[Tensor, tuple[float, float]]:
         """Logits of the rollout, or its hidden states in float64; the user's score and the steps."""
         score = steps = math.nan
+        scored = self.tokens.score if isinstance(self.tokens, CallSet) else None
         given: list[Any] = []
         with model_code(f"rollout of {batch.name}"), contextlib.ExitStack() as stack:
             discovers = isinstance(system, Discovers)
             calls = stack.enter_context(counted_calls(system, self.depth)) if discovers else {}
-            if self.score is not None:
+            if scored is not None:
                 # The rollout gives the first tensor of what the model returns.
                 keep = system.model.register_forward_hook(lambda _, __, out: given.append(out))
                 stack.callback(keep.remove)
             out = system.rollout(batch, self.depth)
-        if self.score is not None and batch.call is not None:
+        if scored is not None and batch.call is not None:
             with model_code(f"score of {batch.name}", ConfigError, "the function"):
-                score = float(self.score(given[-1], batch.call.given))
+                score = float(scored(given[-1], batch.call.given))
         if calls:
             steps = float(max(calls.values()))
         return out if system.output == "logits" else out.double(), (score, steps)

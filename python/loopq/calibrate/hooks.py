@@ -226,7 +226,7 @@ class Observer:
         assert self._batch is not None
         per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
-        where = f" (prompt {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
+        where = f" ({self._batch.unit} {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
         cause = "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
         raise NonFiniteError(
             f"layer {parameter.name}, step {step}, row {row}{where}, column {column}: {float(rows[row, column])}; "

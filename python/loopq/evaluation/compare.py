@@ -7,7 +7,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from loopq.errors import CheckpointError, ConfigError, NonFiniteError, model_cod
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
+from loopq.models.discovery import first_output
 from loopq.models.replace import Replaced, Weights, placed
 from loopq.models.trace import first_not_finite
 from loopq.settings.execution import Execution, at_most, available_bytes
@@ -28,7 +29,7 @@ from loopq.storage.model_files import is_streamed, model_tensors, passed_over, r
 from loopq.storage.names import names_of
 from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.capabilities import Discovers
+from loopq.systems.capabilities import Discovers, TakesCalls
 from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ class _Kept:
         score, steps = np.stack([np.concatenate(row, axis=1) for row in self.own], axis=1)
         by_token = np.concatenate(self.each, axis=1).reshape(3, len(self.scores), -1) if self.each else None
         known = {"score": score, "steps": steps}
-        more = {key: values for key, values in known.items() if not np.isnan(values).any()}
+        more = {key: values for key, values in known.items() if not np.isnan(values).all()}
         return Measurement(name, kl, agreement, nll, answered, width, output, by_token=by_token, **more)
 
 
@@ -306,18 +307,17 @@ class _Scores:
         """Logits of the rollout, or its hidden states in float64; the user's score and the steps."""
         score = steps = math.nan
         scored = self.tokens.score if isinstance(self.tokens, CallSet) else None
-        given: list[Any] = []
         with model_code(f"rollout of {batch.name}"), contextlib.ExitStack() as stack:
             discovers = isinstance(system, Discovers)
             calls = stack.enter_context(counted_calls(system, self.depth)) if discovers else {}
-            if scored is not None:
-                # The rollout gives the first tensor of what the model returns.
-                keep = system.model.register_forward_hook(lambda _, __, out: given.append(out))
-                stack.callback(keep.remove)
-            out = system.rollout(batch, self.depth)
+            if batch.call is not None and isinstance(system, TakesCalls):
+                answer = system.answer(batch, self.depth)
+                out = first_output(system.model, answer)
+            else:
+                out = system.rollout(batch, self.depth)
         if scored is not None and batch.call is not None:
             with model_code(f"score of {batch.name}", ConfigError, "the function"):
-                score = float(scored(given[-1], batch.call.given))
+                score = float(scored(answer, batch.call.given))
         if calls:
             steps = float(max(calls.values()))
         return out if system.output == "logits" else out.double(), (score, steps)
@@ -332,8 +332,8 @@ def _refuse_nan(system: LoopedSystem, reference: Tensor, batch: Batch, depth: in
         prompt = batch.prompts[int(wrong.nonzero()[0, 0])]
         where = first_not_finite(system.model, lambda: system.rollout(batch, depth))
         raise NonFiniteError(
-            f"full precision, {type(system.model).__name__}, prompt {prompt}: the output holds NaN; the first value "
-            f"that is not finite: {where}"
+            f"full precision, {type(system.model).__name__}, {batch.unit} {prompt}: the output holds NaN; the first "
+            f"value that is not finite: {where}"
         )
 
 

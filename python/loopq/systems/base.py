@@ -87,9 +87,14 @@ class Batch:
     call: Call | None = None
 
     @property
+    def unit(self) -> str:
+        """Word for a prompt in messages; calls are batches."""
+        return "prompt" if self.call is None else "batch"
+
+    @property
     def name(self) -> str:
-        """The first prompt, for messages: "prompt 3", or "batch 3" of calls."""
-        return f"{'prompt' if self.call is None else 'batch'} {self.prompts[0]}"
+        """The first prompt, for messages."""
+        return f"{self.unit} {self.prompts[0]}"
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or self.input_ids.shape[0] != len(self.prompts):

@@ -50,9 +50,9 @@ setup: build $(VENV)/dev.stamp ## Make the environment with everything that deve
 
 # Tools that some tests compare with. If one cannot be installed in time, a warning says so and its tests are skipped;
 # the next make tries again.
-CI_TOOLS := "lm-eval>=0.4.5" "xllamacpp>=2026.10"
+CI_TOOLS := "lm-eval>=0.4.5" "xllamacpp>=2026.10" "fracast>=0.1"
 
-ci-tools: $(VENV)/dev.stamp ## What some tests are skipped without: lm-eval, llama.cpp and, by apt for root, Chromium
+ci-tools: $(VENV)/dev.stamp ## What some tests are skipped without: lm-eval, llama.cpp, fracast and, by apt for root, Chromium
 	@mkdir -p .cache
 	@for tool in $(CI_TOOLS); do \
 		timeout 900 $(PY) -m pip install -q "$$tool" > .cache/ci-tools.log 2>&1 || { tail -n 5 .cache/ci-tools.log; \

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from loopq.annotations import listed
+from loopq.calibrate.calls import CallSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import ConfigError
 from loopq.evaluation.compare import compare, content, overlap
@@ -44,6 +45,7 @@ from loopq.terminal.progress import Silent
 if TYPE_CHECKING:
     from torch import nn
 
+    from loopq.calibrate.calls import Score
     from loopq.calibrate.data import TokenSet
     from loopq.evaluation.compare import Measurement
     from loopq.models.coded import Activations
@@ -70,10 +72,11 @@ def quantize(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Embedded model, folder, hub id, loaded model, or any torch module that takes token ids. Where no adapter knows a
-        module's class, loopq runs it once and discovers its loop.
-    calibration : TokenSet, token ids, path, or None
-        Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`).
+        Embedded model, folder, hub id, loaded model, or any torch module. Where no adapter knows a class, loopq
+        runs it once and discovers its loop.
+    calibration : TokenSet, token ids, path, list of batches, or None
+        Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`). A module that takes no token ids gets
+        batches: each is the arguments of one call, as a tuple, a dict (keyword arguments) or one float tensor.
     config : QuantConfig, optional
         Settings of the run.
     out : path, optional
@@ -187,8 +190,9 @@ class _Quantization:
             names = "; ".join(f"{n}: {why}" for n, why in missed.items())
             for line in filter(None, (f"not quantized: {names}" if missed else "", loaded.report.left)):
                 warnings.warn(line, stacklevel=4)
-        size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
-        used = (f"calibration: {size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
+        used = (
+            (f"calibration: {tokens.size} of {tokens.source}", tokens.shortage) if config.reads_text else ()
+        )
         for line in filter(None, (*loaded.report.notes, loaded.report.left, *about, *used)):
             execution.progress.note(line)
         source = ModelSource.of(
@@ -305,27 +309,31 @@ def load(
 
 def evaluate(
     model: Model,
-    checkpoints: str | Path | Sequence[str | Path] | Mapping[str, Checkpoint],
+    checkpoints: str | Path | Checkpoint | Sequence[str | Path] | Mapping[str, Checkpoint],
     text: Prompts = None,
     *,
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
+    score: Score | None = None,
     **options: Unpack[MeasureKeywords],
 ) -> list[Measurement]:
-    """Measure checkpoints against the full-precision model on held-out text, with paired initial states.
+    """Measure checkpoints against the full-precision model on held-out prompts, with paired initial states.
 
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Full-precision model. The same kinds as in `quantize` are accepted.
-    checkpoints : path, sequence of paths, or mapping of str to Checkpoint
-        Checkpoints of that model in any format of `loopq.formats.FORMATS`. Results of `quantize` are given by name.
-    text : TokenSet, token ids, path, or None
-        Held-out prompts. None takes the evaluation text that ships with loopq.
+    checkpoints : path, Checkpoint, sequence of paths, or mapping of str to Checkpoint
+        Checkpoints of that model in any format of `loopq.formats.FORMATS`. Results of `quantize` are given by name. A
+        single one is called "quantized".
+    text : TokenSet, token ids, path, list of batches, or None
+        Held-out prompts, or batches as in `quantize`. None takes the evaluation text that ships with loopq.
     n_steps : int, optional
         Depth. The model's own depth is the default.
     seeds : sequence of int
         Seeds of the initial states, the same for every set of weights.
+    score : callable, optional
+        Takes what a module returns for a batch, and the batch as it was given. Returns a number.
     **options
         "n_prompts" and "seq_len", "tokenizer" and "trust_remote_code" as in `quantize`, and settings of `Execution`.
 
@@ -333,6 +341,7 @@ def evaluate(
     -------
     list of Measurement
         Full precision first, then the checkpoints in order. A warning names one whose calibration used these prompts.
+        Batches have `error` (by batch), `score` and `steps` in the place of KL and perplexity.
 
     Raises
     ------
@@ -351,6 +360,10 @@ def evaluate(
     with plain_modes():
         named, loaded = _named(checkpoints), open_model(model, opening)
         tokens = evaluation_tokens(loaded, text, take)
+        if isinstance(tokens, CallSet):
+            tokens = dataclasses.replace(tokens, score=score)
+        elif score is not None:
+            raise ConfigError("score: it is for batches of a module that takes no token ids; prompts have KL")
         return _measured(loaded, named, tokens, n_steps, seeds, how)
 
 
@@ -362,6 +375,8 @@ def _measured(
     seeds: Sequence[int],
     how: Execution,
 ) -> list[Measurement]:
+    if isinstance(loaded.system, Discovers):
+        loaded.system.look(tokens.first())
     if tokens.shortage:
         how.progress.note(tokens.shortage)
     for checkpoint in named.values():
@@ -381,7 +396,9 @@ def _measured(
 
 
 def _named(
-    checkpoints: str | Path | Sequence[str | Path] | Mapping[str, Checkpoint],
+    checkpoints: str | Path | Checkpoint | Sequence[str | Path] | Mapping[str, Checkpoint],
 ) -> Mapping[str, Checkpoint]:
+    if isinstance(checkpoints, Checkpoint):
+        return {"quantized": checkpoints}
     files = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
     return files if isinstance(files, Mapping) else {str(f): read_any(f) for f in files}

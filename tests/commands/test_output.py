@@ -128,6 +128,10 @@ def test_measurements_have_the_columns_that_one_of_them_has():
         "-",
         "-",
     ]
+    steps = [{"mean": 4.5, "least": 4, "most": 5}, {"mean": 6.0, "least": 6, "most": 6}]
+    halting = rows(measurement_table([summary(steps=s) for s in steps]))
+    assert [row["steps run"] for row in halting] == ["4.50 (4-5)", "6.00 (6-6)"]
+    assert "steps run" not in rows(measurement_table([summary(steps=steps[1])] * 2))[0]
     (hidden,) = rows(measurement_table([summary(output="hidden")]))
     assert hidden == {"weights": "Q", "squared relative error": "0.25000", "cosine": "0.98765"}
 

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from loopq.calibrate.data import from_ids
 from loopq.evaluation import layers
+from loopq.models.systems.generic import Generic
 from loopq.systems.declare import parameter_of
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
+from tests.support.odd_loop import Settling
 
 N_STEPS = 4
 
@@ -88,3 +91,13 @@ def test_every_layer_of_a_published_loop(loaded, tokens):
     )
     for values in errors["Q"]["own"].values():
         assert values == pytest.approx([0.5] * 3, rel=1e-4)
+
+
+def test_a_loop_that_ends_by_itself_has_no_errors_by_step():
+    system = Generic(Settling())
+    ids = from_ids([list(range(i, i + 8)) for i in range(0, 48, 8)])
+    system.look(ids.first())
+    # A larger weight takes more steps to settle.
+    changed = {"core.weight": 1.5 * system.model.core.weight.detach().numpy()}
+    errors = layers.layer_errors(system, {"Q": changed}, ids, batch_size=1)["Q"]
+    assert set(errors["moved"]["core.weight"]) == set(errors["own"]["core.weight"]) == {None}

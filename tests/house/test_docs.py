@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benches import gguf, pages, paper
-from benches.quality import peers, peers_table, real
+from benches.quality import calls, peers, peers_table, real
 from benches.zoo import overview
 from loopq import cli
 from loopq.cli import main, parse, parser
@@ -38,6 +38,7 @@ ELSEWHERE = {
         "import loopq.runtime.transformers",
     ): "a checkpoint of a model of transformers",
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
+    ("batches.md", "# forecast.py"): "a package of its own; `test_howto` runs it",
     ("merged.md", ".py\n"): "files of the page; `test_howto` runs them",
     ("engine.md", "# tokens.py"): "a process of its own; `test_howto` runs it",
 }
@@ -192,7 +193,7 @@ def test_each_statement_about_safety_names_a_test_that_exists():
 
 def _tables() -> dict[tuple[Path, str], str]:
     """What the generators print, by page and mark. Each reads its newest record."""
-    newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in ("peers", "gguf")}
+    newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in ("peers", "gguf", "calls")}
     record = {name: json.loads(file.read_text("utf-8")) for name, file in newest.items()}
     docs = pages.ROOT / "docs"
     return {
@@ -203,6 +204,7 @@ def _tables() -> dict[tuple[Path, str], str]:
             for run in record["gguf"].values()
         },
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
+        **calls.pages(record["calls"]),
         **real.pages(json.loads(real.DATA.read_text("utf-8"))),
     }
 
@@ -213,4 +215,6 @@ def test_blocks_between_marks_are_what_the_generators_print():
     marks = {(page, m) for page in texts for m in re.findall(r"<!-- ([\w ]+): begin -->", texts[page])}
     assert marks <= set(tables), "a block that no generator writes"
     old = [f"{page}: {m}" for (page, m), text in tables.items() if pages.within(ROOT / page, m) != text]
-    assert not old, "run python -m benches.paper, benches.quality.real or benches.zoo.overview"
+    assert not old, (
+        "run python -m benches.paper, benches.quality.real, benches.quality.calls or benches.zoo.overview"
+    )

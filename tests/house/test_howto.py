@@ -28,7 +28,7 @@ PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
 MADE = {"Q", "B", "F", "P", "C", "D", "S", "M", "G"}
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: What needs an environment of its own.
-ENGINES = {"gptqmodel": "gptq"}
+ENGINES = {"gptqmodel": "gptq", "forecast.py": "fracast"}
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -9,15 +9,22 @@ import pytest
 import torch
 
 import loopq
+from loopq.calibrate.data import from_ids
 from loopq.calibrate.hessian_set import HessianSet
+from loopq.calibrate.hooks import counted_calls
+from loopq.calibrate.rollouts import Collection
+from loopq.calibrate.select import select
 from loopq.errors import CalibrationError, ConfigError
 from loopq.models.replace import Replaced
+from loopq.models.systems.generic import Generic
 from loopq.run import asymmetric
 from loopq.run.asymmetric import AsymmetricInputs, ReferenceSums, collect_pairs
+from loopq.settings.execution import Execution
 from loopq.systems.declare import parameter_of
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.asymmetric import asked, prepared
 from tests.support.kills import Kill, Killer, counting
+from tests.support.odd_loop import Settling
 from tests.support.runs import SETTINGS, digest, job_of, tensors_of
 
 
@@ -163,3 +170,19 @@ def test_rollouts_of_unlike_sizes_are_refused(job, monkeypatch):
     monkeypatch.setattr(asymmetric, "run_rollouts", rollout)
     with pytest.raises(CalibrationError, match=r"step 0: \(3, 2\) rows in the quantized rollout, \(4, 2\)"):
         collect_pairs(job, [input_group], {})
+
+
+def test_a_loop_that_ends_by_itself_is_paired_where_both_rollouts_have_its_steps():
+    system = Generic(Settling())
+    ids = from_ids([list(range(i, i + 8)) for i in range(0, 48, 8)])
+    job = Collection(system, ids, select(system, ids), Execution(batch_size=1, threads=1))
+    weight = system.model.core.weight.detach().numpy()
+    with counted_calls(system, system.n_steps) as calls:
+        for batch in ids.batches(1):
+            system.rollout(batch, system.n_steps)
+    same = collect_pairs(job, ["core.weight"], {"core.weight": weight})["core.weight"]
+    assert sum(same.sums.n_rows(t) for t in same.sums.steps) == 8 * calls["core.weight"]
+    for factor in (1.5, 0.2):
+        # More steps than in full precision, and fewer.
+        with pytest.raises(CalibrationError, match="work depends on its values"):
+            collect_pairs(job, ["core.weight"], {"core.weight": factor * weight})

@@ -44,3 +44,21 @@ class Odd(nn.Module):
 
 def _ids(n: int = 3) -> Batch:
     return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))
+
+
+class Settling(nn.Module):
+    """Ends by its state: when a step changes it by less than a tolerance, as equilibrium solvers do."""
+
+    def __init__(self, tolerance: float = 0.02) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.core, self.tolerance = nn.Embedding(64, 32), nn.Linear(32, 32), tolerance
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        state = torch.zeros_like(x)
+        for _ in range(50):
+            before, state = state, torch.tanh(self.core(state) + x)
+            if (state - before).norm() < self.tolerance * state.norm():
+                break
+        return state

@@ -27,6 +27,7 @@ from loopq.quantizers.task import Task
 from loopq.storage.model_files import raw
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, differentiable
+from loopq.systems.capabilities import Discovers
 from loopq.systems.declare import parameter_of
 from loopq.systems.stepwise import single_steps, steps_of
 from tests.support.accelerator import DEVICE, accelerator
@@ -212,6 +213,9 @@ def test_wrong_depth_and_a_second_rollout_in_a_scope_are_refused(core: Case) -> 
     if system.name in _BUILT_IN:
         with pytest.raises(ConfigError, match=r"n_steps"):
             system.rollout(batch, n_steps + 1)
+    if isinstance(system, Discovers):
+        # A loop that a run showed may end by itself, so its calls are summed, however many.
+        return
     for other in core.depths[1:]:
         with pytest.raises(CalibrationError, match=r"declares"):
             _watch(system, n_steps, other, core)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ class TokenSet:
         Number of prompts that were asked for. The source may hold fewer.
     """
 
+    #: Name of the sequences in messages.
+    unit: ClassVar[str] = "prompts"
     sequences: tuple[NDArray[np.int64], ...]
     source: str
     packing: str
@@ -81,7 +83,13 @@ class TokenSet:
         """The message if the source holds too few prompts; empty otherwise."""
         if self.n_asked is None or len(self.sequences) >= self.n_asked:
             return ""
-        return f"{self.n_asked} prompts were asked for, and {self.source} holds {len(self.sequences)}"
+        return f"{self.n_asked} {self.unit} were asked for, and {self.source} holds {len(self.sequences)}"
+
+    @property
+    def size(self) -> str:
+        """Number of prompts and rows, for messages."""
+        rows = "tokens" if self.unit == "prompts" else "rows"
+        return f"{len(self.sequences)} {self.unit}, {self.n_tokens:,} {rows}"
 
     def digest(self) -> str:
         """SHA-256 over lengths and ids. Sets with the same digest have the same tokens and scored positions."""
@@ -154,18 +162,18 @@ class TokenSet:
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
         """Yield the prompts in order. A batch has neighbours of equal length, at most `batch_size`."""
-        import torch  # lazy: loopq imports without torch
-
         for numbers in self.plan(batch_size):
-            ids = np.stack([self.sequences[i] for i in numbers])
-            yield Batch(torch.from_numpy(ids), tuple(numbers), seed)
+            yield self._batch(numbers, seed)
 
     def first(self, seed: int = 0) -> Batch:
         """Return the first prompt alone."""
+        return self._batch([0], seed)
+
+    def _batch(self, numbers: Sequence[int], seed: int) -> Batch:
         import torch  # lazy: loopq imports without torch
 
         # A copy: prompts of a file are read-only, and torch would warn.
-        return Batch(torch.from_numpy(self.sequences[0][None].copy()), (0,), seed)
+        return Batch(torch.from_numpy(np.stack([self.sequences[i] for i in numbers])), tuple(numbers), seed)
 
     def plan(self, batch_size: int) -> list[list[int]]:
         """Return the prompt numbers of each batch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,11 @@ class Observer:
         self._system = system
         self._parameters = {id(parameter_of(system.model, p)): p for p in parameters}
         self._watched = {p.name: p for p in parameters if not p.owners}
-        ends = ends and not isinstance(system, Discovers) and not any(p.routed_in for p in parameters)
+        #: Whether the number of calls may differ between prompts: a run showed the loop, and its end may be its own.
+        self._open = isinstance(system, Discovers)
+        #: Least and most calls of a parameter in a rollout, where they differ from those that the system declares.
+        self.differing: tuple[int, int] | None = None
+        ends = ends and not self._open and not any(p.routed_in for p in parameters)
         #: Calls of a rollout that ends with the last one; 0 if it runs to its output.
         self._n_calls = ends * sum(p.invocations for p in self._parameters.values())
         self._sink = sink
@@ -111,7 +116,7 @@ class Observer:
         self._last = "before the first layer"
         self._failed.clear()
         try:
-            with self._watch(), model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
+            with self._watch(), model_code(lambda: f"rollout of {batch.name}, {self._last}"):
                 with contextlib.suppress(_AllSeen):
                     yield
             self._check_counts()
@@ -144,18 +149,20 @@ class Observer:
                     f"layer {parameter.name}: selected but never observed: no hooked module that holds it was "
                     f"called (modules: {modules}). Exclude it, or declare it as used without a call"
                 )
-            if count != parameter.invocations:
+            if count != parameter.invocations and not self._open:
                 raise CalibrationError(
                     f"layer {parameter.name}: called {count} times in one rollout, its system declares "
                     f"{parameter.invocations}; {self._differs()}"
                 )
+            if count != parameter.invocations:
+                least, most = self.differing or (parameter.invocations,) * 2
+                self.differing = min(least, count), max(most, count)
 
     def _differs(self) -> str:
         assert self._batch is not None
         return (
             "depth, caching or chunking differ from what was declared. A loop that ends by its own state (halting, "
-            "early exit) or draws its depth needs a fixed number of steps. A loop over blocks of tokens needs prompts "
-            f"of one length; this one has {self._batch.input_ids.shape[1]} tokens"
+            "early exit) needs `--system generic`, which counts no calls"
         )
 
     def _on_step(self, name: str, invocations: int, *_: Any) -> None:
@@ -172,6 +179,9 @@ class Observer:
         step = self._counts[counted]
         self._counts[counted] = step + 1
         if step >= invocations:
+            if self._open:
+                # Sums run over all calls, however many. The last step holds the further ones.
+                return invocations - 1
             raise CalibrationError(
                 f"{what}: invocation {step} in one rollout, its system declares "
                 f"{invocations}; {self._differs()}"
@@ -187,7 +197,7 @@ class Observer:
 
     def _observed(self, parameter: SharedParameter, value: Tensor) -> None:
         if parameter.routed_in:
-            step = self._counts[parameter.routed_in] - 1
+            step = min(self._counts[parameter.routed_in], parameter.invocations) - 1
         else:
             step = self._next(parameter.name, f"layer {parameter.name}", parameter.invocations)
         if step < 0:
@@ -216,7 +226,7 @@ class Observer:
         assert self._batch is not None
         per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
-        where = f" (prompt {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
+        where = f" ({self._batch.unit} {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
         cause = "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
         raise NonFiniteError(
             f"layer {parameter.name}, step {step}, row {row}{where}, column {column}: {float(rows[row, column])}; "
@@ -249,6 +259,24 @@ def modules_of(system: LoopedSystem, parameters: Iterable[SharedParameter]) -> l
     """Return the modules that hold some parameters. One object under two names is one module."""
     names = dict(system.model.named_modules(remove_duplicate=False))
     return list({id(names[owner]): names[owner] for p in parameters for owner in p.owners}.values())
+
+
+@contextlib.contextmanager
+def counted_calls(system: LoopedSystem, n_steps: int) -> Iterator[Counter[str]]:
+    """Count the calls of each shared parameter inside the block. Weights that no module is called with are left out."""
+    calls: Counter[str] = Counter()
+    thread = threading.get_ident()
+
+    def count(name: str, *_: Any) -> None:
+        if threading.get_ident() == thread:
+            calls[name] += 1
+
+    with contextlib.ExitStack() as stack:
+        for parameter in system.shared_parameters(n_steps):
+            for module in modules_of(system, [parameter]):
+                hook = functools.partial(count, parameter.name)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield calls
 
 
 def input_key(value: Tensor) -> InputKey:

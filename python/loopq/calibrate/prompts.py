@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq import zoo
+from loopq.calibrate.calls import CallSet, given_calls
 from loopq.calibrate.data import TokenSet, check_vocabulary, windows
 from loopq.calibrate.given import given_tokens
 from loopq.calibrate.mixed import mixed
@@ -31,7 +32,8 @@ CHUNK, _ALL = 512, 1 << 62
 RANDOM_TOKENS = 0.05
 
 #: Prompts: a set, a path, or what Python holds (`loopq.calibrate.given`): token ids of each prompt or of one text,
-#: texts, records, dialogues, a tokenizer's batch, a Dataset, a DataLoader. With None they are the model's own prompts,
+#: texts, records, dialogues, a tokenizer's batch, a Dataset, a DataLoader; or calls of a module that takes no token ids
+#: (`loopq.calibrate.calls`). With None they are the model's own prompts,
 #: or else the text that ships with loopq.
 Prompts = TokenSet | str | Path | Iterable[Any] | None
 #: Instead of a path: prompts that the model writes.
@@ -206,9 +208,10 @@ def _tokens(
 ) -> TokenSet:
     tokens = _read(loaded, prompts, take, use, served or take.served(loaded))
     if not isinstance(prompts, TokenSet) and take.n_prompts != _ALL:
-        tokens = dataclasses.replace(tokens, n_asked=_count(take, use))
+        asked = take.n_prompts if isinstance(tokens, CallSet) else _count(take, use)
+        tokens = dataclasses.replace(tokens, n_asked=asked)
     known = n_vocabulary(loaded)
-    if known is not None:
+    if known is not None and not isinstance(tokens, CallSet):
         check_vocabulary(tokens, known)
     return tokens
 
@@ -255,4 +258,7 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str, served: S
         return written(loaded.system, served.first, known, take.seq_len, count)
     if isinstance(prompts, str | Path):
         return read_tokens(Path(prompts), served, take.seq_len, count)
-    return given_tokens(prompts, served, take.seq_len, take.n_prompts, count)
+    calls, given = given_calls(prompts, count)
+    if calls is not None:
+        return CallSet.of(loaded, calls[: take.n_prompts])
+    return given_tokens(given, served, take.seq_len, take.n_prompts, count)

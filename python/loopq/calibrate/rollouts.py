@@ -168,4 +168,10 @@ def run_rollouts(
                     job.system.rollout(batch, job.selection.n_steps)
                 yield number
             progress.advance(len(batch.prompts))
+        if observer.differing:
+            least, most = observer.differing
+            progress.note(
+                f"the loop ends by itself: {least} to {most} calls of a layer in a rollout. Sums run over all calls. "
+                "Figures by step make no sense here: the last step holds all further calls"
+            )
     progress.stop()

@@ -156,6 +156,9 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
             ("perplexity", [f"{s['perplexity']:.4f}" for s in summaries]),
             ("bits/byte", [None if b is None else f"{b:.4f}" for b in per_byte]),
         ]
+    runs = [s.get("steps", {"least": 0, "most": 0, "mean": 0.0}) for s in summaries]
+    if any(r["least"] != r["most"] for r in runs) or len({r["mean"] for r in runs}) > 1:
+        columns.append(("steps run", [f"{r['mean']:.2f} ({r['least']}-{r['most']})" for r in runs]))
     if "tokens_per_second" in summaries[0]:
         speeds = [s["tokens_per_second"] for s in summaries]
         columns.append(("tokens/s", [None if v is None else f"{v:.1f}" for v in speeds]))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.calibrate.calls import CallSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hooks import counted_calls
 from loopq.calibrate.overlap import Overlap
 from loopq.errors import CheckpointError, ConfigError, NonFiniteError, model_code
 from loopq.evaluation.stats import Interval, mean_interval
 from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.layer import Dequantized
+from loopq.models.discovery import first_output
 from loopq.models.replace import Replaced, Weights, placed
 from loopq.models.trace import first_not_finite
 from loopq.settings.execution import Execution, at_most, available_bytes
@@ -25,6 +29,7 @@ from loopq.storage.model_files import is_streamed, model_tensors, passed_over, r
 from loopq.storage.names import names_of
 from loopq.storage.schema import Object
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.capabilities import Discovers, TakesCalls
 from loopq.systems.declare import parameter_of
 
 if TYPE_CHECKING:
@@ -67,6 +72,11 @@ class Measurement:
         KL, same top-1 token and negative log-likelihood of every scored position. Only for chunks.
     overlap : Overlap, optional
         Prompts that were used for the calibration of these weights, where known.
+    score : float64 ndarray of shape (n_seeds, n_prompts), optional
+        The user's own score of each batch.
+    steps : float64 ndarray of shape (n_seeds, n_prompts), optional
+        Most calls of a layer in the rollout of a prompt, or of the prompts that ran with it. A loop that ends by itself
+        may have another number of steps with other weights. Only for systems that discover the loop by a run.
     """
 
     name: str
@@ -79,6 +89,21 @@ class Measurement:
     n_bytes: int | None = None
     by_token: NDArray[np.float64] | None = None
     overlap: Overlap | None = None
+    score: NDArray[np.float64] | None = None
+    steps: NDArray[np.float64] | None = None
+
+    @property
+    def error(self) -> NDArray[np.float64]:
+        """Squared error of the output over the square of full precision's: `kl` of outputs that are no logits.
+
+        Raises
+        ------
+        ConfigError
+            The outputs are logits, which are compared by their distributions.
+        """
+        if self.output == "logits":
+            raise ConfigError("error: the model gives logits, which `kl` compares")
+        return self.kl
 
     @property
     def perplexity(self) -> float:
@@ -104,6 +129,17 @@ class Measurement:
             "kl_by_seed": [float(v) for v in self.kl.mean(axis=1)],
             "agreement_by_seed": [float(v) for v in self.agreement.mean(axis=1)],
         }
+        if self.score is not None:
+            data["score"] = float(self.score.mean())
+        if self.steps is not None:
+            data["steps"] = {
+                "mean": float(self.steps.mean()),
+                "least": int(self.steps.min()),
+                "most": int(self.steps.max()),
+            }
+        if self.output == "hidden":
+            # Neither KL nor perplexity exists without logits.
+            data |= {"error": float(self.kl.mean()), "worst_error": float(self.kl.max())}
         if self.output == "logits":
             data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         if self.n_bytes is not None:
@@ -196,51 +232,95 @@ def compare(
         A prompt has fewer than two scored tokens, so no token to predict.
     """
     first = tokens.scored_from
-    if min(s.size for s in tokens.sequences) < first + 2:
+    if not isinstance(tokens, CallSet) and min(s.size for s in tokens.sequences) < first + 2:
         after = f" after {first}" * (first > 0)
         raise ConfigError(f"every evaluation prompt needs at least two tokens{after}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    scores, each = _scores(system, variants, tokens, depth, seeds, execution or Execution())
-    width = _bytes_per_token(tokens, count_bytes)
-    return [
-        Measurement(
-            name, kl, agreement, nll, answered, width, system.output, None, _joined(each[name], len(seeds))
-        )
-        for name, (kl, agreement, nll, answered) in scores.items()
-    ]
+    measured = _Scores(system, tokens, depth, {name: _Kept() for name in ("full precision", *variants)})
+    measured.run(variants, seeds, execution or Execution())
+    width = None if isinstance(tokens, CallSet) else _bytes_per_token(tokens, count_bytes)
+    return [kept.measurement(name, width, system.output) for name, kept in measured.kept.items()]
 
 
-def _scores(
-    system: LoopedSystem,
-    variants: Mapping[str, Weights],
-    tokens: TokenSet,
-    depth: int,
-    seeds: Sequence[int],
-    execution: Execution,
-) -> tuple[dict[str, NDArray[np.float64]], dict[str, list[NDArray[np.float64]]]]:
-    """Scores (4, n_seeds, n_prompts) of full precision and every variant, and those by position."""
-    first, progress = tokens.scored_from, execution.progress
-    held = {"full precision": None} | {name: placed(system, weights) for name, weights in variants.items()}
-    scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in held}
-    # Chunks have equal length, and the per-position values are small next to the logits.
-    each: dict[str, list[NDArray[np.float64]]] = {name: [] for name in held}
-    chunks = tokens.packing == "chunks" and system.output == "logits"
-    progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
-    for row, seed in enumerate(seeds):
-        for batch in tokens.batches(execution.batch_size, seed):
-            reference = _output(system, batch, depth)
-            _refuse_nan(system, reference, batch, depth)
-            if batch.prompts[0] == 0 and row == 0:
-                progress.note(at_most(_more_bytes(system, reference, variants)))
-            columns = list(batch.prompts)
-            for name, weights in held.items():
-                out = _of(system, weights, reference, batch, depth)
-                scores[name][:, row, columns], values = _score(system, reference, out, batch, first, chunks)
-                del out
-                each[name] += [values] if chunks else []
-            progress.advance(len(columns))
-    progress.stop()
-    return scores, each
+@dataclass
+class _Kept:
+    """Scores of one set of weights: blocks (4, n_prompts) by seed, and those by position.
+
+    `own` has the user's score and the steps of each batch.
+    """
+
+    scores: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    each: list[NDArray[np.float64]] = field(default_factory=list)
+    own: list[list[NDArray[np.float64]]] = field(default_factory=list)
+
+    def measurement(self, name: str, width: float | None, output: str) -> Measurement:
+        """Join the blocks."""
+        kl, agreement, nll, answered = np.stack([np.concatenate(row, axis=1) for row in self.scores], axis=1)
+        score, steps = np.stack([np.concatenate(row, axis=1) for row in self.own], axis=1)
+        by_token = np.concatenate(self.each, axis=1).reshape(3, len(self.scores), -1) if self.each else None
+        known = {"score": score, "steps": steps}
+        more = {key: values for key, values in known.items() if not np.isnan(values).all()}
+        return Measurement(name, kl, agreement, nll, answered, width, output, by_token=by_token, **more)
+
+
+@dataclass
+class _Scores:
+    """Scores of full precision and every variant."""
+
+    system: LoopedSystem
+    tokens: TokenSet
+    depth: int
+    kept: dict[str, _Kept]
+
+    def run(self, variants: Mapping[str, Weights], seeds: Sequence[int], execution: Execution) -> None:
+        """Run all prompts with every set of weights, batch by batch."""
+        tokens, system, progress = self.tokens, self.system, execution.progress
+        held = {"full precision": None} | {n: placed(system, weights) for n, weights in variants.items()}
+        # Chunks have equal length, and the per-position values are small next to the logits.
+        chunks = tokens.packing == "chunks" and system.output == "logits"
+        progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
+        for seed in seeds:
+            for kept in self.kept.values():
+                kept.scores.append([])
+                kept.own.append([])
+            for batch in tokens.batches(execution.batch_size, seed):
+                reference, own = self._output(system, batch)
+                _refuse_nan(system, reference, batch, self.depth)
+                if batch.prompts[0] == 0 and seed == seeds[0]:
+                    progress.note(at_most(_more_bytes(system, reference, variants)))
+                for name, weights in held.items():
+                    out, own = (reference, own) if weights is None else self._other(weights, batch)
+                    kept = self.kept[name]
+                    scores, values = _score(system, reference, out, batch, tokens.scored_from, chunks)
+                    del out
+                    kept.scores[-1].append(scores)
+                    kept.own[-1].append(np.repeat(np.array(own)[:, None], len(batch.prompts), axis=1))
+                    kept.each += [values] if chunks else []
+                progress.advance(len(batch.prompts))
+        progress.stop()
+
+    def _other(self, weights: Weights, batch: Batch) -> tuple[Tensor, tuple[float, float]]:
+        with Replaced(self.system, weights) as other:
+            return self._output(other, batch)
+
+    def _output(self, system: LoopedSystem, batch: Batch) -> tuple[Tensor, tuple[float, float]]:
+        """Logits of the rollout, or its hidden states in float64; the user's score and the steps."""
+        score = steps = math.nan
+        scored = self.tokens.score if isinstance(self.tokens, CallSet) else None
+        with model_code(f"rollout of {batch.name}"), contextlib.ExitStack() as stack:
+            discovers = isinstance(system, Discovers)
+            calls = stack.enter_context(counted_calls(system, self.depth)) if discovers else {}
+            if batch.call is not None and isinstance(system, TakesCalls):
+                answer = system.answer(batch, self.depth)
+                out = first_output(system.model, answer)
+            else:
+                out = system.rollout(batch, self.depth)
+        if scored is not None and batch.call is not None:
+            with model_code(f"score of {batch.name}", ConfigError, "the function"):
+                score = float(scored(answer, batch.call.given))
+        if calls:
+            steps = float(max(calls.values()))
+        return out if system.output == "logits" else out.double(), (score, steps)
 
 
 def _refuse_nan(system: LoopedSystem, reference: Tensor, batch: Batch, depth: int) -> None:
@@ -252,21 +332,9 @@ def _refuse_nan(system: LoopedSystem, reference: Tensor, batch: Batch, depth: in
         prompt = batch.prompts[int(wrong.nonzero()[0, 0])]
         where = first_not_finite(system.model, lambda: system.rollout(batch, depth))
         raise NonFiniteError(
-            f"full precision, {type(system.model).__name__}, prompt {prompt}: the output holds NaN; the first value "
-            f"that is not finite: {where}"
+            f"full precision, {type(system.model).__name__}, {batch.unit} {prompt}: the output holds NaN; the first "
+            f"value that is not finite: {where}"
         )
-
-
-def _joined(each: Sequence[NDArray[np.float64]], n_seeds: int) -> NDArray[np.float64] | None:
-    return np.concatenate(each, axis=1).reshape(3, n_seeds, -1) if each else None
-
-
-def _of(system: LoopedSystem, weights: Weights | None, reference: Tensor, batch: Batch, depth: int) -> Tensor:
-    """Output with the weights of a variant. Without any it is the reference."""
-    if weights is None:
-        return reference
-    with Replaced(system, weights) as other:
-        return _output(other, batch, depth)
 
 
 def _more_bytes(system: LoopedSystem, reference: Tensor, variants: Mapping[str, Weights]) -> int:
@@ -291,13 +359,6 @@ def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float 
             return None
         n_bytes += whole - given
     return n_bytes / sum(ids.size - first - 1 for ids in tokens.sequences)
-
-
-def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    """Logits of the rollout, or its hidden states in float64."""
-    with model_code(f"rollout of prompt {batch.prompts[0]}"):
-        out = system.rollout(batch, n_steps)
-        return out if system.output == "logits" else out.double()
 
 
 def _score(

@@ -132,6 +132,10 @@ def _add(
     if parameter.orientation != "in_out":
         weight, changed = weight.T, changed.T
     sizes = [len(rows) for rows in plain]
+    if len(plain) != len(sums) or sizes != [len(rows) for rows in other]:
+        # A loop that ended by itself: errors of the same step do not exist.
+        sums[:] = [[math.nan] * 3 for _ in sums]
+        return
     x, y = torch.cat(list(plain)).float(), torch.cat(list(other)).float()
     out = x @ weight
     parts = [part.split(sizes) for part in (y @ changed - out, x @ (changed - weight), out)]

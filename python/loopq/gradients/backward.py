@@ -71,7 +71,7 @@ class Backward:
         """Compute the gradients of one prompt. After each, yield whether it was the last."""
         prompt, side = batch.prompts[0], taps.side
         side.begin(prompt, 0)
-        with model_code(f"gradient of prompt {prompt}"):
+        with model_code(f"gradient of {batch.name}"):
             out = unroll(taps.system, batch, self.n_steps).float()
             out = self.tokens.scored(out, self.system.output)
             for draw in range(self.n_draws):

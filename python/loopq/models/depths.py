@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from loopq.errors import ConfigError
 from loopq.layers.shared import SharedParameter
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.capabilities import Describes, Discovers, FixedLength
+from loopq.systems.capabilities import Describes, Discovers, FixedLength, TakesCalls
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Depths(LoopedSystem):
         # Of the other's capabilities, those that do not run it at one depth.
         if isinstance(system, Discovers):
             self.look, self.missed = system.look, system.missed
+        if isinstance(system, TakesCalls):
+            self.answer, self.n_rows = system.answer, system.n_rows
         if isinstance(system, Describes):
             self.describe_loop = system.describe_loop
         if isinstance(system, FixedLength):

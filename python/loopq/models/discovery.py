@@ -49,6 +49,8 @@ class Discovery:
         Maps expert weights to the module that routes rows to them. Its calls are their steps.
     output : {"logits", "hidden"}
         What the model gives.
+    inputs : str
+        The inputs of the run in words. Empty for prompts of token ids.
     """
 
     order: tuple[str, ...]
@@ -60,6 +62,7 @@ class Discovery:
     watched: dict[str, Orientation] = field(default_factory=dict)
     routed_in: dict[str, str] = field(default_factory=dict)
     output: Output = "logits"
+    inputs: str = ""
 
     @property
     def depth(self) -> int:
@@ -73,7 +76,7 @@ class Discovery:
             return text + _alike(self.others)
         text = [
             f"{len(self.order)} looped parameters, depth {self.depth}, "
-            f"run with {self.n_prompts} prompts of {self.n_tokens} tokens",
+            f"run with {self.inputs or f'{self.n_prompts} prompts of {self.n_tokens} tokens'}",
         ]
         for name in self.order:
             rows = self.rows[name]
@@ -140,7 +143,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     others = {n: why for n, why in _not_taken(model, traced).items() if n not in loop} | gate | tied
     hidden = (set(traced.uncalled) - traced.once) | set(gate)
     # Padding rows may make a head larger than the table.
-    is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
+    is_logits = batch.call is None and all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
     left_out = {n: why for n, why in others.items() if n in hidden or why in (_UNCLEAR, _TIED)}
     return Discovery(
         tuple(loop),
@@ -152,6 +155,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         {name: traced.watched[name] for name in loop if name in traced.watched},
         {name: routed[name] for name in loop if name in routed},
         "logits" if is_logits else "hidden",
+        "" if batch.call is None else "one batch",
     )
 
 
@@ -198,6 +202,17 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
             "write an adapter: a subclass of loopq.systems.LoopedSystem with rollout and shared_parameters"
         )
     return first
+
+
+def first_output(model: nn.Module, out: Any) -> Tensor:
+    """Return the first floating tensor that a call gives, as rows of one prompt: shape (1, n_rows, width).
+
+    Fields "logits" and "last_hidden_state" come before others.
+    """
+    first = next(_outputs(out), None)
+    if first is None:
+        raise SystemContractError(f"{type(model).__name__}: its forward gives no floating tensor")
+    return first.reshape(1, -1, first.shape[-1] if first.ndim else 1)
 
 
 def _outputs(out: Any) -> Iterator[Tensor]:

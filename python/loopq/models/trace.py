@@ -235,7 +235,8 @@ class _Uses:
         calls = [name for name, _, called, _ in self._events if called]
         if not calls:
             return (
-                "before the first layer (loopq gives token ids alone: wrap a model that takes anything else)"
+                "before the first layer (it was given token ids, or one batch; for other inputs give a list of "
+                "batches, each a tuple, a dict or a float tensor)"
             )
         return f"after layer {calls[-1]} was called at step {calls.count(calls[-1]) - 1}"
 

@@ -307,13 +307,15 @@ def collect_pairs(
         )
         for name in input_groups
     }
-    first: dict[tuple[str, int], Tensor] = {}
+    # A loop that ends by itself may reach its last step several times.
+    first: dict[tuple[str, int], list[Tensor]] = {}
 
     def keep(input_group: str, step: int, rows: Tensor) -> None:
-        first[input_group, step] = rows.float().clone()
+        first.setdefault((input_group, step), []).append(rows.float().clone())
 
     def pair(input_group: str, step: int, rows: Tensor) -> None:
-        reference = first.pop((input_group, step))
+        waiting = first.get((input_group, step)) or [rows[:0]]
+        reference = waiting.pop(0)
         _check(input_group, step, reference, rows)
         sums[input_group].add(step, torch.cat([reference, rows.float()], dim=1))
 
@@ -327,6 +329,10 @@ def collect_pairs(
         for _ in plain:
             with changed:
                 next(other)
+            for (input_group, step), waiting in first.items():
+                for reference in waiting:
+                    _check(input_group, step, reference, reference[:0])
+            first.clear()
         # The last batch is done. One more request ends the stage.
         next(other, None)
     return {name: PairedSums(both.finish(), parameters[name].in_features) for name, both in sums.items()}
@@ -337,5 +343,5 @@ def _check(input_group: str, step: int, reference: Tensor, rows: Tensor) -> None
         raise CalibrationError(
             f"layer {input_group}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
             f"{tuple(reference.shape)} in the full-precision one: the model's work depends on its values; "
-            "calibrate with inputs of the full-precision rollout alone"
+            "calibrate with inputs of the full-precision rollout alone: --inputs open"
         )

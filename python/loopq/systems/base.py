@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loopq.errors import ConfigError
 from loopq.layers.loop_spec import MAX_STEPS
@@ -26,6 +26,38 @@ if TYPE_CHECKING:
 Output = Literal["logits", "hidden"]
 #: Whether the rollouts of a thread keep their graph.
 _GRAPH = threading.local()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module that takes other inputs than token ids.
+
+    Parameters
+    ----------
+    args : tuple
+        Positional arguments, with tensors for arrays.
+    kwargs : dict
+        Keyword arguments.
+    given : object
+        The batch as the user gave it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    given: Any
+
+    def on(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return both kinds of arguments with all tensors on a device."""
+        return _on(self.args, device), _on(dict(self.kwargs), device)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _on(v, device) for name, v in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [_on(v, device) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value.to(device) if hasattr(value, "to") else value
 
 
 @dataclass(frozen=True)
@@ -44,12 +76,25 @@ class Batch:
     by_token : bool
         Draw the noise of every token from its own generator. A token then starts from the same state regardless of how
         many follow. Text generation needs this.
+    call : Call, optional
+        The arguments of a module that takes no token ids. The ids then only tell the number of rows.
     """
 
     input_ids: Tensor
     prompts: tuple[int, ...]
     seed: int = 0
     by_token: bool = False
+    call: Call | None = None
+
+    @property
+    def unit(self) -> str:
+        """Word for a prompt in messages; calls are batches."""
+        return "prompt" if self.call is None else "batch"
+
+    @property
+    def name(self) -> str:
+        """The first prompt, for messages."""
+        return f"{self.unit} {self.prompts[0]}"
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or self.input_ids.shape[0] != len(self.prompts):

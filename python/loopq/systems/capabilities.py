@@ -146,6 +146,17 @@ class Describes(Protocol):
 
 
 @runtime_checkable
+class TakesCalls(Protocol):
+    """Runs a module on any arguments of a call (`Batch.call`)."""
+
+    def answer(self, batch: Batch, n_steps: int | None = None) -> Any:
+        """Return what the module returns for the call of a batch."""
+
+    def n_rows(self, batch: Batch) -> int:
+        """Look at a call, and return the most rows that a looped layer reads in a step."""
+
+
+@runtime_checkable
 class Discovers(Protocol):
     """Discovers the loop by a run. The calls of a rollout may depend on its tokens, not on its depth alone."""
 

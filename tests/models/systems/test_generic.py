@@ -20,7 +20,7 @@ from loopq.models.load import choose_system, load_model
 from loopq.models.systems.generic import Generic
 from tests.support import vendors
 from tests.support.interop import models
-from tests.support.odd_loop import Odd, _ids
+from tests.support.odd_loop import Odd, Settling, _ids
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
@@ -88,8 +88,9 @@ def test_a_loop_over_token_blocks_has_the_steps_of_its_prompts() -> None:
     assert result.settings["n_steps"] == 12
     fresh = wrap(model.model)
     assert loopq.evaluate(fresh, {"q": result}, [range(9)] * 3, n_steps=12, threads=1)[1].kl.max() < 0.1
-    with pytest.raises(CalibrationError, match=r"needs\s+prompts of one length; this one has 9 tokens"):
-        loopq.quantize(model, [*prompts, list(range(9))], group_size=8, threads=1)
+    # A shorter prompt has fewer steps. The sums run over all of them.
+    mixed = loopq.quantize(model, [*prompts, list(range(9))], group_size=8, threads=1)
+    assert mixed.layers["core.weight"].report["n_rows"] == 8 * 23 + 9
 
 
 class _Fixed(nn.Module):
@@ -282,14 +283,22 @@ def test_a_table_that_the_loop_multiplies_with_is_named() -> None:
         assert _names(model) == ["core.weight"]
 
 
-def test_a_loop_that_ends_by_its_state_is_refused_with_reason() -> None:
-    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(1 + int(x.sum() * 1e4) % 3):
-            x = torch.tanh(model.core(x))
-        return x
-
-    with pytest.raises(CalibrationError, match=r"ends by its own state \(halting, early exit\)"):
-        _names(_Steps(step))
+def test_a_loop_that_ends_by_its_state_is_summed_over_all_its_calls() -> None:
+    ids = _ids(8).input_ids.tolist()
+    steps = loopq.evaluate(Settling(), {}, ids, batch_size=1, threads=1)[0].steps
+    assert steps is not None
+    assert steps.min() < steps.max()
+    result = loopq.quantize(Settling(), ids, group_size=16, threads=1, bits=3, method="gptq", batch_size=1)
+    assert result.layers["core.weight"].report["n_rows"] == steps.sum() * len(ids[0])
+    full, rounded = loopq.evaluate(Settling(), result, ids, batch_size=1, threads=1)
+    assert full.steps is not None
+    assert full.steps.tolist() == steps.tolist()
+    assert rounded.steps is not None
+    assert 0 < rounded.error.mean() < 0.1
+    # Another tolerance is another number of steps, with the same weights.
+    (slower,) = loopq.evaluate(Settling(0.002), {}, ids, batch_size=1, threads=1)
+    assert slower.steps is not None
+    assert (slower.steps > steps).all()
 
 
 def test_torchscript_is_refused() -> None:

@@ -14,8 +14,14 @@ import pytest
 import loopq
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = {"ct": "compressed_tensors", "gptq": "gptqmodel", "llama": "xllamacpp", "vllm": "vllm"}
-TARGETS = {"llama": "ci-tools", "vllm": "interop-vllm"}
+PACKAGES = {
+    "ct": "compressed_tensors",
+    "fracast": "fracast",
+    "gptq": "gptqmodel",
+    "llama": "xllamacpp",
+    "vllm": "vllm",
+}
+TARGETS = {"fracast": "ci-tools", "llama": "ci-tools", "vllm": "interop-vllm"}
 
 
 def interpreter(kind):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.layers.shared import SharedParameter
-from loopq.models.discovery import Discovery, call_plain, discover
+from loopq.models.discovery import Discovery, call_plain, discover, first_output
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.declare import declare, owners_of_parameters
@@ -35,7 +35,7 @@ class Generic(LoopedSystem):
     Parameters
     ----------
     model : nn.Module
-        Any torch model that takes token ids.
+        Any torch model. It takes token ids, or any arguments that batches hold.
     select : sequence of str
         Shell patterns of parameter names to take. By default all looped ones.
     depth : str, optional
@@ -50,7 +50,7 @@ class Generic(LoopedSystem):
         self._select = tuple(select)
         self._depth = depth
         self._found: dict[int | None, Discovery] = {}
-        self._like: Tensor | None = None
+        self._like: Batch | None = None
         if depth is not None and depth not in inspect.signature(model.forward).parameters:
             raise ConfigError(
                 f"{type(model).__name__}: its forward has no argument {depth!r} that could set the number of steps; it "
@@ -63,10 +63,14 @@ class Generic(LoopedSystem):
         return False
 
     def look(self, batch: Batch) -> None:
-        """Find the loop with prompts of this length, because a loop over blocks of tokens grows with them."""
-        if self._like is None or self._like.shape != batch.input_ids.shape:
+        """Find the loop with prompts of this length, because a loop over blocks of tokens grows with them.
+
+        A module that takes other inputs than token ids is run with the call of the batch.
+        """
+        like = self._like
+        if like is None or like.input_ids.shape != batch.input_ids.shape or like.call is not batch.call:
             self._found.clear()
-        self._like = batch.input_ids
+        self._like = batch
 
     def discovery(self, n_steps: int | None = None) -> Discovery:
         """The loop at a depth, found by one short run at the first request."""
@@ -78,9 +82,11 @@ class Generic(LoopedSystem):
         return self._found[n_steps]
 
     def _discovered(self, n_steps: int | None) -> Discovery:
+        if self._like is not None and self._like.call is not None:
+            return discover(self.model, self._like, lambda b: self._call(b, n_steps))
         failed: list[LoopqError] = []
         # Some models accept prompts of one length only.
-        for n_tokens in _PROBE_TOKENS if self._like is None else (self._like.shape[1],):
+        for n_tokens in _PROBE_TOKENS if self._like is None else (self._like.input_ids.shape[1],):
             try:
                 return discover(self.model, self._probe(n_tokens), lambda b: self._call(b, n_steps))
             except CalibrationError as cause:
@@ -95,8 +101,8 @@ class Generic(LoopedSystem):
         tables = (m.num_embeddings for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         ids = torch.arange(n_prompts * n_tokens) % min(tables, default=_PROBE_TOKENS[0])
         rows = [ids.reshape(n_prompts, n_tokens)]
-        if self._like is not None and self._like.shape[1] == n_tokens:
-            rows.append(self._like)
+        if self._like is not None and self._like.input_ids.shape[1] == n_tokens:
+            rows.append(self._like.input_ids)
         return Batch(torch.cat(rows), tuple(range(sum(map(len, rows)))))
 
     @property
@@ -105,8 +111,26 @@ class Generic(LoopedSystem):
         return self.discovery().output
 
     def _call(self, batch: Batch, n_steps: int | None) -> Tensor:
-        arguments = {self._depth: n_steps} if self._depth is not None and n_steps is not None else {}
-        return call_plain(self.model, batch.input_ids, self.keeps_graph, **arguments)
+        if batch.call is not None:
+            return first_output(self.model, self.answer(batch, n_steps))
+        return call_plain(self.model, batch.input_ids, self.keeps_graph, **self._arguments(n_steps))
+
+    def _arguments(self, n_steps: int | None) -> dict[str, int]:
+        return {self._depth: n_steps} if self._depth is not None and n_steps is not None else {}
+
+    def answer(self, batch: Batch, n_steps: int | None = None) -> Any:
+        """Call the model with the arguments of a batch, and return what it gives."""
+        import torch  # lazy: loopq imports without torch
+
+        assert batch.call is not None
+        args, kwargs = batch.call.on(self.device)
+        with torch.set_grad_enabled(self.keeps_graph):
+            return self.model(*args, **(kwargs | self._arguments(n_steps)))
+
+    def n_rows(self, batch: Batch) -> int:
+        """Look at a call, and return the most rows that a looped layer reads in a step."""
+        self.look(batch)
+        return max(max(rows) for rows in self.discovery().rows.values())
 
     @property
     def n_steps(self) -> int:
@@ -127,6 +151,8 @@ class Generic(LoopedSystem):
     @functools.cached_property
     def _grows(self) -> bool:
         """Whether a longer prompt has more steps. Each length then has its own number."""
+        if self._like is not None and self._like.call is not None:
+            return False
         try:
             longer = discover(
                 self.model, self._probe(2 * self.discovery().n_tokens), lambda b: self._call(b, None)
@@ -183,7 +209,9 @@ class Generic(LoopedSystem):
         return tuple(self.discovery().lines())
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Call the model with the ids, without cache."""
+        """Call the model with the ids, without cache, or with the arguments of a call."""
+        if self._like is None and batch.call is not None:
+            self.look(batch)
         self.check_depth(n_steps)
         return self._call(batch, n_steps)
 

@@ -1,0 +1,386 @@
+"""Models that take no token ids: a forecaster of time series and a flow of points, with one call for each step.
+
+`python -m benches.quality.calls [--draws N] [fracast | flow ...]` quantizes both by rounding, by GPTQ from one step and
+from all, and by loopq's presets, at 4 and 3 bits, and writes benches/record and the tables of
+docs/howto/batches.md. The forecaster is the package `fracast` with its trained weights; real series are data files of
+the package `statsmodels`. Both come by pip. The flow is trained here, in seconds.
+
+All rows but the first have searched scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import loopq
+from benches.pages import RECORD, ROOT, into, json_lines
+from benches.quality.peers_table import processor, table
+from loopq.evaluation.stats import bootstrap
+
+PAGE = ROOT / "docs" / "howto" / "batches.md"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rounding, scales of the largest weight": {"method": "rtn", "scale_search": "max"},
+    "rounding": {"method": "rtn"},
+    "GPTQ, one step": {"method": "gptq", "steps": "first"},
+    "GPTQ, all steps": {"method": "gptq"},
+    "loopq, preset fast": {"preset": "fast"},
+    "loopq, even levels": {"levels": "even"},
+    "loopq": {},
+}
+#: Rows and what each is divided by, window by window.
+PAIRS = (
+    ("GPTQ, one step", "rounding"),
+    ("GPTQ, all steps", "GPTQ, one step"),
+    ("loopq", "GPTQ, all steps"),
+    ("loopq", "loopq, even levels"),
+)
+#: A control: noise of this share of a weight's size, from so many draws.
+SHARE, N_SHAKEN = 0.05, 4
+NOISE = f"float32, noise of {SHARE:.0%} on the looped weights"
+BITS: tuple[Literal[4, 3], ...] = (4, 3)
+GROUP = 32
+#: Points of a forecast, and of the largest context, as the model has them.
+HORIZON, CONTEXT = 48, 2048
+EULER = 24
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its batches. `scores` names what `score` returns; `kinds` has the kind of each held-out batch."""
+
+    model: nn.Module
+    calibrations: Callable[[int], list[Any]]
+    held: list[Any]
+    kinds: list[str]
+    scores: str
+    score: Callable[[Any, Any], float]
+
+
+class Forecaster(nn.Module):
+    """Core and head of Fracast-0 in one module: a normalized series to the quantiles of what follows."""
+
+    def __init__(self, weights: str = "fp32") -> None:
+        super().__init__()
+        from fracast.inference import FracastModel
+
+        whole = FracastModel.from_pretrained(weights=weights)
+        self.core, self.head, self.quantiles = whole.core, whole.head, whole.quantiles
+
+    def forward(self, values: Tensor, observed: Tensor, future: Tensor | None = None) -> Tensor:
+        """Quantiles of shape (n, 48, 9). `future` is for the score alone."""
+        hidden = self.core(values[:, None], observed[:, None], observed[:, None].float())
+        quantiles: Tensor = self.head.forward_horizon(
+            hidden, last_obs=values[:, -1:], ctx=values, ctx_mask=observed
+        )
+        return quantiles
+
+
+def window(series: NDArray[np.float64]) -> Batch:
+    """A batch of one series: all but its last 48 points as context, scaled to 0 and 1 as the package does."""
+    context, future = series[:-HORIZON][-CONTEXT:], series[-HORIZON:]
+    low = np.nanmin(context)
+    span = max(np.nanmax(context) - low, 1e-5)
+    values, observed = np.zeros(CONTEXT, np.float32), np.zeros(CONTEXT, bool)
+    values[-len(context) :] = np.nan_to_num((context - low) / span)
+    observed[-len(context) :] = np.isfinite(context)
+    values = torch.from_numpy(values)
+    future = torch.tensor((future - low) / span, dtype=torch.float32)
+    return {"values": values[None], "observed": torch.from_numpy(observed)[None], "future": future[None]}
+
+
+def synthetic(n: int, seed: int, shortest: int = 200) -> list[Batch]:
+    """Series of trend, two seasons, noise that remembers, and sometimes a break."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(n):
+        length = int(rng.integers(shortest, CONTEXT)) + HORIZON
+        at = np.arange(length)
+        noise = rng.standard_normal(length) * rng.choice([0.05, 0.2, 0.5])
+        memory = rng.uniform(0, 0.95)
+        for i in range(1, length):
+            noise[i] += memory * noise[i - 1]
+        period = rng.integers(4, 100)
+        season = np.sin(2 * np.pi * (at / period + rng.random())) * rng.uniform(0, 2)
+        other = np.sin(2 * np.pi * (at / (period * rng.uniform(2, 9)) + rng.random())) * rng.uniform(0, 1)
+        jump = rng.normal() * (at > rng.integers(0, length)) * (rng.random() < 0.3)
+        made.append(window(season + other + noise + jump + rng.normal() * 2 * at / length))
+    return made
+
+
+def real() -> tuple[list[Batch], list[str]]:
+    """Windows of CO2, sunspots, El Nino, the Nile and US macroeconomic data, which the package `statsmodels` holds."""
+    found = importlib.util.find_spec("statsmodels")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("the real series are files of the package statsmodels: pip install statsmodels")
+    folder = Path(found.submodule_search_locations[0]) / "datasets"
+
+    def columns(name: str) -> NDArray[np.float64]:
+        return np.genfromtxt(folder / name / f"{name}.csv", delimiter=",", skip_header=1)
+
+    macro = columns("macrodata")
+    names = ("realgdp", "realcons", "realinv", "cpi", "m1", "tbilrate", "unemp")
+    places = (2, 3, 4, 7, 8, 9, 10)
+    series = {
+        "co2": (columns("co2")[:, 1], 3),
+        "sunspots": (columns("sunspots")[:, 1], 3),
+        "elnino": (columns("elnino")[:, 1:].flatten(), 3),
+        "nile": (columns("nile")[:, 1], 1),
+        **{name: (macro[:, i], 2) for name, i in zip(names, places, strict=True)},
+    }
+    windows, labels = [], []
+    for name, (values, n) in series.items():
+        for back in range(n):
+            windows.append(window(values[: len(values) - back * HORIZON]))
+            labels.append(f"real: {name} -{back}")
+    return windows, labels
+
+
+def fracast() -> Subject:
+    """Fracast-0, with synthetic series to calibrate on and others to measure on."""
+    model = Forecaster()
+    held, labels = real()
+    made = synthetic(28, 10_000)
+    levels = torch.tensor(model.quantiles)
+
+    def quantile_loss(output: Tensor, batch: Batch) -> float:
+        short = batch["future"][..., None] - output
+        return float(torch.maximum(levels * short, (levels - 1) * short).nanmean()) * 2
+
+    return Subject(
+        model,
+        lambda draw: synthetic(32, draw),
+        held + made,
+        labels + [f"synthetic: {i}" for i in range(len(made))],
+        "quantile loss",
+        quantile_loss,
+    )
+
+
+class Flow(nn.Module):
+    """Euler steps from noise to points, with one network for all times."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2 + 16, width), nn.Linear(width, 2)
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.register_buffer("rates", 2.0 ** torch.arange(8))
+
+    def velocity(self, x: Tensor, t: Tensor) -> Tensor:
+        """The velocity of points (n, 2) at times (n, 1)."""
+        angles = t * self.rates
+        x = self.first(torch.cat([x, angles.sin(), angles.cos()], 1))
+        for layer in self.inner:
+            x = x + layer(nn.functional.silu(x))
+        out: Tensor = self.last(nn.functional.silu(x))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Move noise (n, 2) along the flow."""
+        for i in range(EULER):
+            x = x + self.velocity(x, torch.full_like(x[:, :1], i / EULER)) / EULER
+        return x
+
+
+def checkerboard(n: int, generator: torch.Generator) -> Tensor:
+    """Points on the dark squares of a board of four by four."""
+    x, y = torch.rand(2, n, generator=generator) * 4
+    y = (y / 4 * 2).floor() * 2 + y % 1 + x.floor() % 2
+    return torch.stack([x, y], 1) - 2
+
+
+def trained_flow(n_steps: int = 4000) -> Flow:
+    """Train the flow by conditional flow matching, in about 20 seconds on one core."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = Flow()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
+    for _ in range(n_steps):
+        data, noise = checkerboard(512, generator), torch.randn(512, 2, generator=generator)
+        t = torch.rand(512, 1, generator=generator)
+        moved = model.velocity(noise + t * (data - noise), t)
+        loss = (moved - (data - noise)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+def flow() -> Subject:
+    """The flow, with noise to calibrate on and other noise to measure on."""
+
+    def noise(n: int, points: int, seed: int) -> list[tuple[Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(torch.randn(points, 2, generator=generator),) for _ in range(n)]
+
+    def off(output: Tensor, batch: tuple[Tensor]) -> float:
+        """Share of points beside the dark squares. Of points anywhere on the board it is a half."""
+        at = (output + 2).floor()
+        dark = (at >= 0) & (at < 4)
+        return 1 - float((dark.all(1) & (at.sum(1) % 2 == 0)).float().mean())
+
+    held = noise(32, 256, 10_000)
+    return Subject(
+        trained_flow(),
+        lambda draw: noise(64, 64, draw),
+        held,
+        ["noise"] * len(held),
+        "points off the squares",
+        off,
+    )
+
+
+SUBJECTS = {"fracast": fracast, "flow": flow}
+
+
+def shaken(subject: Subject, names: Sequence[str]) -> dict[str, list[float]]:
+    """Error and score of each held-out batch with random noise on the looped weights: how sensitive the batch is."""
+    found = np.zeros((2, len(subject.held)))
+    for seed in range(N_SHAKEN):
+        generator, other = torch.Generator().manual_seed(seed), copy.deepcopy(subject.model)
+        with torch.no_grad():
+            for name in names:
+                weight = other.get_parameter(name)
+                size = SHARE * weight.square().mean().sqrt()
+                weight += size * torch.randn(weight.shape, generator=generator)
+            for i, batch in enumerate(subject.held):
+                both = [m(**batch) if isinstance(batch, dict) else m(*batch) for m in (subject.model, other)]
+                error = (both[1] - both[0]).square().sum() / both[0].square().sum()
+                found[:, i] += np.array([float(error), subject.score(both[1], batch)]) / N_SHAKEN
+    return {key: [float(f"{v:.5g}") for v in row] for key, row in zip(("error", "score"), found, strict=True)}
+
+
+def run(name: str, draws: int) -> list[dict[str, Any]]:
+    """Rows of a subject: the error and the score of each held-out batch, for each variant."""
+    subject = SUBJECTS[name]()
+    rows = []
+
+    def row(m: Any, variant: str, **more: Any) -> None:
+        own = {key: [float(f"{v:.5g}") for v in getattr(m, key)[0]] for key in ("error", "score")}
+        rows.append({"model": name, "variant": variant, **more, **own, "kinds": subject.kinds})
+
+    def measured(model: nn.Module, results: dict[str, Any]) -> list[Any]:
+        return loopq.evaluate(model, results, subject.held, score=subject.score, threads=1)
+
+    for draw in range(draws):
+        batches = subject.calibrations(draw)
+        for bits in BITS:
+            for variant, options in VARIANTS.items():
+                began = time.process_time()
+                with warnings.catch_warnings():
+                    # The depthwise kernels, which the page names.
+                    warnings.filterwarnings("ignore", "not quantized")
+                    made = loopq.quantize(
+                        subject.model, batches, bits=bits, group_size=GROUP, threads=1, **options
+                    )
+                seconds = time.process_time() - began
+                full, found = measured(subject.model, {variant: made})
+                if not rows:
+                    row(full, "float32", draw=0, bits=32)
+                    noise = {"model": name, "variant": NOISE, "draw": 0, "bits": 32}
+                    rows.append(noise | shaken(subject, [*made.layers]) | {"kinds": subject.kinds})
+                row(found, variant, draw=draw, bits=bits, seconds=round(seconds, 1))
+                print(
+                    name,
+                    bits,
+                    draw,
+                    variant,
+                    f"{found.error.mean():.4f} {found.score.mean():.4f}",
+                    flush=True,
+                )
+    return rows
+
+
+def part(row: dict[str, Any], kind: str, what: str) -> NDArray[np.float64]:
+    """Values of the batches of a kind."""
+    return np.array([v for v, k in zip(row[what], row["kinds"], strict=True) if k.startswith(kind)])
+
+
+def shown(value: float) -> str:
+    """A mean with two or more digits."""
+    return f"{value:.4f}" if value >= 1e-3 or not value else f"{value:.1e}"
+
+
+def results(rows: Sequence[dict[str, Any]], model: str, score: str) -> str:
+    """One row for each variant, with the first draw of calibration batches."""
+    chosen = [r for r in rows if r["model"] == model and r["draw"] == 0]
+    kinds = list(dict.fromkeys(k.partition(":")[0] for k in chosen[0]["kinds"]))
+    of = f": {', '.join(kinds)}" if len(kinds) > 1 else ""
+    lines = []
+    for r in chosen:
+        bits = f"{r['bits']} bits: " if r["bits"] < 32 else ""
+        error, own = (
+            ", ".join(shown(part(r, kind, what).mean()) for kind in kinds) for what in ("error", "score")
+        )
+        lines.append(
+            {"weights": bits + r["variant"], "error": error, "score": own, "s": r.get("seconds", "")}
+        )
+    columns = [("weights", "weights", ""), ("error", f"relative square error{of}", "")]
+    return table(lines, [*columns, ("score", f"{score}{of}", ""), ("s", "CPU s", "")])
+
+
+def paired(rows: Sequence[dict[str, Any]], model: str) -> str:
+    """Ratios of two rows, batch by batch: the median with its interval, and how many batches are better."""
+    by_name = {(r["bits"], r["variant"]): r for r in rows if r["model"] == model and r["draw"] == 0}
+    lines = []
+    for top, bottom in PAIRS:
+        line: dict[str, Any] = {"pair": f"{top} over {bottom}"}
+        for bits in BITS:
+            a, b = (np.array(by_name[bits, name]["error"]) for name in (top, bottom))
+            ratio = bootstrap([a / b], lambda r, axis: np.median(r, axis))
+            cell = (
+                f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f}), {int((a < b).sum())} of {a.size}"
+            )
+            line[str(bits)] = cell
+        lines.append(line)
+    heads = [(str(bits), f"{bits} bits: median (95 %), better in", "") for bits in BITS]
+    return table(lines, [("pair", "error of", ""), *heads])
+
+
+def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
+    """Each table by its page and its mark."""
+    texts = {}
+    for name, score in (("fracast", "quantile loss"), ("flow", "points off the squares")):
+        if any(r["model"] == name for r in data["rows"]):
+            texts[PAGE, name] = f"{results(data['rows'], name, score)}\n\n{paired(data['rows'], name)}"
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: both")
+    parser.add_argument("--draws", type=int, default=1, help="sets of calibration batches")
+    parser.add_argument("--out", type=Path, help="default: a new record")
+    args = parser.parse_args()
+    names = args.models or [*SUBJECTS]
+    today = datetime.date.today()
+    out = args.out or RECORD / f"calls-{today}.json"
+    rows = [row for name in names for row in run(name, args.draws)]
+    command = f"python -m benches.quality.calls --draws {args.draws} {' '.join(names)}"
+    data = {"command": command, "cpu": processor(), "loopq": loopq.__version__, "group": GROUP, "rows": rows}
+    out.write_text(json_lines(data) + "\n", "utf-8")
+    if args.out is None:
+        for (page, mark), text in pages(data).items():
+            into(page, mark, text)
+
+
+if __name__ == "__main__":
+    main()

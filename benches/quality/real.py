@@ -23,6 +23,7 @@ from loopq.paper.plbert import PLBERT
 from loopq.paper.stats import holm
 
 DATA = RECORD / "smollm2-peers-2026-11-27.json"
+CALLS = RECORD / "calls-2026-11-29.json"
 PAGE, README = DATA.with_suffix(".md"), ROOT / "README.md"
 ZOO, COMPARISON = ROOT / "docs" / "zoo.md", ROOT / "docs" / "comparison.md"
 TRELLIS = ROOT / "docs" / "formats" / "trellis.md"
@@ -78,6 +79,16 @@ TRELLISES = (
     SMALL,
     f"{SMALL}, inputs asymmetric, four draws",
 )
+#: Rows of published models: the name, PL-BERT's row and Fracast-0's.
+PUBLISHED = (
+    ("rounding", "RTN", "rounding"),
+    ("GPTQ, one step", "GPTQ, one step, searched scales", "GPTQ, one step"),
+    ("GPTQ, all steps", "GPTQ, trajectory, searched scales", "GPTQ, all steps"),
+    ("llm-compressor, `imatrix_mse`", "llm-compressor, imatrix_mse", ""),
+    ("loopq, `--levels even`", EVEN, "loopq, even levels"),
+    ("loopq", "loopq default", "loopq"),
+)
+FRACAST = ("fracast", 3, 0)
 #: Shapes (out, in) of a layer's matrices.
 SHAPES = {
     SMOLLM2: ((576, 576),) * 2 + ((192, 576),) * 2 + ((1536, 576),) * 2 + ((576, 1536),),
@@ -395,13 +406,29 @@ def opening(data: dict[str, Any]) -> str:
     mse, best_tool = (seconds[UNTURNED] / seconds[name] for name in (COST, "auto-round, best"))
     lines = (
         "PL-BERT, a published model, runs one layer twelve times. At 3 bits, GPTQ that calibrates on the first step",
-        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because",
+        f"has an error of {held['GPTQ, one step, searched scales']:.2f}, where rounding has {held['RTN']:.2f}, because",
         f"later steps are not in its data. The best setting of llm-compressor has {tool:.3f}.",
         f"**loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** It needs {mse:.1f} times the CPU",
         f"time of llm-compressor's `mse`, and {best_tool:.2f} of that of auto-round's recipe `best`",
         "(on SmolLM2, below).",
     )
     return "\n".join(lines)
+
+
+def published(data: dict[str, Any], calls: Rows) -> str:
+    """One step, all steps and loopq on published looped models, at 3 bits in groups of 32, all with searched scales."""
+    held = {r["variant"]: r["kl"] for r in of(data, PLBERT) if (r["bits"], r["group"]) == (3, 32)}
+    series = {
+        r["variant"]: np.median(r["error"]) for r in calls if (r["model"], r["bits"], r["draw"]) == FRACAST
+    }
+    lines = [
+        {"weights": name}
+        | ({"plbert": held[one]} if one in held else {})
+        | ({"fracast": series[other]} if other in series else {})
+        for name, one, other in PUBLISHED
+    ]
+    columns = [("weights", "weights", ""), ("plbert", "PL-BERT: error", ".3f")]
+    return table(lines, [*columns, ("fracast", "Fracast-0: error, median of windows", ".4f")])
 
 
 def exl3(rows: Rows) -> str:
@@ -480,6 +507,7 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (TRELLIS, "exl3"): exl3(data.get("exl3", [])),
         (TRELLIS, "small"): beside_exl3(data),
         (README, "claim"): opening(data),
+        (README, "published"): published(data, json.loads(CALLS.read_text("utf-8"))["rows"]),
         (README, "smollm2"): readme(smol, [r for r in data.get("exl3", []) if r["model"] == SMOLLM2]),
         (COMPARISON, "answers"): right(data),
         (ZOO, "smollm2"): peers(first),

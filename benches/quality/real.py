@@ -395,9 +395,10 @@ def opening(data: dict[str, Any]) -> str:
     cost = seconds[UNTURNED]
     lines = (
         "PL-BERT, a published model, runs one layer twelve times. At 3 bits, GPTQ that calibrates on the first step",
-        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because later "
-        "steps are not in its data. The best",
-        f"setting of llm-compressor has {tool:.3f}. **loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** It needs",
+        f"has an error of {held['GPTQ, one step, paper']:.2f}, where rounding has {held['RTN, paper']:.2f}, because "
+        "later steps are not in its data. The best",
+        f"setting of llm-compressor has {tool:.3f}. **loopq has {ours:.3f}, which is {ours / tool:.2f} of that.** "
+        "It needs",
         f"{cost / seconds[COST]:.1f} times the CPU time of llm-compressor's `mse`, and "
         f"{cost / seconds['auto-round, best']:.2f} of that of auto-round's recipe",
         "`best` (on SmolLM2, below).",

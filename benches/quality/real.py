@@ -497,7 +497,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="*", type=Path, help="files of JSON that the benches left")
-    parser.add_argument("--aside", action="store_true", help="seconds of RESULT are of another machine or a busy one")
+    parser.add_argument(
+        "--aside", action="store_true", help="seconds of RESULT are of another machine or a busy one"
+    )
     args = parser.parse_args()
     data = json.loads(DATA.read_text("utf-8"))
     for file in args.results:

@@ -173,11 +173,12 @@ def _decided(before: Claims, after: Claims) -> list[str]:
     if not again:
         return []
     n = collections.Counter(verdict for *_, verdict, _ in again)
+    turned = sum(old[2] not in (OPEN, new[2]) for old, new in zip(before, after, strict=True))
     return [
         "",
         f"Of {len(pairs)} verdicts that were open on 24 prompts, {len(again)} were measured on 400: {n['holds']} hold, "
         f"{n['does not hold']} do not, {n['makes no difference']} make no difference, and 400 prompts did not decide "
-        f"{n[OPEN]}.",
+        f"{n[OPEN]}. Of the verdicts that were decided they changed {turned}.",
     ]
 
 

@@ -132,9 +132,9 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     ]
     # A verdict that more prompts confirm keeps its figure, which other tables share.
     assert "0.5 [" in claims[1][3]
-    assert "Of 2 verdicts that were open on 24 prompts, 1 were measured on 400: 1 hold" in paper.verdicts(
-        first, more
-    )
+    said = paper.verdicts(first, more)
+    assert "Of 2 verdicts that were open on 24 prompts, 1 were measured on 400: 1 hold" in said
+    assert "that were decided they changed 1." in said
 
 
 def test_scores_of_enough_items_are_one_family() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,10 @@ from loopq.errors import CheckpointError, ConfigError, MissingExtraError, System
 from loopq.formats import FORMATS
 from loopq.formats.base import Format, FormatOptions, Planned, Written
 from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.hf_folder import CONFIG
+from loopq.formats.record import config_of
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import LOOP, with_loop
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
 from loopq.models.restore import load_checkpoint
@@ -287,7 +291,16 @@ def _stand_in(task: Task) -> QuantizedLayer:
 def _run(checkpoint: Checkpoint, proof: Proof) -> tuple[LoadedModel, Batch, NDArray[Any]]:
     """Model of a checkpoint, prompts, and its logits at the depth of the checkpoint."""
     require("torch")  # first, so that its absence is the reason
-    loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
+    try:
+        loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
+    except SystemContractError:
+        # A model without a loop can be exported as it is. Its layers run once.
+        config = config_of(checkpoint.side_files)
+        if checkpoint.layers or LOOP in config or not isinstance(config.get("num_hidden_layers"), int):
+            raise
+        once = json.dumps(with_loop(config, [0, config["num_hidden_layers"], 1])).encode()
+        checkpoint = dataclasses.replace(checkpoint, side_files={**checkpoint.side_files, CONFIG: once})
+        loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
     batch = _random_batch(loaded, proof.n_prompts, proof.seq_len)
     n_steps = int(checkpoint.settings.get("n_steps") or loaded.system.n_steps)
     return loaded, batch, _rolled_out(loaded, batch, n_steps)

@@ -28,7 +28,7 @@ from loopq.models.restore import load_checkpoint
 from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, refuse_outside
-from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof
+from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof, audience
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
 from loopq.storage.model_files import beside, stored_state
@@ -60,7 +60,7 @@ class Exported:
     reason : str
         Reason for missing logits. It is empty if loopq cannot read the format back.
     read_by : tuple of str
-        Lines about the engines that read the file.
+        Lines about the engines that read the file. The last one says for whom it is, and how it is loaded.
     """
 
     written: Written
@@ -90,7 +90,10 @@ def exported(
     target = FORMATS.get(format_name)
     options = options or target.values()
     if not isinstance(source, Checkpoint):
-        return Exported(target.write(out, source, options), 0, None, "")
+        written = target.write(out, source, options)
+        return Exported(
+            written, 0, None, "", (f"for llama.cpp: llama-quantize --imatrix {out} MODEL OUT TYPE",)
+        )
     target.refuse_checkpoint()
     engines, forced = gate.of(format_name, source, options)
     # The code of a loop is loopq's own.
@@ -105,6 +108,7 @@ def exported(
     difference, reason = comparison.difference, comparison.reason
     if asked is not None and not reason:
         lines += asked.lines(out, source, comparison.expectation, force=gate.force)
+    lines += (audience(format_name, engines, source, options, out),)
     return Exported(written, proof.n_prompts * (difference is not None), difference, reason, lines)
 
 

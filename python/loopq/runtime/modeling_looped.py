@@ -89,11 +89,18 @@ class Loops:
         config = copy.deepcopy(config)
         vars(config).update(vars(config).pop("_dense", None) or {})
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        inner: Any = self.model  # type: ignore[attr-defined]
-        order = run_order(config.looped_layers, len(inner.layers))
-        layers = _Layers(inner.layers)
+        inner: Any = self.base_model  # type: ignore[attr-defined]
+        depth = config.num_hidden_layers
+        lists = [n for n, m in inner.named_children() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if not lists:
+            raise ValueError(f"{type(inner).__name__}: no list of {depth} layers, which the loop needs")
+        order = run_order(config.looped_layers, depth)
+        layers = _Layers(getattr(inner, lists[0]))
         layers.order = order
-        inner.layers = layers
+        setattr(inner, lists[0], layers)
+        if hasattr(inner, "first_kv_shared_layer_idx"):
+            # Gemma-4 counts to the first layer that shares a cache, and none does.
+            inner.first_kv_shared_layer_idx = len(order)
         # The cache and the masks take their number of layers from here.
         names = [n for n in ("num_hidden_layers", "layer_types") if getattr(config, n, None) is not None]
         config._dense = {n: getattr(config, n) for n in names}

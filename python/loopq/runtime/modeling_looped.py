@@ -48,6 +48,9 @@ class _Written:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         found |= found.pop("_dense", None) or {}
+        # The class has the name of the dense one, by which transformers finds the names in its files.
+        names = found.get("architectures") or []
+        found["architectures"] = [n if n.startswith("Looped") else f"Looped{n}" for n in names]
         return found | {
             "model_type": LoopedConfig.model_type,
             "looped_base": getattr(type(self), "model_type", None),
@@ -119,7 +122,7 @@ class Loops:
 @functools.cache
 def _model_class(config: Any) -> Any:
     dense = MODEL_FOR_CAUSAL_LM_MAPPING[config.__mro__[2]]
-    return type(f"Looped{dense.__name__}", (Loops, dense), {"__module__": dense.__module__})
+    return type(dense.__name__, (Loops, dense), {"__module__": dense.__module__})
 
 
 class LoopedForCausalLM:

@@ -260,7 +260,7 @@ def unlooped(model: Any) -> Any:
     inner = model.get_submodule(_parts_of(model).path)  # type: ignore[attr-defined]
     plain = copied(inner)
     plain.__class__ = _plain(type(inner))
-    bare: Any = view(model, (inner, plain))  # type: ignore[arg-type]
+    bare: Any = view(model, (inner, plain))
     bare.__class__ = _plain(type(bare))
     return bare
 
@@ -325,7 +325,7 @@ def _in_order(module: Any, inner: Any, parts: Decoder, order: Sequence[int], nor
     others = [(held, nn.ModuleList(_in_slot(held[i], slot) for slot, i in enumerate(order)))]
     others += [] if norm else [(getattr(inner, parts.norm), nn.Identity())]
     kinds = getattr(inner.config, "layer_types", None)
-    values = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
+    values: dict[str, Any] = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
     values["num_hidden_layers"] = len(order)
     text = changed(inner.config, **values)
     others.append((inner.config, text))

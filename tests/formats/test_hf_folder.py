@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -195,3 +196,70 @@ def test_patterns_of_a_file_are_bounded():
     for bad in ("a*b*c*d*e*", "(a)*", "(a){2}", "a" * 2001, "(", "(a+)+$", "(?P<a", "[", "(a|b){99}"):
         with pytest.raises(CheckpointError, match=r"^f: pattern "):
             hf_folder.matches(bad, "a" * 60, "f")
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WAVES = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "more"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 500.0}),
+        ("llama", {**SCALED, "rope_theta": 500.0}, {"rope_theta": 500.0, "rope_scaling": SCALED}),
+        (
+            "glm4",
+            {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+            {"rope_theta": 300.0, "partial_rotary_factor": 0.25},
+        ),
+        (
+            "gpt_neox",
+            {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            {"rotary_emb_base": 300.0, "rotary_pct": 0.5},
+        ),
+        (
+            "phi3",
+            {"rope_type": "longrope", "rope_theta": 300.0, **WAVES, "original_max_position_embeddings": 64},
+            {
+                "rope_theta": 300.0,
+                "rope_scaling": {"type": "longrope", **WAVES},
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            "gemma3_text",
+            KINDS,
+            {
+                "rope_theta": 700.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_local_base_freq": 50.0,
+            },
+        ),
+        ("dory", KINDS, {}),
+        ("llama", None, {}),
+    ],
+)
+def test_rotary_settings_are_there_for_both_versions_of_transformers(kind, given, more):
+    """Logits of both were compared by transformers 4.57.6 on folders of 5.24: equal."""
+    config = {"model_type": kind, "rope_parameters": given}
+    assert hf_folder.with_rotary(config) == config | more
+    typed = {"model_type": "loopq_looped", "looped_base": kind, "rope_parameters": given}
+    assert hf_folder.with_rotary(typed) == typed | more
+    assert hf_folder.with_rotary({"text_config": config}) == {"text_config": config | more}
+    old = {**config, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert hf_folder.with_rotary(old) == old
+    # Version 5 reads the same from both.
+    transformers = pytest.importorskip("transformers")
+    if more and not transformers.__version__.startswith("4."):
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 512}
+        # Phi-3's files have the length in both places, and the class has a default.
+        sizes |= {"original_max_position_embeddings": 64} if kind == "phi3" else {}
+        read = transformers.CONFIG_MAPPING[kind].from_dict
+        one, both = (
+            read({**c, **sizes}).rope_parameters for c in map(copy.deepcopy, (config, config | more))
+        )
+        assert {**one, "type": None} == {**both, "type": None}

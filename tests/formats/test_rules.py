@@ -274,3 +274,21 @@ def test_the_page_is_what_the_rules_print():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (_DOCS / "formats" / "engines.md").read_text("utf-8") == module.page()
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"looped_base": "gpt_bigcode"}, "reads weights that packed layers do not have"),
+        ({"looped_base": "gpt_neox"}, "taken for codes"),
+        ({"looped_base": "llava", "text_config": {}}, "a loop in the text model of a multimodal model"),
+    ],
+)
+def test_loops_of_classes_that_transformers_reads_wrong_are_refused(config, match):
+    plain = layers(mlp__down_proj={})
+    known = {"model_type": "loopq_looped", "looped_layers": [1, 2, 2], "auto_map": {}, **config}
+    with pytest.raises(CheckpointError, match=match):
+        check_engine("transformers", "compressed-tensors", plain, "looped", known)
+    llama = {**known, "looped_base": "llama"}
+    llama.pop("text_config", None)
+    check_engine("transformers", "compressed-tensors", plain, "looped", llama)

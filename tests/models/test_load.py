@@ -196,3 +196,33 @@ def test_a_result_computes_in_the_type_of_its_source(tmp_path: Path, stated: str
     assert loopq.load(result).report.dtype == (stated or "bfloat16")
     written = json.loads(result.side_files["config.json"])
     assert written["dtype"] == (stated or "bfloat16")
+
+
+def test_what_goes_on_has_rotary_settings_for_both_versions_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if transformers.__version__.startswith("4."):
+        pytest.skip("version 4 writes its own form alone")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        rope_parameters=rope,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    result = loopq.quantize(
+        f"looped:{tmp_path / 'm'}[1:2]x2",
+        [[3, 4, 5, 6]] * 2,
+        method="rtn",
+        group_size=32,
+        levels="even",
+        threads=1,
+    )
+    loopq.export(result, tmp_path / "ct", "compressed-tensors", remote_code=True, verify=False)
+    for data in (result.side_files["config.json"], (tmp_path / "ct" / "config.json").read_bytes()):
+        written = json.loads(data)
+        assert written["rope_parameters"] == rope
+        assert (written["rope_theta"], written["rope_scaling"]) == (
+            500.0,
+            {"rope_type": "linear", "factor": 2.0},
+        )

@@ -172,3 +172,41 @@ def test_rotated_layers_are_refused_by_formats_of_others(stored):
     with pytest.raises(CheckpointError, match="for a transformed input"):
         stored_way(Gate(engine="gptqmodel"), changed, stored, {})
     assert np.all([layer.transform is not None for layer in layers.values()])
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "whom", "absent"),
+    [
+        ("compressed-tensors", {}, "for vllm: vllm serve OUT, with loopq in the same", "; for transformers"),
+        (
+            "compressed-tensors",
+            {"remote_code": True},
+            'from_pretrained("OUT", trust_remote_code=True)',
+            "not for",
+        ),
+        ("gptq", {}, "not for transformers and gptqmodel: that needs --remote-code", "for gptqmodel"),
+        (
+            "gptq",
+            {"remote_code": True},
+            'for gptqmodel: GPTQModel.load("OUT", trust_remote_code=True)',
+            "not for",
+        ),
+        ("gguf", {}, "for llama.cpp: llama-cli -m OUT", "transformers"),
+        ("native", {}, 'for loopq: loopq run OUT "..."', "vllm"),
+    ],
+)
+def test_the_last_line_of_an_export_says_for_whom_it_is(folder, tmp_path, form, options, whom, absent):
+    given = {"group_size": 32, "levels": "even", "method": "rtn", "threads": 1}
+    result = loopq.quantize(folder, PROMPTS, **given)
+    out = tmp_path / "c"
+    if form == "gguf":
+        options = {"vocabulary": pairs.vocabulary(tmp_path / "v.gguf", 64)}
+    last = loopq.export(result, out, form, verify=False, **options).lines()[-1].replace(str(out), "OUT")
+    assert whom in last
+    assert absent not in last
+
+
+def test_a_file_of_a_class_that_is_loopq_s_alone_says_so(tmp_path):
+    result = loopq.quantize("huginn_small", PROMPTS, method="rtn", levels="even", group_size=32, threads=1)
+    done = loopq.export(result, tmp_path / "c", "compressed-tensors", verify=False)
+    assert done.lines()[-1].startswith("for loopq alone:")

@@ -18,7 +18,7 @@ from loopq.formats.convert import read_any
 from loopq.formats.hf_folder import looped_files
 from loopq.layers.loop_spec import with_loop
 from loopq.models.load import load_model
-from loopq.runtime.modeling_looped import LoopedConfig, run_order
+from loopq.runtime.modeling_looped import LoopedConfig, _model_class, run_order
 from loopq.systems.base import Batch
 
 LOOP, STEPS = "[1:3]x3", 3
@@ -159,3 +159,15 @@ def test_code_beside_a_model_refuses_a_loop_that_it_cannot_have(loop):
 def test_code_beside_a_model_refuses_an_unknown_base():
     with pytest.raises(ValueError, match="looped_base is 'nothing', which this transformers does not know"):
         LoopedConfig.from_dict({"looped_base": "nothing"})
+
+
+def test_a_model_that_was_saved_again_keeps_its_names(tmp_path: Path) -> None:
+    """Its class has the name of the dense one, by which transformers renames tensors of the files."""
+    folder = _quantized(tmp_path)
+    loopq.export(folder, tmp_path / "ct", "compressed-tensors", remote_code=True, verify=False)
+    before = json.loads((tmp_path / "ct" / "config.json").read_text("utf-8"))
+    config = LoopedConfig.from_pretrained(tmp_path / "ct")
+    model = _model_class(type(config))
+    assert model.__name__ == "LlamaForCausalLM"
+    config.architectures = [model.__name__]
+    assert config.to_dict()["architectures"] == before["architectures"] == ["LoopedLlamaForCausalLM"]

@@ -102,3 +102,12 @@ def test_ids_that_no_model_has_are_refused_in_one_line(tmp_path, prompt):
     loaded = load_model(f"looped:{save_dense(tmp_path / 'bare')}[1:3]x2")
     with pytest.raises(ConfigError, match=r"^(no tokenizer beside the model|the prompt has token id)[^\n]*$"):
         prompt_ids(loaded, prompt)
+
+
+def test_two_iterations_at_once_share_nothing(embedded):
+    text = Continuation(embedded, "The sea was", 2, Generation(n_tokens=8))
+    want = "".join(text)
+    first = iter(text)
+    begun = next(first)
+    assert "".join(text) == want
+    assert begun + "".join(first) == want

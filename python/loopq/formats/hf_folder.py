@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.loop_spec import LOOP, with_loop
+from loopq.layers.loop_spec import BASE, LOOP, with_loop
 from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
 from loopq.storage.model_files import TENSORS
 from loopq.storage.schema import TEMPLATES, Name, Object, checked, parse_json, shown
@@ -35,6 +35,11 @@ METHOD = "loopq"
 #: Module and classes that run a loop in transformers without loopq.
 _CODE = "modeling_looped"
 LOOP_CODE = f"{_CODE}.py"
+#: Names of transformers 4 for the base of the positions and the rotated part of a head, where a class has its own.
+_ROTARY = ("rope_theta", "partial_rotary_factor")
+_OWN_ROTARY = dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct"))
+#: Types of models with settings for two kinds of layers in transformers 5. Version 4 scales full attention alone.
+_BY_KIND = ("gemma3_text", "gemma3n_text", "olmo3")
 _CLASSES = {"AutoConfig": "LoopedConfig", "AutoModelForCausalLM": "LoopedForCausalLM"}
 
 
@@ -126,6 +131,56 @@ def unquantized(files: Mapping[str, bytes]) -> dict[str, bytes]:
         rest = {name: value for name, value in (config | plain).items() if name != KEY}
         kept[CONFIG] = (json.dumps(rest, indent=2, ensure_ascii=False) + "\n").encode()
     return kept
+
+
+def for_all_versions(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the side files of a model with a config.json that both versions of transformers read alike."""
+    data = files.get(CONFIG, b"")
+    if b'"rope_parameters"' not in data:
+        return dict(files)
+    config = checked(Object, parse_json(data, CONFIG, finite=False), CONFIG)
+    both = with_rotary(config)
+    if both == config:
+        return dict(files)
+    return {**files, CONFIG: (json.dumps(both, indent=2, ensure_ascii=False) + "\n").encode()}
+
+
+def with_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the rotary settings in the form of transformers 4 beside that of transformers 5.
+
+    Version 5 writes `rope_parameters`. Version 4 does not read it, and takes the defaults of the class without a word.
+    A file with the older `rope_scaling` stays as it is, since version 5 prefers that.
+    """
+    found = dict(config)
+    if isinstance(config.get("text_config"), Mapping):
+        found["text_config"] = with_rotary(config["text_config"])
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping) or config.get("rope_scaling"):
+        return found
+    kind = str(config.get(BASE) or config.get("model_type"))
+    if not any(isinstance(part, Mapping) for part in given.values()):
+        return found | _rotary_of_4(given, kind)
+    full, local = given.get("full_attention"), given.get("sliding_attention")
+    if kind not in _BY_KIND or not isinstance(full, Mapping) or not isinstance(local, Mapping):
+        return found
+    local_base = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    return found | _rotary_of_4(full, kind) | local_base
+
+
+def _rotary_of_4(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Settings for one kind of layer as transformers 4 has them."""
+    names = dict(zip(_ROTARY, _OWN_ROTARY.get(kind, _ROTARY), strict=True))
+    plain = {names[name]: given[name] for name in _ROTARY if given.get(name) is not None}
+    scaling = {name: value for name, value in given.items() if name not in (*_ROTARY, "type")}
+    method = given.get("rope_type", given.get("type", "default"))
+    if method == "default":
+        return plain
+    if method == "longrope":
+        # Phi-3 wants these three keys alone.
+        scaling["type"] = scaling.pop("rope_type", method)
+        length = scaling.pop("original_max_position_embeddings", None)
+        plain |= {} if length is None else {"original_max_position_embeddings": length}
+    return {**plain, "rope_scaling": scaling}
 
 
 def looped_files(files: Mapping[str, bytes], remote_code: bool) -> dict[str, bytes]:

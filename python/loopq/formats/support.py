@@ -110,6 +110,14 @@ ENTRIES = (
     ),
     Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
     Support(
+        "transformers", ("looped",), "its own class reads weights that packed layers do not have", "5.24: run",
+        formats=(*_GPTQ, *_CT), kinds=("gpt_bigcode",), runs=False,
+    ),
+    Support(
+        "transformers", ("looped",), "its head has another name in the files, and is taken for codes", "5.24: run",
+        formats=(*_GPTQ, *_CT), kinds=("gpt_neox",), runs=False, silent=True,
+    ),
+    Support(
         "transformers", ("looped",), "the code of the loop in the folder (--remote-code)", "5.24: run", _PAIRS,
         code=True,
     ),

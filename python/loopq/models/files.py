@@ -13,6 +13,7 @@ from loopq.models.classes import Findings
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import check_ties, passed_over, set_beside
 from loopq.storage.names import Names, names_of, set_names
+from loopq.systems.looped import unlooped
 from loopq.systems.views import copied
 from loopq.terminal.table import some
 
@@ -151,7 +152,8 @@ def conversions(model: Any) -> list[Any]:
         known = isinstance(model, require("transformers").PreTrainedModel)
     except (MissingExtraError, AttributeError):
         return []
-    return list(mapping(model, add_legacy=False)) if known else []
+    # Rules go by the name of the class.
+    return list(mapping(unlooped(model), add_legacy=False)) if known else []
 
 
 def account(

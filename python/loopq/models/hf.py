@@ -228,10 +228,15 @@ def from_config(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a dense model with a loop, for transformers: its file may name a type of loopq's."""
-    if LOOP not in config or not is_known(config):
+    """The configuration for transformers where it would read the file otherwise.
+
+    The file may name a type of loopq's, and version 4 does not read the rotary settings of version 5.
+    """
+    transformers = require("transformers")
+    given = hf_folder.with_rotary(config) if transformers.__version__.startswith("4.") else dict(config)
+    if (LOOP not in config and given == config) or not is_known(config):
         return {}
-    return {"config": require("transformers").CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))}
+    return {"config": transformers.CONFIG_MAPPING[config["model_type"]].from_dict(given)}
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:

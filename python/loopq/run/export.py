@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from loopq.errors import CheckpointError, ConfigError, MissingExtraError, System
 from loopq.formats import FORMATS
 from loopq.formats.base import Format, FormatOptions, Planned, Written
 from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.hf_folder import CONFIG
+from loopq.formats.record import config_of
 from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import LOOP, with_loop
 from loopq.layers.transforms import ChannelScale
 from loopq.models.load import LoadedModel
 from loopq.models.restore import load_checkpoint
 from loopq.quantizers.folding import FOLDINGS, Folds
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, refuse_outside
-from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof
+from loopq.run.gate import LOOPQ, Asked, Expectation, Gate, Proof, audience
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES
 from loopq.storage.model_files import beside, stored_state
@@ -56,7 +60,7 @@ class Exported:
     reason : str
         Reason for missing logits. It is empty if loopq cannot read the format back.
     read_by : tuple of str
-        Lines about the engines that read the file.
+        Lines about the engines that read the file. The last one says for whom it is, and how it is loaded.
     """
 
     written: Written
@@ -86,7 +90,10 @@ def exported(
     target = FORMATS.get(format_name)
     options = options or target.values()
     if not isinstance(source, Checkpoint):
-        return Exported(target.write(out, source, options), 0, None, "")
+        written = target.write(out, source, options)
+        return Exported(
+            written, 0, None, "", (f"for llama.cpp: llama-quantize --imatrix {out} MODEL OUT TYPE",)
+        )
     target.refuse_checkpoint()
     engines, forced = gate.of(format_name, source, options)
     # The code of a loop is loopq's own.
@@ -101,6 +108,7 @@ def exported(
     difference, reason = comparison.difference, comparison.reason
     if asked is not None and not reason:
         lines += asked.lines(out, source, comparison.expectation, force=gate.force)
+    lines += (audience(format_name, engines, source, options, out),)
     return Exported(written, proof.n_prompts * (difference is not None), difference, reason, lines)
 
 
@@ -287,7 +295,16 @@ def _stand_in(task: Task) -> QuantizedLayer:
 def _run(checkpoint: Checkpoint, proof: Proof) -> tuple[LoadedModel, Batch, NDArray[Any]]:
     """Model of a checkpoint, prompts, and its logits at the depth of the checkpoint."""
     require("torch")  # first, so that its absence is the reason
-    loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
+    try:
+        loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
+    except SystemContractError:
+        # A model without a loop can be exported as it is. Its layers run once.
+        config = config_of(checkpoint.side_files)
+        if checkpoint.layers or LOOP in config or not isinstance(config.get("num_hidden_layers"), int):
+            raise
+        once = json.dumps(with_loop(config, [0, config["num_hidden_layers"], 1])).encode()
+        checkpoint = dataclasses.replace(checkpoint, side_files={**checkpoint.side_files, CONFIG: once})
+        loaded = load_checkpoint(checkpoint, trust_remote_code=proof.trust_remote_code)
     batch = _random_batch(loaded, proof.n_prompts, proof.seq_len)
     n_steps = int(checkpoint.settings.get("n_steps") or loaded.system.n_steps)
     return loaded, batch, _rolled_out(loaded, batch, n_steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
 from loopq.formats.base import FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Question, Reading, ask
 from loopq.formats.hf_folder import CONFIG, looped_files
+from loopq.formats.native import NATIVE
 from loopq.formats.rules import Layers, check_engine, readers
+from loopq.formats.support import KNOWN, READS, entry_of
+from loopq.layers.loop_spec import LOOP
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import available_bytes
 
@@ -83,6 +89,47 @@ class Gate(Settings):
             if not self.force:
                 raise
             return (), str(cause)
+
+
+def audience(
+    format_name: str, engines: Collection[str], source: Checkpoint, options: FormatOptions, out: Path
+) -> str:
+    """Return in one line for which engines a file is, how each loads it, and what else needs the code of the loop.
+
+    `engines` are those of `Gate.of`.
+    """
+    if FORMATS.get(format_name).own:
+        return f'for loopq: loopq run {out} "..."'
+    files, system = source.side_files, source.settings.get("system")
+    config = json.loads(looped_files(files, options.remote_code).get(CONFIG, b"{}"))
+    said = []
+    for engine in engines:
+        ways = [way for way in ENGINES.get(engine).ways if way.format != NATIVE.name]
+        coded = [way for way in ways if bool(way.options.get("remote_code")) == ("auto_map" in config)]
+        entry = entry_of(engine, system, format_name, config) if system in KNOWN else None
+        beside = (
+            ", with loopq in the same environment (its plugin)" if entry and "plugin" in entry.how else ""
+        )
+        said.append(f"for {engine}: {(coded or ways)[0].runs.replace('OUT', str(out))}{beside}")
+    if not said:
+        said = [
+            f'for loopq alone: loopq.load("{out}")'
+            if FORMATS.get(format_name).reads
+            else "for no known engine"
+        ]
+    if LOOP in config and not options.remote_code:
+        coded_config = json.loads(looped_files(files, True)[CONFIG])
+        more = []
+        for engine, formats in READS.items():
+            with contextlib.suppress(CheckpointError):
+                if format_name in formats and engine not in engines and FORMATS.get(format_name).reads:
+                    coded_options = dataclasses.replace(options, remote_code=True)
+                    check_engine(
+                        engine, format_name, source.layers, system, coded_config, coded_options, source.dense
+                    )
+                    more.append(engine)
+        said += [f"not for {' and '.join(more)}: that needs --remote-code (remote_code=True)"] if more else []
+    return "; ".join(said)
 
 
 @dataclass(frozen=True)

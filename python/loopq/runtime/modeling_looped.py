@@ -48,6 +48,9 @@ class _Written:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         found |= found.pop("_dense", None) or {}
+        # The class has the name of the dense one, by which transformers finds the names in its files.
+        names = found.get("architectures") or []
+        found["architectures"] = [n if n.startswith("Looped") else f"Looped{n}" for n in names]
         return found | {
             "model_type": LoopedConfig.model_type,
             "looped_base": getattr(type(self), "model_type", None),
@@ -89,11 +92,18 @@ class Loops:
         config = copy.deepcopy(config)
         vars(config).update(vars(config).pop("_dense", None) or {})
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        inner: Any = self.model  # type: ignore[attr-defined]
-        order = run_order(config.looped_layers, len(inner.layers))
-        layers = _Layers(inner.layers)
+        inner: Any = self.base_model  # type: ignore[attr-defined]
+        depth = config.num_hidden_layers
+        lists = [n for n, m in inner.named_children() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if not lists:
+            raise ValueError(f"{type(inner).__name__}: no list of {depth} layers, which the loop needs")
+        order = run_order(config.looped_layers, depth)
+        layers = _Layers(getattr(inner, lists[0]))
         layers.order = order
-        inner.layers = layers
+        setattr(inner, lists[0], layers)
+        if hasattr(inner, "first_kv_shared_layer_idx"):
+            # Gemma-4 counts to the first layer that shares a cache, and none does.
+            inner.first_kv_shared_layer_idx = len(order)
         # The cache and the masks take their number of layers from here.
         names = [n for n in ("num_hidden_layers", "layer_types") if getattr(config, n, None) is not None]
         config._dense = {n: getattr(config, n) for n in names}
@@ -112,7 +122,7 @@ class Loops:
 @functools.cache
 def _model_class(config: Any) -> Any:
     dense = MODEL_FOR_CAUSAL_LM_MAPPING[config.__mro__[2]]
-    return type(f"Looped{dense.__name__}", (Loops, dense), {"__module__": dense.__module__})
+    return type(dense.__name__, (Loops, dense), {"__module__": dense.__module__})
 
 
 class LoopedForCausalLM:

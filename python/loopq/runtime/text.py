@@ -56,24 +56,29 @@ class Continuation:
     ) -> None:
         self._loaded, self._settings = loaded, settings or Generation()
         self.prompt = prompt_ids(loaded, prompt)
-        self.decoder = Decoder(
-            loaded.system, loaded.system.n_steps if n_steps is None else n_steps, self._settings
-        )
+        self._depth = loaded.system.n_steps if n_steps is None else n_steps
+        self.decoder = Decoder(loaded.system, self._depth, self._settings)
+        self._used = False
         self.ids: list[int] = []
         self.times: list[float] = []
 
     def __iter__(self) -> Iterator[str]:
-        # The last decoded character may wait for its other bytes.
-        self.ids, self.times = [], [time.perf_counter()]
+        # Two iterations at once share nothing: the attributes are those of the last one.
+        if self._used:
+            self.decoder = Decoder(self._loaded.system, self._depth, self._settings)
+        self._used = True
+        ids, times, decoder = list[int](), [time.perf_counter()], self.decoder
+        self.ids, self.times = ids, times
         printed = ""
-        for token in generate(self._loaded, self.prompt, self.decoder, self._settings):
-            self.times.append(time.perf_counter())
-            self.ids.append(token)
-            text = decode(self._loaded, self.ids)
+        for token in generate(self._loaded, self.prompt, decoder, self._settings):
+            times.append(time.perf_counter())
+            ids.append(token)
+            # The last decoded character may wait for its other bytes.
+            text = decode(self._loaded, ids)
             if not text.endswith("\ufffd"):
                 yield text[len(printed) :]
                 printed = text
-        yield decode(self._loaded, self.ids)[len(printed) :]
+        yield decode(self._loaded, ids)[len(printed) :]
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str | Iterable[Any]) -> list[int]:

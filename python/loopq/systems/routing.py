@@ -55,6 +55,12 @@ def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
             weight = module._parameters.get("weight")
             if weight is not None and weight.ndim == 2 and weight.shape[0] in (1, n_experts):
                 reasons[f"{name}.{child}.weight".lstrip(".")] = "a gate, which chooses or weighs experts"
+            # A router with other parts besides its one matrix.
+            inner = [part for part, m in module.named_modules() if part and isinstance(m, nn.Linear)]
+            if len(inner) == 1 and module.get_submodule(inner[0]).out_features == n_experts:
+                reasons[f"{name}.{child}.{inner[0]}.weight".lstrip(".")] = (
+                    "a gate, which chooses or weighs experts"
+                )
     return reasons
 
 

@@ -146,5 +146,5 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="do not take turns"):
         DoryShape({**config, "layer_types": ["mlp"] * 8}).header()
     yarn = {**config["rope_parameters"], "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4}}
-    with pytest.raises(CheckpointError, match="only plain rotary positions"):
-        DoryShape({**config, "rope_parameters": yarn}).header()
+    with pytest.raises(CheckpointError, match="sliding_attention: rope_type is 'yarn'"):
+        Shape.of({**config, "rope_parameters": yarn})

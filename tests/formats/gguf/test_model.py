@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import struct
 import subprocess
@@ -415,6 +416,61 @@ def test_a_head_that_is_tied_and_said_not_to_be_is_refused(tmp_path):
     tied = dataclasses.replace(checkpoint, side_files=side_files, ties=ties)
     with pytest.raises(CheckpointError, match=r"is tied, and config.json says tie_word_embeddings: false"):
         FORMATS.get("gguf").write(tmp_path / "m.gguf", tied)
+
+
+def saved(folder, config=(), tensors=lambda found: None):
+    """A plain Llama's folder with changed settings and tensors."""
+    from safetensors.numpy import load_file, save_file
+
+    pairs._class("Llama", num_hidden_layers=3)().save_pretrained(folder)
+    path, stored = folder / "config.json", dict(load_file(folder / "model.safetensors"))
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | dict(config)), "utf-8")
+    tensors(stored)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "match"),
+    [
+        ({"hidden_act": "gelu"}, lambda found: None, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": 4}, lambda found: None, r"lack 9 tensors .* such as blk\.3\.attn_k\.weight"),
+        (
+            {},
+            lambda found: found.pop("model.layers.1.mlp.up_proj.weight"),
+            r"lack 1 tensors .* blk\.1\.ffn_up",
+        ),
+        ({}, lambda found: found.pop("model.embed_tokens.weight"), r"lack 1 tensors .* token_embd\.weight"),
+        ({}, lambda found: found.pop("lm_head.weight"), r"the files have no lm_head\.weight"),
+        (
+            {"tie_word_embeddings": True},
+            lambda found: None,
+            r"lm_head\.weight differs from model\.embed_tokens",
+        ),
+    ],
+)
+def test_a_model_that_its_files_do_not_hold_is_not_written(tmp_path, config, tensors, match):
+    source, out = saved(tmp_path / "m", config, tensors), tmp_path / "m.gguf"
+    with pytest.raises(CheckpointError, match=match):
+        loopq.export(source, out, "gguf", verify=False)
+    assert not out.exists()
+
+
+def test_tensors_of_a_layer_that_config_json_does_not_count_are_named(tmp_path):
+    source = saved(tmp_path / "m", {"num_hidden_layers": 2})
+    lines = loopq.export(source, tmp_path / "m.gguf", "gguf", verify=False).lines()
+    assert any("left out" in line and "model.layers.2." in line and "6 more" in line for line in lines)
+    assert not any(t.name.startswith("blk.2.") for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors)
+
+
+def test_a_model_without_a_loop_is_shown_to_llama_cpp(tmp_path):
+    """Its layers run once."""
+    interpreter("llama")
+    source, words = saved(tmp_path / "m"), pairs.vocabulary(tmp_path / "v.gguf", 64)
+    done = loopq.export(source, tmp_path / "m.gguf", "gguf", vocabulary=words)
+    assert any("read it: largest difference" in line for line in done.read_by) == (
+        importlib.util.find_spec("xllamacpp") is not None
+    )
 
 
 def test_a_tensor_of_another_type_is_refused(tmp_path):

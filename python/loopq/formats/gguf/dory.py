@@ -42,6 +42,7 @@ class DoryShape(Shape):
     )  # fmt: skip
     modules: ClassVar[Mapping[str, str]] = {}
     pairs: ClassVar[bool] = False
+    period: ClassVar[int] = 2
     loops_key: ClassVar[str] = "recurrent_loop_count"
 
     @property
@@ -87,12 +88,7 @@ class DoryShape(Shape):
 
     def _rope_base(self, kind: str) -> float:
         """Return the base of the rotary positions of one kind of attention."""
-        rope = self.config["rope_parameters"][kind]
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(
-                f"config.json: rope_parameters {rope}: only plain rotary positions are written"
-            )
-        return float(rope["rope_theta"])
+        return float(self.config["rope_parameters"][kind]["rope_theta"])
 
 
 def _tensor(name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from loopq.formats.gguf.shape import ARCHITECTURES, MODULES, Shape
+from loopq.formats.gguf.shape import ARCHITECTURES, FIXED, MODULES, Shape
 from loopq.formats.layouts.hrm_text import PARTS
 
 #: Numbers that say how the stacks run.
@@ -18,6 +18,11 @@ class HRMTextShape(Shape):
 
     classes: ClassVar[tuple[str, ...]] = ("HrmTextForCausalLM",)
     needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps", *_CYCLES)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **FIXED,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    }
     modules: ClassVar[Mapping[str, str]] = MODULES | {"attn.o_proj": "attn_output"}
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = PARTS
     pairs: ClassVar[bool] = False
@@ -31,6 +36,16 @@ class HRMTextShape(Shape):
     def n_layers(self) -> int:
         """Layers of the model, once per run."""
         return int(self.config["num_layers_per_stack"]) * self.n_loops * (int(self.config["L_cycles"]) + 1)
+
+    @property
+    def n_stored(self) -> int:
+        """Layers of each of the two stacks."""
+        return int(self.config["num_layers_per_stack"])
+
+    @property
+    def n_blocks(self) -> int:
+        """Both stacks, once."""
+        return 2 * self.n_stored
 
     @property
     def stacks(self) -> dict[str, int]:
@@ -49,6 +64,9 @@ class HRMTextShape(Shape):
         cycles = {f"hrm.{key}": self.config[name] for name, key in _CYCLES.items()}
         more = {
             "hrm.prefix_lm": bool(self.config.get("prefix_lm")),
-            "embedding_scale": float(self.config["embedding_scale"]),
+            # The default of the published class.
+            "embedding_scale": float(
+                self.config.get("embedding_scale") or 1 / self.config["initializer_range"]
+            ),
         }
         return super().header() | cycles | more

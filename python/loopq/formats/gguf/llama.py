@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from loopq.formats.gguf.shape import ARCHITECTURES, Shape
-from loopq.layers.loop_spec import LOOP
+from loopq.formats.gguf.shape import ARCHITECTURES, FIXED, Shape
+from loopq.layers.loop_spec import BASE, LOOP, LOOPED_TYPE
 
 
 @ARCHITECTURES.register("llama")
@@ -14,6 +14,12 @@ class LlamaShape(Shape):
     """One run of the layers. A loop of some layers is written out; of all layers, Nanbeige's architecture runs it."""
 
     classes: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
+    # transformers takes the class by the type, whatever "architectures" says.
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **FIXED,
+        "model_type": ("llama", LOOPED_TYPE),
+        BASE: ("llama",),
+    }
 
     @classmethod
     def fitting(cls, config: Mapping[str, Any]) -> Shape:

@@ -165,8 +165,10 @@ class GGUF(Format):
         check_new(out)
         shape = Shape.read(source.side_files).check_whole()
         _check_head(shape, source.ties)
+        _check_stored_head(shape, source)
         words = Vocabulary.of(source.side_files, shape.config, options.vocabulary)
         stored = dict(_stored(source, shape))
+        shape.check_tensors(stored)
         with output_file(out, sum(data.nbytes for _, data in stored.values())) as temporary:
             with told(out):
                 _write(temporary, shape, stored, words.entries, options.forced)
@@ -175,7 +177,7 @@ class GGUF(Format):
         lines = [f"{out}: GGUF, {shape.name}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"]
         if len(shape.order) > len(set(shape.order)):
             lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
-        lines += [*shape.notes, *words.notes, *_floats(source, stored)]
+        lines += [*shape.notes, *words.notes, *_floats(source, stored), *_left_out(source, shape)]
         lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
         return WrittenFile(out, self.name, tuple(lines))
 
@@ -252,6 +254,38 @@ def _floats(source: Checkpoint, stored: Mapping[str, _Stored]) -> list[str]:
 def _check_head(shape: Shape, ties: Mapping[str, str]) -> None:
     if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in ties:
         raise CheckpointError("lm_head.weight is tied, and config.json says tie_word_embeddings: false")
+
+
+def _check_stored_head(shape: Shape, source: Checkpoint) -> None:
+    """Refuse files whose head is not what config.json says. llama.cpp goes by the tensors, transformers by the flag."""
+    tied, head, table = (
+        bool(shape.config.get("tie_word_embeddings")),
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    )
+    if head in source.ties or table not in {*source.dense, *source.layers}:
+        return
+    if not tied and head not in {*source.dense, *source.layers}:
+        raise CheckpointError(
+            f"the files have no {head}, and config.json does not say tie_word_embeddings: true; llama.cpp would take "
+            f"{table} for it"
+        )
+    pair = [source.dense.get(name) for name in (head, table)]
+    same = None not in pair and len({x.float32().tobytes() for x in pair if x is not None}) == 1
+    if tied and head in {*source.dense, *source.layers} and not same:
+        raise CheckpointError(
+            f"{head} differs from {table}, and config.json says tie_word_embeddings: true; correct one of them"
+        )
+
+
+def _left_out(source: Checkpoint, shape: Shape) -> list[str]:
+    """Name the tensors of the files that have no place in the model."""
+    names = [*source.layers, *(part for name in source.dense for part in shape.parts(name))]
+    absent = [name for name in names if not shape.tensors(name)]
+    more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+    return [
+        f"left out, since the model of config.json has no such part: {', '.join(absent[:3])}{more}"
+    ] * bool(absent)
 
 
 def _check_type(name: str, dtype: str) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from loopq.formats.gguf.shape import ARCHITECTURES, Shape
+from loopq.formats.gguf.shape import ARCHITECTURES, FIXED, Shape
+
+#: Other loops than the one of the published model, and biases.
+_OFF = (
+    "enable_double_loop_split", "enable_hyper_connection", "enable_depth_attention", "loop_share_kv",
+    "attention_bias", "mlp_bias",
+)  # fmt: skip
 
 
 @ARCHITECTURES.register("nanbeige")
@@ -12,6 +19,7 @@ class NanbeigeShape(Shape):
     """Llama's layers, run `num_loops` times."""
 
     classes: ClassVar[tuple[str, ...]] = ("NanbeigeForCausalLM",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**FIXED, **dict.fromkeys(_OFF, (False,))}
     loops_key: ClassVar[str] = "num_loops"
 
     @property

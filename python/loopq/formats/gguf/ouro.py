@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from loopq.formats.gguf.nanbeige import NanbeigeShape
 from loopq.formats.gguf.shape import ARCHITECTURES, MODULES
@@ -15,6 +15,10 @@ class OuroShape(NanbeigeShape):
 
     classes: ClassVar[tuple[str, ...]] = ("OuroForCausalLM",)
     needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "total_ut_steps")
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NanbeigeShape.fixed,
+        "layer_types": ("full_attention",),
+    }
     modules: ClassVar[Mapping[str, str]] = MODULES | {
         "input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm",
     }  # fmt: skip

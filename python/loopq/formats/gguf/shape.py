@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,20 @@ _NEEDED = (
     "vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "intermediate_size",
     "num_attention_heads",
 )  # fmt: skip
+#: Keys of config.json that change what a decoder computes and that no header has, with the values that llama.cpp
+#: computes with. An absent key is such a value, and so is null. Each entry of a list is looked up.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"), "hidden_activation": ("silu", "swish"), "use_sliding_window": (False,),
+    "is_causal": (True,), "partial_rotary_factor": (1,), "rotary_pct": (1,), "embedding_multiplier": (1,),
+    "attention_multiplier": (), "residual_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
+    "final_logit_softcapping": (), "attn_logit_softcapping": (), "query_pre_attn_scalar": (), "clip_qkv": (),
+    "use_qk_norm": (False,), "qk_layernorm": (False,), "no_rope_layers": (), "alibi": (False,),
+    "num_experts": (0, 1), "num_local_experts": (0, 1), "n_routed_experts": (0, 1),
+}  # fmt: skip
+#: Values in a plain rotary setting.
+_PLAIN_ROTARY: Mapping[str, tuple[Any, ...]] = {
+    "rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1,)
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,16 @@ class Shape:
         Names in "architectures" of config.json.
     needed : tuple of str
         Keys of config.json that the header needs, besides those of all architectures.
+    fixed : mapping of str to tuple
+        Keys with one meaning in llama.cpp, and their values (`FIXED`).
     modules : mapping of str to str
         Modules of a layer, and llama.cpp's names.
     fused : mapping of str to tuple of str
         Modules of the model's files that hold several of the model, by rows in this order.
     pairs : bool
         Whether llama.cpp rotates neighbours in a head, while transformers rotates the halves.
+    period : int
+        Blocks after which the kinds of blocks repeat.
     loops_key : str
         Key of the header with the number of loops. Empty if no key alone has it.
     notes : tuple of str
@@ -67,9 +85,11 @@ class Shape:
     name: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
     needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED
     modules: ClassVar[Mapping[str, str]] = MODULES
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     pairs: ClassVar[bool] = True
+    period: ClassVar[int] = 1
     loops_key: ClassVar[str] = ""
     notes: ClassVar[tuple[str, ...]] = ()
 
@@ -97,15 +117,46 @@ class Shape:
                 f"config.json: architectures {names}; of models that llama.cpp runs, loopq writes GGUF for "
                 f"{', '.join(sorted(known))}"
             )
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise CheckpointError(f"config.json: rope_scaling {scaling}: only plain rotary positions")
-        return shape.fitting(config)
+        fitting = shape.fitting(config)
+        fitting.check_function()
+        return fitting
 
     @classmethod
     def fitting(cls, config: Mapping[str, Any]) -> Shape:
         """Return the shape of a config.json with one of `classes`. An architecture may give it to another one."""
         return cls(config)
+
+    def check_function(self) -> None:
+        """Refuse a config.json with which llama.cpp would compute another function without an error.
+
+        Raises
+        ------
+        CheckpointError
+            The message names the key, and the values that the architecture of llama.cpp computes with.
+        """
+        for key, allowed in self.fixed.items():
+            self._check_value(key, self.config.get(key), allowed)
+        for place in ("rope_scaling", "rope_parameters"):
+            for name, rope in self.rotary(place).items():
+                for key, allowed in _PLAIN_ROTARY.items():
+                    self._check_value(f"{name}: {key}", rope.get(key), allowed)
+
+    def rotary(self, place: str) -> dict[str, Mapping[str, Any]]:
+        """Return the rotary settings under a key of config.json by their name: one, or one for each kind of layer."""
+        given = self.config.get(place) or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"config.json: {place} is {shown(given)}; allowed: an object")
+        kinds = {f"{place}: {kind}": part for kind, part in given.items() if isinstance(part, Mapping)}
+        return kinds or {place: given}
+
+    def _check_value(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        values = value if isinstance(value, list) else [value]
+        if not all(one is None or one in allowed for one in values):
+            instead = " or ".join(map(shown, allowed)) or "no value"
+            raise CheckpointError(
+                f"config.json: {key} is {shown(value)}; llama.cpp computes {self.name} with {instead} there, and gives "
+                "other logits without an error. Keep loopq's own format"
+            )
 
     def check_whole(self) -> Shape:
         """Return the shape if config.json has all values of the file's header.
@@ -132,9 +183,10 @@ class Shape:
         CheckpointError
             If the architecture has no form for a setting.
         """
-        rope = self.config.get("rope_parameters") or {}
+        # As transformers 5 reads them.
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         return {
-            "rope.freq_base": float(self.config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+            "rope.freq_base": float(rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0),
             "attention.layer_norm_rms_epsilon": self.config["rms_norm_eps"],
         }
 
@@ -165,6 +217,35 @@ class Shape:
         n = self.n_layers
         return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
 
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the file that have tensors."""
+        return len(self.order)
+
+    def check_tensors(self, names: Collection[str]) -> None:
+        """Refuse a file without a tensor that it needs, given llama.cpp's names of those that it gets.
+
+        Raises
+        ------
+        CheckpointError
+            The message names the tensor.
+        """
+        found: dict[int, set[str]] = {k: set() for k in range(self.n_blocks)}
+        for name in names:
+            if name.startswith("blk."):
+                block, _, part = name.removeprefix("blk.").partition(".")
+                found.setdefault(int(block), set()).add(part)
+        alike = [
+            set[str]().union(*(found[k] for k in found if k % self.period == p)) for p in range(self.period)
+        ]
+        lost = [f"blk.{k}.{part}" for k in found for part in sorted(alike[k % self.period] - found[k])]
+        lost += [] if "token_embd.weight" in names else ["token_embd.weight"]
+        if lost or not any(found.values()):
+            raise CheckpointError(
+                f"the model's files lack {len(lost)} tensors that config.json asks for, such as "
+                f"{next(iter(lost), 'blk.0')} by llama.cpp's names; the file would not be this model"
+            )
+
     def tensors(self, name: str) -> list[str]:
         """Return llama.cpp's names of a tensor, one for each layer of the file that has it. None if it is left out.
 
@@ -180,9 +261,16 @@ class Shape:
         layer, _, part = module.removeprefix(stack or "").partition(".")
         if stack is None or part not in self.modules or not layer.isdecimal():
             raise CheckpointError(f"tensor {name!r}: has no place in a GGUF of architecture {self.name}")
+        if int(layer) >= self.n_stored:
+            return []
         first = self.stacks[stack] + int(layer)
         places = [k for k, i in enumerate(self.order) if i == first] if LOOP in self.config else [first]
         return [f"blk.{place}.{self.modules[part]}.{last}" for place in places]
+
+    @property
+    def n_stored(self) -> int:
+        """Layers in a stack of the model's files. A layer with a higher number is none of the model."""
+        return self.n_layers
 
     @property
     def stacks(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from loopq.formats.fused import EXPERT
 from loopq.formats.layouts import layout_of
+from loopq.formats.native import NATIVE
 from loopq.formats.rules import LIMITS, Broken, Config, Layers, Rule, grid_of, named, where
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.loop_spec import BASE, LOOP
@@ -75,12 +76,24 @@ _FILLED = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
     "hunyuan_v1_moe", "exaone_moe", "cohere2_moe", "longcat_flash", "solar_open",
 )  # fmt: skip
+
+
+def _in_text_model(layers: Layers, config: Config, dense: Collection[str]) -> Iterable[str]:
+    """The first layer, if the loop is in the text model of a multimodal one."""
+    return list(layers)[:1] if LOOP in config and "text_config" in config else []
+
+
 _GPTQ = ("gptq", "gptq_v2")
 _CT = ("compressed-tensors",)
 LIMITS.register("transformers")((
     Rule(
         ("transformers", "gptqmodel"), (*_CT, *_GPTQ), "HRM-Text under published names: it splits weights, not codes",
         "leave out --names", "transformers 5.24: source read", where(lambda x: True), ("hrm_text",), ("published",),
+    ),
+    Rule(
+        ("transformers", "gptqmodel"), (*_CT, *_GPTQ, NATIVE.name),
+        "a loop in the text model of a multimodal model: the code of the loop is for decoders alone", "`loopq run`",
+        "transformers 5.24: source read", _in_text_model,
     ),
     Rule(
         ("transformers",), _CT, "symmetric and asymmetric layers in one file",

@@ -27,8 +27,8 @@ from loopq.terminal.text import visible
 MAX_TEXT = 2**30
 #: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
 READ_AT_ONCE, _LAST = 2**20, 256
-#: Characters of a record that are always encoded, and rows of a table that are read at once: a row has any length.
-_LONG, _ROWS = 2**16, 4
+#: Characters of a record that are always encoded.
+_LONG = 2**16
 _ROLES = ("user", "assistant")
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -301,12 +301,26 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path, CalibrationError)
     parquet, errors = require("pyarrow.parquet"), require("pyarrow.lib").ArrowException
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS)
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        file = parquet.ParquetFile(path)
+        groups = (file.iter_batches(1, [_row_group(path, file, n)]) for n in range(file.num_row_groups))
+        # A row has any length, so one is held at a time.
+        rows = itertools.chain.from_iterable(batch.to_pylist() for group in groups for batch in group)
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except (errors, OSError, ValueError) as cause:
         reason = " ".join(str(cause).split())
         raise CalibrationError(f"{path}: cannot be read as parquet ({reason:.200})") from cause
+
+
+def _row_group(path: Path, file: Any, number: int) -> int:
+    """Return the number of a row group after a check of its size, since pyarrow unpacks a record whole."""
+    group = file.metadata.row_group(number)
+    size = max((group.column(n).total_uncompressed_size for n in range(group.num_columns)), default=0)
+    if size > MAX_SIZE * max(1, group.num_rows):
+        raise CalibrationError(
+            f"{path}, row group {number}: unpacks to {size} bytes in {group.num_rows} rows; a record has at most "
+            f"{MAX_SIZE} bytes"
+        )
+    return number
 
 
 def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:

@@ -322,7 +322,9 @@ def test_a_table_whose_records_are_too_long_is_refused_unread(tmp_path, monkeypa
     assert len(_texts(path)) == 2
     monkeypatch.setattr("loopq.calibrate.read.MAX_SIZE", 4000)
     monkeypatch.setattr(file, "iter_batches", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(CalibrationError, match=r"row group 0: unpacks to \d+ bytes in 2 rows; .* at most 4000"):
+    with pytest.raises(
+        CalibrationError, match=r"row group 0: unpacks to \d+ bytes in 2 rows; .* at most 4000"
+    ):
         _texts(path)
 
 

@@ -277,7 +277,7 @@ def test_only_as_much_of_a_text_is_read_as_prompts_need(tmp_path, monkeypatch, w
         lengths.append(len(given))
         return encode_bytes(given)
 
-    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 1001)
+    monkeypatch.setattr("loopq.calibrate.read._LONG", 1001)
     monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read as a whole"))
     part = read_tokens(path, Served(encode), 16, n_prompts)
     assert part.digest() == whole.digest()
@@ -329,7 +329,7 @@ def test_a_table_whose_records_are_too_long_is_refused_unread(tmp_path, monkeypa
 
 
 def test_a_text_that_begins_with_blanks_is_read_further(tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 100)
+    monkeypatch.setattr("loopq.calibrate.read._LONG", 100)
     (tmp_path / "a.txt").write_text(" " * 1000 + "x")
     check_source(tmp_path / "a.txt", "", False)
     (tmp_path / "a.txt").write_text(" " * 1000)

@@ -1,4 +1,4 @@
-"""Processes that share one command: some are killed, others live on or resume, and the bytes are those of one process."""
+"""Processes that share one command: some are killed, others live on or resume; the bytes are those of one."""
 
 from __future__ import annotations
 

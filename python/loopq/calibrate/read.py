@@ -25,10 +25,9 @@ from loopq.terminal.text import visible
 
 #: Maximum bytes of a text.
 MAX_TEXT = 2**30
-#: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
-READ_AT_ONCE, _LAST = 2**20, 256
-#: Characters of a record that are always encoded.
-_LONG = 2**16
+#: Bytes of a text or characters of a record that are encoded first, and tokens at the end of what was cut that are not
+#: used. A tokenizer can take a thousand times the memory of its text.
+_LONG, _LAST = 2**16, 256
 _ROLES = ("user", "assistant")
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -248,7 +247,7 @@ def check_source(path: Path, field: str, template: bool) -> None:
         return
     _refuse_fields(path, served)
     size = _size(parts)
-    if not _read_text(parts, READ_AT_ONCE).strip() and not _read_text(parts, size).strip():
+    if not _read_text(parts, _LONG).strip() and not _read_text(parts, size).strip():
         raise CalibrationError(f"{path}: the text is empty; give more text")
 
 
@@ -361,7 +360,7 @@ def _size(parts: list[Path]) -> int:
 def _from_text(parts: list[Path], served: Served, seq_len: int, n_prompts: int | None, name: str) -> TokenSet:
     """Cut windows from texts. Of a large one, only as much is read as the prompts need."""
     size = _size(parts)
-    n = size if n_prompts is None else max(READ_AT_ONCE, 16 * seq_len * n_prompts)
+    n = size if n_prompts is None else max(_LONG, 16 * seq_len * n_prompts)
     while n < size:
         ids = np.asarray(served.encode(_read_text(parts, n)), dtype=np.int64)
         # The last tokens depend on the text behind them.

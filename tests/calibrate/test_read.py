@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loopq.calibrate.read import Served, check_source, read_tokens
-from loopq.errors import CalibrationError, ConfigError
+from loopq.errors import CalibrationError, CheckpointError, ConfigError
 from loopq.models.load import encode_bytes
 
 BYTES = Served(encode_bytes)
@@ -347,6 +347,14 @@ def test_what_cannot_be_served_is_refused(tmp_path):
         _texts(tmp_path / "a.txt", template=True)
     with pytest.raises(ConfigError, match="no chat template"):
         Served.of(encode_bytes, None, template=True)
+
+    def odd(text):
+        # A file beside the tokenizer says that it takes "x" tokens.
+        return len(text) > "x"
+
+    odd.all_special_ids = []
+    with pytest.raises(CheckpointError, match="the tokenizer raises TypeError"):
+        Served.of(encode_bytes, odd)
     pytest.importorskip("pyarrow")
     with pytest.raises(CalibrationError, match=r"a\.parquet: cannot be read as parquet"):
         _texts(tmp_path / "a.parquet")

@@ -21,7 +21,7 @@ from loopq.errors import LoopqError
 from loopq.terminal.text import visible
 
 from .counts import Counts, before
-from .files import changed_json, replace
+from .files import EVIL, changed_json, replace
 from .runs import TINY
 
 WORDS = [
@@ -30,7 +30,7 @@ WORDS = [
     "0-1", "5-2", "first", "last", "all", "re:(", "re:(a+)+$", "[", "*", "*=>bits=8", "*=>bits=5", "*=>symmetric=maybe",
     "*=>x", "=>", "2,4", ",", "8G", "1B", "1M", "-1G", "cpu", "meta", "cuda:99", "cuda", "x:y:z", "hadamard:16",
     "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan",
-    "\x1b]0;x\x07\x9b2J\r\u202e",
+    EVIL,
 ]  # fmt: skip
 #: Bound on one command's use; beyond it something runs that should have been refused.
 SECONDS = 120
@@ -105,8 +105,8 @@ def _run(argv: list[str]) -> tuple[int, str]:
         except BaseException as error:  # noqa: BLE001  # what is looked for
             return 70, f"Traceback: {type(error).__name__}: {error}"
     for said in (text.getvalue(), out.getvalue()):
-        if (shown := visible(said)) != said:
-            return 71, f"a terminal would obey: {shown}"
+        if (shown := visible(said)) != said or "\nforged" in said:
+            return 71, f"a terminal would obey, or a line is forged: {shown}"
     return code, text.getvalue()
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ..support.looped import save_dense
 from .counts import Counts, before
-from .files import changed_json
+from .files import EVIL, changed_json
 from .inputs import SECONDS, WORDS, _run
 from .runs import begin, finish
 
@@ -26,7 +26,7 @@ NUMBERS = [
 PROMPTS = [
     "", " ", "\n", "The sea", "a" * 600, "\x01\x02", "é" * 20, "\ud800", "5 17 3", "5 999", "255", "256", "9" * 23,
     "9" * 5000, "-5", "1e5", "5,,5", "²", "٣", "18446744073709551616", "1 " * 600, "<eos><pad>", "{{ x }}", "-0",
-    "\x1b]0;x\x07\x9b2J",
+    EVIL,
 ]  # fmt: skip
 OPTIONS = ("--temperature", "--top-p", "--seed", "--n-steps", "--exit", "--kv", "--n-tokens")
 ROUNDED = "--method rtn --group-size 16"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import Encode, TokenSet, check_count, cut, from_ids, whole_numbers, windows
 from loopq.calibrate.template import applied
-from loopq.errors import CalibrationError, ConfigError, LoopqError, require
+from loopq.errors import CalibrationError, CheckpointError, ConfigError, LoopqError, model_code, require
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json
 from loopq.terminal.text import visible
@@ -69,6 +69,8 @@ class Served:
         ------
         ConfigError
             A template is requested, but the tokenizer has none.
+        CheckpointError
+            The tokenizer raises an error.
         """
         if template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -76,7 +78,8 @@ class Served:
             )
         if not hasattr(tokenizer, "all_special_ids") or not callable(tokenizer):
             return cls(encode, tokenizer=tokenizer, field=field)
-        whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
+        with model_code("a text of one letter", CheckpointError, "the tokenizer"):
+            whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
         places = range(len(whole) - len(plain) + 1)
         at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)
         return cls(encode, tuple(whole[:at]), tuple(whole[at + len(plain) :]), tokenizer, field, template)

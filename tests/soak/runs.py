@@ -189,6 +189,8 @@ def begin(argv: list[str], log: Path, before: Callable[[], object] = lambda: Non
     try:
         for number in (1, 2):
             os.dup2(write, number)
+        # A child that the command forks may outlive it, and keeps only what it inherits.
+        os.close(write)
         # Under pytest they would write where it collects output.
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         import loopq.storage.journal

@@ -122,11 +122,13 @@ def holders(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
                 at_event(forked, lambda: _fork(log))
                 at_event(killed)
 
+            log.unlink(missing_ok=True)
             finish(bench.start(name, folder / "out", both))
             try:
-                wrong = bench.settled(name, folder, True)
+                wrong = bench.settled(name, folder, True) if log.exists() else "no child"
             finally:
-                os.kill(int(log.read_text()), signal.SIGKILL)
+                if log.exists():
+                    os.kill(int(log.read_text()), signal.SIGKILL)
         counts.add("lost or different" if wrong else "the same bytes", wrong and f"{name}: {wrong}")
     return counts
 

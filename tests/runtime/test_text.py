@@ -38,6 +38,16 @@ def test_pieces_join_to_the_text_of_all_tokens(embedded):
     assert "".join(text) == whole
 
 
+def test_two_iterations_are_independent(embedded):
+    text = Continuation(embedded, "The sea was", 2, Generation(n_tokens=6, temperature=1.5, seed=3))
+    whole = "".join(text)
+    first = iter(text)
+    begun = next(first)
+    assert "".join(text) == whole
+    assert begun + "".join(first) == whole
+    assert len(text.ids) == 6
+
+
 def test_token_ids_of_a_prompt_are_checked(embedded):
     assert prompt_ids(embedded, [84, 104]) == prompt_ids(embedded, "Th")
     for wrong, match in (

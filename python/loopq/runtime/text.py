@@ -37,7 +37,7 @@ class Continuation:
     decoder : Decoder
         Gives the logits. It says which cache it uses.
     ids : list of int
-        Token ids after the prompt, so far.
+        Token ids after the prompt, so far, in the iteration that began last.
     times : list of float
         Seconds of a clock at the start of the iteration, and at each token.
 
@@ -63,17 +63,19 @@ class Continuation:
         self.times: list[float] = []
 
     def __iter__(self) -> Iterator[str]:
-        # The last decoded character may wait for its other bytes.
+        # An earlier iteration goes on with its own. The attributes are those of the last one that began.
         self.ids, self.times = [], [time.perf_counter()]
+        ids, times = self.ids, self.times
+        # The last decoded character may wait for its other bytes.
         printed = ""
         for token in generate(self._loaded, self.prompt, self.decoder, self._settings):
-            self.times.append(time.perf_counter())
-            self.ids.append(token)
-            text = decode(self._loaded, self.ids)
+            times.append(time.perf_counter())
+            ids.append(token)
+            text = decode(self._loaded, ids)
             if not text.endswith("\ufffd"):
                 yield text[len(printed) :]
                 printed = text
-        yield decode(self._loaded, self.ids)[len(printed) :]
+        yield decode(self._loaded, ids)[len(printed) :]
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str | Iterable[Any]) -> list[int]:

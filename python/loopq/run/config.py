@@ -22,12 +22,7 @@ from loopq.settings.registry import did_you_mean
 #: Named settings: closest to full precision, with gradients; the smallest file; without gradients; the paper's method.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "best": {
-        "method": "gptq-cd",
-        "metric": "loop",
-        "metric_draws": 4,
-        "inputs": "asymmetric",
-        "beam": 64,
-        "rounds": 4,
+        "method": "gptq-cd", "metric": "loop", "metric_draws": 4, "inputs": "asymmetric", "beam": 64, "rounds": 4
     },
     "small": {"method": "trellis", "rotation": "hadamard:64", "group_size": -1, "bits": 3, "outside": 8},
     "fast": {"method": "gptq-cd", "metric": "inputs", "levels": "even"},

@@ -80,9 +80,13 @@ def saved_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, monkeypatch):
     """Run a command of the command line in this process; gives its exit code, output and errors."""
     from loopq.cli import main
+    from loopq.storage import journal
+
+    # Files of `--register` that other tests ran belong to each key of this process, and to none of a new one.
+    monkeypatch.setattr(journal, "_RAN", [])
 
     def run(*args: object) -> tuple[int, str, str]:
         try:

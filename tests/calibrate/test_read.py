@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loopq.calibrate.read import Served, check_source, read_tokens
-from loopq.errors import CalibrationError, ConfigError
+from loopq.errors import CalibrationError, CheckpointError, ConfigError
 from loopq.models.load import encode_bytes
 
 BYTES = Served(encode_bytes)
@@ -277,7 +277,7 @@ def test_only_as_much_of_a_text_is_read_as_prompts_need(tmp_path, monkeypatch, w
         lengths.append(len(given))
         return encode_bytes(given)
 
-    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 1001)
+    monkeypatch.setattr("loopq.calibrate.read._LONG", 1001)
     monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read as a whole"))
     part = read_tokens(path, Served(encode), 16, n_prompts)
     assert part.digest() == whole.digest()
@@ -288,27 +288,48 @@ def test_only_as_much_of_a_text_is_read_as_prompts_need(tmp_path, monkeypatch, w
         assert len(lengths) == 1
 
 
-def test_of_a_long_record_only_the_start_is_encoded(tmp_path):
+def _records(path, texts):
+    if path.suffix == ".parquet":
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(arrow.table({"text": texts}), path)
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_a_long_record_only_the_start_is_encoded(tmp_path, name):
     text = "The sea was calm. " * 60_000
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": part}) + "\n" for part in (text, "The end"))
-    )
+    path = _records(tmp_path / name, [text, "The end"])
     lengths = []
 
     def encode(given):
         lengths.append(len(given))
         return encode_bytes(given)
 
-    part = read_tokens(tmp_path / "a.jsonl", Served(encode), 24, 2)
+    part = read_tokens(path, Served(encode), 24, 2)
     assert max(lengths) <= 1 << 16
     assert [bytes(ids.tolist()).decode() for ids in part.sequences] == [text[:24], "The end"]
     # More tokens than the start has.
-    part = read_tokens(tmp_path / "a.jsonl", Served(lambda given: encode(given)[::8]), 20_000, 1)
+    part = read_tokens(path, Served(lambda given: encode(given)[::8]), 20_000, 1)
     assert part.sequences[0].size == 20_000
 
 
+def test_a_table_whose_records_are_too_long_is_refused_unread(tmp_path, monkeypatch):
+    path = _records(tmp_path / "a.parquet", ["x" * 4096, "y" * 4096])
+    file = pytest.importorskip("pyarrow.parquet").ParquetFile
+    monkeypatch.setattr("loopq.calibrate.read.MAX_SIZE", 16_000)
+    assert len(_texts(path)) == 2
+    monkeypatch.setattr("loopq.calibrate.read.MAX_SIZE", 4000)
+    monkeypatch.setattr(file, "iter_batches", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(
+        CalibrationError, match=r"row group 0: unpacks to \d+ bytes in 2 rows; .* at most 4000"
+    ):
+        _texts(path)
+
+
 def test_a_text_that_begins_with_blanks_is_read_further(tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.calibrate.read.READ_AT_ONCE", 100)
+    monkeypatch.setattr("loopq.calibrate.read._LONG", 100)
     (tmp_path / "a.txt").write_text(" " * 1000 + "x")
     check_source(tmp_path / "a.txt", "", False)
     (tmp_path / "a.txt").write_text(" " * 1000)
@@ -326,6 +347,14 @@ def test_what_cannot_be_served_is_refused(tmp_path):
         _texts(tmp_path / "a.txt", template=True)
     with pytest.raises(ConfigError, match="no chat template"):
         Served.of(encode_bytes, None, template=True)
+
+    def odd(text):
+        # A file beside the tokenizer says that it takes "x" tokens.
+        return len(text) > "x"
+
+    odd.all_special_ids = []
+    with pytest.raises(CheckpointError, match="the tokenizer raises TypeError"):
+        Served.of(encode_bytes, odd)
     pytest.importorskip("pyarrow")
     with pytest.raises(CalibrationError, match=r"a\.parquet: cannot be read as parquet"):
         _texts(tmp_path / "a.parquet")

@@ -1,4 +1,4 @@
-"""Nine campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. One table shows what was tried and what failed.
+"""Eight campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. One table shows what was tried and what failed.
 
 A name is a campaign (`kills`) or a part of one (`ranks`). `--minutes` bounds the whole run: each part gets its share.
 A failure ends the run with code 1. Models and files are small, and lie in memory where the system has such folders.
@@ -25,7 +25,7 @@ from benches.zoo.store import save_model
 from loopq.terminal.table import render
 
 from ..conftest import tiny_model
-from . import arrays, at_once, bits, changes, failures, files, inputs, nodes, options, readers, runs, together
+from . import arrays, bits, changes, failures, files, inputs, nodes, options, readers, runs, together
 from .counts import Counts
 
 
@@ -86,6 +86,9 @@ PARTS = {
         lambda s, n, r: together.workers(s.bench("workers"), n, r),
     ),
     "writers": Part("writers", 100, "pairs of runs with one output", 6, lambda s, n, r: runs.writers(s.bench(), n, r)),
+    "holders": Part(
+        "writers", 100, "killed runs whose forked child lives on", 3, lambda s, n, r: together.holders(s.bench(), n, r)
+    ),
     "sealed": Part("hostile files", 10_000, "mutated folders, paths that lead out, links and pipes", 3, _mutated),
     "readers": Part(
         "hostile files", 10_000, "changes of the files of each reader", 8,
@@ -116,13 +119,13 @@ PARTS = {
         "kills", 200, "inputs that change between a kill and the rerun", 4,
         lambda s, n, r: changes.changes(s.place("changes"), n, r, s.until),
     ),
-    "threads": Part(
-        "threads", 200, "four threads at once, over every system", 4,
-        lambda s, n, r: at_once.threads(s.model("threads"), n, r, s.until),
-    ),
     "nodes": Part(
-        "outputs", 320, "devices, pipes, links and hard links in the place of outputs", 3,
+        "outputs", 320, "inputs, devices, pipes and links in the place of outputs", 3,
         lambda s, n, r: nodes.nodes(s.place("nodes"), s.model("outputs"), n, r, s.until),
+    ),
+    "records": Part(
+        "limits", 40, "one long record under a bound of memory", 2,
+        lambda s, n, r: options.records(s.place("records"), n, r, s.until),
     ),
     "failpoints": Part(
         "failures", 2000, "an allocation of the core or a call on a file that fails", 4,

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from ..support.looped import save_dense
+from ..support.python_models import MODULE
 from ..support.runs import digest
 from . import runs
 from .counts import Counts, before
@@ -25,7 +26,30 @@ COMMANDS = {
         "collect rows": f"collect looped:{{room}}/model[1:3]x2 --out {{out}} {{data}} {runs.COLLECT}",
         "collect sums": f"collect looped:{{room}}/model[1:3]x2 --out {{out}} {{data}} {runs.COLLECT} --hessian",
     }.items()
+} | {
+    name: line.replace("--exclude *core_block.1*", "--python {room}/made.py:made --depth n_steps")
+    for name, line in {
+        "module": f"quantize --out {{out}} {{data}} {runs.PAPER}",
+        "rows of a module": f"collect --out {{out}} {{data}} {runs.COLLECT}",
+        "sums of a module": f"collect --out {{out}} {{data}} {runs.COLLECT} --hessian",
+    }.items()
 }
+#: A model with an attribute, a buffer that is not saved, and a hook. Its file reads them from another one.
+MADE = (
+    "import json\nfrom pathlib import Path\n"
+    + MODULE.replace("torch.tanh(", "self.alpha * self.scale * torch.tanh(")
+    + """
+
+def made():
+    how = json.loads(Path(__file__).with_name("how.json").read_text())
+    model = make()
+    model.alpha = how["attribute"]
+    model.register_buffer("scale", torch.tensor(how["buffer"]), persistent=False)
+    model.core.register_forward_hook(lambda module, given, result: result * how["hook"])
+    return model
+"""
+)
+HOW = ("attribute", "buffer", "hook")
 DATA = "--calibration {room}/text.jsonl"
 
 
@@ -68,7 +92,23 @@ def _new(name: str, text: str) -> Callable[[Path, random.Random], str]:
     return change
 
 
-CHANGES: tuple[Callable[[Path, random.Random], str], ...] = (
+def _how(room: Path, rng: random.Random) -> str:
+    return _json(room / "how.json", rng.choice(HOW), 0.5)
+
+
+Change = Callable[[Path, random.Random], str]
+_TEXT = _new(
+    "text.jsonl", "\n".join(json.dumps({"input_ids": [n + 5 * k for k in range(16)]}) for n in (6, 80, 9))
+)
+CHANGES_OF_A_MODULE: tuple[Change, ...] = (
+    _how,
+    _how,
+    _how,
+    _new("made.py", MADE.replace("tanh", "sin")),
+    _TEXT,
+    lambda room, rng: "nothing",
+)
+CHANGES: tuple[Change, ...] = (
     _config,
     _config,
     _weight,
@@ -77,9 +117,7 @@ CHANGES: tuple[Callable[[Path, random.Random], str], ...] = (
     _new("model/notes.txt", "new"),
     _new("own.py", "import helper\nX = 2\n"),
     _new("helper.py", "Y = 2\n"),
-    _new(
-        "text.jsonl", "\n".join(json.dumps({"input_ids": [n + 5 * k for k in range(16)]}) for n in (6, 80, 9))
-    ),
+    _TEXT,
     lambda room, rng: "nothing",
 )
 
@@ -104,7 +142,7 @@ def changes(base: Path, n_cases: int, rng: random.Random, until: float) -> Count
                 n_events[name] = int(seen.read_text())
             killed = rng.randint(1, n_events[name])
             runs.finish(bench.start(name, trial / "a" / "out", functools.partial(runs.at_event, killed)))
-            what = rng.choice(CHANGES)(room, rng)
+            what = rng.choice(CHANGES_OF_A_MODULE if "module" in name else CHANGES)(room, rng)
             code, said = runs.finish(bench.start(name, trial / "a" / "out")), bench.said()
             fresh, text = runs.finish(bench.start(name, trial / "b" / "out")), bench.said()
             wrong = ""
@@ -145,5 +183,7 @@ def _make(room: Path) -> None:
     save_dense(room / "model")
     (room / "own.py").write_text("import helper\nX = 1\n")
     (room / "helper.py").write_text("Y = 1\n")
+    (room / "made.py").write_text(MADE)
+    (room / "how.json").write_text(json.dumps(dict.fromkeys(HOW, 1.0)))
     lines = [json.dumps({"input_ids": [n + 3 * k for k in range(16)]}) for n in (5, 70, 9)]
     (room / "text.jsonl").write_text("\n".join(lines))

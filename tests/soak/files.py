@@ -36,12 +36,15 @@ from loopq.storage.model_files import write_files
 from ..support.checkpoints import checkpoint, layer
 from .counts import Counts, before
 
+#: Codes of a title and of colour, markup of two kinds, and a line that nobody may take for one of loopq's.
+EVIL = "\x1b]0;x\x07\x9b2J\r\u202e<script>x</script>`[x](y:z)\nforged"
 DEEP = "[" * 3000 + "]" * 3000
 VALUES = [
     None, True, False, -1, 0, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**50, -(2**70), 0.5, 1e400, -1e400, float("nan"),
     "", "x", "F7", "\ud800", "a" * 300, "a" * 100_000, "a\nb", "a\0b", "../x", "..", ".", "/etc/passwd", "a/b",
     "C:\\x", [], {}, [[]], [1], ["x"], {"x": 1}, [None] * 3, "0" * 64, "g" * 64, "12345678901234567890", {"": ""},
     [[1, 2], [3]], "é", "re:(a+)+$", "re:(",
+    EVIL,
 ]  # fmt: skip
 
 

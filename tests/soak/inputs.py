@@ -18,9 +18,10 @@ from torch import nn
 import loopq
 from loopq.cli import main, parser
 from loopq.errors import LoopqError
+from loopq.terminal.text import visible
 
 from .counts import Counts, before
-from .files import changed_json, replace
+from .files import EVIL, changed_json, replace
 from .runs import TINY
 
 WORDS = [
@@ -29,6 +30,7 @@ WORDS = [
     "0-1", "5-2", "first", "last", "all", "re:(", "re:(a+)+$", "[", "*", "*=>bits=8", "*=>bits=5", "*=>symmetric=maybe",
     "*=>x", "=>", "2,4", ",", "8G", "1B", "1M", "-1G", "cpu", "meta", "cuda:99", "cuda", "x:y:z", "hadamard:16",
     "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan",
+    EVIL,
 ]  # fmt: skip
 #: Bound on one command's use; beyond it something runs that should have been refused.
 SECONDS = 120
@@ -91,8 +93,8 @@ def _line(name: str, command, model: Path, folder: Path, rng: random.Random) -> 
 
 
 def _run(argv: list[str]) -> tuple[int, str]:
-    text = io.StringIO()
-    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
+    text, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(out):
         try:
             with limited(SECONDS):
                 code = main(argv)
@@ -102,6 +104,9 @@ def _run(argv: list[str]) -> tuple[int, str]:
             code = 124
         except BaseException as error:  # noqa: BLE001  # what is looked for
             return 70, f"Traceback: {type(error).__name__}: {error}"
+    for said in (text.getvalue(), out.getvalue()):
+        if (shown := visible(said)) != said or "\nforged" in said:
+            return 71, f"a terminal would obey, or a line is forged: {shown}"
     return code, text.getvalue()
 
 

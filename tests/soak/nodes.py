@@ -1,4 +1,4 @@
-"""Outputs in whose place something else than a plain file stands: it stays as it was."""
+"""Outputs in whose place an input, or something else than a plain file stands: it stays as it was."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from .counts import Counts, before
+from .files import tree
 from .inputs import _run
 
 SMALL = "--n-prompts 2 --seq-len 12 --n-steps 2"
@@ -39,6 +40,7 @@ LINES = {
 }
 KINDS = (
     "pipe", "null", "full", "dangling", "link", "link to a device", "link to itself", "hard", "socket", "folder",
+    "input", "input", "input",
 )  # fmt: skip
 
 
@@ -65,22 +67,38 @@ def _node(kind: str, place: Path) -> None:
         place.symlink_to(targets.get(kind, "/proc/self/fd/1"))
 
 
-def _looked(place: Path) -> tuple[object, ...]:
+def _takes(line: str, given: dict[str, Path]) -> list[str]:
+    """The inputs of a line that names its output; none for others."""
+    return [name for name in given if "{node}" in LINES[line] and f"{{{name}}}" in LINES[line]]
+
+
+def _input(
+    given: dict[str, Path], line: str, place: Path, rng: random.Random
+) -> tuple[Path, dict[str, Path]]:
+    """Copy an input of a line; the copy, and names under which it, or a file in it, is the output."""
+    name = rng.choice(_takes(line, given))
+    folder = Path(shutil.copytree(given[name], place / name))
+    return folder, {name: folder, "node": rng.choice([folder, *(folder / file for file in tree(folder))])}
+
+
+def _looked(place: Path, kind: str) -> dict[str, object]:
+    if kind == "input":
+        return dict(tree(place))
     status = place.lstat()
     beside = place.parent / "precious"
     # A folder for work gets files beside those in it.
     inner = (place / "precious").read_text() if stat.S_ISDIR(status.st_mode) else ""
-    return (
-        stat.S_IFMT(status.st_mode),
-        status.st_rdev,
-        beside.read_text(),
-        (place.parent / "nowhere").exists(),
-        inner,
-    )
+    return {
+        "kind": stat.S_IFMT(status.st_mode),
+        "device": status.st_rdev,
+        "beside": beside.read_text(),
+        "nowhere": (place.parent / "nowhere").exists(),
+        "within": inner,
+    }
 
 
 def nodes(base: Path, model: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
-    """Give every output of the commands as a device, pipe, link, hard link, socket or full folder."""
+    """Give every output of the commands as an input, device, pipe, link, hard link, socket or full folder."""
     counts = Counts()
     given = {"model": model, "checkpoint": base / "q", "sums": base / "sums"}
     for line in (
@@ -90,6 +108,7 @@ def nodes(base: Path, model: Path, n_cases: int, rng: random.Random, until: floa
         assert _run(line.format(**given).split())[0] == 0
     # Pages go into a folder that is there, which takes minutes.
     cases = [(line, kind) for line in LINES for kind in KINDS if (line, kind) != ("pages of demo", "folder")]
+    cases = [(line, kind) for line, kind in cases if kind != "input" or _takes(line, given)]
     rng.shuffle(cases)
     for number in before(until, range(n_cases)):
         line, kind = cases[number % len(cases)]
@@ -99,19 +118,23 @@ def nodes(base: Path, model: Path, n_cases: int, rng: random.Random, until: floa
         if line in ("card", "picture"):
             shutil.copytree(given["checkpoint"], place, dirs_exist_ok=True)
             node.unlink(missing_ok=True)
-        _node(kind, node)
-        before_it = _looked(node)
         names = given | {
             "node": node, "out": place / "out", "locked": place / "q", "carded": place, "pictured": place
         }  # fmt: skip
+        if kind == "input":
+            node, others = _input(given, line, place, rng)
+            names |= others
+        else:
+            _node(kind, node)
+        before_it = _looked(node, kind)
         code, text = _run(LINES[line].format(**names).split())
         wrong = ""
         if code not in (0, 1, 2) or "Traceback" in text:
             wrong = f"exit code {code}: {text[-300:]}"
         elif not os.path.lexists(node):
             wrong = "is gone"
-        elif _looked(node) != before_it:
-            wrong = f"{before_it} became {_looked(node)}"
+        elif not before_it.items() <= _looked(node, kind).items():
+            wrong = f"{names['node']}: {before_it!r:.300} became {_looked(node, kind)!r:.300}"
         counts.add("goes on" if code == 0 else "refused in one line", wrong and f"{line}, {kind}: {wrong}")
     shutil.rmtree(base / "node", ignore_errors=True)
     return counts

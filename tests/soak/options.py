@@ -1,18 +1,22 @@
-"""`loopq run` with options, prompts, tokenizers and templates as nobody should give them: text, or one line."""
+"""Options, prompts, tokenizers and templates of `loopq run`, and records, as nobody should give them."""
 
 from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from ..support.looped import save_dense
 from .counts import Counts, before
-from .files import changed_json
-from .inputs import WORDS, _run
+from .files import EVIL, changed_json
+from .inputs import SECONDS, WORDS, _run
+from .runs import begin, finish
 
 NUMBERS = [
     "0", "-0.0", "1", "2", "3", "-1", "1e-40", "1e-45", "5e-324", "1e-320", "1e308", "1e400", "3.5e38", "nan", "inf",
@@ -22,6 +26,7 @@ NUMBERS = [
 PROMPTS = [
     "", " ", "\n", "The sea", "a" * 600, "\x01\x02", "é" * 20, "\ud800", "5 17 3", "5 999", "255", "256", "9" * 23,
     "9" * 5000, "-5", "1e5", "5,,5", "²", "٣", "18446744073709551616", "1 " * 600, "<eos><pad>", "{{ x }}", "-0",
+    EVIL,
 ]  # fmt: skip
 OPTIONS = ("--temperature", "--top-p", "--seed", "--n-steps", "--exit", "--kv", "--n-tokens")
 ROUNDED = "--method rtn --group-size 16"
@@ -90,3 +95,41 @@ def _changed(folder: Path, rng: random.Random) -> str:
         text, _ = changed_json(path.read_text(), rng)
         path.write_bytes(text.encode(errors="surrogatepass"))
     return f"{kind} changed"
+
+
+def records(base: Path, n_cases: int, rng: random.Random, until: float) -> Counts:
+    """Calibrate with one record or text of up to 64 MiB, of which 48 tokens are asked: the memory has a bound."""
+    counts = Counts()
+    words = _saved(base / "words", True)
+    for number in before(until, range(n_cases)):
+        size, kind = int(2 ** rng.uniform(16, 26)), list(RECORDS)[number % len(RECORDS)]
+        path = base / f"record.{kind.partition(' ')[0]}"
+        RECORDS[kind](path, ("The sea was calm. " * (size // 18 + 1))[:size])
+
+        def bound(size: int = size) -> None:
+            status = Path("/proc/self/status").read_text().splitlines()
+            held = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+            resource.setrlimit(resource.RLIMIT_DATA, (held + 8 * size + (1 << 29),) * 2)
+            signal.alarm(SECONDS)
+
+        asked = "--n-prompts 2 --seq-len 24 --threads 1"
+        line = f"quantize looped:{words}[1:3]x2 --out {base}/q --calibration {path} {ROUNDED} {asked}"
+        code, said = finish(begin(line.split(), base / "log", bound)), (base / "log").read_text()
+        counts.add(f"{kind}: exit code {code}", f"{kind} of {size} bytes: {said[-300:]}" if code else "")
+        shutil.rmtree(base / "q", ignore_errors=True)
+        path.unlink()
+    return counts
+
+
+def _table(path: Path, text: str) -> None:
+    from pyarrow import array, parquet, table  # lazy: optional
+
+    parquet.write_table(table({"text": array([text] * 9).dictionary_encode()}), path, compression="zstd")
+
+
+RECORDS: dict[str, Callable[[Path, str], object]] = {
+    "jsonl": lambda path, text: path.write_text(json.dumps({"text": text})),
+    "jsonl of blanks": lambda path, text: path.write_text(json.dumps({"text": " " * len(text)})),
+    "txt": lambda path, text: path.write_text(text),
+    "parquet": _table,
+}

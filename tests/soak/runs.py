@@ -144,8 +144,13 @@ class Bench:
         return "" if digest(place / "out") == self.wanted[name] else "another result"
 
 
-def at_event(number: int) -> list[str]:
-    """Kill this process when it is about to do the n-th thing with a file; 0 only counts."""
+def kill_me() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_event(number: int, act: Callable[[], object] = kill_me) -> list[str]:
+    """Kill this process, or do something else, when it is about to do the n-th thing with a file; 0 only counts."""
     seen: list[str] = []
 
     def hook(event: str, args: tuple[object, ...]) -> None:
@@ -153,7 +158,7 @@ def at_event(number: int) -> list[str]:
         if writes or event.startswith(("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")):
             seen.append(event)
             if len(seen) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                act()
 
     sys.addaudithook(hook)
     return seen
@@ -184,6 +189,8 @@ def begin(argv: list[str], log: Path, before: Callable[[], object] = lambda: Non
     try:
         for number in (1, 2):
             os.dup2(write, number)
+        # A child that the command forks may outlive it, and keeps only what it inherits.
+        os.close(write)
         # Under pytest they would write where it collects output.
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         import loopq.storage.journal

@@ -1,9 +1,9 @@
-"""Processes that share one command: some are killed, another number resumes, and the bytes are those of one
-process."""
+"""Processes that share one command: some are killed, others live on or resume; the bytes are those of one."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..support.runs import digest
-from .counts import Counts
-from .runs import THERE, Bench, finish, place
+from .counts import Counts, before
+from .runs import THERE, Bench, at_event, finish, place
 
 COLLECT = "--n-prompts 24 --seq-len 50 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 #: Command lines as in `runs.COMMANDS`, which one process alone can run too.
@@ -104,3 +104,43 @@ def ranks(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
 def workers(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
     """Kill random workers of a solve while the others go on, and start another number of them."""
     return _campaign(bench, "workers", n_kills, rng)
+
+
+def holders(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
+    """Kill a command after it forked a child, which lives on: the same command goes on at once, and the child holds
+    nothing.
+    """
+    counts = Counts()
+    log = bench.base / "forked"
+    names = itertools.islice(itertools.cycle(bench.names), n_runs)
+    for name in before(bench.until, names):
+        with place(bench.base) as folder:
+            killed = rng.randint(1, bench.n_events[name])
+            forked = rng.randint(1, killed)
+
+            def both(killed: int = killed, forked: int = forked) -> None:
+                at_event(forked, lambda: _fork(log))
+                at_event(killed)
+
+            log.unlink(missing_ok=True)
+            finish(bench.start(name, folder / "out", both))
+            try:
+                wrong = bench.settled(name, folder, True) if log.exists() else "no child"
+            finally:
+                if log.exists():
+                    os.kill(int(log.read_text()), signal.SIGKILL)
+        counts.add("lost or different" if wrong else "the same bytes", wrong and f"{name}: {wrong}")
+    return counts
+
+
+def _fork(log: Path) -> None:
+    """Leave a child that stands still, as a server does that the user's code started."""
+    child = os.fork()
+    if child:
+        log.write_text(str(child))
+        return
+    # The campaign waits for the end of what goes there.
+    for number in (1, 2):
+        os.close(number)
+    while True:
+        time.sleep(600)

@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import Encode, TokenSet, check_count, cut, from_ids, whole_numbers, windows
 from loopq.calibrate.template import applied
-from loopq.errors import CalibrationError, ConfigError, LoopqError, require
+from loopq.errors import CalibrationError, CheckpointError, ConfigError, LoopqError, model_code, require
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json
 from loopq.terminal.text import visible
 
 #: Maximum bytes of a text.
 MAX_TEXT = 2**30
-#: Bytes of a text that are read first, and tokens at the end of a cut text that are not used.
-READ_AT_ONCE, _LAST = 2**20, 256
-#: Characters of a record that are always encoded, and rows of a table that are read at once: a row has any length.
-_LONG, _ROWS = 2**16, 4
+#: Bytes of a text or characters of a record that are encoded first, and tokens at the end of what was cut that are not
+#: used. A tokenizer can take a thousand times the memory of its text.
+_LONG, _LAST = 2**16, 256
 _ROLES = ("user", "assistant")
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -70,6 +69,8 @@ class Served:
         ------
         ConfigError
             A template is requested, but the tokenizer has none.
+        CheckpointError
+            The tokenizer raises an error.
         """
         if template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -77,7 +78,8 @@ class Served:
             )
         if not hasattr(tokenizer, "all_special_ids") or not callable(tokenizer):
             return cls(encode, tokenizer=tokenizer, field=field)
-        whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
+        with model_code("a text of one letter", CheckpointError, "the tokenizer"):
+            whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
         places = range(len(whole) - len(plain) + 1)
         at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)
         return cls(encode, tuple(whole[:at]), tuple(whole[at + len(plain) :]), tokenizer, field, template)
@@ -248,7 +250,7 @@ def check_source(path: Path, field: str, template: bool) -> None:
         return
     _refuse_fields(path, served)
     size = _size(parts)
-    if not _read_text(parts, READ_AT_ONCE).strip() and not _read_text(parts, size).strip():
+    if not _read_text(parts, _LONG).strip() and not _read_text(parts, size).strip():
         raise CalibrationError(f"{path}: the text is empty; give more text")
 
 
@@ -301,12 +303,26 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path, CalibrationError)
     parquet, errors = require("pyarrow.parquet"), require("pyarrow.lib").ArrowException
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS)
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        file = parquet.ParquetFile(path)
+        groups = (file.iter_batches(1, [_row_group(path, file, n)]) for n in range(file.num_row_groups))
+        # A row has any length, so one is held at a time.
+        rows = itertools.chain.from_iterable(batch.to_pylist() for group in groups for batch in group)
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except (errors, OSError, ValueError) as cause:
         reason = " ".join(str(cause).split())
         raise CalibrationError(f"{path}: cannot be read as parquet ({reason:.200})") from cause
+
+
+def _row_group(path: Path, file: Any, number: int) -> int:
+    """Return the number of a row group after a check of its size, since pyarrow unpacks a record whole."""
+    group = file.metadata.row_group(number)
+    size = max((group.column(n).total_uncompressed_size for n in range(group.num_columns)), default=0)
+    if size > MAX_SIZE * max(1, group.num_rows):
+        raise CalibrationError(
+            f"{path}, row group {number}: unpacks to {size} bytes in {group.num_rows} rows; a record has at most "
+            f"{MAX_SIZE} bytes"
+        )
+    return number
 
 
 def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:
@@ -347,7 +363,7 @@ def _size(parts: list[Path]) -> int:
 def _from_text(parts: list[Path], served: Served, seq_len: int, n_prompts: int | None, name: str) -> TokenSet:
     """Cut windows from texts. Of a large one, only as much is read as the prompts need."""
     size = _size(parts)
-    n = size if n_prompts is None else max(READ_AT_ONCE, 16 * seq_len * n_prompts)
+    n = size if n_prompts is None else max(_LONG, 16 * seq_len * n_prompts)
     while n < size:
         ids = np.asarray(served.encode(_read_text(parts, n)), dtype=np.int64)
         # The last tokens depend on the text behind them.

@@ -33,7 +33,7 @@ def published_parts(config: Mapping[str, Any]) -> Parts:
     if not parts:
         known = ", ".join(name for name, layout in LAYOUTS if layout.parts)
         raise ConfigError(
-            f"names: 'published' is for {known}, and config.json says {config.get('model_type')}; leave it away"
+            f"names: 'published' is for {known}, and config.json says {config.get('model_type')!r}; leave it away"
         )
     return parts
 

@@ -26,6 +26,7 @@ from loopq.storage.files import RawTensor, check_size
 from loopq.storage.model_files import types_of
 from loopq.storage.schema import shown
 from loopq.systems.base import LoopedSystem
+from loopq.terminal.text import visible
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,9 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
     """
     known = is_known(config)
     if config.get("auto_map") and not known and not trust_remote_code:
-        files = sorted({str(v).split(".")[0] + ".py" for v in config["auto_map"].values()})
+        files = sorted(
+            {visible(str(v).split(".")[0] + ".py", one_line=True) for v in config["auto_map"].values()}
+        )
         raise ConfigError(
             f"{source}: model_type {config.get('model_type')!r} is not in transformers; it comes with code of its "
             f"own ({', '.join(files)}). Read it, then allow it with --trust-remote-code (trust_remote_code=True)"
@@ -280,7 +283,9 @@ def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:
     if not (trust_remote_code and config.get("auto_map")):
         return ""
     written = config.get("transformers_version")
-    stated = f" for transformers {written}" if written else " for an older transformers"
+    stated = (
+        f" for transformers {visible(written, one_line=True)}" if written else " for an older transformers"
+    )
     return (
         f". Its own code was written{stated}; most published looped models run on {TESTED_TRANSFORMERS}: "
         f"pip install 'transformers=={TESTED_TRANSFORMERS}' (see docs/check-your-checkpoint.md)"

@@ -37,7 +37,7 @@ class Continuation:
     decoder : Decoder
         Gives the logits. It says which cache it uses.
     ids : list of int
-        Token ids after the prompt, so far.
+        Token ids after the prompt, so far, in the iteration that began last.
     times : list of float
         Seconds of a clock at the start of the iteration, and at each token.
 

@@ -217,27 +217,6 @@ def test_a_file_needs_a_place_that_can_be_written(tmp_path):
             options.check_place(Path(tmp_path / "closed" / "a.html"), b"")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["evaluate", "--python", "{}:make", "Q", "--html", "{}"],
-        ["evaluate", "M", "Q", "--text", "{}", "--html", "{}"],
-        ["--register", "{}", "evaluate", "M", "Q", "--html", "{}"],
-        ["diagnose", "M", "--calibration", "{}", "--json", "{}"],
-        ["diagnose", "M", "--html", "{}", "--json", "{}"],
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_no_output_takes_the_place_of_another_file_of_the_command(tmp_path, words):
-    file = tmp_path / "a.py"
-    file.write_text("a page of loopq")
-    args = PARSER.parse_args([word.format(file) for word in words])
-    options.check_place(tmp_path / "another", b"a page", args)
-    # Also by another name.
-    with pytest.raises(ConfigError, match="stands twice"):
-        options.check_place(tmp_path / "x" / ".." / "a.py", b"a page", args)
-
-
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
 def test_one_process_of_several_shows_its_progress(monkeypatch, rank, prints):
     ranks, shown = options.ranks_of_environment()

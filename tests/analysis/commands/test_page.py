@@ -10,6 +10,10 @@ import pytest
 
 import benches.zoo.chains
 import benches.zoo.models  # noqa: F401  registers the classes
+from loopq.analysis.report.markup import PAGE
+from loopq.cli import parser
+from loopq.commands.options import check_place
+from loopq.errors import ConfigError
 from loopq.formats import native as store
 from tests.support.evaluated import FEW
 
@@ -55,3 +59,24 @@ def test_a_page_says_what_was_done_and_where_the_error_is(
     assert all("reason" in row for row in done if "bits" not in row)
     assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost"]
     assert shown.count("<circle") == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--python", "{}:make", "Q", "--html", "{}"],
+        ["evaluate", "M", "Q", "--text", "{}", "--html", "{}"],
+        ["--register", "{}", "evaluate", "M", "Q", "--html", "{}"],
+        ["diagnose", "M", "--calibration", "{}", "--json", "{}"],
+        ["diagnose", "M", "--html", "{}", "--json", "{}"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_no_output_takes_the_place_of_another_file_of_the_command(tmp_path, words):
+    file = tmp_path / "a.py"
+    file.write_text(PAGE.decode())
+    args = parser().parse_args([word.format(file) for word in words])
+    check_place(tmp_path / "another", PAGE, args)
+    # Also by another name.
+    with pytest.raises(ConfigError, match="stands twice"):
+        check_place(tmp_path / "x" / ".." / "a.py", PAGE, args)

@@ -15,6 +15,7 @@ from tests.support.interpreters import python
 ELSEWHERE = {
     "vllm": {"--tensor-parallel-size"},
     "llama-perplexity": {"--kl-divergence"},
+    "llama-quantize": {"--imatrix"},
     "pip": {"--upgrade"},
     "sglang": {"--model-path"},
 }

@@ -20,7 +20,8 @@ def test_export_compares_logits(solved, tmp_path):
     for form in ("native", "compressed-tensors", "gptq", "gptq_v2"):
         done = export(solved, tmp_path / form, form)
         assert (done.n_prompts, done.difference) == (2, 0.0)
-        lines = done.lines()
+        *lines, audience = done.lines()
+        assert audience.startswith("for loopq")
         # The embedded model is loopq's alone.
         assert (form != "native") == (lines[-1].endswith("read it: no other engine has the class"))
         lines = lines if form == "native" else lines[:-1]
@@ -101,7 +102,7 @@ def test_engines_are_asked_before_anything_is_written(solved, tmp_path):
     assert not (tmp_path / "out").exists()
     done = loopq.export(solved, tmp_path / "out", "compressed-tensors", engine="sglang", force=True)
     assert done.difference == 0
-    assert done.lines()[-1].startswith("forced: sglang does not run huginn")
+    assert done.lines()[-2].startswith("forced: sglang does not run huginn")
 
 
 def test_a_checkpoint_without_scales_is_not_touched(solved):

@@ -39,7 +39,7 @@ def test_importance_is_the_diagonal_of_what_an_error_costs(tmp_path, monkeypatch
     few = ("--n-prompts", "3", "--seq-len", "16")
     assert main(["collect", str(tmp_path / "m"), "--out", str(tmp_path / "d"), *few, *kind]) == 0
     # The published class's config.json in the place of the small one's.
-    settings = json.dumps({"architectures": ["NanbeigeForCausalLM"]}).encode()
+    settings = json.dumps({"architectures": ["NanbeigeForCausalLM"], "num_hidden_layers": 1}).encode()
     monkeypatch.setattr(Dump, "side_files", lambda self: {"config.json": settings})
     lines = loopq.export(tmp_path / "d", tmp_path / "i.gguf", "imatrix", steps=steps).lines()
     assert f"importance of 8 layers, steps {steps}" in lines[0]

@@ -31,7 +31,7 @@ _ROLES = {"self_attn": "attention", "attn": "attention"}
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderParts:
     """Where a model of transformers has its layers.
 
     Parameters
@@ -48,7 +48,7 @@ class Decoder:
     head: str
 
     @classmethod
-    def of(cls, model: Any) -> Decoder | None:
+    def of(cls, model: Any) -> DecoderParts | None:
         """Find the parts of a model by what they are. None if it is no such decoder."""
         from torch import nn  # lazy: loopq imports without torch
 
@@ -91,7 +91,7 @@ class Looped(StepwiseSystem):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        parts = Decoder.of(model)
+        parts = DecoderParts.of(model)
         assert parts is not None  # as `matches` has found
         self._parts = parts
         by_number = [n for n in _BY_NUMBER if getattr(self._inner.config, n, None)]
@@ -109,7 +109,7 @@ class Looped(StepwiseSystem):
         """Recognised by `looped_layers` in the configuration."""
         if getattr(getattr(model, "config", None), LOOP, None) is None:
             return False
-        if Decoder.of(model) is None:
+        if DecoderParts.of(model) is None:
             raise SystemContractError(
                 f"{type(model).__name__}: only decoders with model.layers (one list of layers with nn.Linear in them), "
                 "a norm after it and a head can be looped"
@@ -282,8 +282,8 @@ class _Generator(_Loops):
         return _whole(self, inner, parts).generate(*args, **kwargs)
 
 
-def _parts_of(model: Any) -> Decoder:
-    parts = Decoder.of(model)
+def _parts_of(model: Any) -> DecoderParts:
+    parts = DecoderParts.of(model)
     assert parts is not None
     return parts
 
@@ -297,12 +297,12 @@ def _plain(kind: type) -> type:
     return kind.__mro__[3] if issubclass(kind, _Loops) else kind
 
 
-def _whole(module: Any, inner: Any, parts: Decoder) -> Any:
+def _whole(module: Any, inner: Any, parts: DecoderParts) -> Any:
     order = layer_order(getattr(inner.config, LOOP), len(getattr(inner, parts.layers)))
     return _in_order(module, inner, parts, order)
 
 
-def _in_order(module: Any, inner: Any, parts: Decoder, order: Sequence[int], norm: bool = True) -> Any:
+def _in_order(module: Any, inner: Any, parts: DecoderParts, order: Sequence[int], norm: bool = True) -> Any:
     """A module that runs these layers in this order. A repeated layer has two slots in a cache.
 
     Parameters
@@ -312,7 +312,7 @@ def _in_order(module: Any, inner: Any, parts: Decoder, order: Sequence[int], nor
     inner : nn.Module
         Holds the layers. A copy of a layer shares its parameters, buffers, submodules and hooks. Only its slot number
         differs.
-    parts : Decoder
+    parts : DecoderParts
         Names of the parts.
     order : sequence of int
         Numbers of layers.

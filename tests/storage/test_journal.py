@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from loopq.errors import LoopqError
-from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.storage.files import RawTensor, read_header, read_tensors, replacing, write_tensors
 from loopq.storage.journal import Journal, Snapshots, fingerprint
 
 ARRAYS = {"a/b": RawTensor.of(np.arange(6, dtype=np.int64).reshape(2, 3)), "c": RawTensor.of(np.ones(2))}
@@ -29,6 +31,20 @@ def test_a_piece_comes_back_as_it_was_saved(tmp_path):
     assert piece_of(journal, "empty") == ({}, {"done": True})
     journal.save("first", {}, n=4)
     assert piece_of(journal, "first") == ({}, {"n": 4})
+
+
+def test_the_next_run_removes_what_a_killed_one_left_of_a_piece(tmp_path):
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    Journal(tmp_path, "key").save("first")
+    with replacing(tmp_path / "key" / "second.safetensors") as part:
+        part.touch()
+        stale = part.with_name(part.name.replace(f"-{os.getpid()}-", f"-{dead}-"))
+        stale.touch()
+    Journal(tmp_path, "key").save("second")
+    assert {p.name for p in (tmp_path / "key").iterdir()} == {"first.safetensors", "second.safetensors"}
 
 
 def test_without_a_folder_nothing_is_saved():

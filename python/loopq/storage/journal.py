@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from loopq import _native
 from loopq.errors import LoopqError
 from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.storage.folders import remove_leftovers
 from loopq.storage.lock import Claims
 from loopq.storage.shelf import Shelf
 
@@ -122,6 +123,7 @@ class Journal:
         """Write a piece and replace an older one of the same name."""
         path = self._path(name)
         if path is not None:
+            _ = self._cleared
             text = json.dumps(facts, sort_keys=True)
             head = {"key": self.key, "facts": text, "sha256": _digest(tensors, text)}
             write_tensors(path, tensors, head)
@@ -180,6 +182,12 @@ class Journal:
         except OSError as cause:
             raise LoopqError(f"{place}: cannot be written ({cause.strerror})") from cause
         return Claims(place)
+
+    @cached_property
+    def _cleared(self) -> None:
+        """Remove what killed processes left of pieces, once before the first one is saved: a folder may stay."""
+        assert self.folder is not None
+        remove_leftovers(self.folder / self.key[:16])
 
     def _path(self, name: str) -> Path | None:
         if self.folder is None:

@@ -119,25 +119,27 @@ def holders(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
             forked = rng.randint(1, killed)
 
             def both(killed: int = killed, forked: int = forked) -> None:
-                at_event(forked, lambda: _fork(log))
+                # Opened before anything counts, since opening it is a thing that is done with a file.
+                noted = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                at_event(forked, lambda: _fork(noted))
                 at_event(killed)
 
-            log.unlink(missing_ok=True)
             finish(bench.start(name, folder / "out", both))
+            child = log.read_text()
             try:
-                wrong = bench.settled(name, folder, True) if log.exists() else "no child"
+                wrong = bench.settled(name, folder, True) if child else "no child"
             finally:
-                if log.exists():
-                    os.kill(int(log.read_text()), signal.SIGKILL)
+                if child:
+                    os.kill(int(child), signal.SIGKILL)
         counts.add("lost or different" if wrong else "the same bytes", wrong and f"{name}: {wrong}")
     return counts
 
 
-def _fork(log: Path) -> None:
+def _fork(noted: int) -> None:
     """Leave a child that stands still, as a server does that the user's code started."""
     child = os.fork()
     if child:
-        log.write_text(str(child))
+        os.write(noted, str(child).encode())
         return
     # The campaign waits for the end of what goes there.
     for number in (1, 2):

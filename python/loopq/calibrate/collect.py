@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import loopq._native as native
 from loopq.calibrate.dump import MANIFEST, DumpFile, Manifest, MetricFile, Rows, rows_to_raw
+from loopq.calibrate.inputs import differing
 from loopq.calibrate.rollouts import Collection, run_rollouts
 from loopq.errors import ConfigError, DumpError
 from loopq.models.depths import Depths
@@ -40,6 +41,7 @@ class _ShardJournal:
 @dataclass(frozen=True)
 class _Claim:
     key: str
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 def collect_rows(
@@ -82,7 +84,7 @@ def alone(out: Path) -> Iterator[None]:
 
 def _write_rows(job: Collection, out: Path, kind: str, shard_batches: int) -> Manifest:
     key = job.fingerprint(kind, shard_batches)
-    if begin_dump(out, key):
+    if begin_dump(out, key, job.inputs):
         return finish_dump(out)
     written = sum(path.stat().st_size for path in (out / "shards").glob("*.safetensors"))
     need, free = _rows_bytes(job, kind), free_bytes(out)
@@ -91,7 +93,7 @@ def _write_rows(job: Collection, out: Path, kind: str, shard_batches: int) -> Ma
             f"{out}: the rows take {size(need)}, {size(written)} of them are there, the disk has {size(free)}; free "
             "some space, take fewer prompts, or keep Hessians instead (--hessian)"
         )
-    write_json(out / CLAIM, {"key": key})
+    claim(out, key, job.inputs)
     # A shard is held as it comes, and once more as it is written.
     shard = (need + _rows_bytes(job, "float32")) * min(1, shard_batches / job.n_batches)
     rows = f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens"
@@ -118,17 +120,25 @@ def _rows_bytes(job: Collection, kind: str) -> int:
     return int(job.tokens.n_tokens * width) * (4 if kind == "float32" else 2)
 
 
-def begin_dump(out: Path, key: str) -> bool:
+def claim(out: Path, key: str, inputs: Mapping[str, str]) -> None:
+    """Note whose the unfinished dump in a folder is."""
+    write_json(out / CLAIM, {"key": key, "inputs": dict(inputs)})
+
+
+def begin_dump(out: Path, key: str, inputs: Mapping[str, str]) -> bool:
     """Whether the folder holds this finished dump, killed during its final clean-up.
 
-    Any other collection in the folder is an error.
+    Any other collection in the folder is an error, which names the inputs that differ.
     """
     check_named(out, DumpError)
-    claim = out / CLAIM
-    if claim.is_file():
-        if checked(_Claim, read_json(claim, DumpError), claim, DumpError).key != key:
+    file = out / CLAIM
+    if file.is_file():
+        there = checked(_Claim, read_json(file, DumpError), file, DumpError)
+        if there.key != key:
+            names = ", ".join(differing(there.inputs, inputs)) if there.inputs else ""
+            changed = f" ({names or 'other options'} changed since)"
             raise DumpError(
-                f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
+                f"{out}: holds the beginnings of another collection{changed}; choose a new folder or remove it"
             )
         for folder in (out, out / "shards", out / "hessians", out / "metrics", out / "model"):
             remove_leftovers(folder)

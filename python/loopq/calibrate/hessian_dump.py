@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from loopq.calibrate.collect import CLAIM, alone, begin_dump, finish_dump, write_manifest
+from loopq.calibrate.collect import alone, begin_dump, claim, finish_dump, write_manifest
 from loopq.calibrate.dump import MANIFEST, DumpFile, Manifest, MetricFile, Rows, StoredSums
 from loopq.calibrate.hessian_set import HessianSet
 from loopq.calibrate.hessians import Hessians
@@ -17,7 +17,7 @@ from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.sums_file import GradientSums, write_accumulator, write_gradient_sums
 from loopq.errors import DumpError, naming
 from loopq.settings.execution import at_most
-from loopq.storage.files import free_bytes, write_json
+from loopq.storage.files import free_bytes
 from loopq.terminal.table import size
 
 
@@ -103,8 +103,8 @@ class HessianDump:
 
     def begin(self) -> bool:
         """Claim the folder. Return whether it holds this finished dump, killed during its clean-up."""
-        late = begin_dump(self.out, self.key)
-        write_json(self.out / CLAIM, {"key": self.key})
+        late = begin_dump(self.out, self.key, self.sums.job.inputs)
+        claim(self.out, self.key, self.sums.job.inputs)
         return late
 
     def tell(self) -> None:

@@ -117,8 +117,11 @@ def changed_inputs(work: Path, inputs: Mapping[str, str]) -> list[str]:
     # Other processes remove the folder when they finish, and it must not reappear.
     if before != dict(inputs) and work.is_dir():
         write_json(path, dict(inputs))
-    if not isinstance(before, dict):
-        return []
+    return differing(before, inputs) if isinstance(before, dict) else []
+
+
+def differing(before: Mapping[str, str], inputs: Mapping[str, str]) -> list[str]:
+    """Return the names of the inputs that differ, without the consequences of another one (`changed_inputs`)."""
     changed = {name for name in {*before, *inputs} if before.get(name) != inputs.get(name)}
     code = {f"the code {name}" for name in versions() if f"the version of {name}" in changed}
     return (

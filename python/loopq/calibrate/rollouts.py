@@ -55,7 +55,7 @@ class Collection:
         return {name: hashlib.sha256(t.data.data).hexdigest() for name, t in tensors.items()}
 
     @cached_property
-    def _inputs(self) -> dict[str, str]:
+    def inputs(self) -> dict[str, str]:
         """Digest of each input by its name."""
         return model_inputs(self.system, self.side_files) | {
             "the weights": digest_of(self._weights),
@@ -68,7 +68,7 @@ class Collection:
     def fingerprint(self, *more: Any) -> str:
         """Identity of the work: weights, tokens, settings, and all else that describes the model."""
         return fingerprint(
-            self._inputs,
+            self.inputs,
             self._weights,
             str(next(self.system.model.parameters()).dtype),
             self.tokens.describe(),
@@ -80,7 +80,7 @@ class Collection:
     def key(self, *more: Any) -> str:
         """Return `fingerprint` for the work folder. If an interrupted run left other inputs there, name them."""
         work = self.execution.work
-        changed = changed_inputs(work, self._inputs) if work else []
+        changed = changed_inputs(work, self.inputs) if work else []
         if changed:
             names = ", ".join(changed)
             self.execution.progress.note(f"{names} changed since the interruption; starts again")

@@ -62,7 +62,8 @@ class DecoderParts:
             if lists and norms and head is not None:
                 layers = parts[lists[0]]
                 name = next(n for n, m in model.named_modules() if m is head)
-                held = any(isinstance(m, nn.Linear) for m in layers.modules())
+                # Layers in codes have it, too; transformers' Conv1D has not.
+                held = any(hasattr(m, "in_features") for m in layers.modules())
                 return cls(path, lists[0], norms[-1], name) if held else None
             path += ".language_model"
         return None

@@ -24,7 +24,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,18 @@ def timed(
     return first - start, (clock() - first) / n_tokens
 
 
+def fastest(
+    args: argparse.Namespace, ways: Mapping[str, Decoder], prompt: list[int], clock: Callable[[], float]
+) -> dict[str, tuple[float, float]]:
+    """The least of both times of each way, over trials in turns."""
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(args.trials):
+        for name, decoder in ways.items():
+            took = timed(decoder, prompt, args.tokens, clock)
+            best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
+    return best
+
+
 def llama(args: argparse.Namespace, prompt: list[int], threads: int) -> tuple[float, float]:
     """The same by llama.cpp, with its server's time for the request."""
     asked = json.dumps([prompt, args.tokens, args.trials])
@@ -246,11 +258,7 @@ def trellis(args: argparse.Namespace, dense: Any, clock: Callable[[], float]) ->
     rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
-        best: dict[str, tuple[float, float]] = {}
-        for _ in range(args.trials):
-            for name, decoder in ways.items():
-                took = timed(decoder, prompt, args.tokens, clock)
-                best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
+        best = fastest(args, ways, prompt, clock)
         for name, (first, each) in best.items():
             row = {
                 "model": args.model.name, "way": name, "bits": args.bits, "group_size": args.group_size,
@@ -326,11 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
-        best: dict[str, tuple[float, float]] = {}
-        for _ in range(args.trials):
-            for name, decoder in ways.items():
-                took = timed(decoder, prompt, args.tokens, clock)
-                best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
+        best = fastest(args, ways, prompt, clock)
         if args.llama:
             best["llama.cpp, Q4_0"] = llama(args, prompt, threads)
         for name, (first, each) in best.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ import loopq
 from loopq.calibrate.prompts import calibration_tokens
 from loopq.calibrate.rollouts import Collection
 from loopq.calibrate.select import select
-from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, NonFiniteError, SystemContractError
 from loopq.models.from_python import wrap
 
 _OPTIONS = {"bits": 3, "group_size": 16, "threads": 1}
@@ -80,6 +82,13 @@ def test_what_is_no_list_of_batches_is_refused(given, said):
         loopq.quantize(Flow(), given, method="gptq", **_OPTIONS)
 
 
+def test_a_batch_that_holds_nan_is_named_as_the_cause():
+    batches = _batches()
+    batches[1][2, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"\(batch 1, position 2\).*the batch itself holds NaN"):
+        loopq.quantize(Flow(), batches, method="gptq", **_OPTIONS)
+
+
 def test_a_model_of_token_ids_refuses_floats(loaded):
     floats = [torch.rand(3, 8)]
     with pytest.raises(CalibrationError, match=r"batch 0: .* takes token ids, which are whole numbers"):
@@ -135,6 +144,8 @@ def test_batches_are_measured_by_relative_error_and_an_own_score(tmp_path):
     summary = quantized.summary()
     assert (summary["error"], summary["worst_error"]) == (quantized.error.mean(), quantized.error.max())
     assert summary["steps"] == {"mean": _STEPS, "least": _STEPS, "most": _STEPS}
+    with pytest.raises(ConfigError, match="score of batch 0: the function gives nan"):
+        loopq.evaluate(Flow(), result, held, score=lambda output, batch: math.nan, threads=1)
     with pytest.raises(ConfigError, match="score of batch 0: the function raises KeyError"):
         loopq.evaluate(Flow(), result, held, score=lambda output, batch: output["y"], threads=1)
 

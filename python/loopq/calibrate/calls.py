@@ -171,6 +171,12 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
             yield f"/{name!r}{place}", leaf
 
 
+def is_finite(call: Call) -> bool:
+    """Whether no array of a call holds NaN or infinity. A module may take NaN for missing values."""
+    arrays = (leaf for _, leaf in _leaves((call.args, call.kwargs)) if hasattr(leaf, "isfinite"))
+    return all(bool(leaf.isfinite().all()) for leaf in arrays)
+
+
 def _digest(call: Call) -> Any:
     """SHA-256 of a call as four whole numbers."""
     import torch  # lazy: loopq imports without torch

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from loopq.calibrate.calls import is_finite
 from loopq.errors import CalibrationError, NonFiniteError, model_code
 from loopq.layers.shared import SharedParameter
 from loopq.storage.model_files import source_of, to_torch
@@ -227,7 +228,13 @@ class Observer:
         per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
         where = f" ({self._batch.unit} {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
-        cause = "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
+        cause = (
+            f"the model overflows here: run it in bfloat16 or float32, or leave this {self._batch.unit} out"
+        )
+        if self._batch.call is not None and not is_finite(self._batch.call):
+            cause = (
+                "the batch itself holds NaN or infinity, and the model does not take them for missing values"
+            )
         raise NonFiniteError(
             f"layer {parameter.name}, step {step}, row {row}{where}, column {column}: {float(rows[row, column])}; "
             f"{damaged_weight(self._system) or cause}"

@@ -318,6 +318,10 @@ class _Scores:
         if scored is not None and batch.call is not None:
             with model_code(f"score of {batch.name}", ConfigError, "the function"):
                 score = float(scored(answer, batch.call.given))
+            if not math.isfinite(score):
+                raise ConfigError(
+                    f"score of {batch.name}: the function gives {score}; a score is a finite number"
+                )
         if calls:
             steps = float(max(calls.values()))
         return out if system.output == "logits" else out.double(), (score, steps)

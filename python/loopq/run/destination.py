@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Way
-from loopq.formats.hf_folder import CONFIG, looped_files
+from loopq.formats.hf_folder import looped_files
 from loopq.formats.native import NATIVE
+from loopq.formats.record import config_of
 from loopq.formats.rules import check_system
 from loopq.layers.transforms import AUTO, Rotation
 from loopq.models.load import LoadedModel
@@ -269,7 +269,7 @@ def stored_way(gate: Gate, source: Checkpoint, place: str | Path, options: Mappi
         try:
             given = target.taken({**way.options, **options})
             # Where the engine does not run the model at all, nothing is gained by quantizing anew.
-            config = json.loads(looped_files(source.side_files, given.remote_code).get(CONFIG, b"{}"))
+            config = config_of(looped_files(source.side_files, given.remote_code))
             if gate.engine != LOOPQ:
                 check_system(gate.engine, way.format, source.settings.get("system"), config)
         except _REFUSED as cause:

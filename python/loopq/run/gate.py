@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from loopq.formats.base import FormatOptions
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.engines import ENGINES
 from loopq.formats.engines.base import Question, Reading, ask
-from loopq.formats.hf_folder import CONFIG, looped_files
+from loopq.formats.hf_folder import looped_files
 from loopq.formats.native import NATIVE
+from loopq.formats.record import config_of
 from loopq.formats.rules import Layers, check_engine, readers
 from loopq.formats.support import KNOWN, READS, entry_of
 from loopq.layers.loop_spec import LOOP
@@ -79,7 +79,7 @@ class Gate(Settings):
         CheckpointError
             The engine, or every engine, is known to refuse it or to load it wrongly.
         """
-        config = json.loads(looped_files(side_files, options.remote_code).get(CONFIG, b"{}"))
+        config = config_of(looped_files(side_files, options.remote_code))
         try:
             if self.engine in (None, LOOPQ):
                 return readers(format_name, layers, system, config, options, dense), ""
@@ -101,7 +101,7 @@ def audience(
     if FORMATS.get(format_name).own:
         return f'for loopq: loopq run {out} "..."'
     files, system = source.side_files, source.settings.get("system")
-    config = json.loads(looped_files(files, options.remote_code).get(CONFIG, b"{}"))
+    config = config_of(looped_files(files, options.remote_code))
     said = []
     for engine in engines:
         ways = [way for way in ENGINES.get(engine).ways if way.format != NATIVE.name]
@@ -118,7 +118,7 @@ def audience(
             else "for no known engine"
         ]
     if LOOP in config and not options.remote_code:
-        coded_config = json.loads(looped_files(files, True)[CONFIG])
+        coded_config = config_of(looped_files(files, True))
         more = []
         for engine, formats in READS.items():
             with contextlib.suppress(CheckpointError):

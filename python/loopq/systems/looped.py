@@ -92,9 +92,7 @@ class Looped(StepwiseSystem):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        parts = DecoderParts.of(model)
-        assert parts is not None  # as `matches` has found
-        self._parts = parts
+        self._parts = _parts_of(model)
         by_number = [n for n in _BY_NUMBER if getattr(self._inner.config, n, None)]
         if by_number:
             raise SystemContractError(
@@ -285,7 +283,7 @@ class _Generator(_Loops):
 
 def _parts_of(model: Any) -> DecoderParts:
     parts = DecoderParts.of(model)
-    assert parts is not None
+    assert parts is not None  # as `matches` has found
     return parts
 
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -326,6 +328,38 @@ def test_a_table_whose_records_are_too_long_is_refused_unread(tmp_path, monkeypa
         CalibrationError, match=r"row group 0: unpacks to \d+ bytes in 2 rows; .* at most 4000"
     ):
         _texts(path)
+
+
+_DAMAGED = """
+import sys
+from pathlib import Path
+from loopq.calibrate.read import Served, check_source, read_tokens
+from loopq.models.load import encode_bytes
+from loopq.errors import LoopqError
+path = Path(sys.argv[1])
+data = path.read_bytes()
+read = refused = 0
+for i in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8):
+    for value in {0, 3, 0xFF, data[i] ^ 1} - {data[i]}:
+        path.with_name("b.parquet").write_bytes(data[:i] + bytes([value]) + data[i + 1 :])
+        try:
+            read_tokens(path.with_name("b.parquet"), Served(encode_bytes), 24, 2)
+            read += 1
+        except LoopqError as error:
+            assert "\\n" not in str(error), error
+            refused += 1
+print(read, refused)
+"""
+
+
+def test_a_table_with_damaged_metadata_is_read_or_refused(tmp_path):
+    """In a process of its own, because pyarrow ends it where a column's metadata is damaged and its size is asked."""
+    path = _records(tmp_path / "a.parquet", ["The sea was calm.", "The end."])
+    done = subprocess.run([sys.executable, "-c", _DAMAGED, path], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-500:]
+    read, refused = map(int, done.stdout.split())
+    assert read > 100
+    assert refused > 100
 
 
 def test_a_text_that_begins_with_blanks_is_read_further(tmp_path, monkeypatch):

@@ -142,7 +142,8 @@ def select_without(tiny, tokens, handle, module, hook):
     return selection
 
 
-def test_input_groups_of_separate_projections(tokens):
+@pytest.mark.parametrize("declared", ["qko", "okq"])
+def test_an_input_group_has_the_name_of_the_layer_that_is_called_first(tokens, declared):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -163,7 +164,7 @@ def test_input_groups_of_separate_projections(tokens):
             return False
 
         def shared_parameters(self, n_steps):
-            return declare(self.model, [(m, {"role": "attention"}) for m in "qko"], n_steps)
+            return declare(self.model, [(m, {"role": "attention"}) for m in declared], n_steps)
 
         def rollout(self, batch, n_steps):
             x = batch.input_ids.float()[..., None].expand(-1, -1, 4).contiguous()

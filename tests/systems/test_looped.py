@@ -166,12 +166,14 @@ def _published(kind: str, order: Sequence[int]) -> Any:
     if kind == "Lfm2":
         config = t.Lfm2Config(**base, **heads, block_ff_dim=48, layer_types=[KINDS[i] for i in order])
         return t.Lfm2ForCausalLM(config)
+    if kind == "BioGpt":
+        return t.BioGptForCausalLM(t.BioGptConfig(**base))
     return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**base))
 
 
 @pytest.mark.parametrize(
     "kind",
-    slow_unless(("GPTNeoX", "Llava").__contains__, ["GPTNeoX", "GPTBigCode", "Lfm2", "Llava", "Gemma4"]),
+    slow_unless(("GPTNeoX", "Llava").__contains__, ["GPTNeoX", "GPTBigCode", "Lfm2", "Llava", "Gemma4", "BioGpt"]),
 )
 def test_a_decoder_of_any_class_is_the_model_written_out(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -204,7 +206,7 @@ def test_a_decoder_of_any_class_is_the_model_written_out(kind: str, tmp_path: Pa
             after = loaded.system.step(after, embedding, 1, 2)
             assert torch.allclose(loaded.system.predict(after, embedding), expected, atol=1e-5)
     result = loopq.quantize(
-        loaded, ids, method="rtn", group_size=16, levels="even", threads=1, out=tmp_path / "q"
+        loaded, ids, method="gptq", group_size=16, levels="even", threads=1, out=tmp_path / "q"
     )
     calls = {p.name: p.invocations for p in loaded.system.shared_parameters(2)}
     assert sum(n == 2 for n in calls.values()) == sum(n == 1 for n in calls.values())

@@ -308,21 +308,22 @@ def find_input_groups(
     Returns
     -------
     input_groups : dict of str to str
-        Parameter name to the name of its group's first parameter.
+        Parameter name to the name of the parameter of its group that is called first.
     shares : dict of str to float
         Rows of each expert's parameter, as a share of the tokens, in the order of the calls. It is the mean over the
         steps.
     output : Tensor
         The rollout's output.
     """
-    inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
+    # In the order of the calls, which need not be the order of the declarations (OPT, BioGPT).
+    inputs: dict[str, list[InputKey]] = {}
     n_rows: dict[str, int] = {}
     alive = []
 
     def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
         # Holding every input prevents the reuse of its memory, so addresses identify tensors.
         alive.append(rows)
-        inputs[parameter.name].append(input_key(rows))
+        inputs.setdefault(parameter.name, []).append(input_key(rows))
         if parameter.routed_in:
             n_rows[parameter.name] = n_rows.get(parameter.name, 0) + rows.shape[0]
 
@@ -330,10 +331,10 @@ def find_input_groups(
         output = system.rollout(batch, n_steps)
     input_groups: dict[tuple[Any, ...], str] = {}
     # Torch copies the rows of a product for some shapes only, so each product has its own group.
+    products = {p.name for p in parameters if not p.owners}
     group_of = {
-        p.name: input_groups.setdefault(tuple(inputs[p.name]) if p.owners else (p.name,), p.name)
-        for p in parameters
-        if inputs[p.name]
+        name: input_groups.setdefault((name,) if name in products else tuple(keys), name)
+        for name, keys in inputs.items()
     }
     like = _experts_alike(parameters, group_of)
     tokens = batch.input_ids.numel()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from loopq.formats.rules import rules
-from loopq.formats.support import DATE, ENTRIES, NOWHERE, READS
-from loopq.systems import SYSTEMS
+from loopq.formats.rules import Rule, rules
+from loopq.formats.support import DATE, ENTRIES, NOWHERE, READS, Support
 
 FILE = Path(__file__).parent / "formats" / "engines.md"
 RECORD = Path(__file__).parents[1] / "benches" / "record" / "engines.json"
@@ -18,100 +18,125 @@ HEAD = """# Which engine takes which file
 $ loopq export Q --format compressed-tensors --out Q-ct
 ```
 
-loopq refuses a file that no engine reads right, with the reasons, before the work. `quantize --format` does so too. A
-file that one engine reads wrong without an error is written only for an engine that you name: `--for NAME`. That
-option also refuses what the engine is known to refuse or to load wrongly. `--force` writes the file all the
-same, and says so in it. loopq itself is the engine of its embedded models, and its reading is the comparison. Scales of
-AWQ are [folded into the layers before](scales.md#scales-of-awq-in-other-formats), so no engine needs to know them.
+`export` and `quantize --format` refuse a file that no engine reads right, before the work. If one engine reads a file
+wrong without an error, name the engine that the file is for: `--for NAME`. This option also refuses what the engine is
+known to refuse. `--force` writes the file all the same, and says so in it.
 
-Then every engine that reads the format and is installed here loads the file in a process of its own. Its logits of
-random tokens must be those of loopq at the model's own depth, up to rounding, or the file is removed. Both sides begin
-with the same first states where the model draws them (Huginn, R-Llama). `--verify no` asks no engine.
+Then each installed engine that reads the format loads the file in a process of its own. Its logits of random tokens
+must be those of loopq at the model's own depth, up to rounding, or the file is removed. `--verify no` asks no engine.
+loopq itself is the engine of its embedded models.
 
-Engines change. The tables are of {date}, and say how each line is known. "Run" means loaded by the library
-itself and compared. "Source read" means that nobody has run it here. No GPU has run any of these files. `python
-docs/engines.py` writes this page from the table that loopq reads and from the record of all pairs.
-"""
-PAIRS = """## All pairs
+Engines change, so the tables have a date: {date}. "Run" means that the library itself loaded the file and was compared.
+"Source read" means that nobody has run it here. No GPU has run any of these files.
 
-Tiny random models in every format. A number is the largest difference between an engine's logits and loopq's. `python
--m tests.support.pairs` makes the record, and `tests/formats/engines/test_pairs.py` checks it.
+## Formats
+
+| engine | reads |
+|---|---|
+{reads}
+
+`native` needs loopq beside the engine: [transformers](interop.md#transformers-from-the-native-checkpoint) with
+`import loopq.runtime.transformers`, or [vLLM on a CPU](interop.md#vllm-on-a-cpu) with loopq's plugin. `--for NAME`
+checks such files before the work, and the engine is not asked afterwards.
+
+## What is refused
+
+The error names the layer, the version and source of this knowledge, and what to do instead.
+
+| engine | formats | not taken |
+|---|---|---|
+{refused}
+| llama.cpp | `gguf` | grids that are no [type of llama.cpp](gguf.md) |
+
+## Systems
+
+The first row that fits holds. Systems that an engine does not name here are refused for it, and {nowhere} for every
+engine.
+
+| engine | systems | who runs them, or why not |
+|---|---|---|
+{systems}
+
+## All pairs
+
+Tiny random models, read by the engines that were installed: {versions}. A number is the largest difference between an
+engine's logits and loopq's. GPTQ's kernels round to float16, and llama.cpp rounds activations to 8 bits. `-` is a file
+that loopq refuses, or that no installed engine reads. `python -m tests.support.pairs` makes
+[the record](../../benches/record/engines.json), which also has mixed grids, biases and other widths.
+
+{pairs}
 """
 
 
 def page() -> str:
     """Return the page."""
-    names = sorted(name for name, system in SYSTEMS if system.__module__.startswith("loopq."))
-    lines = [HEAD.format(date=DATE), "## Formats\n", "| engine | reads |", "| --- | --- |"]
-    lines += [f"| {engine} | {', '.join(f'`{f}`' for f in formats)} |" for engine, formats in READS.items()]
-    lines += [
-        "",
-        "`native` needs loopq installed beside the engine: "
-        "[`import loopq.runtime.transformers`](interop.md#transformers-from-the-native-checkpoint), or its plugin "
-        "for [vLLM on a CPU](interop.md#vllm-on-a-cpu), with one process. The plugin ran Ouro and a looped Llama. "
-        "`--for NAME` checks such files before the work. They are not shown to the engine afterwards.",
-        "",
-    ]
-    lines += [
-        "## What is refused\n",
-        "| engine | format | not taken | instead | known from |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {', '.join(r.engines)} | {', '.join(f'`{f}`' for f in r.formats)} | {r.what} | {r.instead} | {r.known} |"
-        for r in rules()
-    ]
-    lines += [
-        "| llama.cpp | `gguf` | what is no type of llama.cpp | "
-        "`--bits 4 --group-size 32` | [gguf.md](gguf.md): types of llama.cpp |",
-        "",
-        "## Systems\n",
-        f"| system | {' | '.join(READS)} |",
-        f"| --- |{' --- |' * len(READS)}",
-    ]
-    lines += [f"| `{name}` | {' | '.join(_cell(engine, name) for engine in READS)} |" for name in names]
-    return "\n".join([*lines, "", *_pairs(), ""])
-
-
-def _cell(engine: str, system: str) -> str:
-    found = [e for e in ENTRIES if e.engine == engine and system in e.systems]
-    if system in NOWHERE:
-        return "no: no engine has the class"
-    return "; ".join(map(_entry, found)) or "no: not known"
-
-
-def _entry(entry: Any) -> str:
-    about = [*(f"`{name}`" for name in entry.formats), *entry.kinds]
-    where = f"{', '.join(about)}: " if about else ""
-    runs = "" if entry.runs else "no, without an error: " if entry.silent else "no: "
-    return f"{runs}{where}{entry.how} ({entry.known})"
-
-
-def _pairs() -> list[str]:
     record = json.loads(RECORD.read_text("utf-8"))
-    forms = list(next(iter(record.values())))
-    head = [PAIRS, f"| model | {' | '.join(f'`{f}`' for f in forms)} |", f"| --- |{' --- |' * len(forms)}"]
-    return head + [f"| {name} | {' | '.join(map(_pair, found.values()))} |" for name, found in record.items()]
+    text = HEAD.format(
+        date=DATE,
+        reads="\n".join(f"| {engine} | {_code(formats)} |" for engine, formats in READS.items()),
+        refused="\n".join(f"| {', '.join(r.engines)} | {_formats(r)} | {r.what} |" for r in rules()),
+        nowhere=_code(NOWHERE),
+        systems="\n".join(_systems()),
+        versions=", ".join(sorted({r["engine"] for p in _all(record) for r in p["readings"].values()})),
+        pairs="\n".join(_pairs(record)),
+    )
+    wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    blocks = text.strip().split("\n\n")
+    return "\n\n".join(b if b.startswith(("|", "#", "```")) else wrap.fill(b) for b in blocks) + "\n"
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _formats(rule: Rule) -> str:
+    every = {name for engine in rule.engines for name in READS[engine]}
+    return "any" if every == set(rule.formats) else _code(rule.formats)
+
+
+def _systems() -> list[str]:
+    """A row for entries of an engine that say the same."""
+    about: dict[tuple[str, str], list[str]] = {}
+    for engine in READS:
+        for entry in (e for e in ENTRIES if e.engine == engine):
+            runs = "" if entry.runs else "no, without an error: " if entry.silent else "no: "
+            about.setdefault((engine, f"{runs}{entry.how} ({entry.known})"), []).append(_about(entry))
+    return [f"| {engine} | {'; '.join(systems)} | {how} |" for (engine, how), systems in about.items()]
+
+
+def _about(entry: Support) -> str:
+    code = ("with code",) if entry.code else ()
+    only = ", ".join((*(f"`{name}`" for name in entry.formats), *entry.kinds, *code))
+    return f"{_code(entry.systems)}{f' ({only})' if only else ''}"
+
+
+def _all(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [pair for forms in record.values() for pair in forms.values()]
+
+
+def _pairs(record: dict[str, Any]) -> list[str]:
+    """A row for each model that an engine read in some format; variants of a model are in the record alone."""
+    rows = {}
+    for name, found in record.items():
+        is_variant = ", " in name and not name.endswith((", code", ", dense experts", ", head"))
+        if not is_variant and name.count(",") < 2:
+            rows[name] = {form: cell for form, pair in found.items() if (cell := _pair(pair))}
+    forms = [form for form in next(iter(record.values())) if any(form in row for row in rows.values())]
+    lines = [f"| model | {' | '.join(f'`{f}`' for f in forms)} |", f"|---|{'---|' * len(forms)}"]
+    return lines + [
+        f"| {name} | {' | '.join(row.get(form, '-') for form in forms)} |"
+        for name, row in rows.items()
+        if row
+    ]
 
 
 def _pair(pair: dict[str, Any]) -> str:
-    if pair["refused"]:
-        wrong = ", ".join(_reading(r) for e, r in pair["readings"].items() if e not in pair["named"])
-        named = "".join(f"; `--for {e}`: {_known(pair, e)}" for e in pair["named"])
-        return f"refused{f' ({wrong})' if wrong else ''}{named}"
-    return (
-        "; ".join(f"{engine}: {_known(pair, engine)}" for engine in pair["engines"]) or "no engine opens it"
+    read = {engine: pair["readings"].get(engine, {}) for engine in (*pair["engines"], *pair["named"])}
+    return ", ".join(
+        f"{engine} {reading['difference']:.1g}"
+        for engine, reading in read.items()
+        if reading.get("difference") is not None
     )
-
-
-def _known(pair: dict[str, Any], engine: str) -> str:
-    return _reading(pair["readings"][engine]) if engine in pair["readings"] else "not run"
-
-
-def _reading(reading: dict[str, Any]) -> str:
-    if reading["difference"] is None:
-        return f"{reading['engine']}: {'not asked' if reading['skipped'] else 'an error'}"
-    return f"{reading['engine']}: {reading['difference']:.1g}"
 
 
 if __name__ == "__main__":

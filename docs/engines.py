@@ -22,7 +22,7 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 wrong without an error, name the engine that the file is for: `--for NAME`. This option also refuses what the engine is
 known to refuse. `--force` writes the file all the same, and says so in it.
 
-Then each installed engine that reads the format loads the file in a process of its own. Its logits of random tokens
+Then each installed engine that reads the format loads the file in a separate process. Its logits of random tokens
 must be those of loopq at the model's own depth, up to rounding, or the file is removed. `--verify no` asks no engine.
 loopq itself is the engine of its embedded models.
 
@@ -50,8 +50,8 @@ The error names the layer, the version and source of this knowledge, and what to
 
 ## Systems
 
-The first row that fits holds. Systems that an engine does not name here are refused for it, and {nowhere} for every
-engine.
+The first row that fits holds. A system without a row of an engine is refused for it. No engine has
+the classes of {nowhere}.
 
 | engine | systems | who runs them, or why not |
 |---|---|---|
@@ -59,10 +59,10 @@ engine.
 
 ## All pairs
 
-Tiny random models, read by the engines that were installed: {versions}. A number is the largest difference between an
-engine's logits and loopq's. GPTQ's kernels round to float16, and llama.cpp rounds activations to 8 bits. `-` is a file
+Tiny random models, read by the engines that were installed. A number is the largest difference between an engine's logits and loopq's. GPTQ's kernels round to float16, and llama.cpp rounds activations to 8 bits. `-` is a file
 that loopq refuses, or that no installed engine reads. `python -m tests.support.pairs` makes
 [the record](../../benches/record/engines.json), which also has mixed grids, biases and other widths.
+Engines: {versions}.
 
 {pairs}
 """
@@ -75,7 +75,7 @@ def page() -> str:
         date=DATE,
         reads="\n".join(f"| {engine} | {_code(formats)} |" for engine, formats in READS.items()),
         refused="\n".join(f"| {', '.join(r.engines)} | {_formats(r)} | {r.what} |" for r in rules()),
-        nowhere=_code(NOWHERE),
+        nowhere=" and ".join((_code(NOWHERE[:-1]), _code(NOWHERE[-1:]))),
         systems="\n".join(_systems()),
         versions=", ".join(sorted({r["engine"] for p in _all(record) for r in p["readings"].values()})),
         pairs="\n".join(_pairs(record)),

@@ -302,6 +302,23 @@ def types_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def shown(run: dict[str, Any]) -> str:
+    """A row for each type that loopq has codes of, as docs/formats/gguf.md shows it."""
+    lines = ["| type | bits | tool, with importance | loopq | ratio |", "|---|---|---|---|---|"]
+    for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
+        if "loopq" in row:
+            theirs, ours = row["tool, importance"], row["loopq"]
+            cells = (
+                kind.upper(),
+                f"{row['bits']:.4g}",
+                f"{theirs:.2e}",
+                f"{ours:.2e}",
+                f"{ours / theirs:.2f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def page(runs: dict[str, dict[str, Any]]) -> str:
     """The record."""
     lines = [f"# Types of GGUF and FP4 by loopq and by the engines' tools, {datetime.date.today()}", ""]
@@ -337,7 +354,7 @@ def main() -> None:
     print(page(runs))
     if args.out == RECORD:
         for run in runs.values():
-            into(ROOT / "docs" / "formats" / "gguf.md", f"types of {run['model']}", types_table(run))
+            into(ROOT / "docs" / "formats" / "gguf.md", f"types of {run['model']}", shown(run))
 
 
 if __name__ == "__main__":

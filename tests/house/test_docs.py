@@ -200,7 +200,7 @@ def _tables() -> dict[tuple[Path, str], str]:
         (docs / "comparison.md", "peers"): peers_table.page(record["peers"]["records"], [*peers.OURS]),
         (overview.DOCUMENT, overview.MARK): overview.table(),
         **{
-            (docs / "formats" / "gguf.md", f"types of {run['model']}"): gguf.types_table(run)
+            (docs / "formats" / "gguf.md", f"types of {run['model']}"): gguf.shown(run)
             for run in record["gguf"].values()
         },
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},

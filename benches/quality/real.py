@@ -72,13 +72,7 @@ FIRST = {
 }
 COLUMNS = (4, 3)
 #: Rows beside EXL3.
-TRELLISES = (
-    EXL3,
-    "loopq default",
-    f"{SMALL}, 10 state bits",
-    SMALL,
-    f"{SMALL}, inputs asymmetric, four draws",
-)
+TRELLISES = (EXL3, "loopq default", SMALL)
 #: Rows of published models: the name, PL-BERT's row and Fracast-0's.
 PUBLISHED = (
     ("rounding", "RTN", "rounding"),
@@ -500,7 +494,6 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),
         (PAGE, "exl3"): exl3(data.get("exl3", [])),
-        (TRELLIS, "exl3"): exl3(data.get("exl3", [])),
         (TRELLIS, "small"): beside_exl3(data),
         (README, "claim"): opening(data),
         (README, "published"): published(data, json.loads(CALLS.read_text("utf-8"))["rows"]),

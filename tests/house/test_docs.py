@@ -46,8 +46,7 @@ ELSEWHERE = {
 LONG = (
     'loopq.quantize("huginn_small", out="Q", bits=4, group_size=32, n_prompts=8)',
     'for method in ("gptq-cd", "trellis"):', "found = loopq.diagnose", "for measured in loopq.evaluate", "in one go",
-    "loaded.model.bfloat16()", "QuantLinear.from_layer(quantized)", "for state_bits in (10, 12, 14, 15, 16):",
-    "HrmTextForCausalLM(small)",
+    "loaded.model.bfloat16()", "QuantLinear.from_layer(quantized)", "HrmTextForCausalLM(small)",
 )  # fmt: skip
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 

@@ -22,14 +22,12 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 wrong without an error, name the engine that the file is for: `--for NAME`. This option also refuses what the engine is
 known to refuse. `--force` writes the file all the same, and says so in it.
 
-Then each installed engine that reads the format loads the file in a separate process. Its logits of random tokens
-must be those of loopq at the model's own depth, up to rounding, or the file is removed. `--verify no` asks no engine.
-loopq itself is the engine of its embedded models.
+Then each installed engine that reads the format loads the file in a separate process. Its logits of random tokens must
+be those of loopq, up to rounding, or the file is removed. `--verify no` asks no engine. loopq itself is the engine of
+its embedded models.
 
-Engines change, so the tables have a date: {date}. "Run" means that the library itself loaded the file and was compared.
-"Source read" means that nobody has run it here. No GPU has run any of these files.
-
-## Formats
+The tables are of {date}. "Run" means that the library itself loaded the file and was compared. "Source read" means that nobody has run it. No GPU
+has run any of these files.
 
 | engine | reads |
 |---|---|
@@ -50,35 +48,34 @@ The error names the layer, the version and source of this knowledge, and what to
 
 ## Systems
 
-The first row that fits holds. A system without a row of an engine is refused for it. No engine has
-the classes of {nowhere}.
+A system without a row of an engine and a format is refused for them, with the reason. No engine has the classes of
+{nowhere}.
 
-| engine | systems | who runs them, or why not |
+| engine | systems | who runs them |
 |---|---|---|
 {systems}
 
 ## All pairs
 
-Tiny random models, read by the engines that were installed. A number is the largest difference between an engine's logits and loopq's. GPTQ's kernels round to float16, and llama.cpp rounds activations to 8 bits. `-` is a file
-that loopq refuses, or that no installed engine reads. `python -m tests.support.pairs` makes
-[the record](../../benches/record/engines.json), which also has mixed grids, biases and other widths.
-Engines: {versions}.
+`python -m tests.support.pairs` writes tiny random models in every format and asks the engines that are installed. [The
+record](../../benches/record/engines.json) has each result. GPTQ's kernels round to float16, and llama.cpp rounds
+activations to 8 bits.
 
+| engine | format | models read | largest difference of a logit |
+|---|---|---|---|
 {pairs}
 """
 
 
 def page() -> str:
     """Return the page."""
-    record = json.loads(RECORD.read_text("utf-8"))
     text = HEAD.format(
         date=DATE,
         reads="\n".join(f"| {engine} | {_code(formats)} |" for engine, formats in READS.items()),
         refused="\n".join(f"| {', '.join(r.engines)} | {_formats(r)} | {r.what} |" for r in rules()),
         nowhere=" and ".join((_code(NOWHERE[:-1]), _code(NOWHERE[-1:]))),
         systems="\n".join(_systems()),
-        versions=", ".join(sorted({r["engine"] for p in _all(record) for r in p["readings"].values()})),
-        pairs="\n".join(_pairs(record)),
+        pairs="\n".join(_pairs(json.loads(RECORD.read_text("utf-8")))),
     )
     wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     blocks = text.strip().split("\n\n")
@@ -95,48 +92,52 @@ def _formats(rule: Rule) -> str:
 
 
 def _systems() -> list[str]:
-    """A row for entries of an engine that say the same."""
+    """A row for what runs some systems in an engine."""
     about: dict[tuple[str, str], list[str]] = {}
     for engine in READS:
-        for entry in (e for e in ENTRIES if e.engine == engine):
-            runs = "" if entry.runs else "no, without an error: " if entry.silent else "no: "
-            about.setdefault((engine, f"{runs}{entry.how} ({entry.known})"), []).append(_about(entry))
+        for entry in (e for e in ENTRIES if e.engine == engine and e.runs):
+            by_formats: dict[tuple[str, ...], list[str]] = {}
+            for system in entry.systems:
+                by_formats.setdefault(_left(entry, system), []).append(system)
+            for formats, systems in by_formats.items():
+                code = ("with code",) if entry.code else ()
+                only = ", ".join(
+                    (*(() if formats == READS[engine] else (_code(formats),)), *entry.kinds, *code)
+                )
+                how = about.setdefault(
+                    (engine, f"{entry.how.replace(' (loopq.runtime.vllm)', '')} ({entry.known})"), []
+                )
+                how.append(f"{_code(tuple(systems))}{f' ({only})' if only else ''}")
     return [f"| {engine} | {'; '.join(systems)} | {how} |" for (engine, how), systems in about.items()]
 
 
-def _about(entry: Support) -> str:
-    code = ("with code",) if entry.code else ()
-    only = ", ".join((*(f"`{name}`" for name in entry.formats), *entry.kinds, *code))
-    return f"{_code(entry.systems)}{f' ({only})' if only else ''}"
-
-
-def _all(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [pair for forms in record.values() for pair in forms.values()]
+def _left(entry: Support, system: str) -> tuple[str, ...]:
+    """Formats of an entry that no earlier one decides: the first that fits holds."""
+    earlier = ENTRIES[: ENTRIES.index(entry)]
+    taken = {
+        name
+        for e in earlier
+        if (e.engine == entry.engine and system in e.systems)
+        and (not e.kinds or set(entry.kinds or ("",)) <= set(e.kinds))
+        and (not e.code or entry.code)
+        for name in e.formats or READS[e.engine]
+    }
+    return tuple(n for n in READS[entry.engine] if n in (entry.formats or (n,)) and n not in taken)
 
 
 def _pairs(record: dict[str, Any]) -> list[str]:
-    """A row for each model that an engine read in some format; variants of a model are in the record alone."""
-    rows = {}
-    for name, found in record.items():
-        is_variant = ", " in name and not name.endswith((", code", ", dense experts", ", head"))
-        if not is_variant and name.count(",") < 2:
-            rows[name] = {form: cell for form, pair in found.items() if (cell := _pair(pair))}
-    forms = [form for form in next(iter(record.values())) if any(form in row for row in rows.values())]
-    lines = [f"| model | {' | '.join(f'`{f}`' for f in forms)} |", f"|---|{'---|' * len(forms)}"]
-    return lines + [
-        f"| {name} | {' | '.join(row.get(form, '-') for form in forms)} |"
-        for name, row in rows.items()
-        if row
+    """A row for each engine and format: how many models it read, and the largest difference."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for forms in record.values():
+        for form, pair in forms.items():
+            for engine in (*pair["engines"], *pair["named"]):
+                reading = pair["readings"].get(engine)
+                if reading and reading["difference"] is not None:
+                    found.setdefault((reading["engine"], form), []).append(reading["difference"])
+    return [
+        f"| {engine} | `{form}` | {len(values)} | {max(values):.1g} |"
+        for (engine, form), values in sorted(found.items())
     ]
-
-
-def _pair(pair: dict[str, Any]) -> str:
-    read = {engine: pair["readings"].get(engine, {}) for engine in (*pair["engines"], *pair["named"])}
-    return ", ".join(
-        f"{engine} {reading['difference']:.1g}"
-        for engine, reading in read.items()
-        if reading.get("difference") is not None
-    )
 
 
 if __name__ == "__main__":

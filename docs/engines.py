@@ -26,8 +26,8 @@ Then each installed engine that reads the format loads the file in a separate pr
 be those of loopq, up to rounding, or the file is removed. `--verify no` asks no engine. loopq itself is the engine of
 its embedded models.
 
-The tables are of {date}. "Run" means that the library itself loaded the file and was compared. "Source read" means that nobody has run it. No GPU
-has run any of these files.
+The tables are of {date}. "Run" means that the library itself loaded the file and was compared. "Source read" means that
+nobody has run it. No GPU has run any of these files.
 
 | engine | reads |
 |---|---|

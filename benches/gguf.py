@@ -308,7 +308,7 @@ def shown(run: dict[str, Any]) -> str:
     """A row for each of some types, as docs/formats/gguf.md shows it."""
     lines = ["| type | bits | tool, with importance | loopq | ratio |", "|---|---|---|---|---|"]
     for kind, row in sorted(run["rows"].items(), key=lambda item: item[1]["bits"]):
-                if kind in SHOWN:
+        if kind in SHOWN:
             theirs, ours = row["tool, importance"], row["loopq"]
             cells = (
                 kind.upper(),

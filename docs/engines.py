@@ -51,8 +51,8 @@ The error names the layer, the version and source of this knowledge, and what to
 A system without a row of an engine and a format is refused for them, with the reason. No engine has the classes of
 {nowhere}.
 
-| engine | systems | who runs them |
-|---|---|---|
+| engine | systems, and what runs them |
+|---|---|
 {systems}
 
 ## All pairs
@@ -72,7 +72,7 @@ def page() -> str:
     text = HEAD.format(
         date=DATE,
         reads="\n".join(f"| {engine} | {_code(formats)} |" for engine, formats in READS.items()),
-        refused="\n".join(f"| {', '.join(r.engines)} | {_formats(r)} | {r.what} |" for r in rules()),
+        refused="\n".join(_refused()),
         nowhere=" and ".join((_code(NOWHERE[:-1]), _code(NOWHERE[-1:]))),
         systems="\n".join(_systems()),
         pairs="\n".join(_pairs(json.loads(RECORD.read_text("utf-8")))),
@@ -86,13 +86,21 @@ def _code(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _refused() -> list[str]:
+    """A row for rules of the same engines and formats."""
+    about: dict[tuple[str, str], list[str]] = {}
+    for rule in rules():
+        about.setdefault((", ".join(rule.engines), _formats(rule)), []).append(rule.what)
+    return [f"| {engines} | {formats} | {'<br>'.join(what)} |" for (engines, formats), what in about.items()]
+
+
 def _formats(rule: Rule) -> str:
     every = {name for engine in rule.engines for name in READS[engine]}
     return "any" if every == set(rule.formats) else _code(rule.formats)
 
 
 def _systems() -> list[str]:
-    """A row for what runs some systems in an engine."""
+    """A row for each engine, with a line for what runs some systems."""
     about: dict[tuple[str, str], list[str]] = {}
     for engine in READS:
         for entry in (e for e in ENTRIES if e.engine == engine and e.runs):
@@ -108,7 +116,10 @@ def _systems() -> list[str]:
                     (engine, f"{entry.how.replace(' (loopq.runtime.vllm)', '')} ({entry.known})"), []
                 )
                 how.append(f"{_code(tuple(systems))}{f' ({only})' if only else ''}")
-    return [f"| {engine} | {'; '.join(systems)} | {how} |" for (engine, how), systems in about.items()]
+    rows = {
+        engine: [f"{'; '.join(s)}: {how}" for (e, how), s in about.items() if e == engine] for engine in READS
+    }
+    return [f"| {engine} | {'<br>'.join(lines)} |" for engine, lines in rows.items()]
 
 
 def _left(entry: Support, system: str) -> tuple[str, ...]:

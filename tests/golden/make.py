@@ -23,7 +23,7 @@ def dense(codes: list[int], bits: int) -> list[int]:
 
 
 def marlin(codes: list[list[int]]) -> list[int]:
-    """Pack codes[n][k]: docs/formats/packing.md, Marlin."""
+    """Pack codes[n][k]: rust/loopq-core/src/pack/marlin.rs."""
     n_out, n_in = len(codes), len(codes[0])
     words = [0] * (n_in // 16 * 2 * n_out)
     for n in range(n_out):

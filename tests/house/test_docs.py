@@ -27,7 +27,7 @@ PAGES = sorted(
     [
         ROOT / "README.md",
         *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / name / "README.md" for name in ("kernels", "examples")),
+        *(page for name in ("kernels", "examples") for page in (ROOT / name).glob("*.md")),
     ]
 )
 #: Examples that a test machine cannot run: (page, part of the example).
@@ -40,7 +40,7 @@ ELSEWHERE = {
     ("adapter.md", "# my_loop.py"): "a process of its own; `test_howto` runs it",
     ("batches.md", "# forecast.py"): "a package of its own; `test_howto` runs it",
     ("merged.md", ".py\n"): "files of the page; `test_howto` runs them",
-    ("engine.md", "# tokens.py"): "a process of its own; `test_howto` runs it",
+    ("engines.md", "# tokens.py"): "a process of its own; `test_howto` runs it",
 }
 #: Examples that take too long for a quick test, by a part of their text.
 LONG = (

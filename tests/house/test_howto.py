@@ -1,4 +1,4 @@
-"""The how-to pages: their commands run on the embedded model or on earlier results of the page; `test_docs`
+"""The how-to pages and the example of engines: their commands run on the embedded model or on earlier results of the page; `test_docs`
 reads the others.
 
 `python -m tests.house.test_howto PAGE` runs a page's commands and writes anew what they print.
@@ -23,7 +23,7 @@ from loopq.cli import main
 from tests.support.interop.environments import interpreter
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "howto").glob("*.md")), ROOT / "examples" / "engines.md"]
 #: Later commands of a page may read the results of earlier ones.
 MADE = {"Q", "B", "F", "P", "C", "D", "S", "M", "G"}
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -58,7 +58,7 @@ def test_golden_packing() -> None:
 
 @pytest.mark.parametrize(("k", "n", "groups"), [(128, 256, 1), (256, 256, 2), (512, 768, 4), (384, 512, 1)])
 def test_marlin_follows_the_closed_formulas(k: int, n: int, groups: int) -> None:
-    """Those of docs/formats/packing.md, entry by entry."""
+    """Those of the core's module, entry by entry."""
     rng = np.random.default_rng(k)
     codes, scales = rng.integers(0, 16, (n, k)).astype(np.uint8), rng.random((n, groups)).astype(np.float32)
     rows, columns = np.meshgrid(np.arange(n), np.arange(k), indexing="ij")

@@ -1,4 +1,4 @@
-"""Tiny folders of eight looped models, which docs/howto/engine.md uses: `python -m tests.support.shown FOLDER`."""
+"""Tiny folders of eight looped models, which examples/engines.md uses: `python -m tests.support.shown FOLDER`."""
 
 from __future__ import annotations
 

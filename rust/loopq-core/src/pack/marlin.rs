@@ -1,6 +1,20 @@
-//! The Marlin layout of 4-bit symmetric codes. Spec: `docs/formats/packing.md`.
+//! The Marlin layout of 4-bit symmetric codes. Only kernels have it: no file of loopq does.
 //!
 //! `W` is seen as `K` x `N` (inputs x outputs); codes come row-major as (outputs, inputs), the way they are solved.
+//! `K` is a multiple of 16 and `N` of 64, padded with code 8 (the value 0). Words form a `(K/16) x (2N)` array of
+//! int32. Nibble `p` of a word is bits `4p .. 4p+3`. Entry `(k, n)` is in
+//!
+//! ```text
+//! word(k, n)   = (k >> 4) * 2N + (n >> 6) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((n >> 4) & 3)
+//! nibble(k, n) = 2 * ((n >> 3) & 1) + ((k >> 3) & 1) + 4 * (k & 1)
+//! ```
+//!
+//! Scales are stored `(G, N)`. A matrix with `K = g` counts as one scale per output. Output `n` is at
+//!
+//! ```text
+//! more than one group:  (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)
+//! one group:            (n & ~31) + 8 * ((n & 7) >> 1) + 2 * ((n & 31) >> 3) + (n & 1)
+//! ```
 
 use crate::memory::zeros;
 use crate::pack::{check_codes, fold_row, interleave, separate, unfold_row};

@@ -1,4 +1,24 @@
-//! Where codes, scales and zero points of a layer lie. Spec: `docs/cpu.md`.
+//! Where codes, scales and zero points of a layer lie.
+//!
+//! A line is 64 bytes: four bytes for each of 16 outputs. A panel is 32 outputs, and all panels have the same size. A
+//! panel holds its groups in order. A group has its 32 scales first: two lines for float32, one for bfloat16 and
+//! float16. Then it has a line with its 32 zero points, if any, and then its codes in units.
+//!
+//! A unit is the smallest number of inputs that fills whole lines. It stores its lower 16 outputs before its upper 16.
+//! Zero codes and zero scales fill short units and missing outputs. Input `4 p + i` of a unit is in byte `i` of an
+//! output's four bytes:
+//!
+//! ```text
+//! bits  inputs of a unit  lines for 16 outputs  where in the byte
+//! 8     4                 1                     the byte
+//! 4     8                 1                     bits 4 p ..
+//! 2     16                1                     bits 2 p ..
+//! 3     32                3                     p up to 5: bits 4 (p mod 2) .. of line p div 2
+//!                                               p of 6 and 7: bits 3 and 7 of all three lines, the lowest in line 0
+//! ```
+//!
+//! So a core reads one stream of memory from beginning to end, and one instruction multiplies four inputs of 16
+//! outputs. Four inputs of 16 outputs are also a row of an AMX tile.
 
 use half::{bf16, f16};
 

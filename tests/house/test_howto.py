@@ -1,5 +1,5 @@
-"""The how-to pages and the example of engines: their commands run on the embedded model or on earlier results of the page; `test_docs`
-reads the others.
+"""The how-to pages and the example of engines: their commands run on the embedded model or on earlier results of the
+page; `test_docs` reads the others.
 
 `python -m tests.house.test_howto PAGE` runs a page's commands and writes anew what they print.
 """

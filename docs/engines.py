@@ -19,12 +19,9 @@ $ loopq export Q --format compressed-tensors --out Q-ct
 ```
 
 `export` and `quantize --format` refuse a file that no engine reads right, before the work. If one engine reads a file
-wrong without an error, name the engine that the file is for: `--for NAME`. This option also refuses what the engine is
-known to refuse. `--force` writes the file all the same, and says so in it.
-
-Then each installed engine that reads the format loads the file in a separate process. Its logits of random tokens must
-be those of loopq, up to rounding, or the file is removed. `--verify no` asks no engine. loopq itself is the engine of
-its embedded models.
+wrong without an error, name the engine that the file is for: `--for NAME`. `--force` writes the file all the same, and
+says so in it. Then each installed engine that reads the format loads the file. Its logits of random tokens must be
+those of loopq, up to rounding, or the file is removed. `--verify no` asks no engine.
 
 The tables are of {date}. "Run" means that the library itself loaded the file and was compared. "Source read" means that
 nobody has run it. No GPU has run any of these files.
@@ -33,9 +30,8 @@ nobody has run it. No GPU has run any of these files.
 |---|---|
 {reads}
 
-`native` needs loopq beside the engine: [transformers](interop.md#transformers-from-the-native-checkpoint) with
-`import loopq.runtime.transformers`, or [vLLM on a CPU](interop.md#vllm-on-a-cpu) with loopq's plugin. `--for NAME`
-checks such files before the work, and the engine is not asked afterwards.
+`native` needs loopq beside [transformers](interop.md#transformers-from-the-native-checkpoint) or
+[vLLM on a CPU](interop.md#vllm-on-a-cpu), and these are not asked afterwards.
 
 ## What is refused
 

@@ -201,6 +201,7 @@ def _tables() -> dict[tuple[Path, str], str]:
         **{
             (docs / "formats" / "gguf.md", f"types of {run['model']}"): gguf.shown(run)
             for run in record["gguf"].values()
+            if run["model"] == gguf.SHOWN_MODEL
         },
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
         **calls.pages(record["calls"]),

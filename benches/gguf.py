@@ -65,7 +65,7 @@ FILES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
 FP4 = ("mxfp4", "nvfp4")
 #: Model and types in the table of docs/formats/gguf.md; the record has all.
 SHOWN_MODEL = "looped"
-SHOWN = ("q2_0", "q2_k", "q3_k", "mxfp4", "iq4_xs", "q4_0", "nvfp4", "q4_k", "q5_k", "q6_k", "q8_0")
+SHOWN = ("q2_0", "q2_k", "q3_k", "mxfp4", "q4_0", "nvfp4", "q4_k", "q6_k", "q8_0")
 GRIDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"bits": 4, "group_size": 32},
     "nvfp4": {"bits": 4, "group_size": 16},

@@ -173,7 +173,9 @@ def _published(kind: str, order: Sequence[int]) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    slow_unless(("GPTNeoX", "Llava").__contains__, ["GPTNeoX", "GPTBigCode", "Lfm2", "Llava", "Gemma4", "BioGpt"]),
+    slow_unless(
+        ("GPTNeoX", "Llava").__contains__, ["GPTNeoX", "GPTBigCode", "Lfm2", "Llava", "Gemma4", "BioGpt"]
+    ),
 )
 def test_a_decoder_of_any_class_is_the_model_written_out(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

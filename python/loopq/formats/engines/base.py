@@ -186,8 +186,16 @@ class Question:
         (work / "job.json").write_text(json.dumps(job), "utf-8")
 
 
-def ask(engine: str, questions: Sequence[Question], python: str = sys.executable) -> list[Reading]:
-    """Let an engine of an interpreter read files in a process of its own, and compare its logits."""
+def ask(
+    engine: str,
+    questions: Sequence[Question],
+    python: str = sys.executable,
+    program: Sequence[str] = ("-m", "loopq.formats.engines"),
+) -> list[Reading]:
+    """Let an engine of an interpreter read files in a process of its own, and compare its logits.
+
+    `program` are the interpreter's arguments before the folders of the questions.
+    """
     with tempfile.TemporaryDirectory(prefix="loopq-engine-") as place:
         folders = [Path(place) / str(i) for i in range(len(questions))]
         for folder, question in zip(folders, questions, strict=True):
@@ -199,7 +207,7 @@ def ask(engine: str, questions: Sequence[Question], python: str = sys.executable
             "HF_HUB_OFFLINE": "1",
             "HF_MODULES_CACHE": f"{place}/modules",
         }
-        command = [python, "-m", "loopq.formats.engines", *map(str, folders)]
+        command = [python, *program, *map(str, folders)]
         done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
         last = next(iter(done.stderr.strip().splitlines()[-1:]), "")
         ended = Reading(engine, problem=f"its process ended with {done.returncode}: {last[:300]}")

@@ -109,6 +109,7 @@ ENTRIES = (
         "4.57.6: run", code=True,
     ),
     Support("transformers", ("generic",), "where the model is one of transformers'", "5.24: run", _PAIRS),
+    Support("transformers", ("looped",), "loopq's integration", "5.24: run", _PAIRS, _NATIVE),
     Support(
         "transformers", ("looped",), "its own class reads weights that packed layers do not have", "5.24: run",
         formats=(*_GPTQ, *_CT), kinds=("gpt_bigcode",), runs=False,

@@ -363,7 +363,9 @@ class _ModelFolder:
         files = {path.relative_to(self.path).as_posix(): path.read_bytes() for path in paths}
         if self.loop is not None or more:
             files["config.json"] = json.dumps(self.looped() | dict(more), indent=2).encode()
-        return hf_folder.for_all_versions(hf_folder.unquantized(files))
+        plain = hf_folder.for_all_versions(hf_folder.unquantized(files))
+        # A loop that the folder has itself gets the type of one that the name adds.
+        return hf_folder.looped_files(plain, remote_code=False)
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import loopq
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.convert import read_any
 from loopq.formats.hf_folder import looped_files
 from loopq.layers.loop_spec import with_loop
@@ -108,6 +108,18 @@ def test_compressed_tensors_with_code_run_the_loop(tmp_path):
     loopq.export(folder, tmp_path / "ct", "compressed-tensors", remote_code=True)
     _check(_elsewhere(tmp_path / "ct", tmp_path), _logits(folder))
     assert torch.equal(_logits(tmp_path / "ct"), _logits(folder))
+    # What transformers saved again has plain weights and the code of the loop.
+    again = tmp_path / "out.pt-again"
+    assert (again / "modeling_looped.py").read_bytes() == (
+        tmp_path / "ct" / "modeling_looped.py"
+    ).read_bytes()
+    with pytest.raises(CheckpointError, match=r"remove quantization_config from config\.json"):
+        loopq.load(again)
+    config = json.loads((again / "config.json").read_text())
+    del config["quantization_config"]
+    (again / "config.json").write_text(json.dumps(config))
+    dense = load_model(again).system.rollout(Batch(_ids(), (0, 1)), STEPS)
+    torch.testing.assert_close(dense, _logits(folder), rtol=1e-4, atol=1e-4)
 
 
 def test_plain_transformers_refuses_the_type_of_a_loop(tmp_path):

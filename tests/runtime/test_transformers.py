@@ -117,6 +117,8 @@ def test_logits_are_those_of_load_and_saving_keeps_the_codes(name, grid, tmp_pat
     reloaded.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert torch.equal(_logits(again), _logits(reloaded))
+    with pytest.raises(CheckpointError, match=r"saves them again: give the folder that loopq wrote"):
+        loopq.load(tmp_path / "saved")
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
     for tensor_name, tensor in packed.items():
         assert saved[tensor_name].data.tobytes() == tensor.data.tobytes()

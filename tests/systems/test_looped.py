@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,18 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
     assert calls == {"0": 1, "1": 2, "2": 2, "3": 1, "4": 1}
 
 
-def test_transformers_runs_the_loop_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", ["name", "files"])
+def test_transformers_runs_the_loop_of_a_checkpoint(folder: Path, tmp_path: Path, told_by: str) -> None:
     from transformers import AutoModelForCausalLM
 
     import loopq.runtime.transformers
 
-    ids = [row.tolist() for row in _ids()]
-    loopq.quantize(
-        f"looped:{folder}[1:3]x2", ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12
-    )
+    ids, source = [row.tolist() for row in _ids()], f"looped:{folder}[1:3]x2"
+    if told_by == "files":
+        shutil.copytree(folder, source := str(tmp_path / "m"))
+        data = json.loads((folder / "config.json").read_text()) | {"looped_layers": [1, 3, 2]}
+        (tmp_path / "m" / "config.json").write_text(json.dumps(data))
+    loopq.quantize(source, ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
     with torch.no_grad():
         logits = model(_ids())

@@ -42,6 +42,11 @@ def format_of(path: str | Path) -> Format:
     if quantization is None:
         raise CheckpointError(f"{path}: a model that is not quantized: config.json has no {hf_folder.KEY}")
     method = quantization.get("quant_method")
+    if method == hf_folder.METHOD:
+        raise CheckpointError(
+            f"{path}: codes of loopq without {store.INDEX}, as transformers saves them again: give the folder that "
+            "loopq wrote, or open this one by from_pretrained after `import loopq.runtime.transformers`"
+        )
     version = quantization.get("checkpoint_format") or quantization.get("format")
     known = [name for name, target in FORMATS if target.reads and not target.own]
     raise CheckpointError(

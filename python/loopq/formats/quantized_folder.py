@@ -307,7 +307,11 @@ class QuantizedFolder(Format):
             layer = self.read_layer(module, reader, quantization)
             layers[layer.name] = layer
         if not layers and reader.tensors is stored:
-            raise CheckpointError(f"{path}: config.json says {self.name}, but there is no quantized layer")
+            raise CheckpointError(
+                f"{path}: config.json says {self.name}, but no layer has codes; transformers writes plain weights when "
+                "it saves such a model again. Give the folder before that, or remove quantization_config from "
+                "config.json to have a model in full precision"
+            )
         dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
         side = hf_folder.side_files(
             path, frozenset({RECORD, store.REPORT, hf_folder.CARD, hf_folder.PICTURE})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from loopq.formats.engines import ENGINES
+from loopq.formats.engines import ENGINES, llama_cpp
 from loopq.formats.engines.__main__ import answer
 from loopq.formats.engines.base import TOLERANCE, Engine, Question, ask, compared
 from loopq.formats.support import READS
@@ -80,6 +83,68 @@ def test_a_process_that_ends_says_so():
     assert "process ended with" in reading.problem
     assert not reading.same
     json.dumps(dataclasses.asdict(reading))
+
+
+#: What llama.cpp wrote about a file of an unknown architecture (xllamacpp 2026.10).
+LOG = """0.00.000.434 I srv          init: initializing ...
+0.00.060.871 E llama_model_load: error loading model: unknown model architecture: 'dory'
+0.00.060.875 E llama_model_load_from_file_impl: failed to load model
+"""
+
+
+def test_the_cause_in_the_log_of_a_native_engine_is_said(told, monkeypatch, capfd):
+    def failed(self, *_):
+        os.write(2, LOG.encode())
+        raise RuntimeError("Failed to init server")
+
+    engine = ENGINES.get("llama.cpp")
+    monkeypatch.setattr(Made, "logits", failed)
+    monkeypatch.setattr(Made, "cause", lambda self, said: engine.cause(said))
+    problem = told(None).problem
+    cause = "llama_model_load: error loading model: unknown model architecture: 'dory'"
+    assert problem == f"RuntimeError: Failed to init server ({cause})"
+    assert engine.cause("0.00.003 W srv init: no API key is set") == ""
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "after"
+
+
+@pytest.mark.parametrize(("silent", "positions"), [((), [0, 2, 4]), ((0, 4), [1, 2, 3])])
+def test_llama_cpp_is_asked_elsewhere_after_a_part_of_a_character(monkeypatch, silent, positions):
+    """It gives no probabilities where the most probable token is the first byte of a character."""
+
+    class Server:
+        def __init__(self, settings):
+            assert settings.model.path == "f"
+
+        def handle_completions(self, asked):
+            n = len(asked["prompt"]) - 1
+            likely = [{"id": i, "logprob": -float(n + i)} for i in (2, 0, 1)]
+            given = None if n in silent else {"content": [{"top_logprobs": likely}]}
+            return {"choices": [{"logprobs": given}]}
+
+    def params():
+        return SimpleNamespace(
+            model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
+        )
+
+    package = SimpleNamespace(CommonParams=params, Server=Server)
+    monkeypatch.setattr(llama_cpp, "require", lambda *_: package)
+    monkeypatch.setattr(llama_cpp, "open_gguf", lambda path: None)
+    monkeypatch.setattr(llama_cpp, "contents", lambda *_: ["a", "b", "c"])
+    ids = np.zeros((2, 5), np.int64)
+    logits, found, _ = ENGINES.get("llama.cpp").logits(Path("f"), ids, False, None)
+    assert found == positions
+    assert logits[1].tolist() == [[-n, -n - 1, -n - 2] for n in positions]
+    silent = range(5)
+    with pytest.raises(RuntimeError, match="part of a character"):
+        ENGINES.get("llama.cpp").logits(Path("f"), ids, False, None)
+
+
+def test_a_process_that_is_killed_says_its_last_line():
+    question = Question(Path("f"), "gptq", np.zeros((2, 5), np.int64), LOGITS)
+    program = ("-c", "import os; os.write(2, b'one\\nGGML_ASSERT failed\\n'); os.abort()")
+    (reading,) = ask("made", [question], sys.executable, program)
+    assert reading.problem == "its process ended with -6: GGML_ASSERT failed"
 
 
 def test_engines_read_formats_that_the_table_names():

@@ -24,6 +24,9 @@ from loopq.errors import require
 #: "int8": products with activations rounded to 8 bits.
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.15}
 
+#: File of a question with what the engine wrote to its standard error.
+STDERR = "stderr"
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -130,6 +133,10 @@ class Engine(ABC):
         """Return why it cannot be asked about a file, which says nothing about the file. It is empty if it can."""
         return ""
 
+    def cause(self, said: str) -> str:
+        """Return the cause of a failure from the standard error of its process. It is empty if its exception has it."""
+        return ""
+
     @abstractmethod
     def logits(
         self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None
@@ -209,10 +216,17 @@ def ask(
         }
         command = [python, *program, *map(str, folders)]
         done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
-        last = next(iter(done.stderr.strip().splitlines()[-1:]), "")
-        ended = Reading(engine, problem=f"its process ended with {done.returncode}: {last[:300]}")
-        answers = [folder / "answer.json" for folder in folders]
-        return [Reading(**json.loads(a.read_text("utf-8"))) if a.is_file() else ended for a in answers]
+        return [_answer(folder, engine, done) for folder in folders]
+
+
+def _answer(work: Path, engine: str, done: subprocess.CompletedProcess[str]) -> Reading:
+    """Return an engine's answer, or how its process ended without one."""
+    answer, kept = work / "answer.json", work / STDERR
+    if answer.is_file():
+        return Reading(**json.loads(answer.read_text("utf-8")))
+    said = (kept.read_text("utf-8", "replace") if kept.is_file() else "") or done.stderr
+    last = " ".join(said.strip().splitlines()[-1:])
+    return Reading(engine, problem=f"its process ended with {done.returncode}: {last[:300]}")
 
 
 def compared(

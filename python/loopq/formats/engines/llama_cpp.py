@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from loopq.formats.gguf.file import contents, open_gguf
 
 #: Positions of a prompt that are compared.
 _N_POSITIONS = 3
+#: A line of its log about an error, after the time.
+_ERROR = re.compile(r"^[0-9.]+ E (.+)$", re.MULTILINE)
 
 
 class LlamaCpp(Engine):
@@ -33,6 +36,11 @@ class LlamaCpp(Engine):
         """It loads no model without a tokenizer."""
         tokens = contents(path, open_gguf(path), "tokenizer.ggml.tokens")
         return "the file has no tokenizer" if tokens is None else ""
+
+    def cause(self, said: str) -> str:
+        """Its exception says that it failed, and the first error in its log says why."""
+        found = _ERROR.search(said)
+        return " ".join(found[1].split()) if found else ""
 
     def logits(
         self, path: Path, ids: NDArray[np.int64], trust_remote_code: bool, states: NDArray[np.float32] | None

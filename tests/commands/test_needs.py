@@ -7,6 +7,8 @@ import json
 import pytest
 
 from loopq.commands.needs import needs
+from loopq.formats.hf_folder import looped_files
+from loopq.layers.loop_spec import with_loop
 from loopq.models.hf import TESTED_TRANSFORMERS
 
 
@@ -65,3 +67,13 @@ def test_what_a_folder_needs(tmp_path):
     assert "a class of transformers" in text
     assert "beside the weights" in text
     assert "Mamba-130M, Mamba-2.8B" in text_of("mamba")
+
+
+def test_a_folder_with_the_code_of_its_loop_needs_no_code(tmp_path):
+    config = with_loop({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, [1, 3, 2])
+    files = looped_files({"config.json": json.dumps(config).encode()}, remote_code=True)
+    (tmp_path / "config.json").write_bytes(files["config.json"])
+    text = text_of(tmp_path)
+    assert "model_type loopq_looped" in text
+    assert "a class of transformers" in text
+    assert "trust-remote-code" not in text

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from loopq.layers.loop_spec import without_type
 from loopq.models.hf import TESTED_TRANSFORMERS, has_tokenizer, is_known
 from loopq.storage.files import read_json
 from loopq.systems import SYSTEMS
@@ -79,12 +80,15 @@ def _of_published(name: str, kind: type[LoopedSystem]) -> list[tuple[str, str]]:
 
 def _of_folder(folder: Path) -> list[tuple[str, str]]:
     config: Mapping[str, Any] = read_json(folder / "config.json", finite=False)
+    kind = config.get("model_type")
+    # loopq builds the dense model of a loop, and needs no code beside it.
+    config = without_type(config)
     code, version = _CODE[
         "transformers" if is_known(config) else "checkpoint" if "auto_map" in config else "own"
     ]
     written = config.get("transformers_version", "no version that it names")
     stored = config.get("dtype", config.get("torch_dtype"))
-    lines = [(str(folder), f"model_type {config.get('model_type')}"), ("code", code)]
+    lines = [(str(folder), f"model_type {kind}"), ("code", code)]
     lines += [("transformers", f"written with {written}; {_asked(version)}")] if version else []
     tokenizer = "beside the weights" if has_tokenizer(folder) else _NO_TOKENIZER
     return [*lines, ("tokenizer", tokenizer), ("dtype", f"{stored}, {_DTYPE}" if stored else _DTYPE)]

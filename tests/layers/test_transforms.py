@@ -86,6 +86,16 @@ def test_a_rotation_spreads_an_outlier_column():
     assert max(losses[k] for k in losses if k != "none") < 0.5 * losses["none"]
 
 
+@pytest.mark.parametrize(("kind", "most"), [("hadamard", 1.0), ("signed", 0.25), ("random", 0.25)])
+def test_signs_spread_a_constant_input(kind, most):
+    """Else one column has it all, and the others fall below the precision of the sums."""
+    turned = Rotation(128, kind, 128).fold(np.ones((1, 128), np.float32)) ** 2
+    assert (
+        turned.max() / turned.sum() == pytest.approx(1) if most == 1 else turned.max() < most * turned.sum()
+    )
+    assert RotationConfig("hadamard").of(128, 8) == Rotation(128, "signed", 128)
+
+
 def test_channel_scales_change_no_product():
     rng = np.random.default_rng(3)
     weight, x = rng.normal(size=(5, 12)).astype(np.float32), rng.normal(size=(30, 12)).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ nobody has run it. No GPU has run any of these files.
 {reads}
 
 `native` needs loopq beside [transformers](interop.md#transformers-from-the-native-checkpoint) or
-[vLLM on a CPU](interop.md#vllm-on-a-cpu), and these are not asked afterwards.
+[vLLM on a CPU](interop.md#vllm-on-a-cpu), and these are not asked afterwards. The pairs below were shown to
+transformers.
 
 ## What is refused
 
@@ -57,6 +59,8 @@ A system without a row of an engine and a format is refused for them, with the r
 record](../../benches/record/engines.json) has each result. GPTQ's kernels round to float16, and llama.cpp rounds
 activations to 8 bits.
 
+{counts}
+
 | engine | format | models read | largest difference of a logit |
 |---|---|---|---|
 {pairs}
@@ -65,13 +69,15 @@ activations to 8 bits.
 
 def page() -> str:
     """Return the page."""
+    record = json.loads(RECORD.read_text("utf-8"))["pairs"]
     text = HEAD.format(
         date=DATE,
         reads="\n".join(f"| {engine} | {_code(formats)} |" for engine, formats in READS.items()),
         refused="\n".join(_refused()),
         nowhere=" and ".join((_code(NOWHERE[:-1]), _code(NOWHERE[-1:]))),
         systems="\n".join(_systems()),
-        pairs="\n".join(_pairs(json.loads(RECORD.read_text("utf-8")))),
+        pairs="\n".join(_pairs(record)),
+        counts=_counts([pair for forms in record.values() for pair in forms.values()]),
     )
     wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     blocks = text.strip().split("\n\n")
@@ -145,6 +151,27 @@ def _pairs(record: dict[str, Any]) -> list[str]:
         f"| {engine} | `{form}` | {len(values)} | {max(values):.1g} |"
         for (engine, form), values in sorted(found.items())
     ]
+
+
+def _counts(pairs: list[dict[str, Any]]) -> str:
+    """Pairs by what loopq does with them, and readings by what the engine made of the file."""
+    refused = [pair for pair in pairs if pair["refused"]]
+    named = sum(bool(pair["named"]) for pair in refused)
+    found: Counter[str] = Counter()
+    for pair in pairs:
+        right = (*pair["engines"], *pair["named"])
+        for engine, reading in pair["readings"].items():
+            same = reading["difference"] is not None and reading["difference"] <= reading["allowed"]
+            found["refused" if engine not in right else "equal" if same else "wrong"] += not reading[
+                "skipped"
+            ]
+    return (
+        f"Of {len(pairs)} pairs loopq writes {len(pairs) - len(refused)} for every engine that reads the format, "
+        f"{named} for a named engine alone, and refuses {len(refused) - named} with the reason. Engines read "
+        f"{found['equal']} of the files that loopq writes, equal up to rounding, and {found['wrong']} not. Of the "
+        f"refused ones {found['refused']} were written by force and shown to an engine: it raised an error or gave "
+        "other logits."
+    )
 
 
 if __name__ == "__main__":

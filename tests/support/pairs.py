@@ -6,6 +6,7 @@ prints; names of models after it walk those alone. An engine that is not here ke
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import json
@@ -326,7 +327,21 @@ def _pair(work: Path, source: Any, name: str, form: str, made: dict[str, _Made])
         return pair
     if saved:
         pair.question = quantized.asked().of(out, form, trust_remote_code=True)
+    elif form == NATIVE.name:
+        found, expected = (_filled(place, source) for place in (out, result))
+        pair.readings["loopq"] = compared("loopq", found, expected, "float32")
     return pair
+
+
+def _filled(checkpoint: Any, model: Any) -> NDArray[np.float32]:
+    """Outputs of a model of a class that loopq does not build, with the weights of a checkpoint."""
+    system = loopq.load(checkpoint, copy.deepcopy(model)).system
+    ids = np.resize(IDS, (2, getattr(getattr(model, "config", None), "seq_len", 8)))
+    with torch.no_grad():
+        values: NDArray[np.float32] = (
+            system.rollout(Batch(torch.from_numpy(ids), (0, 1)), system.n_steps).float().numpy()
+        )
+    return values
 
 
 def _reads(engine: str, form: str, result: loopq.Checkpoint, options: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from loopq.formats.native import NATIVE
 from loopq.layers.loop_spec import BASE
 
 #: Day of the newest entry.
-DATE = "2026-11-27"
+DATE = "2026-11-29"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),

@@ -277,18 +277,30 @@ def test_the_page_is_what_the_rules_print():
 
 
 @pytest.mark.parametrize(
-    ("config", "match"),
+    ("engine", "form", "config", "match"),
     [
-        ({"looped_base": "gpt_bigcode"}, "reads weights that packed layers do not have"),
-        ({"looped_base": "gpt_neox"}, "taken for codes"),
-        ({"looped_base": "llava", "text_config": {}}, "a loop in the text model of a multimodal model"),
+        (
+            "transformers",
+            "compressed-tensors",
+            {"looped_base": "gpt_bigcode"},
+            "weights that packed layers do",
+        ),
+        ("transformers", "compressed-tensors", {"looped_base": "gpt_neox"}, "taken for codes"),
+        (
+            "transformers",
+            "compressed-tensors",
+            {"looped_base": "llava", "text_config": {}},
+            "multimodal model",
+        ),
+        ("gptqmodel", "gptq", {"looped_base": "phi3"}, "other names of fused layers"),
+        ("gptqmodel", "gptq_v2", {"looped_base": "gpt_oss"}, "other ones, or not finite"),
     ],
 )
-def test_loops_of_classes_that_transformers_reads_wrong_are_refused(config, match):
+def test_loops_of_classes_that_an_engine_reads_wrong_are_refused(engine, form, config, match):
     plain = layers(mlp__down_proj={})
     known = {"model_type": "loopq_looped", "looped_layers": [1, 2, 2], "auto_map": {}, **config}
     with pytest.raises(CheckpointError, match=match):
-        check_engine("transformers", "compressed-tensors", plain, "looped", known)
+        check_engine(engine, form, plain, "looped", known)
     llama = {**known, "looped_base": "llama"}
     llama.pop("text_config", None)
-    check_engine("transformers", "compressed-tensors", plain, "looped", llama)
+    check_engine(engine, form, plain, "looped", llama)

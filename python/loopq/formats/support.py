@@ -116,7 +116,7 @@ ENTRIES = (
     ),
     Support(
         "transformers", ("looped",), "its head has another name in the files, and is taken for codes", "5.24: run",
-        formats=(*_GPTQ, *_CT), kinds=("gpt_neox",), runs=False, silent=True,
+        _PAIRS, _CT, ("gpt_neox",), runs=False, silent=True,
     ),
     Support(
         "transformers", ("looped",), "the code of the loop in the folder (--remote-code)", "5.24: run", _PAIRS,
@@ -174,6 +174,14 @@ ENTRIES = (
     Support(
         "llama.cpp", ("ouro",), "its release of October 2026 has no such architecture", "xllamacpp 2026.10: run",
         runs=False,
+    ),
+    Support(
+        "gptqmodel", ("looped",), "it looks for other names of fused layers or of experts", "7.7: run", _PAIRS,
+        kinds=("glm4", "mixtral", "phi3"), runs=False,
+    ),
+    Support(
+        "gptqmodel", ("looped",), "its logits are other ones, or not finite", "7.7: run", _PAIRS,
+        kinds=("gemma4_text", "gpt_neox", "gpt_oss"), runs=False, silent=True,
     ),
     Support(
         "gptqmodel", ("looped",), "the code of the loop in the folder (--remote-code)", "7.7: run", _PAIRS, code=True

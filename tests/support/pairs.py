@@ -123,7 +123,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "Phi": {},
     "Phi3": {"pad_token_id": 0},
-    "Granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "Granite": {
+        "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25,
+    },
     "SmolLM3": {"pad_token_id": 0},
     "Cohere": {},
     "Olmo2": {},

@@ -166,8 +166,8 @@ def _counts(pairs: list[dict[str, Any]]) -> str:
                 "skipped"
             ]
     return (
-        f"Of {len(pairs)} pairs loopq writes {len(pairs) - len(refused)} for every engine that reads the format, "
-        f"{named} for a named engine alone, and refuses {len(refused) - named} with the reason. Engines read "
+        f"Of {len(pairs)} pairs loopq writes {len(pairs) - len(refused)}, another {named} for a named engine alone, "
+        f"and refuses {len(refused) - named} with the reason. Engines read "
         f"{found['equal']} of the files that loopq writes, equal up to rounding, and {found['wrong']} not. Of the "
         f"refused ones {found['refused']} were written by force and shown to an engine: it raised an error or gave "
         "other logits."

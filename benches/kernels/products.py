@@ -1,4 +1,4 @@
-"""Times of the int4 product on a GPU with a cold L2, against cuBLAS and torch's own int4 matmul."""
+"""Times of the int4 product on a GPU with a cold L2, against cuBLAS, torch's own int4 matmul and Marlin."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benches.kernels.marlin import time_marlin
 from benches.kernels.procedure import (
     TOKENS,
     Int4Layer,
@@ -161,9 +162,9 @@ def compare_products(
     -------
     dict
         ``copy_bandwidth`` in bytes per second; ``products``: per layer and tokens the times of the int4
-        kernel, of cuBLAS (paired trials, with the ratio's interval) and of torch's int4, and the int4 bytes per
-        second as a share of the copy bandwidth; ``step``: per tokens the sum over a step's calls and its ratio
-        to cuBLAS.
+        kernel, of cuBLAS (paired trials, with the ratio's interval), of torch's int4 and of Marlin, and the int4
+        bytes per second as a share of the copy bandwidth; ``step``: per tokens the sum over a step's calls and its
+        ratio to cuBLAS.
     """
     procedure = procedure or Procedure()
     bandwidth = copy_bandwidth(backend, procedure) if bandwidth is None else bandwidth
@@ -201,6 +202,7 @@ def _compare_layer(
         "cublas_bf16": Timing.of(cublas).__dict__,
         "ratio": ratio_of(cublas, ours),
         "torch_int4": time_torch_int4(backend, layer, tokens, procedure),
+        "marlin": time_marlin(backend, layer, tokens, procedure),
         "int4_bytes": n_bytes,
         "share_of_copy_bandwidth": n_bytes / (timing.median * 1e-6) / bandwidth,
     }

@@ -13,7 +13,7 @@ _TEXT = [5, 9, 7, 30, 11, 12]
 
 
 def test_each_backend_before_the_used_one_has_a_reason():
-    decoder = Decoder(open_system(CASES["Parcae"]), 2, Generation())
+    decoder = Decoder(open_system(CASES["control"]), 1, Generation())
     assert decoder.backend.name == "rollout"
     assert decoder.declined == {
         "runner": "the runner takes models with codes, on the processor",
@@ -33,7 +33,7 @@ def test_a_cache_that_fails_or_gives_other_logits_is_not_used(monkeypatch):
     system = open_system(CASES["transformers HRM-Text"])
     right = system.extend
     monkeypatch.setattr(system, "extend", lambda *args: (right(*args)[0] * 1.01, None))
-    assert Decoder(system, 2, Generation()).declined["cache"] == "the model's own cache gives other logits"
+    assert Decoder(system, 2, Generation()).declined["cache"] == "the cache gives other logits"
     monkeypatch.setattr(system, "extend", lambda *args: [][0])
     decoder = Decoder(system, 2, Generation())
     assert "IndexError" in decoder.declined["cache"]

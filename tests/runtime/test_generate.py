@@ -20,9 +20,10 @@ _TEXT = [5, 9, 7, 30, 11, 12]
 _MORE = [8, 21, 4, 17]
 _SILENT = ("albert", "trm")
 _CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SILENT}
-#: Classes, or adapters, that keep keys and values.
+#: Models whose keys and values are kept, by their class or by their adapter.
 _CACHED = (
-    "COCONUT", "IQuest", "LoopUS", "looped Llama", "looped OLMoE, experts", "looped Qwen2, windows",
+    "COCONUT", "Huginn", "IQuest", "LoopFormer", "LoopFormer, hub", "LoopUS", "Nanbeige", "Nanbeige, weighted loops",
+    "Ouro", "Ouro, early exit", "Parcae", "R-Llama", "looped Llama", "looped OLMoE, experts", "looped Qwen2, windows",
     "transformers Dory", "transformers GPT-2 COCONUT", "transformers GPT-NeoX Ponder",
     "transformers GPT-NeoX Ponder, scaled", "transformers HRM-Text", "transformers Inkling-2", "transformers Mamba",
     "transformers Zamba", "transformers Zamba2", "generic HRM-Text", "generic Zamba",

@@ -11,9 +11,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loopq.errors import ConfigError
 from loopq.runtime import graph
 from loopq.runtime.generate import Decoder, Generation
 from loopq.runtime.linear import LAYOUTS
+from loopq.systems import fixed
 from loopq.systems.capabilities import marked
 from tests.support.accelerator import DEVICE, accelerator
 from tests.support.linear import coded
@@ -24,11 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast 
 
 _TEXT, _MORE = [5, 9, 7, 30, 11, 12], [8, 21, 4, 17, 2, 33, 19]
 _RECORDED = (
-    "looped Llama", "looped Qwen2, windows", "transformers Dory", "transformers GPT-2 COCONUT",
-    "transformers GPT-NeoX Ponder", "transformers HRM-Text", "transformers Inkling-2", "transformers Mamba",
-    "transformers Zamba", "generic HRM-Text",
+    "Huginn", "LoopFormer", "Nanbeige", "Ouro", "Parcae", "R-Llama", "looped Llama", "looped Qwen2, windows",
+    "transformers Dory", "transformers GPT-2 COCONUT", "transformers GPT-NeoX Ponder", "transformers HRM-Text",
+    "transformers Inkling-2", "transformers Mamba", "transformers Zamba", "generic HRM-Text",
 )  # fmt: skip
-_QUICK = ("looped Llama", "looped Qwen2, windows", "transformers GPT-2 COCONUT", "transformers Mamba")
+_QUICK = (*_RECORDED[:8], "transformers GPT-2 COCONUT", "transformers Mamba")
 
 
 class _Recorder:
@@ -63,7 +65,7 @@ def recorder(monkeypatch):
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in _QUICK, _RECORDED))
 def test_replays_give_the_logits_of_a_rollout(name, recorder, monkeypatch):
-    monkeypatch.setattr(graph, "_BLOCK", 4)
+    monkeypatch.setattr(fixed, "BLOCK", 4)
     case = CASES[name]
     system = open_system(case)
     # Inkling-2's gates and Mamba's scan stay float32.
@@ -80,7 +82,8 @@ def test_replays_give_the_logits_of_a_rollout(name, recorder, monkeypatch):
         expected = rolled_out(system, text, n_steps)[-1]
         room = 1e-6 if exact else 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(decoder(text), expected, rtol=1e-6 if exact else 1e-5, atol=room)
-    assert recorder.records > 1
+    # A text that outgrows loopq's own cache needs another recording, and another text does not.
+    assert recorder.records == 1 if isinstance(system, fixed.FixedCached) else recorder.records > 1
     assert recorder.replays > recorder.records
 
 
@@ -111,13 +114,20 @@ def test_a_failed_recording_leaves_the_models_cache(monkeypatch):
         torch.testing.assert_close(decoder(text), rolled_out(system, text, 2)[-1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("Ouro", "no graph: tuple changes its size"), ("Parcae", "the model has no cache")],
-)
-def test_a_cache_that_changes_its_size_is_not_recorded(name, reason, recorder):
-    assert Decoder(open_system(CASES[name]), 2, Generation()).declined["graph"] == reason
+def test_a_cache_that_changes_its_size_is_not_recorded(recorder):
+    declined = Decoder(open_system(CASES["IQuest"]), 2, Generation()).declined["graph"]
+    assert declined == "no graph: dict changes its size"
     assert recorder.records == 0
+
+
+def test_positions_end_the_room_of_a_recording(recorder):
+    system = open_system(CASES["Huginn"])
+    decoder = Decoder(system, 1, Generation(n_tokens=100))
+    text = list(range(4, 36))
+    for n in (31, 32):
+        torch.testing.assert_close(decoder(text[:n]), rolled_out(system, text[:n], 1)[-1])
+    with pytest.raises(ConfigError, match="huginn: 33 tokens, but the model has 32 positions"):
+        decoder([*text, 5])
 
 
 def test_steps_are_launched_one_by_one_without_a_recorder():
@@ -174,6 +184,15 @@ def _waits(out):
 
 
 _ONE = torch.ones(())
+
+
+@pytest.mark.parametrize("name", _RECORDED[:6])
+def test_a_step_in_loopqs_own_cache_does_not_touch_the_processor(name, monkeypatch):
+    monkeypatch.setitem(graph.RECORDERS, DEVICE, _captured)
+    system = open_system(CASES[name])
+    with accelerator():
+        system.model.to(DEVICE)
+        assert Decoder(system, 1, Generation()).declined.get("graph") is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import loopq
 from loopq.models.check import check_model
 from loopq.systems import find_system
 from loopq.systems.base import Batch
+from loopq.systems.fixed import FixedCached
 from tests.support.systems import as_loaded, loopus_config
 
 _RAVEN = {
@@ -143,12 +144,18 @@ def test_layers_that_the_adapter_runs_give_what_the_class_gives(published):
     torch.testing.assert_close(system.rollout(Batch(ids, (0, 1)), system.n_steps), expected)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @torch.no_grad()
-def test_the_cache_gives_the_logits_of_a_rollout(published):
+def test_the_cache_gives_the_logits_of_a_rollout(published, fixed):
     _, system = published
+    cache = None
+    if fixed:
+        if not isinstance(system, FixedCached):
+            pytest.skip("the adapter has one cache")
+        cache = system.new_cache()
     ids = torch.randint(0, 60, (2, 11), generator=torch.Generator().manual_seed(1))
     whole = Batch(ids, (0, 1), 0, by_token=True)
-    first, cache = system.extend(Batch(ids[:, :8], (0, 1), 0, by_token=True), system.n_steps, 0, None)
+    first, cache = system.extend(Batch(ids[:, :8], (0, 1), 0, by_token=True), system.n_steps, 0, cache)
     rest = [first]
     for seen in range(8, 11):
         part = Batch(ids[:, : seen + 1], (0, 1), 0, by_token=True)

@@ -87,8 +87,8 @@ def generate(
 
     Notes
     -----
-    Layers with codes run on the processor in loopq's runner if it gives the logits of a rollout. Otherwise the model's
-    own cache is used, and without one every token is computed from all earlier ones.
+    Layers with codes run on the processor in loopq's runner if it gives the logits of a rollout. Otherwise a cache
+    is used, loopq's or the model's own, and without one every token is computed from all earlier ones.
 
     Examples
     --------

@@ -156,7 +156,7 @@ class RecordedStep(NextLogits):
 
 
 class ModelCache(NextLogits):
-    """The model's own cache. Published ones differ between versions, and some give other logits."""
+    """The cache of loopq or of the model. Published ones differ between versions, and some give other logits."""
 
     name = "cache"
 
@@ -165,8 +165,8 @@ class ModelCache(NextLogits):
         _refuse_exit(job)
         self._cache: Any = None
         served = isinstance(job.system, ServedByCache) and job.system.served_by_cache
-        with _others_code("the model's own cache"):
-            self._try("the model's own cache", served)
+        with _others_code("the cache"):
+            self._try("the cache", served)
 
     def extend(self, batch: Batch, n_seen: int) -> Tensor:
         if n_seen == 0:

@@ -68,7 +68,7 @@ class Decoder:
     ----------
     backend : loopq.runtime.backends.NextLogits
         Computes the logits. Its `name` is "runner" (the core runs the model as one program with its cache), "graph" (a
-        recorded step is replayed), "cache" (the model's own), "exit" (the loop is left early) or "rollout".
+        recorded step is replayed), "cache" (loopq's or the model's own), "exit" (the loop is left early) or "rollout".
     declined : dict of str to str
         Backends that come before it, in this order, and why they are not used.
     depths : list of int

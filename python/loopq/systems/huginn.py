@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Published
 from loopq.systems.raven import Raven
+from loopq.systems.views import copied
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,6 +30,14 @@ class Huginn(Raven):
         """Recognised by `transformer.adapter` and core blocks with four norms each."""
         names = dict(model.named_modules())
         return "transformer.adapter" in names and "transformer.core_block.0.norm_4" in names
+
+    @property
+    def n_positions(self) -> int:
+        """Length of the rotary table."""
+        return int(self.model.freqs_cis.shape[1])
+
+    def _placed(self, positions: Tensor) -> Any:
+        return copied(self.model, freqs_cis=self.model.freqs_cis[:, positions])
 
     def _rotary(self, state: Tensor) -> Any:
         return self.model.freqs_cis[:, : state.shape[1]]

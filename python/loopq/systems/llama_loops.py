@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from loopq.layers.shared import SharedParameter
-from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.blocks import angles_of, llama_block, plain_attention
 from loopq.systems.declare import declare
+from loopq.systems.fixed import FixedCached, Positioned
 from loopq.systems.program import Program
-from loopq.systems.stepwise import StepwiseSystem
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -31,12 +31,21 @@ def llama_linears(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-class LlamaLoops(StepwiseSystem):
+class LlamaLoops(FixedCached):
     """Base of adapters with the hidden state as state and the whole stack as step."""
 
     def layers(self, n_steps: int, *others: tuple[str, dict[str, Any]]) -> tuple[SharedParameter, ...]:
         """Seven linears of every layer, then `others`."""
         return declare(self.model, [*llama_linears(self.model), *others], n_steps)
+
+    def caches(self) -> bool:
+        """Whether no layer has a window, and positions do not depend on the text's length."""
+        return plain_attention(self.model.config)
+
+    def _placed(self, positions: Tensor) -> list[tuple[nn.Module, nn.Module]]:
+        """The model's rotary embeddings, and what gives the angles of these positions in their place."""
+        named = [m for name, m in self.model.named_modules() if name.endswith("rotary_emb")]
+        return [(rotary, Positioned(rotary, positions)) for rotary in named]
 
     def program(self, n_steps: int) -> Program | None:
         """All layers, then the norm, repeated for every loop."""

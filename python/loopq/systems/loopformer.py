@@ -11,8 +11,8 @@ from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare, find_prefix
+from loopq.systems.fixed import FixedCached
 from loopq.systems.outputs import logits_of
-from loopq.systems.stepwise import StepwiseSystem
 
 _MARKER = "transformer.h.blocks.0.adaLN_modulation.1"
 _BLOCK: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -34,7 +34,7 @@ _DEFAULT_STEPS = 8
 
 
 @SYSTEMS.register("loopformer")
-class LoopFormer(StepwiseSystem):
+class LoopFormer(FixedCached):
     """LoopFormer-278M (plain torch class, with or without its hub wrapper).
 
     A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and its input
@@ -81,8 +81,19 @@ class LoopFormer(StepwiseSystem):
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         return logits_of(self._gpt(ids, targets=ids, steps=[1.0 / n_steps] * n_steps)[0])
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)
+    @property
+    def n_positions(self) -> int:
+        """Number of learned positions."""
+        return int(self._gpt.transformer.wpe.num_embeddings)
+
+    def _logits_at(self, ids: Tensor, noise: Tensor | None, n_steps: int, positions: Tensor) -> Tensor:
+        state = self._embed(ids, positions)
+        for t in range(n_steps):
+            state = self.step(state, None, t, n_steps)
+        return self.predict(state, None)
+
+    def _embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
         parts = self._gpt.transformer
         embedding: Tensor = parts.wte(ids) + parts.wpe(positions)
         return embedding

@@ -77,18 +77,20 @@ class Nanbeige(LlamaLoops):
     def _tied(self) -> bool:
         return is_embedding(self.model, "lm_head")
 
-    def _loops(self, n: int) -> Any:
-        """The model with this number of loops."""
+    def _loops(self, n: int, *others: tuple[nn.Module, nn.Module]) -> Any:
+        """The model with this number of loops, and with other modules in place of some."""
         config = self.model.config
-        return view(self.model, (config, changed(config, num_loops=n, loop_loss_weights=[])))
+        return view(self.model, (config, changed(config, num_loops=n, loop_loss_weights=[])), *others)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         return logits_of(self._loops(n_steps)(ids, use_cache=False))
 
-    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Continue with the model's cache: a slot for each layer of each loop."""
+    def _grown(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         ids = self.to_device(batch.input_ids[:, n_seen:])
         return cached(self._loops(n_steps)(ids, **past(self.model, cache)))
+
+    def _logits_at(self, ids: Tensor, noise: Tensor | None, n_steps: int, positions: Tensor) -> Tensor:
+        return logits_of(self._loops(n_steps, *self._placed(positions))(ids, use_cache=False))
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""

@@ -49,10 +49,13 @@ class Ouro(LlamaLoops):
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         return logits_of(self._loops(n_steps)(ids, use_cache=False, exit_at_step=n_steps - 1))
 
-    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Continue with the model's cache: a slot for each layer of each loop."""
+    def _grown(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         ids = self.to_device(batch.input_ids[:, n_seen:])
         return cached(self._loops(n_steps)(ids, exit_at_step=n_steps - 1, **past(self.model, cache)))
+
+    def _logits_at(self, ids: Tensor, noise: Tensor | None, n_steps: int, positions: Tensor) -> Tensor:
+        model = self._loops(n_steps, *self._placed(positions))
+        return logits_of(model(ids, use_cache=False, exit_at_step=n_steps - 1))
 
     def exit_rule(self) -> ExitRule:
         """Exit when the exit gate's cumulative probability reaches the threshold."""
@@ -65,10 +68,10 @@ class Ouro(LlamaLoops):
 
         return reached
 
-    def _loops(self, n: int) -> Any:
-        """The model with this number of loops."""
+    def _loops(self, n: int, *others: tuple[nn.Module, nn.Module]) -> Any:
+        """The model with this number of loops, and with other modules in place of some."""
         config = self.model.config
-        looped = view(self.model, (config, changed(config, total_ut_steps=n)))
+        looped = view(self.model, (config, changed(config, total_ut_steps=n)), *others)
         # The inner model has a separate copy of the loop count.
         looped.model.total_ut_steps = n
         return looped

@@ -12,8 +12,8 @@ from loopq.layers.shared import SharedParameter
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, Published
 from loopq.systems.declare import declare, find_prefix
+from loopq.systems.fixed import FixedCached
 from loopq.systems.outputs import logits_of
-from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import copied
 
 _MARKER = "transformer.core_block.0.attn.c_q"
@@ -30,7 +30,7 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @SYSTEMS.register("parcae")
-class Parcae(StepwiseSystem):
+class Parcae(FixedCached):
     """Parcae-140M to 1.3B (plain torch class).
 
     By default the published forward draws a depth per sequence and discards some of its updates. Rollouts therefore
@@ -80,8 +80,14 @@ class Parcae(StepwiseSystem):
             f"{stem}.B": "bare parameter, used as e @ B.T without a module to hook",
         }
 
-    def noise(self, batch: Batch) -> Tensor:
-        """Truncated normal noise, cut at three standard deviations, as (n_prompts, n_tokens, width)."""
+    @property
+    def n_positions(self) -> int:
+        """Length of the rotary table."""
+        return int(self._core.freqs_cis.shape[1])
+
+    def noise(self, batch: Batch, first: int = 0) -> Tensor:
+        """Truncated normal noise, cut at three standard deviations, (n_prompts, n, width) of the tokens from `first`
+        on."""
         config = self._core.config
         width = int(self._core.transformer.adapter.A_log.shape[0])
         if config.state_init != "like-init":
@@ -89,7 +95,7 @@ class Parcae(StepwiseSystem):
                 f"parcae: config.state_init is {config.state_init!r}; only 'like-init' is supported"
             )
         std = float(config.init.get_std("embedding")) * float(self._core.emb_scale)
-        noise = batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0)
+        noise = batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0, first=first)
         return self.to_device(noise, dtype=True)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
@@ -98,6 +104,18 @@ class Parcae(StepwiseSystem):
         depth = [0, n_steps] if self.keeps_graph else [n_steps, 0]
         core = copied(self._core, initialize_state=lambda embeds: noise, _current_input_ids=ids)
         return logits_of(core(ids, num_steps_pair=depth, return_logits=True))
+
+    def _logits_at(self, ids: Tensor, noise: Tensor | None, n_steps: int, positions: Tensor) -> Tensor:
+        def loop(embeds: Tensor, *rest: Any) -> tuple[Any, ...]:
+            # The published loop counts its steps on the device, and a recording must not wait for it.
+            state, total = noise, torch.tensor(n_steps)
+            for t in range(n_steps):
+                state = core.core_block_forward(state, embeds, *rest[:2], torch.tensor(t), total)
+            return state, 0, 0, state
+
+        angles = self._core.freqs_cis[:, positions]
+        core = copied(self._core, iterate_forward=loop, freqs_cis=angles, _current_input_ids=ids)
+        return logits_of(core(ids, return_logits=True))
 
     def embed(self, batch: Batch) -> Any:
         """The prelude's output and the token ids, which the value embeddings need."""

@@ -14,9 +14,9 @@ from loopq.systems.base import Batch
 from loopq.systems.blocks import raven_block
 from loopq.systems.capabilities import ExitRule
 from loopq.systems.declare import declare
+from loopq.systems.fixed import FixedCached
 from loopq.systems.outputs import cached, logits_of, past
 from loopq.systems.program import Program
-from loopq.systems.stepwise import StepwiseSystem
 from loopq.systems.views import copied
 
 BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -35,7 +35,7 @@ def initial_noise(batch: Batch, width: int, std: float, first: int = 0) -> Tenso
     return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0, first=first)
 
 
-class Raven(StepwiseSystem):
+class Raven(FixedCached):
     """Base of the adapters for the `raven` classes.
 
     In the published class a depth given as plain number runs without gradient. `step` therefore calls
@@ -90,13 +90,16 @@ class Raven(StepwiseSystem):
         depth = (0, n_steps) if self.keeps_graph else n_steps
         return logits_of(self.model(ids, num_steps=depth, input_states=self.noise(batch), use_cache=False))
 
-    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
-        """Continue with the model's cache: a slot for each block of each step."""
+    def _grown(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
         ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch, n_seen)
         return cached(
             self.model(ids, num_steps=n_steps, input_states=noise, **where, **past(self.model, cache))
         )
+
+    def _logits_at(self, ids: Tensor, noise: Tensor | None, n_steps: int, positions: Tensor) -> Tensor:
+        model = self._placed(positions)
+        return logits_of(model(ids, num_steps=n_steps, input_states=noise, use_cache=False))
 
     def program(self, n_steps: int) -> Program | None:
         """Prelude, adapter and core blocks, coda."""
@@ -160,6 +163,10 @@ class Raven(StepwiseSystem):
         after = self._leave(state)
         ids = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
         return self._forward_around(ids, lambda *rest: (after, 0, 0, state, rest[3]))
+
+    @abstractmethod
+    def _placed(self, positions: Tensor) -> Any:
+        """The model with the rotary angles of these positions."""
 
     @abstractmethod
     def _rotary(self, state: Tensor) -> Any:

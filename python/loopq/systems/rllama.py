@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Published
-from loopq.systems.blocks import angles_of
+from loopq.systems.blocks import angles_of, plain_attention
+from loopq.systems.fixed import Positioned
 from loopq.systems.raven import Raven
+from loopq.systems.views import view
 
 
 @SYSTEMS.register("rllama")
@@ -38,6 +40,14 @@ class RLlama(Raven):
             and "transformer.core_block.0.attn.Wqkv" in names
             and "transformer.core_block.0.norm_4" not in names
         )
+
+    def caches(self) -> bool:
+        """Whether no layer has a window, and positions do not depend on the text's length."""
+        return plain_attention(self.model.config)
+
+    def _placed(self, positions: Tensor) -> Any:
+        rotary = self.model.rotary_emb
+        return view(self.model, (rotary, Positioned(rotary, positions)))
 
     def _rotary(self, state: Tensor) -> Any:
         positions = torch.arange(state.shape[1], device=state.device).unsqueeze(0)

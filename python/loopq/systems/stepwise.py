@@ -86,8 +86,8 @@ class StepwiseSystem(SingleSteps):
         The model, in eval mode.
     """
 
-    def noise(self, batch: Batch) -> Tensor | None:
-        """Initial state from each prompt's seed, or None where the state starts from the embedding."""
+    def noise(self, batch: Batch, first: int = 0) -> Tensor | None:
+        """Initial states of the tokens from `first` on, or None where the state starts from the embedding."""
         return None
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:

@@ -19,7 +19,7 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     code, text, said = command("run", saved_model, "abc", *SHORT)
     assert code == 0
     assert text.endswith("\n")
-    assert "huginn, 3 steps, 3 tokens of prompt; no cache (" in said
+    assert "huginn, 3 steps, 3 tokens of prompt; loopq's cache\n" in said
     assert "12 tokens; the first after " in said
     assert "tokens/s" in said
     code, dense, _ = command("run", quantized, "abc", *SHORT)
@@ -56,14 +56,22 @@ def _fails(step, undo):
 
 
 @pytest.mark.parametrize(
-    ("recorder", "ends"),
+    ("model", "recorder", "ends"),
     [
-        (_again, "the model's own cache; each step is one CUDA graph\n"),
-        (_fails, "; no graph (a recorded step cannot be used (RuntimeError: capturing is not permitted))\n"),
+        ("looped", _again, "the model's own cache; each step is one CUDA graph\n"),
+        ("huginn_small", _again, "loopq's cache; each step is one CUDA graph\n"),
+        (
+            "looped",
+            _fails,
+            "; no graph (a recorded step cannot be used (RuntimeError: capturing is not permitted))\n",
+        ),
     ],
 )
-def test_the_first_line_says_whether_steps_are_recorded(recorder, ends, tmp_path, command, monkeypatch):
-    model = f"looped:{save_dense(tmp_path / 'dense')}[1:3]x2"
+def test_the_first_line_says_whether_steps_are_recorded(
+    model, recorder, ends, tmp_path, command, monkeypatch
+):
+    if model == "looped":
+        model = f"looped:{save_dense(tmp_path / 'dense')}[1:3]x2"
     plain = command("run", model, "5, 9, 7", *SHORT)
     assert "graph" not in plain[2]
     monkeypatch.setitem(RECORDERS, "cpu", recorder)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benches.kernels import marlin
 from benches.kernels import procedure as bench
 from benches.kernels import products as bench_products
 from benches.kernels import solver as bench_solver
@@ -120,6 +124,49 @@ def test_a_recording_repeats_its_runs() -> None:
     assert calls[3:] == [0, 1, 2] * 3
     assert recording.n_calls == 9
     assert recording.per_call([18.0]) == [2.0]
+
+
+def _install_marlin(monkeypatch: pytest.MonkeyPatch, factor: float) -> list[tuple[int, int]]:
+    """Put modules with GPTQModel's functions among those that are imported; their product is `factor` times right."""
+
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
+        shapes.append((named["input_size_per_partition"], named["output_size_per_partition"]))
+        return factor * (x.float() @ marlin.dequantized(weight, weight_scale)).to(x.dtype)
+
+    shapes: list[tuple[int, int]] = []
+    utils, types = (ModuleType(name) for name in marlin.SOURCES["gptqmodel"][1:])
+    functions: dict[str, Any] = {
+        "marlin_make_empty_g_idx": lambda device: torch.empty(0, dtype=torch.int, device=device),
+        "marlin_make_workspace_new": lambda device: torch.zeros(128, dtype=torch.int, device=device),
+        "marlin_permute_scales": lambda scales, width, height, group: scales,
+        "gptq_marlin_repack": lambda words, order, width, height, bits: words,
+        "apply_gptq_marlin_linear": product,
+    }
+    vars(utils).update(functions)
+    vars(types)["scalar_types"] = SimpleNamespace(uint4b8="uint4b8")
+    for module in (utils, types):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return shapes
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_marlin_is_timed_if_its_product_is_right(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    shapes = _install_marlin(monkeypatch, factor)
+    found = marlin.time_marlin(FixedClock(), Projection("a", 160, 48, 1), 2, QUICK)
+    assert set(shapes) == {(256, 256)}
+    if factor == 1.0:
+        assert (found["source"], found["padded"]) == ("gptqmodel", (256, 256))
+        assert found["timing"]["median"] == 1.5
+    else:
+        assert found == {"source": "gptqmodel", "unavailable": "its product differs by 1.0e-01"}
+
+
+def test_marlin_that_is_not_installed_is_named() -> None:
+    found = marlin.time_marlin(FixedClock(), Projection("a", 160, 48, 1), 2, QUICK)
+    assert "vllm: ModuleNotFoundError" in found["unavailable"]
+    assert "gptqmodel: ModuleNotFoundError" in found["unavailable"]
 
 
 @pytest.mark.kernels

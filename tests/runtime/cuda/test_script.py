@@ -130,11 +130,22 @@ def test_every_way_of_decoding_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert bench.main(["decode", str(path), "--dry-run"]) == 0
     data = json.loads(path.read_text())["sections"]["decode"]
-    assert data["no_graph"] == {"bfloat16, graph": "", "int4, graph": ""}
-    assert all(data["tokens_per_s"][way] > 0 for way in decode.WAYS)
-    assert {row[2] for row in decode.rows(data)} == {"met", "reported"}
-    failed = decode.rows({**data, "no_graph": {"int4, graph": "a recorded step cannot be used"}})
-    assert failed[0][2] == "NOT MET"
+    assert set(data["models"]) == set(decode.UNTIL) == {"huginn-3.5b", "ouro-1.4b"}
+    for timed in data["models"].values():
+        assert timed["no_graph"] == {"bfloat16, graph": "", "int4, graph": ""}
+        assert all(timed["tokens_per_s"][way] > 0 for way in decode.WAYS)
+    assert set(data["products"]) == set(data["models"])
+    rows = decode.rows(data)
+    assert {row[2] for row in rows} == {"met", "reported"}
+    assert sum("Marlin: vllm" in row[1] for row in rows) == 2
+    data["models"]["ouro-1.4b"]["no_graph"] = {"int4, graph": "a recorded step cannot be used"}
+    failed = [row for row in decode.rows({**data, "worst_float32": 1e-3}) if row[2] == "NOT MET"]
+    assert [row[0] for row in failed] == [
+        "int4 kernel against float64, 1 token: 3e-6",
+        "ouro-1.4b: a step of int4, graph as one CUDA graph",
+    ]
+    del data["products"]
+    assert len(decode.rows(data)) == len(rows) - 5
 
 
 def test_a_run_whose_time_is_over_tells_what_it_did(tmp_path: Path) -> None:

@@ -71,15 +71,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _way(decoder: Decoder) -> str:
     """How the tokens are computed, in words."""
+    from loopq.systems.fixed import FixedCached  # lazy: loopq imports without torch
+
     declined = decoder.declined
+    system = decoder.system
+    ours = isinstance(system, FixedCached) and (decoder.backend.name == "graph" or not system.class_caches)
+    cache = "loopq's cache" if ours else "the model's own cache"
     match decoder.backend.name:
         case "runner":
             return "loopq's runner"
         case "graph":
-            return "the model's own cache; each step is one CUDA graph"
+            return f"{cache}; each step is one CUDA graph"
         case "cache":
             recorded = decoder.system.device.type in RECORDERS
-            return "the model's own cache" + (f"; no graph ({declined['graph']})" if recorded else "")
+            return cache + (f"; no graph ({declined['graph']})" if recorded else "")
     return f"no cache ({declined['cache']})"
 
 
